@@ -13,8 +13,7 @@ from kvflow.core.cache.state import Segment, StateLayout, StateTensor
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.addresses import PeerAddress
-from kvflow.core.protocol.merging import merge_tickets
-from kvflow.core.protocol.ticket import Ticket
+from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.limits import Limits
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport, LoadRequest

@@ -24,8 +24,7 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.messages import Told
 from kvflow.core.protocol.rank_lease import RankLease
-from kvflow.core.protocol.ticket import Ticket, changed, read_ticket
-from kvflow.core.protocol.ticket_checks import too_many
+from kvflow.core.protocol.ticket import Ticket, changed, read_ticket, too_many
 from kvflow.errors import (
     COMPUTE,
     KVFlowError,

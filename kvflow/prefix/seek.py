@@ -20,8 +20,7 @@ from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.rank_lease import RankLease
-from kvflow.core.protocol.ticket import Ticket
-from kvflow.core.protocol.ticket_checks import too_many
+from kvflow.core.protocol.ticket import Ticket, too_many
 from kvflow.errors import KVFlowError, PeerError, PeerRefused, PeerUnreachable, ProtocolError, RequestError
 from kvflow.hosts import split_address
 from kvflow.prefix.keys import KEY_BYTES

@@ -19,9 +19,8 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from kvflow.blocking import Load
 from kvflow.checks import counted, printable, said
-from kvflow.core.protocol.merging import merge_tickets
 from kvflow.core.protocol.prompts import prompt_digest
-from kvflow.core.protocol.ticket import Ticket
+from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import KVFlowError, PeerError, PeerIncompatible, PeerUnreachable, RequestError
 from kvflow.runtime.load.requests import LoadRequest
 from kvflow.sglang.bootstrap import INTRODUCTION

@@ -44,8 +44,7 @@ from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent
-from kvflow.core.protocol.merging import merge_tickets
-from kvflow.core.protocol.ticket import Ticket
+from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import ConfigError, PromptMismatch, RequestError
 from kvflow.logs import logger_of
 from kvflow.runtime.part import Part

@@ -9,8 +9,7 @@ from functools import partial
 
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.states import LeaseState
-from kvflow.core.protocol.merging import merge_tickets
-from kvflow.core.protocol.ticket import Ticket
+from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import KVFlowError, RequestError
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from tests.simulator.cache import Content

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.descriptors import BlockIds
-from kvflow.core.protocol.merging import merge_tickets
-from kvflow.core.protocol.ticket import Ticket
+from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.prefix import Prefixes
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.requests import LoadReport

@@ -1,27 +1,31 @@
-"""The lease of one rank, as tickets and answers of ranks carry it."""
+"""The lease of one rank, as tickets and answers of ranks carry it, and how a struct that others fill in is checked.
+
+Tickets come through routers, so nothing in them is trusted. Types and bounds of the fields refuse most of what no
+producer would have written. Every refusal is a RequestError that names the field and its value.
+"""
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Mapping
+from functools import lru_cache, partial
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from kvflow.checks import INT64_MAX, INT64_MIN, shown
+from kvflow import checks
+from kvflow.checks import Int64, is_name, shown
 from kvflow.core.bounds import ENTRIES_MAX, Count, TicketLeaseId
 from kvflow.core.cache.groups import GROUPS_MAX
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.topology import Rank
-from kvflow.core.protocol.ticket_checks import check_place, foreign_text, wrong
 from kvflow.errors import RequestError
-from kvflow.hosts import HOST_CHARS_MAX, address_at
+from kvflow.hosts import HOST_CHARS_MAX, PORT_MAX, address_at, is_host, plain_host
 
 _TEXTS = operator.attrgetter("host", "incarnation", "lease_id")
 
-Int64: TypeAlias = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
-"""Python and JSON know larger integers, but no message of ours can carry them."""
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 Host: TypeAlias = Annotated[str, Meta(max_length=HOST_CHARS_MAX)]
 BlockIds: TypeAlias = Annotated[tuple[Int64, ...], Meta(max_length=ENTRIES_MAX)]
@@ -96,3 +100,46 @@ def _convert(given: Mapping[str, Any], kind: Any) -> Any:
         raise
     except Exception as error:
         raise wrong(given, error) from error
+
+
+# Engines have few ranks, and each ticket names one of them again. Types bound the lengths of what is remembered.
+@lru_cache(maxsize=1024)
+def check_place(host: str, port: int, incarnation: str) -> str:
+    """Return the host in its one form (`hosts`). RequestError names what cannot be."""
+    if not 0 < port <= PORT_MAX:
+        raise RequestError(f"ticket: remote_port {port} is not in 1..{PORT_MAX}")
+    plain = plain_host(host)
+    if plain is None or not is_host(plain):
+        raise RequestError(
+            f"ticket: remote_host {host[:80]!a} is no host to connect to: expected a name or number alone"
+        )
+    if not is_name(incarnation, NAME_CHARS_MAX):
+        raise RequestError(f"ticket: incarnation {incarnation[:80]!a} is no name")
+    return plain
+
+
+def foreign_text(struct: msgspec.Struct) -> RequestError:
+    """Error for a text of a class that is not Python's own: no message can carry it."""
+    values = msgspec.structs.asdict(struct).items()
+    name, value = next((name, value) for name, value in values if isinstance(value, str) and type(value) is not str)
+    return RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {shown(value)}")
+
+
+DICT_EXPECTED = "expected a dict of `lease.ticket.to_params()`"
+_NAMED = {"engine_id": "remote_engine_id", "request_id": "remote_request_id", "block_ids": "remote_block_ids"}
+_NAMED |= {"ranks[0].host": "remote_host", "ranks[0].port": "remote_port", "tp_size": "tp_size"}
+_FIELD = re.compile(r"`\$\.(ranks\[0\]\.(?:host|port)|\w+)")
+
+
+def wrong(given: Mapping[str, Any], error: Exception, *, on_the_way: bool = False) -> RequestError:
+    """Error for fields that make no struct; `on_the_way`: named as in a ticket's dict."""
+    if isinstance(error, UnicodeEncodeError):
+        is_it = partial(operator.is_, error.object)
+        where = [name for name, one in given.items() if type(one) in (list, tuple) and any(map(is_it, one))]
+        return RequestError(f"ticket: {', '.join(where)}: UTF-8 cannot carry {shown(error.object)}")
+    if not isinstance(error, msgspec.ValidationError):
+        return RequestError(f"ticket: {shown(error)}")
+    said = checks.refusal(error, given)
+    if on_the_way:
+        said = _FIELD.sub(lambda found: f"`$.{_NAMED.get(found[1]) or f'kvflow.{found[1]}'}", said, count=1)
+    return RequestError(f"ticket: {said}" + (f"; {DICT_EXPECTED}" if "required field" in said else ""))

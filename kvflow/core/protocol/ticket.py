@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Annotated, Any, TypeAlias
 from zlib import crc32
 
@@ -26,33 +26,25 @@ import msgspec
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import INT64_MAX, counted, encodes, few, shown
+from kvflow.checks import INT64_MAX, counted, encodes, few, is_name, shown
 from kvflow.config import RANKS_MAX, rank_offset
-from kvflow.core.bounds import (
-    Count,
-    PromptDigest,
-    RankCount,
-    Seconds,
-    Size,
-    Traceparent,
-)
+from kvflow.core.bounds import OFFER_PART_CHARS, Count, PromptDigest, RankCount, Seconds, Size, Traceparent
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
+from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.protocol.codec import PROTOCOL_VERSION
 from kvflow.core.protocol.messages import digest_of
-from kvflow.core.protocol.rank_lease import BlockIds, BlockTables, Checked, Name, RankLease
-from kvflow.core.protocol.spare import CHARS_MAX, MARK, without_spare
-from kvflow.core.protocol.ticket_checks import (
+from kvflow.core.protocol.rank_lease import (
     DICT_EXPECTED,
-    check_digests,
-    check_engine_id,
-    check_groups,
-    check_to_come,
-    checked_traceparent,
+    BlockIds,
+    BlockTables,
+    Checked,
+    Name,
+    RankLease,
     foreign_text,
-    too_many,
     wrong,
 )
+from kvflow.core.protocol.spare import CHARS_MAX, MARK, without_spare
 from kvflow.errors import RequestError
 from kvflow.hosts import PORT_MAX, address_at
 from kvflow.limits import REQUEST_ID_CHARS_MAX
@@ -336,7 +328,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         nothing: list[Any] = [[] for _ in known.block_tables]
         tables = nothing[0] if len(nothing) == 1 else nothing
         ticket = known.without_leases(request_id=request_id, block_ids=tables, num_tokens=0, ttl_s=ttl_s)
-        return changed(ticket, awaited=True, traceparent=checked_traceparent(traceparent))
+        return changed(ticket, awaited=True, traceparent=traceparent)
 
     def to_params(self) -> dict[str, Any]:
         """The ticket as a dict, in the form that `from_params` reads.
@@ -422,6 +414,75 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     return read
 
 
+def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
+    """Merge tickets into one that names the ranks of all: each rank of an engine has made one for the same request.
+
+    Args:
+        tickets: at least one, in any order.
+
+    Returns:
+        A ticket that saves its readers a question to each rank.
+
+    Raises:
+        RequestError: they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
+    """
+    if (count := checks.count(tickets, "merge_tickets: tickets")) > RANKS_MAX:
+        raise RequestError(f"merge_tickets: {counted(count, 'ticket')}, but an engine has at most {RANKS_MAX} ranks")
+    given = checks.answer(lambda: tuple(tickets))
+    if not given or not all(isinstance(ticket, Ticket) for ticket in given):
+        raise RequestError(f"merge_tickets: expected at least one ticket, and tickets only, got {shown(tickets)}")
+    first, *others = given
+    ranks: dict[tuple[int, int], RankLease] = {}
+    for lease in (lease for ticket in given for lease in ticket.ranks):
+        known = ranks.setdefault((lease.pp_rank, lease.tp_rank), lease)
+        if known != lease:
+            raise RequestError(
+                f"merge_tickets: two leases of (pp_rank, tp_rank) {(lease.pp_rank, lease.tp_rank)}: seal_index "
+                f"{known.seal_index} of {known.incarnation} and {lease.seal_index} of {lease.incarnation}"
+            )
+    for ticket in others:
+        for name in Ticket.__struct_fields__:
+            ours, theirs = getattr(first, name), getattr(ticket, name)
+            if name not in ("ranks", "ttl_s", "traceparent") and ours != theirs:
+                raise RequestError(f"merge_tickets: {name}: {str(ours)[:80]} and {str(theirs)[:80]}")
+    return changed(first, ranks=tuple(ranks.values()), ttl_s=min(ticket.ttl_s for ticket in given))
+
+
+def too_many(count: int, most: int, what: str = "ticket") -> RequestError:
+    return RequestError(f"{what}: {counted(count, 'block id')} in all, at most {most} (limits.block_ids_max)")
+
+
+@lru_cache(maxsize=1024)
+def check_engine_id(engine_id: str) -> None:
+    if not is_name(engine_id, NAME_CHARS_MAX):
+        raise RequestError(f"ticket: remote_engine_id {engine_id[:80]!a} is no name")
+
+
+def check_groups(ticket: Ticket) -> None:
+    groups = ticket.groups
+    if len(groups) != len(ticket.block_tables):
+        tables = counted(len(ticket.block_tables), "block table")
+        raise RequestError(f"ticket: {counted(len(groups), 'group')}, but {tables}")
+    if groups[0].block_size != ticket.block_size:
+        raise RequestError(f"ticket: block_size {ticket.block_size}, but {groups[0].block_size} of the first group")
+    for group in groups:
+        if not group.plausible or not is_name(group.name, NAME_CHARS_MAX):
+            what = f"kind {group.kind}, window {group.window}, block_size {group.block_size}"
+            raise RequestError(f"ticket: group {group.name[:80]!a}: {what}")
+
+
+def check_to_come(ticket: Ticket) -> None:
+    """RequestError if an offer whose blocks are still to come cannot be right."""
+    counts = tuple(map(len, ticket.block_tables))
+    if ticket.awaited and (any(counts) or ticket.num_tokens or ticket.extends):
+        raise RequestError(
+            f"ticket: a rendezvous knows no blocks and tokens, but it has {counts} and {ticket.num_tokens}"
+        )
+    if any(count > most for count, most in zip(counts, ticket.block_counts, strict=True)):
+        why = f"num_tokens {ticket.num_tokens} needs {ticket.block_counts}"
+        raise RequestError(f"ticket: blocks by group {counts} of a lease that is extended, but {why}")
+
+
 def check_lease(lease: RankLease, ticket: Ticket) -> None:
     """RequestError names what cannot be in a lease of the ticket's blocks."""
     if lease.block_ids is not None:
@@ -450,6 +511,26 @@ def _digests(ticket: Ticket) -> list[str]:
         own_rest = crc32(_pack((name, _PLACE_AND_FLAGS_OF(lease))), rest)
         found.append(f"{own_ids:08x}{own_tokens:08x}{own_rest:08x}")
     return found
+
+
+_PARTS = ("block ids", "tokens or prompt", "request, ranks or lease")
+
+
+def check_digests(ticket: Ticket, told: Sequence[str], found: Sequence[str]) -> None:
+    """RequestError names the parts of a ticket that are not what a rank has offered, by their digests."""
+    for lease, theirs, ours in zip(ticket.ranks, told, found, strict=True):
+        if checks.text(theirs, "ticket: digest") and len(theirs) != len(ours):
+            raise RequestError(f"ticket: digest: expected {counted(len(ours), 'character')}, got {shown(theirs)}")
+        cuts = range(0, len(theirs), OFFER_PART_CHARS)
+        both = [(theirs[at : at + OFFER_PART_CHARS], ours[at : at + OFFER_PART_CHARS]) for at in cuts]
+        wrong = {name: pair for name, pair in zip(_PARTS, both, strict=False) if pair[0] != pair[1]}
+        if wrong:
+            digests = "; ".join(f"{name}: digest ours {mine}, theirs {other}" for name, (other, mine) in wrong.items())
+            raise RequestError(
+                f"ticket: it is not what (pp_rank, tp_rank) {(lease.pp_rank, lease.tp_rank)} of {ticket.engine_id!r} "
+                f"has offered of request {ticket.request_id!r}: it was changed on its way, or mixed from several: "
+                f"{digests}"
+            )
 
 
 def _params_of(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[str, Any], bool]:

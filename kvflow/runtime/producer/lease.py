@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from kvflow import checks
 from kvflow.checks import Count, Seconds, Size, counted
+from kvflow.core.bounds import Traceparent
 from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent, GivenEvent
 from kvflow.core.policy.lease_book import LeaseEntry
@@ -24,7 +25,6 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.proof import FAILED
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.core.protocol.ticket_checks import checked_traceparent
 from kvflow.runtime.producer.blocks import HeldBlocks
 from kvflow.runtime.tasks import require_loop
 
@@ -70,7 +70,6 @@ class ServeRequest:
 
 
 TokenCount: TypeAlias = Annotated[int, Meta(ge=0, le=FAILED - 1)]
-Traceparent: TypeAlias = Annotated[str, checked_traceparent]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

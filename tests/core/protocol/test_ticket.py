@@ -20,10 +20,9 @@ from kvflow.config import Config, rank_offset
 from kvflow.core.cache.groups import GroupFacts, GroupKind, tokens_held
 from kvflow.core.plan.topology import Rank, parallelism_of
 from kvflow.core.protocol import codec, messages
-from kvflow.core.protocol.merging import merge_tickets
 from kvflow.core.protocol.notifications import ReadDone
 from kvflow.core.protocol.rank_lease import RankLease
-from kvflow.core.protocol.ticket import Ticket, changed, check_lease, read_ticket
+from kvflow.core.protocol.ticket import Ticket, changed, check_lease, merge_tickets, read_ticket
 from kvflow.errors import RequestError
 from tests.core.plans import SHARE
 from tests.support.budgets import examples
