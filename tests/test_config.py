@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.config import PORT_MAX, Config, params_of, split_address
-from kvflow.core.protocol.claims import check_seals
 from kvflow.core.protocol.messages import SealLocation
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError
 from kvflow.limits import BY_DEVICE, Limits
+from tests.core.claimed import sent
 from tests.support.tests_support import TICKET, altered, each
 
 SHARES = ("verify_share",)
@@ -252,7 +252,8 @@ def test_seals_that_no_reader_takes_are_refused_early(name: str, value: float) -
         limits = Limits(**{name: value})  # type: ignore[arg-type]
     except ConfigError:
         return
-    check_seals(SealLocation(address=4096, count=limits.leases_max, hold_s=limits.seal_hold_s))
+    seals = SealLocation(address=4096, count=limits.leases_max, hold_s=limits.seal_hold_s)
+    assert sent(seals) == seals
 
 
 # --- backends

@@ -45,8 +45,6 @@ class SchedulingConfig:
 
     def __post_init__(self) -> None:
         checks.settle(self, ConfigError)
-        if not all(group.plausible for group in self.groups):
-            raise ConfigError(f"groups: {checks.shown(self.groups)} cannot be")
         if self.groups and self.groups[0].block_size != self.block_size:
             first = self.groups[0].block_size
             raise ConfigError(f"groups: block_size is {self.block_size}, but the first group's is {first}")

@@ -40,6 +40,8 @@ RankIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
 LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=LAYERS_MAX)]
 SealIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=SEALS_MAX)]
 SealCount: TypeAlias = limits.SealCount
+SealAddress: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX - 16 * SEALS_MAX)]
+"""Address of a table of seals, of 16 bytes each."""
 DeviceIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Word32: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Word64: TypeAlias = Annotated[int, Meta(ge=0)]

@@ -168,5 +168,5 @@ async def test_what_flows_says_when_it_was_computed_and_when_it_landed(staging: 
 
 async def test_a_traceparent_that_is_none_is_refused() -> None:
     async with inproc_pair() as pair:
-        with pytest.raises(RequestError, match="'req': traceparent: expected .*, got 'x'"):
+        with pytest.raises(RequestError, match=r"'req': traceparent: expected .*, got 'x'"):
             pair.producer.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4, traceparent="x"))

@@ -23,12 +23,20 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow import checks
-from kvflow.checks import INT64_MAX, counted, shown
+from kvflow.checks import INT64_MAX, counted, is_name, shown
 from kvflow.core.bounds import Count, Name
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, device_of, map_regions
 from kvflow.core.cache.state import StateLayout, StatePart, state_parts
-from kvflow.core.cache.tensors import KVCaches, LayerCache, checked_caches, memory_of, tensors_of, wire_name
+from kvflow.core.cache.tensors import (
+    NAME_CHARS_MAX,
+    KVCaches,
+    LayerCache,
+    checked_caches,
+    memory_of,
+    tensors_of,
+    wire_name,
+)
 from kvflow.errors import LayoutError
 
 GROUPS_MAX = 64
@@ -52,25 +60,28 @@ class GroupKind(enum.StrEnum):
 
 
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A group as its peers know it. `window` is in tokens, 0 where there is none; a state's block size is 1."""
+    """A group as its peers know it. `window` is in tokens, 0 where there is none; a state's block size is 1.
+
+    LayoutError if a group cannot have these facts.
+    """
 
     name: Name
     block_size: Count
     kind: GroupKind = GroupKind.FULL
     window: Count = 0
 
+    def __post_init__(self) -> None:
+        windowed = self.kind is GroupKind.SLIDING or self.kind is GroupKind.CHUNKED
+        window_fits = 0 < self.window <= WINDOW_MAX if windowed else self.window == 0
+        size_fits = self.block_size == 1 if self.kind is GroupKind.STATE else 0 < self.block_size <= INT64_MAX
+        if not (window_fits and size_fits and is_name(self.name, NAME_CHARS_MAX)):
+            facts = f"kind {self.kind}, window {self.window}, block_size {self.block_size}"
+            raise LayoutError(f"group {self.name[:80]!a}: {facts} cannot be")
+
     @property
     def whole(self) -> bool:
         """True if the blocks hold a prompt from its first token on; else they hold its end."""
         return self.kind is GroupKind.FULL
-
-    @property
-    def plausible(self) -> bool:
-        """True if a group can have these facts."""
-        windowed = self.kind is GroupKind.SLIDING or self.kind is GroupKind.CHUNKED
-        window_fits = 0 < self.window <= WINDOW_MAX if windowed else self.window == 0
-        size_fits = self.block_size == 1 if self.kind is GroupKind.STATE else 0 < self.block_size <= INT64_MAX
-        return window_fits and size_fits
 
     def blocks_needed(self, tokens: int) -> int:
         """Number of blocks that matter once `tokens` of a prompt are computed."""

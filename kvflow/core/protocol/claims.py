@@ -15,10 +15,9 @@ from kvflow.core.cache.groups import GROUPS_MAX, SETS_MAX, GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.state import ROWS_MAX
-from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol.codec import WireError
-from kvflow.core.protocol.messages import REGIONS_MAX, RegionTable, SealLocation
+from kvflow.core.protocol.messages import REGIONS_MAX, RegionTable
 
 _PART_CHARS_MAX = 4096
 _PARTS = (("K", "V"), ("KV",), ("latent",))
@@ -106,7 +105,8 @@ def _check_cache_share(share: CacheShare) -> None:
 def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> None:
     """WireError unless a rank with these groups and regions can hold these shares."""
     check_cache_shares(shares)
-    _check_groups(groups)
+    if not 0 < len(groups) <= GROUPS_MAX or len({group.name for group in groups}) < len(groups):
+        raise WireError(f"groups: {len(groups)}, expected 1 to {GROUPS_MAX} of different names")
     if len(regions) != len(shares):
         raise WireError(f"cache shares: {len(shares)}, but {counted(len(regions), 'region table')}")
     num_blocks: dict[int, int] = {}
@@ -122,15 +122,6 @@ def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups:
         raise WireError(f"cache shares: of {counted(len(num_blocks), 'group')}, but there are {len(groups)}")
     if len({region.device for region in regions}) > 1:
         raise WireError("region tables: on several devices")
-
-
-def _check_groups(groups: Sequence[GroupFacts]) -> None:
-    names = {group.name for group in groups if is_name(group.name, NAME_CHARS_MAX)}
-    if not 0 < len(groups) <= GROUPS_MAX or len(names) < len(groups):
-        raise WireError(f"groups: {len(groups)}, expected 1 to {GROUPS_MAX} of different names")
-    for group in groups:
-        if not group.plausible:
-            raise WireError(f"groups: kind {group.kind}, window {group.window}, block_size {group.block_size}")
 
 
 def _check_set(share: CacheShare, regions: Regions) -> None:
@@ -152,9 +143,3 @@ def _check_set(share: CacheShare, regions: Regions) -> None:
             f"cache share: latent is {share.latent}, parts of a layer are {regions.parts}, "
             f"of {counted(block.heads, 'head')}"
         )
-
-
-def check_seals(location: SealLocation) -> None:
-    """WireError unless a seal table of this size can lie there."""
-    if location.address >= INT64_MAX - location.count * 16:
-        raise WireError(f"seal table: {counted(location.count, 'seal')} at {location.address}")

@@ -17,7 +17,7 @@ from kvflow.checks import answer, counted, printable, refusal
 from kvflow.core.bounds import Count, Digest, Name
 from kvflow.core.protocol.messages import CoreRequest, ReaderRequest, Reply, Request
 from kvflow.core.protocol.notifications import Notification
-from kvflow.errors import RequestError
+from kvflow.errors import InvalidInput
 
 PROTOCOL_VERSION = 6
 MAGIC = "kvflow"
@@ -95,7 +95,7 @@ def decode_notification(payload: bytes) -> Notification:
 def _decode(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except RequestError as error:  # of a struct that checks itself
+    except InvalidInput as error:  # of a struct that checks itself
         raise _undecoded(data, str(error)) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raw = answer(partial(msgspec.msgpack.decode, data))

@@ -31,6 +31,7 @@ from kvflow.core.bounds import (
     Reader,
     Reason,
     RequestName,
+    SealAddress,
     SealCount,
     Seconds,
     Size,
@@ -192,7 +193,7 @@ class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
 class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
     """The table of a producer's seals in its host memory: see `core.protocol.proof`."""
 
-    address: Size
+    address: SealAddress
     count: SealCount
     hold_s: Hold
     """Time the producer keeps blocks after it has wiped a seal."""

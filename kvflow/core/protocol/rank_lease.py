@@ -21,7 +21,7 @@ from kvflow.core.bounds import ENTRIES_MAX, Count, TicketLeaseId
 from kvflow.core.cache.groups import GROUPS_MAX
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.plan.topology import Rank
-from kvflow.errors import RequestError
+from kvflow.errors import InvalidInput, RequestError
 from kvflow.hosts import HOST_CHARS_MAX, PORT_MAX, address_at, is_host, plain_host
 
 _TEXTS = operator.attrgetter("host", "incarnation", "lease_id")
@@ -138,7 +138,7 @@ def wrong(given: Mapping[str, Any], error: Exception, *, on_the_way: bool = Fals
         where = [name for name, one in given.items() if type(one) in (list, tuple) and any(map(is_it, one))]
         return RequestError(f"ticket: {', '.join(where)}: UTF-8 cannot carry {shown(error.object)}")
     if not isinstance(error, msgspec.ValidationError):
-        return RequestError(f"ticket: {shown(error)}")
+        return RequestError(f"ticket: {error if isinstance(error, InvalidInput) else shown(error)}")
     said = checks.refusal(error, given)
     if on_the_way:
         said = _FIELD.sub(lambda found: f"`$.{_NAMED.get(found[1]) or f'kvflow.{found[1]}'}", said, count=1)

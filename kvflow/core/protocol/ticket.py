@@ -465,10 +465,6 @@ def check_groups(ticket: Ticket) -> None:
         raise RequestError(f"ticket: {counted(len(groups), 'group')}, but {tables}")
     if groups[0].block_size != ticket.block_size:
         raise RequestError(f"ticket: block_size {ticket.block_size}, but {groups[0].block_size} of the first group")
-    for group in groups:
-        if not group.plausible or not is_name(group.name, NAME_CHARS_MAX):
-            what = f"kind {group.kind}, window {group.window}, block_size {group.block_size}"
-            raise RequestError(f"ticket: group {group.name[:80]!a}: {what}")
 
 
 def check_to_come(ticket: Ticket) -> None:

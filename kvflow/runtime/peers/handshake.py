@@ -19,7 +19,7 @@ from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import UNKNOWN_ENGINE, Address, agent_name
-from kvflow.core.protocol.claims import all_regions_from_wire, check_cache_shares, check_seals, check_sets
+from kvflow.core.protocol.claims import all_regions_from_wire, check_cache_shares, check_sets
 from kvflow.errors import (
     PeerError,
     PeerIncompatible,
@@ -221,7 +221,6 @@ def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[
     try:
         regions = all_regions_from_wire(metadata.regions)
         check_sets(metadata.cache_shares, regions, metadata.groups)
-        check_seals(metadata.seals)
     except codec.WireError as error:
         raise peer.failure(ProtocolError, str(error)) from error
     found = problems_of(peer.rank, metadata, regions, ours)

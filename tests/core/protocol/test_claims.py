@@ -19,11 +19,11 @@ from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.claims import (
     all_regions_from_wire,
     check_cache_shares,
-    check_seals,
     check_sets,
     regions_from_wire,
     regions_to_wire,
 )
+from kvflow.errors import LayoutError
 from tests.core.claimed import BLOCK, HOLDING, REGIONS, sent
 from tests.support.budgets import examples
 from tests.support.tests_support import each
@@ -185,10 +185,7 @@ TWO = (HOLDING, SECOND)
         ((HOLDING,), (REGIONS,) * 2, (FACTS,), "1, but 2 region tables"),
         ((HOLDING,), (REGIONS,), (), "groups: 0, expected 1 to 64"),
         ((HOLDING,), (REGIONS,), (FACTS, FACTS), "groups: 2, expected 1 to 64 of different names"),
-        ((HOLDING,), (REGIONS,), (GroupFacts(name="a\x1bb", block_size=4),), "different names"),
         ((HOLDING,), (REGIONS,), (FACTS, OTHER), "of 1 group, but there are 2"),
-        ((HOLDING,), (REGIONS,), (GroupFacts(name="a", block_size=4, window=3),), "groups: kind full, window 3"),
-        ((HOLDING,), (REGIONS,), (GroupFacts(name="a", block_size=4, kind=GroupKind.STATE),), "kind state"),
         (TWO, (REGIONS, replace(REGIONS, num_blocks=3)), (FACTS,), "group 0 has 4 and other blocks"),
         (TWO, (REGIONS, replace(REGIONS, device_kind="cuda")), (FACTS,), "on several devices"),
         ((replace(HOLDING, part="conv.x"),), (REGIONS,), (FACTS,), "blocks of shape|part"),
@@ -199,6 +196,24 @@ def test_sets_of_layers_that_cannot_be_true_are_refused(shares: Any, tables: Any
     with pytest.raises(codec.WireError, match=problem) as caught:
         check_sets(shares, tuple(map(regions_from_wire, tables)), groups)
     assert len(str(caught.value)) < 300
+
+
+@each(
+    ("changes", "problem"),
+    [
+        ({"name": "a\x1bb"}, r"group 'a\\x1bb'"),
+        ({"window": 3}, "group 'kv': kind full, window 3, block_size 4 cannot be"),
+        ({"kind": "state"}, "kind state"),
+        ({"kind": "chunked", "window": (1 << 31) + 1}, "kind chunked, window 2147483649"),
+        ({"block_size": 0}, "block_size 0"),
+    ],
+)
+def test_a_group_that_cannot_be_is_refused_wherever_it_comes_from(changes: dict[str, Any], problem: str) -> None:
+    facts = msgspec.to_builtins(FACTS) | changes
+    with pytest.raises(codec.WireError, match=problem):
+        codec._decode(msgspec.msgpack.encode(facts), GroupFacts)
+    with pytest.raises(LayoutError, match=problem):
+        GroupFacts(**{**facts, "kind": GroupKind(facts.get("kind", "full"))})
 
 
 def test_more_regions_than_can_be_looked_at_are_refused_unread() -> None:
@@ -224,7 +239,7 @@ def test_a_latent_has_one_head() -> None:
     ("address", "count", "hold_s", "problem"),
     [
         *((address, count, 0.02, "") for address, count in ((1, 1), (4096, 1 << 24), ((1 << 62) + 1, 16384))),
-        *((address, 1, 0.02, "1 seal at|address|out of range") for address in (0, -1, (1 << 64) - 16, 1 << 64)),
+        *((address, 1, 0.02, "address|out of range") for address in (0, -1, (1 << 64) - 16, 1 << 64)),
         *((4096, count, 0.02, f"`\\$.count`, got {count}") for count in (0, -1, (1 << 24) + 1)),
         # a reader would trust a seal that it fetched long before its last byte landed
         *((4096, 16, hold_s, f"`\\$.hold_s`, got {hold_s}") for hold_s in (0.0, -1.0, float("nan"), float("inf"), 1e6)),
@@ -232,4 +247,4 @@ def test_a_latent_has_one_head() -> None:
 )
 def test_a_seal_table_that_cannot_be_true_is_refused(address: int, count: int, hold_s: float, problem: str) -> None:
     with pytest.raises(codec.WireError, match=problem) if problem else contextlib.nullcontext():
-        check_seals(sent(messages.SealLocation(address=address, count=count, hold_s=hold_s)))
+        sent(messages.SealLocation(address=address, count=count, hold_s=hold_s))
