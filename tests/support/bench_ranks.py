@@ -1,4 +1,4 @@
-"""Ranks that tests of the bench start in processes of their own, which have to be able to import them."""
+"""Ranks that tests of the bench start in child processes, which import this module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 
 class Rank:
-    """Has a step for every way in which one can end."""
+    """A rank with a step for each way in which a step can end."""
 
     async def add(self, one: int, *, other: int) -> int:
         return one + other

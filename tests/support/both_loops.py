@@ -1,4 +1,4 @@
-"""Tests of what runs on a loop: on asyncio and on uvloop, with blocking calls detected; and a pair of engines."""
+"""Fixtures for tests of code on an event loop: each test runs on asyncio and on uvloop, and must not block the loop."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def no_blocking_calls() -> Iterator[None]:
 
 @pytest.fixture
 async def pair() -> AsyncIterator[EnginePair]:
-    """A registered pair; after the test all blocks are free again (invariant I5)."""
+    """A registered pair of engines. After the test all blocks must be free (invariant I5)."""
     async with open_pair() as pair:
         yield pair

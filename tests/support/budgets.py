@@ -1,4 +1,4 @@
-"""How much is tried: little in the fast suite, more in the thorough one. Read where a test is declared."""
+"""How many examples a test tries: few in the fast suite, more in the thorough suite."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def budget(fast: int, thorough: int) -> int:
-    """How much the suite that runs tries. What is no test of hypothesis says so with `pytest.mark.budget`."""
+    """Return `thorough` in the thorough suite, else `fast`. Tests without hypothesis have the mark `budget`."""
     return thorough if "KVFLOW_THOROUGH" in os.environ else fast
 
 
 def examples(fast: int, thorough: int, **others: Any) -> Callable[[Test], Test]:
-    """A property's examples in the fast suite and in the thorough one, and other settings of hypothesis."""
+    """Set a property's number of examples in the fast and the thorough suite, and other settings of hypothesis."""
     decorate: Callable[[Test], Test] = settings(max_examples=budget(fast, thorough), **others)
     return decorate
 
 
 def machine_test(machine: type[RuleBasedStateMachine], fast: int, thorough: int, *, steps: int) -> type[Any]:
-    """The test of a state machine of hypothesis."""
+    """Return the test of a hypothesis state machine, with its number of examples in each suite and of steps."""
     machine.TestCase.settings = settings(max_examples=budget(fast, thorough), stateful_step_count=steps)
     return machine.TestCase

@@ -1,10 +1,13 @@
-"""The fenced blocks of the docs, and how each kind of them is checked.
+"""The fenced blocks of the docs, and a check for each kind of block.
 
-The blocks of a page are taken in order. Its python blocks run in one namespace, so that they build on each other. A
-comment right above a block, which readers do not see, says otherwise: `<!-- anew -->` goes back to the names that the
-page began with, `<!-- file: NAME -->` adds the block to a file, and pytest is run on the files of a page at its end,
-`<!-- script -->` is a program of its own, and the block of text behind it is what it prints, word by word.
-A kind of block, or a command, that nobody here knows is an error.
+The blocks of a page are checked in order. Python blocks run in one namespace, so that they build on each other. A
+comment right above a block, which readers do not see, changes that:
+
+    <!-- anew -->        reset the namespace to the names that the page began with
+    <!-- file: NAME -->  append the block to a file; at the end of the page pytest runs on all its files
+    <!-- script -->      run the block as a program; the text block after it must equal the program's output
+
+A kind of block, or a command, without a check here is an error.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ _INLINE = re.compile(r"`((?:kvflow|python3?) [^`\n]+)`")
 
 
 class _Parsed(Exception):
-    """A script has read its options."""
+    """Raised by a script's parser when it has parsed the options, to end the script. Has the unknown options."""
 
     def __init__(self, unknown: list[str]) -> None:
         super().__init__(unknown)
@@ -60,7 +63,7 @@ class _Parsed(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """One fenced block. `mark` is the comment above it, or ""."""
+    """One fenced block of a page. `mark` is the text of the comment above it, or ""."""
 
     where: str
     line: int
@@ -70,7 +73,7 @@ class Block:
 
 
 def blocks_of(page: str, text: str) -> list[Block]:
-    """All fenced blocks of a page; AssertionError for a fence that is no plain ``` at the start of a line."""
+    """Return all fenced blocks of a page. Raise AssertionError for a fence that is not ``` at the start of a line."""
     found = []
     for match in _FENCED.finditer(text):
         line = text.count("\n", 0, match.start(3))
@@ -81,7 +84,7 @@ def blocks_of(page: str, text: str) -> list[Block]:
 
 
 async def check_blocks(blocks: list[Block], names: dict[str, Any], folder: Path) -> None:
-    """Run or check all blocks of a page, which see `names` and add to them; raises whatever is wrong with one."""
+    """Check all blocks of a page in order. Python blocks read `names` and add to them. Raise the first error."""
     given, files, printed = dict(names), dict[str, str](), ""
     for block in blocks:
         if block.mark == "anew":
@@ -104,7 +107,7 @@ async def check_blocks(blocks: list[Block], names: dict[str, Any], folder: Path)
 
 
 async def run_python(block: Block, names: dict[str, Any]) -> None:
-    """Run a block, which may await; tracebacks show the page's lines."""
+    """Run a Python block, which may use `await`. Tracebacks have the line numbers of the page."""
     code = compile("\n" * block.line + block.text, block.where, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, True)
     result = eval(code, names)
     if inspect.iscoroutine(result):
@@ -112,7 +115,7 @@ async def run_python(block: Block, names: dict[str, Any]) -> None:
 
 
 def paste(block: Block) -> None:
-    """Compile a block as a prompt takes it, line by line: a statement with a body ends at an empty line."""
+    """Compile a block line by line, as an interactive prompt does: an empty line ends a compound statement."""
     compiler = codeop.CommandCompiler()
     compiler.compiler.flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     gathered: list[str] = []
@@ -124,7 +127,7 @@ def paste(block: Block) -> None:
 
 
 def run_script(block: Block, folder: Path) -> str:
-    """What a block prints that is run as a file of its own, as a reader would who has pasted it."""
+    """Run a block as a file, as a reader would after pasting it, and return its output."""
     script = folder / "pasted.py"
     script.write_text(block.text)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -135,7 +138,7 @@ def run_script(block: Block, folder: Path) -> str:
 
 
 def run_project(files: dict[str, str], folder: Path) -> None:
-    """The files of a page are a project whose tests pass."""
+    """Write the files of a page to `folder`, and assert that pytest passes there."""
     for name, text in files.items():
         (folder / name).write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
@@ -145,7 +148,7 @@ def run_project(files: dict[str, str], folder: Path) -> None:
 
 
 def check_other(block: Block) -> None:
-    """What is not run as python."""
+    """Check a block that is not run: commands must exist, and data must parse."""
     match block.kind:
         case "sh":
             for words in commands_of(block.text):
@@ -158,7 +161,7 @@ def check_other(block: Block) -> None:
             import yaml
 
             yaml.safe_load(block.text)
-        case "":  # nothing that one could paste
+        case "":  # a drawing, which cannot be pasted
             assert _DRAWN.search(block.text), f"{block.where}: no drawing; what language is it?"
         case _:
             raise AssertionError(f"{block.where}: nobody checks blocks of kind {block.kind!r}")
@@ -168,13 +171,13 @@ def check_other(block: Block) -> None:
 
 
 def inline_commands(text: str) -> Iterator[list[str]]:
-    """Commands of kvflow within the text; options may be left out of them."""
+    """Yield the words of each kvflow command that the text names in backticks. Options may be missing."""
     for command in _INLINE.findall(_FENCED.sub("", text)):
         yield shlex.split(command)
 
 
 def commands_of(text: str) -> Iterator[list[str]]:
-    """The words of each command of a block; one goes on after a backslash, and within quotes."""
+    """Yield the words of each command in a block. A command continues after a backslash and inside quotes."""
     gathered = ""
     for line in text.splitlines():
         gathered += line
@@ -183,7 +186,7 @@ def commands_of(text: str) -> Iterator[list[str]]:
             continue
         try:
             words = shlex.split(gathered, comments=True)
-        except ValueError:  # a quotation goes on
+        except ValueError:  # a quoted text continues on the next line
             gathered += "\n"
             continue
         gathered = ""
@@ -193,7 +196,7 @@ def commands_of(text: str) -> Iterator[list[str]]:
 
 
 def check_command(words: list[str], *, complete: bool = False) -> None:
-    """A command exists, and so do the options that it is given; one that is complete has all that it needs."""
+    """Assert that a command and its options exist, and, if `complete`, that no required option is missing."""
     match words:
         case ["kvflow", *rest]:
             check_typer(app, rest, complete=complete)
@@ -201,7 +204,7 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             check_command(started_by_dev(rest))
         case ["python", "-m", "asyncio" | "codespell_lib" | "mkdocs" | "mypy" | "pytest" | "ruff", *_]:
             pass
-        case ["python", "-m", "sglang_router.launch_router", *_]:  # none of kvflow's words
+        case ["python", "-m", "sglang_router.launch_router", *_]:  # has no option of kvflow
             pass
         case ["python", "-m", "tests.bench", *rest]:
             check_typer(bench, rest, complete=complete)
@@ -210,9 +213,9 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
         case ["python", "-m", module, *_] if module.startswith("tests."):
             at = ROOT / module.replace(".", "/")
             assert any(file.is_file() for file in (at / "__main__.py", at.with_suffix(".py"))), words
-        case ["python", "-I", command, *rest]:  # as dev.py starts what a wheel has installed
+        case ["python", "-I", command, *rest]:  # dev.py starts a command installed from a wheel like this
             check_command([Path(command).name, *rest])
-        case ["python" | ".venv/bin/python", script, *rest]:  # the second is what dev.py makes
+        case ["python" | ".venv/bin/python", script, *rest]:  # the second is the environment made by dev.py
             check_script(script, rest)
         case ["pip", "install", "torch", "--index-url", "https://download.pytorch.org/whl/cpu"]:
             pass
@@ -235,14 +238,14 @@ def check_typer(program: typer.Typer, words: list[str], *, complete: bool) -> No
         command = commands[rest.pop(0)]
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     assert options_of(rest) <= known, f"{words}: its options are {sorted(known)}"
-    if complete and words[:1] == ["keys"]:  # cheap, and what follows on the page uses the files
+    if complete and words[:1] == ["keys"]:  # run it: it is cheap, and later blocks of the page use its files
         command.main(rest, standalone_mode=False)
     elif complete:
         command.make_context("kvflow", rest)
 
 
 def started_by_dev(words: list[str]) -> list[str]:
-    """What `python3 dev.py ...` runs last, once the environment is there."""
+    """Return the command that `python3 dev.py ...` starts last, once its environment is ready."""
     started: list[list[str]] = []
 
     def start(*command: object) -> int:
@@ -252,18 +255,18 @@ def started_by_dev(words: list[str]) -> list[str]:
     dev = types.ModuleType("dev")
     vars(dev)["__file__"] = str(ROOT / "dev.py")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "dev", dev)  # where its dataclasses look their types up
+        patch.setitem(sys.modules, "dev", dev)  # dataclasses in dev.py look up their types there
         exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
     system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command), chdir=lambda _: None)
     vars(dev).update(os=system, run=start, check=start, ensure=lambda *_: Path("python"))
-    gpu = types.SimpleNamespace(which=lambda name: name, rmtree=lambda _: None)  # a machine that shows one
+    gpu = types.SimpleNamespace(which=lambda name: name, rmtree=lambda _: None)  # pretend that there is a GPU
     vars(dev).update(with_wheels=lambda _: Path("python"), shutil=gpu)
     assert dev.main(words) == 0 or started, f"dev.py {words}: see its first lines"
     return started[-1]
 
 
 def check_script(script: str, words: list[str]) -> None:
-    """The script's own parser takes the words; there the script ends."""
+    """Run a script up to its argument parser, and assert that the parser knows all options in `words`."""
 
     def take(parser: argparse.ArgumentParser, *_: object) -> None:
         unknown = parser.parse_known_args(words)[1]
@@ -285,7 +288,7 @@ def check_extras(project: str) -> None:
 
 
 def check_sglang(words: list[str]) -> None:
-    """The part of it that is kvflow's; SGLang itself is not at hand."""
+    """Check the options of a `sglang serve` command that concern kvflow, without importing SGLang."""
     known = {"--model-path", "--port", "--disaggregation-mode", "--disaggregation-transfer-backend"} | {"--base-gpu-id"}
     assert options_of(words) <= known, words
     assert words[words.index("--disaggregation-transfer-backend") + 1] == "kvflow", words
@@ -294,7 +297,7 @@ def check_sglang(words: list[str]) -> None:
 
 
 def check_vllm(words: list[str]) -> None:
-    """The part of it that is kvflow's; vLLM itself is not at hand."""
+    """Check the options of a `vllm serve` command that concern kvflow, without importing vLLM."""
     assert options_of(words) <= {"--port", "--kv-transfer-config"}, words
     given = json.loads(words[words.index("--kv-transfer-config") + 1])
     plugins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
@@ -302,7 +305,7 @@ def check_vllm(words: list[str]) -> None:
     assert (ROOT / module.replace(".", "/")).is_dir()
     assert given["kv_connector"] == "KVFlowConnector"
     assert given["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
-    tree = ast.parse((ROOT / "kvflow" / "vllm" / "settings.py").read_text())  # which imports vLLM
+    tree = ast.parse((ROOT / "kvflow" / "vllm" / "settings.py").read_text())  # parsed, because importing it needs vLLM
     (extra,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Extra")
     own = {
         node.target.id for node in extra.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)

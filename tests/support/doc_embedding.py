@@ -1,4 +1,4 @@
-"""The engine that docs/embedding.md is pasted into, scripted by a test, and its allocator, which counts blocks."""
+"""A scripted engine for the code of docs/embedding.md, with an allocator that counts blocks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Names = dict[str, Any]
 
 
 def kv_caches() -> dict[str, torch.Tensor]:
-    """A cache as those of `kvflow.testing`'s engines are, for a page to register."""
+    """Return a cache with the size of `kvflow.testing`'s engines, for a page to register."""
     return {"layers.0": torch.full((2, SIZE.num_blocks, 2, SIZE.block_size, 8), -1.0)}
 
 
 class Embedded:
-    """The engine's own parts as docs/embedding.md names them, scripted by a test, beside another engine.
+    """The engine's parts that docs/embedding.md names, scripted by a test, and another engine as the peer.
 
-    A block that comes back is overwritten, as its next owner would do at once. What must not happen is noted in
-    `problems`: background tasks have nobody to raise to.
+    A freed block is overwritten at once, as by its next owner. Faults are collected in `problems`, because an error
+    raised in a background task would be lost.
     """
 
     def __init__(self, cluster: InprocCluster, other: TestEngine) -> None:
@@ -37,10 +37,10 @@ class Embedded:
         self.problems: list[str] = []
         self.taken: set[int] = set()
         self.broken: set[str] = set()
-        """Parts that fail, by name."""
+        """Names of the parts that fail when called."""
         self.computing = asyncio.Event()
         self.computing.set()
-        """While it is not set, prompts are not done."""
+        """While this is not set, `compute` waits."""
         self.serving, self.ending = asyncio.Event(), asyncio.Event()
         self.answer: torch.Tensor | None = None
         self.kv_caches = kv_caches()
@@ -70,7 +70,7 @@ class Embedded:
 
     @property
     def background(self) -> set[asyncio.Task[None]]:
-        """The page's tasks that wait until blocks are safe."""
+        """Background tasks of the page, which wait until blocks are safe."""
         return set(self.names["background"])
 
     def take(self, request: SimpleNamespace) -> list[int]:
@@ -105,13 +105,13 @@ class Embedded:
         await self.ending.wait()
 
     def let_go(self) -> None:
-        """Hold no read any more."""
+        """Perform all held reads, and hold no further reads."""
         for transport in (self.transport, self.other.transport):
             transport.faults.hold = False
             transport.perform()
 
     def assert_whole(self) -> None:
-        """Every block has come back, once and in time, and none was written afterwards."""
+        """Assert that every block was freed once, not too early, and not written to afterwards."""
         assert self.problems == []
         assert not self.taken, f"never given back: {self.taken}"
         assert (self.kv_caches["layers.0"] == -1.0).all(), "written after it was given back"

@@ -1,7 +1,7 @@
-"""What the python blocks of each page take from an engine: real runtimes in one process, stubs of its other parts.
+"""The names that the Python blocks of each page start with: real runtimes in one process, stubs of an engine's parts.
 
-Every page has a context manager here. It gives the names that the page begins with, and at its end looks at what the
-page's blocks have made of them. Whatever a page takes from here its text explains.
+Each page has a context manager here. It yields the names that the page begins with, and checks the names that the
+page's blocks have left. The page's text explains every name that it uses from here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def offer(engine: TestEngine, request_id: str = "req-1") -> kvflow.Lease:
 
 
 def in_one_process(patch: pytest.MonkeyPatch) -> None:
-    """Runtimes that have threads read from each other without NIXL."""
+    """Make blocking runtimes use the in-process transport, so that they read from each other without NIXL."""
     network = InprocNetwork()
     world = World(transport=lambda _, name: InprocTransport(name, network))
     patch.setattr(kvflow.blocking, "Runtime", partial(kvflow.blocking.Runtime, world=world))
@@ -50,13 +50,13 @@ def in_one_process(patch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def nothing(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
-    """For pages whose python blocks, if there are any, need nothing."""
+    """For pages without Python blocks, or with blocks that need no names."""
     yield {}
 
 
 @asynccontextmanager
 async def operations(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
-    """A registry of its own for the metrics, and an engine to take out of service."""
+    """For operations.md: a new registry for the metrics, and an engine to take out of service."""
     metrics = partial(prometheus.PrometheusMetrics, CollectorRegistry())
     patch.setattr(prometheus, "PrometheusMetrics", metrics)
     async with kvflow.Runtime(Config(engine_id="decode-0", listen="tcp://127.0.0.1:0")) as runtime:
@@ -67,7 +67,7 @@ async def operations(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> Async
 
 @asynccontextmanager
 async def security(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
-    """The keys that the page's commands have made open the listener of the page's config."""
+    """For security.md: afterwards, a runtime opens with the page's config and the keys made by its commands."""
     names: Names = {}
     yield names
     async with Runtime(replace(names["config"], listen="tcp://127.0.0.1:0", transport="inproc")) as runtime:
@@ -76,7 +76,7 @@ async def security(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIt
 
 @asynccontextmanager
 async def connectors(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
-    """Rank 0 of an engine of two ranks, of which rank 1 has introduced itself already; a connector's module."""
+    """For connectors.md: rank 0 of an engine of two ranks, the introduction of rank 1, and a connector's module."""
     in_one_process(patch)
     module = types.ModuleType("my_engine.kvflow_connector")
     vars(module)["KVFlowConnector"] = ConnectorWorker
@@ -113,7 +113,7 @@ async def connectors(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> Async
 
 @asynccontextmanager
 async def asyncio_tutorial(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
-    """The page has all that it needs, and closes it."""
+    """For tutorials/asyncio.md, which opens and closes its own runtimes."""
     names: Names = {}
     yield names
     assert names["outcome"] is LeaseOutcome.READ
@@ -125,7 +125,7 @@ async def asyncio_tutorial(cluster: InprocCluster, patch: pytest.MonkeyPatch) ->
 
 @asynccontextmanager
 async def synchronous_tutorial(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
-    """The same, with runtimes that have threads."""
+    """For tutorials/synchronous.md, which opens and closes its own blocking runtimes."""
     in_one_process(patch)
     names: Names = {}
     yield names
@@ -136,7 +136,7 @@ async def synchronous_tutorial(cluster: InprocCluster, patch: pytest.MonkeyPatch
 
 @asynccontextmanager
 async def vllm(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
-    """Two servers as a router sees them: HTTP clients, behind which are real runtimes."""
+    """For vllm.md: HTTP clients of two servers, as a router has them, answered by real runtimes."""
     async with cluster.engine("prefill-0", size=SIZE) as prefill, cluster.engine("decode-0", size=SIZE) as decode:
 
         async def compute(path: str, json: Mapping[str, Any]) -> Any:
@@ -160,7 +160,7 @@ async def vllm(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterat
 
 @asynccontextmanager
 async def server(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
-    """The openai package's client; at the page's address somebody answers one word, in the server's own shapes."""
+    """For server.md: the openai client, with a server at the page's address that answers one word."""
     patch.syspath_prepend(str(ROOT / "examples"))
     from openai_server.parameters import ChatRequest
     from openai_server.replies import Replies
@@ -180,7 +180,7 @@ async def server(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIter
 
 @asynccontextmanager
 async def embedding(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
-    """The blocks only define a program; test_embedding.py runs it."""
+    """For embedding.md. Its blocks only define a program, which test_embedding.py runs."""
     async with embedded(cluster) as engine:
         yield engine.names
         assert callable(engine.names["main"])

@@ -1,4 +1,4 @@
-"""A kvflow engine that does what it is told, several verbs at once; in a process of its own by `engine_process`."""
+"""A kvflow engine that runs a test's commands ("verbs"), several at once. `engine_process` starts it in a process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.gpu.device import Device, open_device
 from tests.support.pools import Pool, PoolShape
 from tests.support.steered_loop import SteeredLoop
 
-LEASE_TTL_S, LOAD_DEADLINE_S, HANDSHAKE_S = 300.0, 50.0, 30.0  # long: a test that is about them lets them pass
+LEASE_TTL_S, LOAD_DEADLINE_S, HANDSHAKE_S = 300.0, 50.0, 30.0  # long: a test of a bound moves time past it
 _STUCK_TURNS = 1000
 _MAP_FIXED = 0x10  # linux/mman.h
 _WARM_UP_STEPS = 20
@@ -39,7 +39,7 @@ _BOUNDS = {
 
 
 def small(**others: Any) -> PoolShape:
-    """The cache of an engine that says nothing else: K and V of a block in one layer have 16 KiB."""
+    """Return the default shape of an engine's cache, with changes. K or V of a block in one layer is 8 KiB."""
     return PoolShape(**{"layers": 4, "blocks": 64, "kv_heads": 4, "head_size": 64, "kv_first": True, **others})
 
 
@@ -48,7 +48,7 @@ BLOCK_BYTES = small().block_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """What one engine is. Every element of its cache is `fill`; port 0 is any free one."""
+    """Settings of one engine. Every element of its cache is `fill` at first. Port 0 means any free port."""
 
     engine_id: str
     fill: float = 0.0
@@ -56,29 +56,29 @@ class EngineSetup:
     host: str = "127.0.0.1"
     port: int = 0
     namespace: str | None = None
-    """The network namespace that it lives in."""
+    """Network namespace of the engine's process; None for the test's."""
     steered: bool = False
-    """Whether the test moves its time on."""
+    """True if the test moves the engine's time forward (`SteeredLoop`)."""
     device: str = "cpu"
-    """Where its cache is: cpu or cuda."""
+    """Device of the cache: cpu or cuda."""
     own_stream: bool = False
-    """On cuda, whether it computes on a stream of its own in place of the default one."""
+    """True to compute on another CUDA stream than the default stream."""
     first_head: int = 0
-    """The first of its rank's heads."""
+    """Index in the model of the rank's first head."""
     config: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Any] = field(default_factory=dict)
 
 
 @contextlib.asynccontextmanager
 async def open_engine(setup: EngineSetup, brake: Connection | None = None) -> AsyncIterator[Engine]:
-    """The engine with its cache registered."""
+    """Open an engine and register its cache."""
     device = open_device(setup.device, own_stream=setup.own_stream)
     pool = Pool(setup.pool, setup.device, setup.fill)
     device.wait()
     config = kvflow.Config(
         engine_id=setup.engine_id,
         listen=f"tcp://{setup.host}:{setup.port}",
-        limits=kvflow.Limits(peer_backoff_first_s=1e-6, peer_backoff_max_s=1e-6, **setup.limits),  # tries at once
+        limits=kvflow.Limits(peer_backoff_first_s=1e-6, peer_backoff_max_s=1e-6, **setup.limits),  # retry at once
         **{**_BOUNDS, **setup.config},
     )
     world = World(clock=LoopClock) if setup.steered else World()
@@ -91,7 +91,7 @@ async def open_engine(setup: EngineSetup, brake: Connection | None = None) -> As
 
 
 def map_other_pages(address: int, size_bytes: int) -> None:
-    """Have other memory at the same addresses, as an engine that has slept: all whole pages that lie there."""
+    """Map new memory at the same addresses, as in an engine after its sleep mode. Only whole pages are replaced."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -103,7 +103,10 @@ def map_other_pages(address: int, size_bytes: int) -> None:
 
 
 def _capture(capturing: threading.Event, over: threading.Event) -> int:
-    """Capture graphs until it is over, in a mode that any unsafe call of any thread ends; how many there were."""
+    """Capture CUDA graphs until `over` is set, and return their number.
+
+    In capture mode "global" an unsafe CUDA call of any thread breaks the capture.
+    """
     matrix, count = torch.ones(64, 64, device="cuda"), 0
     target = torch.mm(matrix, matrix)
     while not over.is_set():
@@ -116,7 +119,7 @@ def _capture(capturing: threading.Event, over: threading.Event) -> int:
 
 
 class Engine:
-    """Each `do_` method is a verb; its parameters are the command's arguments."""
+    """The engine. Each `do_` method is a verb, with the command's arguments as its parameters."""
 
     def __init__(
         self, setup: EngineSetup, runtime: kvflow.Runtime, pool: Pool, device: Device, brake: Connection | None
@@ -130,7 +133,7 @@ class Engine:
         self._busy = ExitStack()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have it done meanwhile; what fails is found when the engine ends."""
+        """Run `work` in a background task. An error of the task is raised when the engine ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._over)
@@ -140,13 +143,13 @@ class Engine:
             self._tasks.discard(task)
 
     def end(self) -> None:
-        """Before the runtime closes."""
+        """End stalls and busy streams. Called before the runtime closes."""
         self._busy.close()
         for task in self._stalling:
             task.cancel()
 
     async def ended(self) -> None:
-        """After the runtime has closed, which ends what is under way."""
+        """Wait for all background tasks, and raise their errors. Called after the runtime has closed."""
         await asyncio.gather(*self._tasks)
         self._device.close()
 
@@ -162,12 +165,12 @@ class Engine:
         self._registered_s = time.perf_counter() - start_s
 
     async def do_registered_s(self) -> float:
-        """How long registering the cache has taken."""
+        """Return how long the registration of the cache took."""
         return self._registered_s
 
     async def do_offer(self, request_id: str, block_ids: list[int], ttl_s: float | None = None) -> dict[str, Any]:
         ready = None
-        if self._setup.device != "cpu":  # staged caches on a device want an event
+        if self._setup.device != "cpu":  # a staged cache on a device needs an event
             ready = self._device.launch(lambda: None)
             ready.synchronize()
         return self._offer(request_id, block_ids, ttl_s=ttl_s, ready=ready)
@@ -181,7 +184,7 @@ class Engine:
     async def do_compute_and_offer(
         self, request_id: str, block_ids: list[int], value: float, delay_s: float, *, events: bool = True
     ) -> dict[str, Any]:
-        """Launch what fills the blocks after a pause, and offer them at once: with its event, or without."""
+        """Launch device work that fills the blocks after a pause, and offer them at once, with its event or without."""
         ready = self._device.launch(self._pool.filling(block_ids, value), delay_s)
         return self._offer(request_id, block_ids, ready=ready if events else None)
 
@@ -194,7 +197,7 @@ class Engine:
         *,
         events: bool = True,
     ) -> dict[str, Any]:
-        """Load into blocks that the device still writes behind a pause; ends when both have ended."""
+        """Load into blocks that the device is going to write after a pause, and wait for both."""
         after = self._device.launch(self._pool.filling(block_ids, self._setup.fill), delay_s)
         request = kvflow.LoadRequest(request_id, ticket, block_ids, after=after if events else None)
         try:
@@ -212,11 +215,11 @@ class Engine:
         return self._pool.count_wrong(block_ids, self._setup.first_head)
 
     async def do_count_other(self, block_ids: list[int], value: float) -> int:
-        """How many of the blocks hold anything but the value."""
+        """Return the number of blocks with any element other than `value`."""
         return self._pool.count_other(block_ids, value)
 
     async def do_offer_growing(self, request_id: str, block_ids: list[int]) -> dict[str, Any]:
-        """Offer blocks of which nothing is computed."""
+        """Offer blocks as a growing lease, with no token computed yet."""
         return self._offer(request_id, block_ids, computed_tokens=0)
 
     async def do_advance(self, request_id: str, blocks: int) -> None:
@@ -226,13 +229,13 @@ class Engine:
         self._leases[request_id].fail("told to")
 
     async def do_load_growing(self, request_id: str, ticket: dict[str, Any], block_ids: list[int]) -> dict[str, int]:
-        """A load whose progress `until_landed` can wait for."""
+        """Load from a growing lease. The verb `until_landed` can wait for its progress."""
         load = self._followed[request_id] = self._runtime.start_load(kvflow.LoadRequest(request_id, ticket, block_ids))
         report = await load
         return {"bytes": report.bytes, "descriptors": report.descriptors}
 
     async def do_until_landed(self, request_id: str, blocks: int) -> None:
-        """Wait until so many blocks have landed, or the load has ended."""
+        """Wait until `blocks` blocks have landed, or the load has ended."""
         async for progress in self._followed[request_id]:
             if progress.tokens >= blocks * self._pool.shape.block_size:
                 return
@@ -257,7 +260,7 @@ class Engine:
         return {"bytes": report.bytes, "descriptors": report.descriptors, "seconds": seconds}
 
     async def do_until_stuck(self, request_id: str) -> None:
-        """Wait until reads are in flight of which nothing more lands, or the load has ended."""
+        """Wait until the reads in flight make no progress, or the load has ended."""
         before, quiet_turns = None, 0
         while request_id in self._loads and quiet_turns < _STUCK_TURNS:
             transport = self._runtime.statistics().transport
@@ -275,9 +278,9 @@ class Engine:
         self._loads[request_id].cancel()
 
     async def do_offer_many(self, offers: list[dict[str, Any]], then: float) -> list[dict[str, Any]]:
-        """Offer several requests; as soon as a lease has ended its blocks are filled with `then`.
+        """Offer several requests, and return their tickets. Fill the blocks of a lease with `then` once it has ended.
 
-        An offer may say `revoke_after_s`.
+        An offer may have `revoke_after_s`, after which its lease is revoked.
         """
         tickets = []
         for offer in offers:
@@ -294,9 +297,9 @@ class Engine:
         self._fill(lease.block_ids, value)
 
     async def do_load_many(self, loads: list[dict[str, Any]]) -> list[str | list[float | None]]:
-        """Load several tickets: what was in the blocks when each load returned, or the type of its error.
+        """Run several loads. Return for each the content of its blocks when it returned, or the type of its error.
 
-        A load may say `delay_s` and `cancel_after_s`.
+        A load may have `delay_s`, after which it begins, and `cancel_after_s`.
         """
         return await asyncio.gather(*(self._load_one(**load) for load in loads))
 
@@ -315,15 +318,18 @@ class Engine:
         self._fill(block_ids, value)
 
     def _fill(self, block_ids: Sequence[int], value: float) -> None:
-        """Behind what the device was told before; waits for it."""
+        """Fill blocks on the device, after all work launched before, and wait for the end of that."""
         self._device.launch(self._pool.filling(block_ids, value)).synchronize()
 
     async def do_values(self, block_ids: list[int]) -> list[float | None]:
-        """For each block the one value that fills it, or None."""
+        """Return for each block the value of all its elements, or None if they differ."""
         return [self._pool.value_of(block) for block in block_ids]
 
     async def do_sleep(self, value: float, *, farewell: bool = True) -> None:
-        """Unregister the cache; as soon as that may be other pages are mapped where it lies, full of `value`."""
+        """Unregister the cache, then map new pages full of `value` at its addresses.
+
+        Without `farewell`, the cache's readers are not notified.
+        """
         if not farewell:
             cache = self._runtime._supervisor.cache
             assert cache is not None, "it is registered"
@@ -334,7 +340,7 @@ class Engine:
             tensor.fill_(value)
 
     async def do_wake(self, value: float) -> None:
-        """Register it again."""
+        """Fill the cache with `value` and register it again."""
         for tensor in self._pool.tensors.values():
             tensor.fill_(value)
         await self.register()
@@ -348,10 +354,10 @@ class Engine:
             await quarantine.settled()
 
     async def do_stall(self, *, hold_gil: bool = False, after_reads: int = 0) -> None:
-        """Stop the event loop, as an engine's long step does, until the test lets go of the brake.
+        """Block the event loop, as a long step of an engine does, until the test sends a byte through the brake.
 
-        Waits before until the transport has been given `after_reads` more reads. With `hold_gil` no other thread can
-        run Python either.
+        First wait until `after_reads` more reads have been posted. With `hold_gil`, the GIL is held as well, so no
+        other thread runs Python.
         """
         stalling = asyncio.create_task(self._until_reads(self._runtime.statistics().transport.reads + after_reads))
         self._stalling.add(stalling)
@@ -372,14 +378,17 @@ class Engine:
             await asyncio.sleep(0)
 
     async def do_take_memory(self, left_bytes: int) -> int:
-        """Fill the CUDA device but for so much; what is really left. No bytes: give it back."""
+        """Allocate CUDA memory until `left_bytes` are free, and return how much is really free.
+
+        `do_give_memory_back` frees it.
+        """
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0]
         self._taken = torch.empty(max(free - left_bytes, 0), dtype=torch.uint8, device="cuda")
         return int(torch.cuda.mem_get_info()[0])
 
     async def do_revoke_all(self) -> None:
-        """Closing would wait for their readers."""
+        """Revoke all leases, because closing would wait for their readers."""
         for lease in self._leases.values():
             lease.revoke()
 
@@ -388,12 +397,12 @@ class Engine:
         torch.cuda.empty_cache()
 
     async def do_dirty_memory(self, size_bytes: int, delay_s: float) -> None:
-        """Leave memory in torch's cache that kernels behind a pause are still going to write."""
+        """Free memory to torch's allocator that a kernel is still going to write to after a pause."""
         memory = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
         self._device.launch(lambda: memory.fill_(0x5A), delay_s)  # type: ignore[arg-type]
 
     async def do_load_while_capturing(self, loads: list[dict[str, Any]]) -> int:
-        """Load while a thread captures graphs as engines do; how many graphs it captured meanwhile."""
+        """Load while another thread captures CUDA graphs, as engines do. Return the number of captured graphs."""
         capturing, over = threading.Event(), threading.Event()
         graphs = asyncio.create_task(asyncio.to_thread(_capture, capturing, over))
         try:
@@ -417,13 +426,13 @@ class Engine:
         return await self._runtime.forget_peer(engine_id)
 
     async def do_set_busy(self, busy: bool) -> None:
-        """Keep the device's default stream busy, or no longer."""
+        """Start or stop keeping the device's default stream busy."""
         self._busy.close()
         if busy:
             self._busy.enter_context(self._device.busy())
 
     async def do_revoke_after(self, request_id: str, value: float, pause_s: float) -> None:
-        """End a lease after a pause; as soon as its blocks may be used again the device overwrites them."""
+        """Revoke a lease after a pause. Once it has ended, launch device work that overwrites its blocks."""
         lease = self._leases.pop(request_id)
         await asyncio.sleep(pause_s)
         lease.revoke()
@@ -433,7 +442,10 @@ class Engine:
     async def do_steps(
         self, count: int, loads: Sequence[dict[str, Any]] = (), pause_s: float = 0.0
     ) -> dict[str, list[Any]]:
-        """The seconds of so many steps of an engine, in a thread of it, and how loads went beside them: errors."""
+        """Run `count` engine steps in a thread, and loads at the same time.
+
+        Return the seconds of each step, and for each load the type of its error, or "".
+        """
         stepping = asyncio.ensure_future(asyncio.to_thread(_step_seconds, self._device.make_step(), count))
         errors = []
         for load in loads:
@@ -444,7 +456,7 @@ class Engine:
         return {"seconds": await stepping, "errors": errors}
 
     async def _error_of(self, request: kvflow.LoadRequest) -> str:
-        """The name of what a load raises; "" if it succeeds."""
+        """Run a load. Return the name of its error's type; "" if it succeeds."""
         try:
             await self._runtime.load_blocks(request)
         except kvflow.errors.KVFlowError as error:

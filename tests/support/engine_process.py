@@ -1,7 +1,7 @@
-"""An engine in a process of its own: calls, signals, and what is left at the end.
+"""An engine in another process: calls to it, signals, and a check of what it leaves behind.
 
-Engines are forked from one server process that has imported everything before, so one starts in half a second; no NIXL
-agent exists before the fork. Where an environment says what UCX logs they have to be `fresh`, which is spawned.
+Engines are forked from one server process that has already imported everything, so an engine starts in half a second.
+No NIXL agent exists before the fork. If the environment sets UCX's log, engines have to be `fresh`, that is spawned.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TRANSPORTS: Mapping[str, Mapping[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tc
 
 
 def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environment: Mapping[str, str | None]) -> None:
-    """What the process runs: until told to quit, or until the test's end is gone."""
+    """Run an engine in this process until the verb "quit", or until the test closes its end of the socket."""
     for name, value in environment.items():
         os.environ.pop(name, None)
         if value is not None:
@@ -61,7 +61,7 @@ async def _obey(commands: socket, brake: Connection, setup: EngineSetup) -> None
 
 
 def enter_namespace(name: str) -> None:
-    """Move to another network; with a /sys of its own, where UCX looks for network devices."""
+    """Move this process to a network namespace, with its own /sys, where UCX looks for network devices."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:
         failed = (
@@ -75,7 +75,7 @@ def enter_namespace(name: str) -> None:
 
 
 class Call:
-    """One command that an engine was given."""
+    """A command sent to an engine."""
 
     def __init__(self, engine: EngineProcess, number: int, verb: str) -> None:
         self._engine = engine
@@ -83,7 +83,7 @@ class Call:
         self._verb = verb
 
     def result(self, timeout_s: float = TIMEOUT_S) -> Any:
-        """Its value. Raises EngineError, or TimeoutError: then the engine has broken a bound."""
+        """Wait for the command's value and return it. Raises EngineError if it failed, TimeoutError if it is late."""
         answer = self._engine.wait_for_answer(self._number, f"call {self._verb}", timeout_s)
         if "error" in answer:
             raise EngineError(f"{self._engine.engine_id}: {self._verb}", answer["error"])
@@ -91,7 +91,7 @@ class Call:
 
 
 class EngineProcess:
-    """An engine that is being started; `ready` waits for it."""
+    """The process of an engine, which is starting; `ready` waits until it has started."""
 
     def __init__(self, setup: EngineSetup, environment: Mapping[str, str | None], *, fresh: bool = False) -> None:
         self.setup = setup
@@ -111,7 +111,7 @@ class EngineProcess:
         self._closed = False
 
     def ready(self) -> EngineProcess:
-        """Raises what has kept it from starting."""
+        """Wait until the engine has started, and return it. Raises EngineError if it cannot start."""
         Call(self, 0, "start").result(START_TIMEOUT_S)
         return self
 
@@ -124,7 +124,7 @@ class EngineProcess:
         return self.start(verb, **arguments).result()
 
     def start(self, verb: str, **arguments: Any) -> Call:
-        """Give a command without waiting for its end."""
+        """Send a command without waiting for its end."""
         self._calls += 1
         self._commands.sendall(line(self._calls, verb=verb, arguments=arguments))
         return Call(self, self._calls, verb)
@@ -144,7 +144,7 @@ class EngineProcess:
         return self._answers.pop(number)
 
     def wait_until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Look at the engine's statistics until they are as wanted."""
+        """Poll the engine's statistics until `condition` is true, and return them."""
         until_s = time.monotonic() + TIMEOUT_S
         while True:
             statistics: dict[str, Any] = self.call("statistics")
@@ -153,7 +153,7 @@ class EngineProcess:
             assert time.monotonic() < until_s, f"{self.engine_id}: {statistics}"
 
     def stall(self, *, hold_gil: bool = False, after_reads: int = 0) -> Call:
-        """Start to block the engine's loop once it has posted `after_reads` more reads; see `stalled`."""
+        """Tell the engine to block its loop once it has posted `after_reads` more reads; see `wait_until_stalled`."""
         return self.start("stall", hold_gil=hold_gil, after_reads=after_reads)
 
     def wait_until_stalled(self) -> None:
@@ -161,11 +161,11 @@ class EngineProcess:
         assert self._brake.recv_bytes() == b"stalled"
 
     def go_on(self) -> None:
-        """Let go of the brake."""
+        """End the stall of the engine's loop."""
         self._brake.send_bytes(b"go on")
 
     def stop(self) -> None:
-        """Stop it as SIGSTOP does; every thread of it stands still when this returns."""
+        """Stop the process by SIGSTOP, and wait until all its threads have stopped."""
         self._signal(signal.SIGSTOP)
         states = Path(f"/proc/{self._process.pid}/task").glob("*/stat")
         for state in states:
@@ -180,7 +180,7 @@ class EngineProcess:
         self._process.join(TIMEOUT_S)
 
     def close(self) -> None:
-        """Kill it if it still runs, and give back what it took of this process."""
+        """Kill the process if it still runs, and close its pipes. Closing twice is fine."""
         if self._closed:
             return
         self._closed = True
@@ -193,11 +193,11 @@ class EngineProcess:
         return not self._closed and self._process.exitcode is None
 
     def start_to_quit(self) -> None:
-        """Tell it to close its runtime and to end."""
+        """Tell the engine to close its runtime and exit, without waiting."""
         self.start("quit")
 
     def wait_for_exit(self) -> int | None:
-        """Its exit code, or None if it does not end."""
+        """Wait for the process's end and return its exit code; None if it does not end in time."""
         self._process.join(TIMEOUT_S)
         return self._process.exitcode
 
@@ -207,7 +207,7 @@ class EngineProcess:
 
 
 class Engines:
-    """Starts engines that share an environment; on a clean exit those that still run must end in order."""
+    """Starts engines with the same environment. At the end of a `with` without error they must exit with code 0."""
 
     def __init__(self, environment: Mapping[str, str | None], *, fresh: bool = False) -> None:
         self._environment, self._fresh = environment, fresh
@@ -231,13 +231,13 @@ class Engines:
                 engine.close()
 
     def start(self, *setups: EngineSetup) -> list[EngineProcess]:
-        """Start several at once and wait for all of them."""
+        """Start several engines at once, wait until all have started, and return them."""
         new = [EngineProcess(setup, self._environment, fresh=self._fresh) for setup in setups]
         self._started += new
         return [engine.ready() for engine in new]
 
     def pair(self, **setup: Any) -> list[EngineProcess]:
-        """A producer whose cache is full of 1 and a consumer whose cache is full of -1."""
+        """Start a producer with its cache full of 1, and a consumer with its cache full of -1."""
         return self.start(
             EngineSetup(engine_id="producer", fill=1.0, **setup), EngineSetup(engine_id="consumer", fill=-1.0, **setup)
         )
@@ -245,7 +245,10 @@ class Engines:
 
 @cache
 def _forking() -> ForkServerContext:
-    """Makes processes out of one that has imported everything; what UCX logs is set where it is loaded."""
+    """Return the context that forks engines from a server process, which has imported everything.
+
+    UCX reads the settings of its log in that process, when it is loaded.
+    """
     os.environ.update(UCX_LOG_LEVEL="error", NIXL_LOG_LEVEL="ERROR")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "uvloop", "kvflow", "kvflow.runtime.runtime", "nixl._bindings"])

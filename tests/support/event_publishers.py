@@ -1,4 +1,4 @@
-"""A publisher of KV events that a test plays frame by frame, and a map that is asked by tokens."""
+"""A publisher of KV events that a test drives frame by frame, and a prefix map with questions by tokens."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ END = b"\xff" * 8
 
 
 def stored(number: int, parent: int | None = None) -> BlockStored:
-    """One block, whose name and token are that number."""
+    """Return the event of one stored block, with `number` as its hash and its only token."""
     return BlockStored(block_hashes=[number], parent_block_hash=parent, token_ids=[number], block_size=1, medium="GPU")
 
 
 class KnownMap(PrefixMap):
-    """Asked by the tokens of prompts of `stored` blocks."""
+    """A prefix map that can be asked by the tokens of `stored` blocks."""
 
     def has(self, *numbers: int) -> bool:
-        """Whether the prompt of these tokens is known as a whole."""
+        """Return True if the whole prompt of these tokens is known."""
         found = dict(self.holders(prefix_keys(numbers, 1), 1))
         return found.get("engine") == len(numbers)
 
 
 class ScriptedPublisher:
-    """Both of a publisher's sockets; that of the events says when somebody has subscribed."""
+    """A publisher's two sockets, for events and for replays. The socket for events reports subscriptions."""
 
     def __init__(self, endpoint: str = "tcp://127.0.0.1:0", replay_endpoint: str = "tcp://127.0.0.1:0") -> None:
         context = zmq.asyncio.Context.instance()
@@ -55,7 +55,7 @@ class ScriptedPublisher:
 
     @staticmethod
     async def _bind(socket: zmq.asyncio.Socket, endpoint: str) -> str:
-        """A port that was just given up may take a moment to be free."""
+        """Bind a socket and return its endpoint. Retry while the port is in use: a closed port may need a moment."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 try:
@@ -78,7 +78,7 @@ class ScriptedPublisher:
         await self.events.send_multipart([topic, number.to_bytes(8, "big"), encode_batch(events, ts=1.5)])
 
     async def asked(self) -> tuple[bytes, int]:
-        """The client of a replay, and from where on."""
+        """Wait for a question for a replay. Return its client and the number to start from."""
         async with asyncio.timeout(WAIT_S):
             client, empty, start = await self.replays.recv_multipart()
         assert empty == b""
@@ -87,7 +87,7 @@ class ScriptedPublisher:
     async def answer(
         self, client: bytes, batches: Iterable[tuple[int, KVEvent]] = (), *, topics: bool = True, end: bool = True
     ) -> None:
-        """With a frame for the topic, or without, as older SGLang answers."""
+        """Answer a question for a replay. Without `topics`, leave out the frame for the topic, as older SGLang does."""
         topic = [b""] if topics else []
         for number, event in batches:
             payload = encode_batch([event], ts=1.5)
@@ -96,7 +96,7 @@ class ScriptedPublisher:
             await self.replays.send_multipart([client, b"", *topic, END, b""])
 
     async def replayed(self, *batches: tuple[int, KVEvent], topics: bool = True) -> int:
-        """Answer the next question; where it began."""
+        """Answer the next question for a replay. Return the number that it starts from."""
         client, start = await self.asked()
         await self.answer(client, batches, topics=topics)
         return start

@@ -1,4 +1,4 @@
-"""Pairs of engines, and leases of which nothing is computed yet."""
+"""Pairs of engines, and growing leases that start without computed tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pair_of(staging: str = "never", **settings: Any) -> AbstractAsyncContextMana
 
 
 def opened(pair: InprocPair, tokens: int = 16, **more: Any) -> Lease:
-    """A lease of blocks of which nothing is computed."""
+    """Open a lease on `BLOCKS` with no token computed yet. The blocks are set to 0."""
     for tensor in pair.producer.kv_caches.values():
         tensor[:, BLOCKS] = 0.0
     return pair.producer.runtime.serve_blocks(ServeRequest("req", BLOCKS, num_tokens=tokens, computed_tokens=0, **more))

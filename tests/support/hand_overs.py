@@ -1,9 +1,9 @@
-"""One prompt handed over from one engine to another, rank by rank, and everything that must hold afterwards.
+"""A hand-over of one prompt between two engines, rank by rank, and checks of everything that must hold afterwards.
 
-A `HandOver` is pure data: both engines, the prompt, the ticket and the paths that bytes may take. Each of its parts is
-some layers of the model, as both engines hold them; engines may put the same layers into different groups. `run` opens
-a runtime for each rank, serves, loads, and judges by the reference model, token by token and from what attention needs:
-every byte of every consumer, the producers' memory, reports, leases and books.
+A `HandOver` is pure data: both engines, the prompt, the ticket, and the paths that bytes may take. Each of its parts
+has some layers of the model; the engines may put these layers into different groups. `run` opens a runtime for each
+rank, serves, loads, and checks with the reference model: each token that attention needs, every other byte of the
+consumers, the producers' memory, reports, leases and statistics.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _port_bases = itertools.count(os.getpid() * 101)
 
 
 class Arrival(enum.Enum):
-    """When the consumer's ranks load: all at once, or each when the one before it is done."""
+    """When the consumer's ranks load: all at once, or one after another in either order."""
 
     TOGETHER = "together"
     IN_TURN = "in turn"
@@ -51,10 +51,10 @@ class Arrival(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
-    """How bytes may travel: which drawn options a hand-over's Config gets."""
+    """The paths that bytes may take: options of the Config of a hand-over's runtimes."""
 
     staged: tuple[bool, bool] = (False, False)
-    """Host staging on the producer and on the consumer."""
+    """True for host staging: on the producer, on the consumer."""
     scratch: str = "never"
     scratch_slot_bytes_max: int = 1 << 16
     slice_bytes_max: int = 1 << 24
@@ -62,7 +62,7 @@ class Paths:
 
     @property
     def exact(self) -> bool:
-        """Whether no byte is read that is not wanted."""
+        """True if loads read no bytes beyond the requested ones."""
         return self.scratch == "never"
 
 
@@ -70,13 +70,13 @@ STRAIGHT = Paths()
 
 
 class Attention(NamedTuple):
-    """Which tokens layers need: all (no window), the last `window` ones, or those since its last multiple."""
+    """The tokens that layers attend to: all (no window), the last `window`, or those of the last chunk of `window`."""
 
     window: int | None = None
     chunked: bool = False
 
     def needs(self, token: int, tokens: int) -> bool:
-        """Whether a token matters once `tokens` are computed, of which the last may be computed again."""
+        """Return True if a token is needed once `tokens` are computed. The last token may be computed again."""
         if self.window is None:
             return True
         if self.chunked:
@@ -84,7 +84,7 @@ class Attention(NamedTuple):
         return token >= tokens - self.window
 
     def first_block(self, tokens: int, block_size: int) -> int:
-        """The first block with a token that matters."""
+        """Return the index of the first block with a needed token."""
         return min((token for token in range(tokens) if self.needs(token, tokens)), default=0) // block_size
 
 
@@ -93,18 +93,18 @@ FULL = Attention()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Some layers of the model, as both engines hold them, and the blocks of the prompt on both sides."""
+    """Some layers of the model, as both engines hold them, and the prompt's blocks for these layers on both sides."""
 
     producer: Engine
     consumer: Engine
     attention: Attention = FULL
     offered: tuple[int, ...]
-    """The producer's blocks: the prompt's last ones, or its first ones without a window."""
+    """Blocks of the producer: the prompt's last blocks; without a window, its first."""
     wanted: tuple[int, ...]
-    """The consumer's: the last of what is offered; those before are cached."""
+    """Blocks of the consumer, for the last offered blocks; the consumer has cached the blocks before."""
 
     def tokens(self, num_tokens: int) -> range:
-        """Which tokens of a prompt are read: both sides have their blocks."""
+        """Return the tokens of a prompt that are read: those with blocks on both sides."""
         ours, theirs, start = self.consumer.block_size, self.producer.block_size, 0
         if self.attention.window is None:
             num_tokens = min(num_tokens, len(self.offered) * theirs)
@@ -116,39 +116,43 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOver:
+    """One prompt, two engines, and the options of the hand-over between them. Pairs are (producer, consumer)."""
+
     parts: tuple[Part, ...]
     num_tokens: int
     one_pool: tuple[bool, bool] = (False, False)
-    """Whether the groups of the producer, and of the consumer, have their block ids in common."""
+    """True if the groups of an engine share one pool of block ids."""
     by_name: bool = False
-    """Whether block ids are given by the groups' names, or in order."""
+    """True if block ids are given by the groups' names, False if in order."""
     merged: tuple[bool, bool] = (False, False)
-    """Whether the producer, and the consumer, hold all layers in one group, for which every token is kept: the parts
-    have one table of blocks then, and windows are only the other side's."""
+    """True if an engine has all layers in one group, which keeps every token.
+
+    All parts then have the same block table, and only the other engine has windows.
+    """
     cached_tokens: int = 0
-    """Tokens in front of the consumer's blocks, in groups that hold the prompt from its first token on."""
+    """Number of tokens before the consumer's blocks, in groups that hold the prompt from its first token on."""
     named: tuple[int, ...] = ()
-    """The producer's ranks whose tickets are merged, in this order; none means all."""
+    """Producer ranks with their tickets merged, in this order; () for all."""
     fixed_ports: bool = False
     arrival: Arrival = Arrival.TOGETHER
     paths: Paths = STRAIGHT
 
     @property
     def plain(self) -> bool:
-        """Whether engines register a dict of layers, and no groups."""
+        """True if the engines register a dict of layers, without groups."""
         return len(self.parts) == 1 and self.parts[0].attention == FULL and not self.by_name and not any(self.merged)
 
     @property
     def verified(self) -> bool:
-        """Whether its loads are to be verified: of plain ones every other one."""
+        """True if the loads are verified: all loads with groups, and every second plain load."""
         return not self.plain or self.num_tokens % 2 == 1
 
     def engines(self, side: int) -> list[Engine]:
-        """The producer (side 0) or the consumer, part by part."""
+        """Return the producer (side 0) or the consumer (side 1) for each part."""
         return [part.consumer if side else part.producer for part in self.parts]
 
     def ids(self, side: int) -> list[tuple[int, ...]]:
-        """Block ids of each part. Those of a common pool are told apart by the order of the parts."""
+        """Return the block ids of each part. In a shared pool the parts have consecutive ranges of ids."""
         tables = [part.wanted if side else part.offered for part in self.parts]
         if not self.one_pool[side] or self.merged[side]:
             return tables
@@ -157,7 +161,7 @@ class HandOver:
         return [tuple(start + block for block in table) for start, table in zip(starts, tables, strict=False)]
 
     def request_ids(self, side: int, parts: Sequence[slice] | None = None) -> Any:
-        """Block ids as a request has them; `parts` says which of each table."""
+        """Return the block ids in the form of a request. `parts` selects a slice of each part's table."""
         tables = [list(table) for table in self.ids(side)]
         if parts is not None:
             tables = [table[some] for table, some in zip(tables, parts, strict=True)]
@@ -169,7 +173,7 @@ class HandOver:
 def one_part(
     producer: Engine, consumer: Engine, *, offered: tuple[int, ...], wanted: tuple[int, ...], **more: Any
 ) -> HandOver:
-    """Between engines whose layers are all alike: `offered` blocks of the producer go to `wanted` ones."""
+    """Return a hand-over of `offered` blocks to `wanted` blocks, between engines with a single group of layers."""
     part = Part(producer=producer, consumer=consumer, offered=offered, wanted=wanted)
     cached = part.tokens(more["num_tokens"]).start if wanted else 0
     return HandOver(parts=(part,), cached_tokens=cached, **more)
@@ -179,26 +183,26 @@ def one_part(
 class _Rank:
     place: Place
     caches: list[RankCache]
-    """Of each part."""
+    """The rank's cache for each part."""
     runtime: Runtime
 
     def __str__(self) -> str:
-        """As reports name it."""
+        """Return the rank's name as in a report, up to its address."""
         config = self.runtime.config
         return f"{config.engine_id} (dp {config.dp_rank} pp {self.place.pp} tp {self.place.tp}) at "
 
 
 Compute = Callable[[list[_Rank], list[Lease]], Awaitable[None]]
-"""Computes the prompt in leases that were opened before, whose blocks hold all of it when it returns."""
+"""A function that computes the prompt of open leases. When it returns, their blocks hold the whole prompt."""
 
 
 async def run(
     case: HandOver, world: World | None = None, compute: Compute | None = None, *, extends: bool = False
 ) -> None:
-    """Do it in this world (None takes the real one, with NIXL); AssertionError says what is not as it should be.
+    """Run a hand-over and check it. AssertionError names the first fault.
 
-    With `compute` the leases are opened and loads begun before anything is computed; with `extends` the leases have
-    no blocks before they are given some.
+    `world` is the world of all runtimes; None for the real one, with NIXL. With `compute`, leases are opened and loads
+    are started before any token is computed. With `extends`, leases start without blocks and are extended later.
     """
     async with both(case, world) as (producers, consumers):
         leases = serve(case, producers, None if compute is None else 0, extends=extends)
@@ -214,7 +218,10 @@ async def run(
 async def both(
     case: HandOver, world: World | None, make_parts: Callable[[], Sequence[RuntimePart]] = tuple
 ) -> AsyncIterator[tuple[list[_Rank], list[_Rank]]]:
-    """The ranks of the producer, which hold the prompt, and of the consumer, which must have it afterwards."""
+    """Open both engines, and yield the producer's ranks, which hold the prompt, and the consumer's.
+
+    At the end of the block check that the consumer holds the prompt and that the producer's memory is unchanged.
+    """
     async with AsyncExitStack() as stack:
         replicas = await open_producer(stack, case, world, make_parts)
         producers = replicas[case.parts[0].producer.dp_rank]
@@ -234,7 +241,7 @@ async def both(
 def serve(
     case: HandOver, producers: Iterable[_Rank], computed_tokens: int | None = None, *, extends: bool = False
 ) -> list[Lease]:
-    """The offer of every rank."""
+    """Open a lease on the prompt at every rank of the producer, and return the leases."""
     request = ServeRequest(
         "request",
         block_ids=case.request_ids(0, [slice(0)] * len(case.parts) if extends else None),
@@ -246,7 +253,7 @@ def serve(
 
 
 def ticket_of(case: HandOver, leases: list[Lease]) -> dict[str, Any]:
-    """The ticket as a router hands it over."""
+    """Return the merged ticket of the leases, as it comes through a router."""
     tickets = [leases[index].ticket for index in case.named or range(len(leases))]
     ticket: dict[str, Any] = json.loads(json.dumps(merge_tickets(tickets).to_params()))
     return ticket
@@ -258,7 +265,7 @@ async def open_producer(
     world: World | None,
     make_parts: Callable[[], Sequence[RuntimePart]] = tuple,
 ) -> list[list[_Rank]]:
-    """All replicas up to the one that has the request; the others hold nothing but the sentinel."""
+    """Open the producer's replicas up to the one with the request. The other replicas hold only the sentinel."""
     engine = case.parts[0].producer
     count = (engine.dp_rank + 1) * len(engine.places)
     while True:
@@ -271,7 +278,7 @@ async def open_producer(
                 ]
             except ConfigError as error:
                 if "cannot bind" in str(error):
-                    continue  # somebody else on this machine was faster
+                    continue  # another process has bound a port in the meantime
                 raise
             await stack.enter_async_context(attempt.pop_all())
             return replicas
@@ -286,7 +293,7 @@ async def open_engine(
     port: int = 0,
     make_parts: Callable[[], Sequence[RuntimePart]] = tuple,
 ) -> list[_Rank]:
-    """A registered runtime for each rank of one replica."""
+    """Open a runtime for each rank of one replica, and register its caches."""
     engines, fill = case.engines(side), (PRODUCER_FILL, CONSUMER_FILL)[side]
     first = engines[0]
     if case.one_pool[side] and not case.merged[side]:
@@ -333,7 +340,7 @@ def _groups_of(case: HandOver, side: int, caches: Sequence[RankCache]) -> list[C
 
 
 def _config(engine: Engine, place: Place, side: int, paths: Paths, world: World | None) -> Config:
-    """A rank of the producer (side 0) or of the consumer, whose bytes take these paths."""
+    """Return the config of a rank of the producer (side 0) or the consumer (side 1)."""
     config = replace(
         PATIENT,
         engine_id="decode" if side else "prefill",
@@ -341,7 +348,7 @@ def _config(engine: Engine, place: Place, side: int, paths: Paths, world: World 
         tp_size=engine.tp_size,
         pp_rank=place.pp,
         pp_size=len(engine.stages),
-        drain_timeout_s=0.03,  # these two only count when something has failed
+        drain_timeout_s=0.03,  # this and the next bound are reached only after a failure
         cancel_grace_s=1.0,
         staging="always" if paths.staged[side] else "auto",
         scratch=paths.scratch,
@@ -358,7 +365,7 @@ def _config(engine: Engine, place: Place, side: int, paths: Paths, world: World 
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens on. Each call looks further up."""
+    """Return the first of `count` consecutive free ports. Each call starts its search at another port."""
     for _ in range(200):
         base = _FIRST_PORT + next(_port_bases) * 31 % (_LAST_PORT - _FIRST_PORT)
         with ExitStack() as stack:
@@ -376,7 +383,7 @@ def free_ports(count: int) -> int:
 async def _load(
     case: HandOver, producers: list[_Rank], consumers: list[_Rank], leases: list[Lease], compute: Compute | None
 ) -> list[LoadReport]:
-    """Every rank's report, in the order of the ranks."""
+    """Run the loads of all consumer ranks, and return their reports in the order of the ranks."""
     verify = case.verified or None
     windowed = any(part.attention.window is not None for part in case.parts)
     request = LoadRequest(
@@ -399,7 +406,7 @@ async def _load(
 
 
 async def _all_read(leases: list[Lease]) -> None:
-    """Every lease ends, also those of ranks that nobody read from, and because all readers said so."""
+    """Assert that every lease ends as read, also on ranks without bytes to read: all readers notify them."""
     try:
         async with asyncio.timeout(WAIT_S):
             outcomes = await asyncio.gather(*leases)
@@ -409,7 +416,7 @@ async def _all_read(leases: list[Lease]) -> None:
 
 
 def _check_bytes(case: HandOver, producers: Iterable[_Rank], consumers: Iterable[_Rank]) -> None:
-    """Every token that matters is there, and no other byte has changed."""
+    """Assert that the consumers hold every needed token, and that no other byte has changed."""
     offered, wanted = case.ids(0), case.ids(1)
     for rank, (at, part) in itertools.product(consumers, enumerate(case.parts)):
         tokens, windowed = part.tokens(case.num_tokens), part.attention.window is not None
@@ -423,7 +430,7 @@ def _check_bytes(case: HandOver, producers: Iterable[_Rank], consumers: Iterable
 
 
 def _check_books(producers: Iterable[_Rank], consumers: Iterable[_Rank], reports: Iterable[LoadReport]) -> None:
-    """Everything is quiet, each lease ended by what its readers said and nobody said anything twice."""
+    """Assert that all runtimes are idle, and that each lease ended by exactly the notifications of its readers."""
     for rank in producers:
         serving = rank.runtime.statistics().serving
         assert serving is not None

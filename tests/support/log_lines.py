@@ -1,4 +1,4 @@
-"""What a handler writes of kvflow's lines, and what would forge some: the fixture `written` is every test's."""
+"""The log lines that a handler writes, and a text that tries to forge lines. All tests have the fixture `written`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 FORGED = "a\n2026-01-01 ERROR kvflow.forged \x1b[2J\u2028\u202e\r\x85b"
-"""A request id that begins lines of its own, clears terminals and turns text around."""
+"""A request id that starts new lines, clears terminals and reverses text."""
 
 
 class Written(logging.Handler):
-    """What a handler makes of the lines, by the format of the forger's choice."""
+    """A handler that keeps the formatted lines. Its format is that of the forged line."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -23,7 +23,7 @@ class Written(logging.Handler):
         self.texts.append(self.format(record))
 
     def assert_plain(self, *said: str) -> None:
-        """There are lines that say that, and none is anybody else's."""
+        """Assert that each text in `said` is in a line, and that no line was forged."""
         for text in self.texts:
             first, *traceback = text.split("\n")
             assert first.isprintable(), text

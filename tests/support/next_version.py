@@ -1,7 +1,7 @@
-"""An engine of the next version of the wire, as a program: `test_versions.py` runs it beside engines of this version.
+"""A program that runs an engine of the next protocol version, for `test_versions.py` with engines of this version.
 
-It prints a ticket of its own, reads one of ours, and prints what came of loading that: as it is, and with its version
-changed, so that the question reaches our listener.
+The program prints a ticket, reads a ticket of this version, and prints the errors of two loads by it: with the ticket
+unchanged, and with its version changed, so that the question reaches the other engine's listener.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NEXT = codec.PROTOCOL_VERSION + 1
 
 
 def changed(params: dict[str, Any], version: int) -> dict[str, Any]:
-    """The same ticket as one of another version."""
+    """Return the ticket with another protocol version."""
     return {**params, "kvflow": {**params["kvflow"], "version": version}}
 
 
 async def refused(engine: Engine[InprocTransport], params: dict[str, Any]) -> list[str]:
-    """The error's class and message; everything of the engine is quiet after it."""
+    """Return the class and message of the error of a load that must fail. Assert that the engine is idle afterwards."""
     try:
         await engine.runtime.load_blocks(LoadRequest("req", params, block_ids=[0]))
     except KVFlowError as error:

@@ -1,4 +1,4 @@
-"""An in-process pair as tests use it: short words for what nearly every test does, and its books checked at the end."""
+"""An in-process pair for tests, with short methods for frequent steps, and checks of its accounting at the end."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PartT = TypeVar("PartT", bound=Part)
 
 
 def part_of(runtime: Runtime, kind: type[PartT]) -> PartT:
-    """The part of that kind that the runtime was given."""
+    """Return the runtime's part of type `kind`."""
     (found,) = (part for part in runtime._supervisor.parts if isinstance(part, kind))
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePair(Pair[InprocTransport]):
-    """A producer and a consumer that loads from it."""
+    """A producer, and a consumer that loads from it."""
 
     @property
     def reader(self) -> Runtime:
@@ -49,7 +49,7 @@ class EnginePair(Pair[InprocTransport]):
 
     @property
     def transport(self) -> InprocTransport:
-        """The consumer's: it does the reads."""
+        """The consumer's transport, which posts the reads."""
         return self.consumer.transport
 
     @property
@@ -62,21 +62,21 @@ class EnginePair(Pair[InprocTransport]):
 
     @property
     def listener(self) -> ListenerStatistics:
-        """The producer's."""
+        """Statistics of the producer's listener."""
         return known(self.writer.statistics().listener)
 
     @property
     def offered(self) -> BlockCounts:
-        """The producer's blocks."""
+        """Counts of the producer's blocks."""
         return known(self.writer.statistics().blocks)
 
     @property
     def wanting(self) -> BlockCounts:
-        """The consumer's blocks."""
+        """Counts of the consumer's blocks."""
         return known(self.reader.statistics().blocks)
 
     async def load(self, offered: Offered, block_ids: Sequence[int] = (0,), **options: Any) -> LoadReport:
-        """Load by a lease, or by a ticket that something was done to."""
+        """Run a load by a lease, or by a ticket that the test has changed. Return its report."""
         return await self.reader.load_blocks(load_request(offered, block_ids, **options))
 
     async def fails(
@@ -87,17 +87,17 @@ class EnginePair(Pair[InprocTransport]):
         match: str | None = None,
         **options: Any,
     ) -> Failure:
-        """The error of a load that must fail so."""
+        """Run a load that must fail with `error`, and return the error."""
         with pytest.raises(error, match=match) as caught:
             await self.load(offered, block_ids, **options)
         return caught.value
 
     def start(self, offered: Offered, block_ids: Sequence[int] = (0,), **options: Any) -> asyncio.Task[LoadReport]:
-        """The same in a task of its own."""
+        """Start a load in a task, and return the task."""
         return asyncio.create_task(self.load(offered, block_ids, **options))
 
     async def hold(self, offered: Offered, block_ids: Sequence[int] = (0,), **options: Any) -> asyncio.Task[LoadReport]:
-        """A load of which a read is posted, which the transport holds, as all others from here on."""
+        """Start a load, and return its task once the transport holds a read of it. Hold all later reads, too."""
         self.transport.faults.hold = True
         before = len(self.transport.held)
         task = self.start(offered, block_ids, **options)
@@ -105,7 +105,7 @@ class EnginePair(Pair[InprocTransport]):
         return task
 
     async def let_go(self, task: asyncio.Task[LoadReport]) -> LoadReport:
-        """Perform what is held, until a load has ended."""
+        """Perform held reads until the load of `task` has ended. Stop holding reads, and return the load's report."""
         while not task.done():
             self.transport.perform()
             await asyncio.sleep(0)
@@ -113,12 +113,12 @@ class EnginePair(Pair[InprocTransport]):
         return await task
 
     def release_reads(self) -> None:
-        """Perform what is held, and hold no more."""
+        """Perform the held reads, and stop holding reads."""
         self.transport.faults.hold = False
         self.transport.perform()
 
     async def quarantined(self, task: asyncio.Task[LoadReport]) -> Load:
-        """What a load that is cancelled now leaves, whose bytes do not stop in time."""
+        """Cancel a load with held reads, and return its quarantine: its bytes do not stop in time."""
         task.cancel()
         await asyncio.wait([task])
         assert task.cancelled()
@@ -126,16 +126,16 @@ class EnginePair(Pair[InprocTransport]):
         return quarantine
 
     def revoke_all(self) -> None:
-        """End every lease of the producer, as `lease.revoke` does."""
+        """Revoke every lease of the producer."""
         cache_of(self.writer).serving.close()
 
     def overwrite(self) -> None:
-        """The producer uses its blocks for something else."""
+        """Overwrite all blocks of the producer, as for another request."""
         for tensor in self.producer.kv_caches.values():
             tensor.fill_(12345.0)
 
     async def assert_all_ended(self) -> None:
-        """What no load has ended is revoked, and then all blocks are free again (invariant I5)."""
+        """Revoke the open leases of both engines, and assert that all blocks are free again (invariant I5)."""
         for engine in (self.producer, self.consumer):
             cache = engine.runtime._supervisor.cache
             if cache is not None:
@@ -145,20 +145,20 @@ class EnginePair(Pair[InprocTransport]):
 
 
 def load_request(offered: Offered, block_ids: Sequence[int] = (0,), **options: Any) -> LoadRequest:
-    """What loads so many blocks by a lease or by a ticket."""
+    """Return the request that loads into `block_ids` by a lease or a ticket."""
     if isinstance(offered, Lease):
         return LoadRequest(offered.request_id, offered.ticket.to_params(), block_ids, **options)
     return LoadRequest("req", offered, block_ids, **options)
 
 
 def known(statistics: Statistics | None) -> Statistics:
-    """Of a runtime that has registered its cache."""
+    """Return `statistics` of a runtime with a registered cache, which are not None."""
     assert statistics is not None
     return statistics
 
 
 def cache_of(runtime: Runtime) -> Any:
-    """The parts of a runtime that has registered its cache."""
+    """Return the internal parts of a runtime with a registered cache."""
     return known(runtime._supervisor.cache)
 
 
@@ -170,7 +170,7 @@ async def open_pair(
     consumer: World = World(),  # noqa: B008 - frozen
     **size: int,
 ) -> AsyncIterator[EnginePair]:
-    """A registered pair; after the test all blocks are free again."""
+    """Open a registered pair. At the end of the block check that all blocks are free again."""
     async with inproc_pair(config=config, producer_world=producer, consumer_world=consumer, **size) as made:
         pair = EnginePair(producer=made.producer, consumer=made.consumer)
         yield pair
@@ -181,13 +181,13 @@ async def open_pair(
 async def virtual_pair(
     config: Config = PATIENT, *, consumer_clock: Callable[[], Clock] = LoopClock
 ) -> AsyncIterator[EnginePair]:
-    """A pair for virtual time, its side channel in process too."""
+    """Open a pair for virtual time, with an in-process side channel."""
     cluster = InprocCluster()
     async with open_pair(config, producer=cluster.world(), consumer=cluster.world(clock=consumer_clock)) as pair:
         yield pair
 
 
 def engine_world(pair: Pair[InprocTransport], **others: Any) -> World:
-    """The world of another engine beside a pair."""
+    """Return the world of another engine on the network of a pair."""
     network = pair.consumer.transport._network
     return replace(World(**others), transport=lambda _, name: InprocTransport(name, network))

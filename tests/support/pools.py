@@ -1,8 +1,8 @@
-"""A KV cache in a device's memory, whose blocks are each full of one small number, or of a pattern.
+"""A KV cache in a device's memory, for tests that fill each block with one small number, or with a pattern.
 
-One number tells blocks of before from blocks of now, and a block that is torn from both; a pattern shows every byte
-in the wrong place. LBHNC has a tensor for each layer, so a block is a piece per layer; in BLHNC a block is one dense
-piece, one descriptor, over all layers.
+One number per block distinguishes old content from new, and shows torn blocks. A pattern shows every misplaced byte. In
+layout LBHNC each layer is a tensor, so a block is one piece per layer. In BLHNC a block is one dense piece over all
+layers, which one descriptor covers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 import kvflow
 
 VALUES = 1000
-"""Whole numbers below this are exact in fp16."""
-_PRIME = 65_521  # the largest below 2**16: neighbours in any axis of a pattern differ
+"""Upper bound of the numbers in blocks. Integers below this are exact in fp16."""
+_PRIME = 65_521  # the largest prime below 2**16, so that neighbours on any axis of a pattern differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolShape:
-    """How large a pool is and how its blocks lie. K and V of one block in one layer have 64 KiB by default."""
+    """Size and layout of a pool. By default K and V of one block in one layer together have 64 KiB."""
 
     layers: int
     blocks: int
@@ -31,11 +31,11 @@ class PoolShape:
     head_size: int = 128
     order: str = "HND"
     across_layers: bool = False
-    """BLHNC in place of LBHNC."""
+    """True for layout BLHNC, False for LBHNC."""
     kv_first: bool = False
-    """Whether all blocks of K come before all of V; else a block has both."""
+    """True if all blocks of K come before all blocks of V; False if a block has both."""
     drafts: int = 0
-    """How many of the layers, the last ones, are those of a draft model."""
+    """Number of layers at the end that belong to a draft model."""
 
     @property
     def layer_block_bytes(self) -> int:
@@ -47,16 +47,16 @@ class PoolShape:
 
     @property
     def piece_bytes(self) -> int:
-        """What one descriptor reads of a block, at most."""
+        """Maximum bytes of a block that one descriptor covers."""
         return self.block_bytes if self.across_layers else self.layer_block_bytes
 
     def blocks_for(self, size_bytes: int) -> int:
-        """How many blocks hold so many bytes; one at least."""
+        """Return the number of blocks in `size_bytes`, rounded down; at least 1."""
         return max(1, size_bytes // self.block_bytes)
 
 
 class Pool:
-    """The tensors of a cache, all in one memory if blocks go across layers."""
+    """The tensors of a cache. With `across_layers` they are views of one tensor."""
 
     def __init__(self, shape: PoolShape, device: str, value: float) -> None:
         self.shape, self._device = shape, device
@@ -81,7 +81,10 @@ class Pool:
         return kvflow.CacheLayout.infer(self.tensors, order=order, block_size=block_size, style=style)
 
     def filling(self, block_ids: Sequence[int], value: float) -> Callable[[], None]:
-        """Work for a device: give blocks a value. Ids are uploaded now, so that the work itself waits for nothing."""
+        """Return work for the device that fills blocks with a value.
+
+        The block ids are uploaded now, so that the work itself does not wait for the upload.
+        """
         index = self._index(block_ids)
 
         def fill() -> None:
@@ -91,7 +94,7 @@ class Pool:
         return fill
 
     def count_other(self, block_ids: Sequence[int], value: float) -> int:
-        """How many of the blocks hold anything but the value. Waits for the device."""
+        """Return the number of blocks with any element other than `value`. Waits for the device."""
         index = self._index(block_ids)
         right = torch.ones(len(block_ids), dtype=torch.bool, device=self._device)
         for tensor in self._by_block:
@@ -99,24 +102,24 @@ class Pool:
         return int((~right).sum())
 
     def value_of(self, block: int) -> float | None:
-        """The one value that fills a block, or None."""
+        """Return the value of all elements of a block, or None if they differ."""
         value = float(self._by_block[0][block].flatten()[0])
         return None if self.count_other([block], value) else value
 
     def layer_values(self, block: int) -> dict[str, list[float]]:
-        """The values of a block, by the name of the layer."""
+        """Return the different values in a block, sorted, by layer name."""
         values = (sorted({*layer[block].flatten().tolist()}) for layer in self._by_block)
         return dict(zip(self.tensors, values, strict=True))
 
     def write_pattern(self, block_ids: Sequence[int], first_head: int) -> None:
-        """Give blocks what tokens 0, 1, ... have, in the order of the list; waits for the device."""
+        """Write the pattern of tokens 0, 1, ... into blocks, in the order of `block_ids`, and wait for the device."""
         for layer, tensor in enumerate(self._by_block):
             tensor.view(torch.int16)[self._index(block_ids)] = self._pattern(layer, len(block_ids), first_head)
         if next(iter(self.tensors.values())).device.type == "cuda":
             torch.cuda.synchronize()
 
     def count_wrong(self, block_ids: Sequence[int], first_head: int) -> int:
-        """How many elements of these blocks are not as `write_pattern` would write them."""
+        """Return the number of elements in blocks that differ from what `write_pattern` would write."""
         wrong = 0
         for layer, tensor in enumerate(self._by_block):
             found = tensor.view(torch.int16)[self._index(block_ids)]
@@ -124,7 +127,10 @@ class Pool:
         return wrong
 
     def _pattern(self, layer: int, blocks: int, first_head: int) -> torch.Tensor:
-        """By layer, part, head and token. It is the same in every cut of a model: heads are counted over the model."""
+        """Return the pattern of a layer's blocks. It depends on layer, part, head, token and element.
+
+        Heads are counted over the model, so the pattern is the same in every sharding.
+        """
         shape = self.shape
         words = torch.arange(2).view(1, 2, 1, 1, 1) + 2 * layer
         words = words * 31 + torch.arange(first_head, first_head + shape.kv_heads).view(1, 1, -1, 1, 1)
@@ -138,6 +144,6 @@ class Pool:
 
 
 def scattered_ids(seed: int, blocks: int, count: int) -> list[int]:
-    """`count` different blocks in an order as in a pool after a day."""
+    """Return `count` different block ids, scattered as in a pool after a day of use."""
     step = next(step for step in range(blocks * 5 // 8 | 1, 2 * blocks + 3) if math.gcd(step, blocks) == 1)
     return [(seed * 7 + index * step) % blocks for index in range(count)]

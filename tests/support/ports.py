@@ -1,4 +1,4 @@
-"""Ports for servers that other programs open, a while after they were chosen."""
+"""Free ports for servers that other programs open some time later."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """A port that nobody has; the system gives those below its own range to nobody while the server starts."""
+    """Return a free port below the system's ephemeral range, so that the system assigns it to no other socket."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text("ascii").split()[0])
     for port in random.sample(range(first // 2, first), 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -1,4 +1,4 @@
-"""What another process imports to raise an error that it was sent: nothing else, so that it starts quickly."""
+"""A function for another process, which raises an error sent to it. No other imports, so the process starts quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of KV events as the engines' own classes encode them; tests/vllm and tests/sglang do so anew and compare."""
+"""Batches of KV events, encoded by the engines' own classes. tests/vllm and tests/sglang encode them again to compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VLLM = bytes.fromhex(
     "0000000000000000000000000000000000000000000000a66d656469756da3475055a967726f75705f6964780081a474797065b0416c"
     "6c426c6f636b73436c656172656400"
 )
-"""By vLLM 0.32."""
+"""`vllm_batch` as encoded by vLLM 0.32."""
 
 SGLANG = bytes.fromhex(
     "93cb3ff80000000000009587a474797065ab426c6f636b53746f726564ac626c6f636b5f68617368657392fb07b1706172656e745f62"
@@ -32,11 +32,11 @@ SGLANG = bytes.fromhex(
     "a76c6f72615f6964c0a66d656469756daa4350555f50494e4e454483a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68"
     "617368657391fba66d656469756da347505581a474797065b0416c6c426c6f636b73436c656172656400"
 )
-"""By SGLang 0.5.23."""
+"""`sglang_batch` as encoded by SGLang 0.5.23."""
 
 
 def vllm_batch(kv_events: Any) -> Any:
-    """What `VLLM` is of, by the classes of `vllm.distributed.kv_events`."""
+    """Make the batch that `VLLM` encodes, from the classes of `vllm.distributed.kv_events`."""
     stored, first, second, third = kv_events.BlockStored, *(bytes([number]) * 32 for number in range(3))
     plain = {"lora_id": None, "medium": "GPU", "lora_name": None, "block_size": 4}
     events = [
@@ -74,7 +74,10 @@ def vllm_batch(kv_events: Any) -> Any:
 
 
 def sglang_batch(kv_events: Any) -> Any:
-    """What `SGLANG` is of, by the classes of `sglang.srt.disaggregation.kv_events`; a page of pairs is not for us."""
+    """Make the batch that `SGLANG` encodes, from the classes of `sglang.srt.disaggregation.kv_events`.
+
+    kvflow ignores the page of token pairs in it.
+    """
     stored, medium = kv_events.BlockStored, kv_events.StorageMedium
     plain = {"lora_id": None, "medium": medium.GPU, "block_size": 4}
     events = [

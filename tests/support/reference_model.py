@@ -1,8 +1,8 @@
-"""An imaginary model, and engines that hold its KV cache in parts: what hand-overs are judged by.
+"""The reference for hand-overs: a model's dimensions, engines that shard its KV cache, and the memory of each rank.
 
-An `Engine` says how the model is cut into ranks and how each cache looks. A `RankCache` is one rank's memory; its
-pattern is written and compared through torch indexing only, so nothing here knows what kvflow's planner thinks. Memory
-that nobody should touch holds a sentinel, which no element of a pattern equals.
+An `Engine` describes how the model is split into ranks, and the layout of each rank's cache. A `RankCache` is the
+memory of one rank. Patterns are written and compared by torch indexing only, independently of kvflow's planner. Memory
+that must not be written holds a sentinel, which no element of a pattern equals.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PRODUCER_FILL, CONSUMER_FILL = 0x5A, 0xC3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A latent cache (MLA) has one head, which every tensor-parallel rank holds."""
+    """Dimensions of a model's KV cache. A latent cache (MLA) has one head, which every tensor-parallel rank holds."""
 
     layers: int
     kv_heads: int
@@ -35,18 +35,21 @@ class Model:
 
     @property
     def parts(self) -> int:
-        """K and V, or the latent."""
+        """Number of parts of a token: 2 for K and V, 1 for the latent."""
         return 1 if self.latent else 2
 
     @property
     def head_bytes(self) -> int:
-        """Of one token in one layer, all parts."""
+        """Bytes of one head of one token in one layer, all parts included."""
         return self.parts * self.head_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """How a rank's cache looks to its user (style, order) and lies in memory (the rest); see `core.caches.Recipe`."""
+    """Layout of a rank's cache: the axes of its tensors (style, order), and the rest of its memory layout.
+
+    See `tests.core.caches.Recipe`.
+    """
 
     style: KVStyle = KVStyle.KV_FIRST
     order: str = "NHD"
@@ -57,11 +60,11 @@ class Look:
     spare_blocks: int = 0
     layers_reversed: bool = False
     layers_named: bool = True
-    """Whether the layers' names tell their numbers; else the user gives them."""
+    """True if the layers' names contain their indices; if False, `layer_indices` is passed."""
 
 
 class Place(NamedTuple):
-    """A rank's place in its engine."""
+    """Pipeline and tensor-parallel rank in an engine."""
 
     pp: int
     tp: int
@@ -69,7 +72,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A model, cut. Rank number i, stage by stage, has look number i modulo their count."""
+    """A model split into ranks. Ranks count stage by stage, and rank i has look i modulo the number of looks."""
 
     model: Model
     tp_size: int = 1
@@ -79,9 +82,9 @@ class Engine:
     num_blocks: int
     looks: tuple[Look, ...] = (Look(),)
     tells_heads: bool = True
-    """Whether Config.num_kv_heads is given."""
+    """True if `Config.num_kv_heads` is set."""
     dp_rank: int = 0
-    """Which replica the request is on."""
+    """Data-parallel replica that has the request."""
 
     @property
     def places(self) -> list[Place]:
@@ -91,13 +94,13 @@ class Engine:
         return self.stages[place.pp]
 
     def heads(self, place: Place) -> range:
-        """The heads of a rank: a share of them, or one that it holds like its neighbours."""
+        """Return the heads of a rank: its share, or, with more ranks than heads, one head that several ranks hold."""
         count = max(self.model.kv_heads // self.tp_size, 1)
         first = place.tp * self.model.kv_heads // self.tp_size
         return range(first, first + count)
 
     def token_bytes(self, place: Place) -> int:
-        """Of one token on one rank."""
+        """Return the bytes of one token on one rank."""
         return len(self.layers(place)) * len(self.heads(place)) * self.model.head_bytes
 
     def recipe(self, place: Place) -> Recipe:
@@ -122,7 +125,7 @@ class Engine:
 
 
 class RankCache:
-    """One rank's memory, all of it `fill` at first."""
+    """The memory of one rank. Every byte is `fill` at first."""
 
     def __init__(self, engine: Engine, place: Place, fill: int) -> None:
         self.engine, self.place, self._fill = engine, place, fill
@@ -142,10 +145,10 @@ class RankCache:
         )
 
         self.pattern = PatternCache("prefill", self.tensors, self.layout, first_head=engine.heads(place).start)
-        """Of the producer, whoever holds it: all replicas of a head hold the same."""
+        """The producer's pattern, over this cache. It is the same on all ranks that hold the same head."""
 
     def snapshot(self) -> list[bytes]:
-        """All bytes, those that no block has included."""
+        """Return all bytes of the memory, including bytes outside every block."""
         return self._cache.snapshot()
 
     def difference(
@@ -156,10 +159,10 @@ class RankCache:
         num_tokens: int,
         first_token: int = 0,
     ) -> str:
-        """Where these blocks do not hold the last blocks of a prompt, or another byte was written; "" if all is right.
+        """Check that `loaded` hold the prompt's last blocks and that no other byte was written. Return a fault, or "".
 
-        Tokens before `first_token`, which are of blocks outside of a window, are not there. What was compared is
-        overwritten.
+        Tokens before `first_token` lie before the window, and are not compared. Compared elements are overwritten with
+        the sentinel.
         """
         facts: dict[str, Any] = {"num_tokens": num_tokens, "windowed": first_token > 0}
         for other in source:

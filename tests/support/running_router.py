@@ -1,4 +1,4 @@
-"""A router of an engine's makers, as a process in front of real servers."""
+"""The router that comes with an engine, run as a process in front of real servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _PAUSE = threading.Event()
 def running_router(
     module: str, options: Sequence[str], *, ready: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[httpx.Client]:
-    """A client of `python -m module`, once it answers at the path `ready`; its log is where a failure shows it."""
+    """Run `python -m module`, and yield an HTTP client once it answers at the path `ready`.
+
+    A failure shows the end of the router's log, or the log's path.
+    """
     port, log = free_port(), Path(tempfile.mkstemp(prefix=f"{module}-", suffix=".log")[1])
     places = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()))
     command = [sys.executable, "-m", module, "--policy", "round_robin", *places, *options]

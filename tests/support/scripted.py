@@ -1,4 +1,4 @@
-"""A side channel whose answers a test decides on, over another one."""
+"""A side channel on top of another, with answers scripted by a test."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ Outcome = messages.Reply | Exception | Callable[[messages.Reply], messages.Reply
 
 @dataclass
 class ScriptedSideChannel:
-    """What is asked is counted. The next questions get the outcomes of `script`: an answer, an error, or a change of
-    the true answer; with an empty script the peer itself answers."""
+    """A side channel that records every question and answers by a script.
+
+    The next questions get the outcomes in `script`: an answer, an error, or a function that changes the peer's answer.
+    When `script` is empty, the peer answers.
+    """
 
     script: deque[Outcome] = field(default_factory=deque)
     asked: list[messages.Request] = field(default_factory=list)
     mute: tuple[type[messages.Request], ...] = ()
-    """Kinds of questions that never arrive."""
+    """Kinds of questions that fail with PeerUnreachable."""
     beneath: Callable[[Config], SideChannel] = World().side_channel
-    """What carries the others."""
+    """Makes the side channel that carries all other questions."""
 
     def __call__(self, config: Config) -> ScriptedSideChannel:
         self._real = self.beneath(config)
@@ -57,7 +60,7 @@ class ScriptedSideChannel:
 
 @dataclass
 class ScriptedWorld:
-    """One engine's side channel and clock, in the hands of a test."""
+    """A world with a scripted side channel and a manual clock, for one engine."""
 
     channel: ScriptedSideChannel = field(default_factory=ScriptedSideChannel)
     clock: ManualClock = field(default_factory=ManualClock)
@@ -69,7 +72,7 @@ class ScriptedWorld:
 
 @asynccontextmanager
 async def scripted_pair(config: Config) -> AsyncIterator[tuple[InprocPair, ScriptedSideChannel]]:
-    """A pair for virtual time, whose reader's questions are scripted."""
+    """Open a pair for virtual time, with a scripted side channel for the reader's questions."""
     channel, world = ScriptedSideChannel(), InprocCluster().world()
     channel.beneath = world.side_channel
     reader = replace(world, side_channel=channel)

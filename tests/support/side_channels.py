@@ -1,4 +1,4 @@
-"""Both ends of the side channel without a runtime around them."""
+"""Both ends of the side channel, without a runtime."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ async def ask(listener: ZmqListener, config: Config = READER, request: messages.
 
 
 async def assert_answers(listener: ZmqListener) -> None:
-    """It works for an honest reader."""
+    """Assert that the listener still answers a valid question."""
     assert await ask(listener) == ANSWER
 
 
 async def seen(listener: ZmqListener, **expected: int) -> ListenerStatistics:
-    """Wait until the listener has counted that."""
+    """Wait until the listener's statistics have the `expected` counts, and return them."""
     try:
         await until(lambda: all(getattr(listener.statistics, name) == value for name, value in expected.items()))
     except TimeoutError:

@@ -1,7 +1,6 @@
-"""An event loop whose time a test moves on.
+"""An event loop with a clock that a test can move forward.
 
-So a deadline passes when the test has come to the moment that it is about, on a host of any speed, and no test waits
-for it.
+A test lets a deadline pass at the exact state that it is about, on a host of any speed, and does not wait for it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import asyncio
 
 
 class SteeredLoop(asyncio.SelectorEventLoop):
-    """Its time is the system's, and what a test has added."""
+    """An event loop with the system's time plus the seconds that a test has added."""
 
     def __init__(self) -> None:
         self._added_s = 0.0
@@ -20,5 +19,8 @@ class SteeredLoop(asyncio.SelectorEventLoop):
         return super().time() + self._added_s
 
     def pass_time(self, seconds: float) -> None:
-        """What is due within `seconds` is due now. Only for callbacks of the loop itself: it looks again after them."""
+        """Move the loop's time forward, so that timers due within `seconds` are due now.
+
+        Call this only from a callback of the loop: the loop looks for due timers after each.
+        """
         self._added_s += seconds

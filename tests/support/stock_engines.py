@@ -1,7 +1,8 @@
-"""Stock engines, as far as their wire goes: a producer and a consumer with real NIXL agents, and with vLLM's fragility.
+"""Stock engines at the level of the wire: a producer and a consumer with real NIXL agents, as fragile as vLLM's.
 
-They do what vLLM 0.32's NixlPullConnector does with what comes to it, without a guard where it has none: `died` says of
-what a real one would have died. Their caches are of one group of full attention, heads first, K and V together.
+They handle messages as vLLM 0.32's NixlPullConnector does, and check nothing that it does not check: `died` is the
+error of which a real engine would have died. Their caches have one group of full attention, with heads first, and K and
+V in one tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def layout_of(cache: dict[str, torch.Tensor]) -> CacheLayout:
 
 
 def value_of(layer: int, block: int, head: int) -> float:
-    """What a block of the model's head holds; tokens add hundredths."""
+    """Return the value of a block for one of the model's heads. Each token adds a hundredth."""
     return layer * 1000.0 + block * 10.0 + head
 
 
@@ -49,14 +50,14 @@ def fill(cache: dict[str, torch.Tensor], first_head: int = 0) -> None:
 
 
 class Agent:
-    """A worker's NIXL agent, with its cache registered as one range for each layer."""
+    """The NIXL agent of a worker, with one memory region registered for each layer of its cache."""
 
     def __init__(self, cache: dict[str, torch.Tensor]) -> None:
         self.name = str(uuid.uuid4())
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
         config.useListenThread = False
-        config.pthrDelay = 100_000  # it sleeps until something comes; with 0 it keeps a core busy
+        config.pthrDelay = 100_000  # the thread sleeps until something arrives; with 0 it would keep a core busy
         self.native = nixl.nixlAgent(self.name, config)
         self.backends = [self.native.createBackend("UCX", {})]
         self._cache = cache
@@ -72,7 +73,7 @@ class Agent:
 
 
 class StockProducer:
-    """A prefill engine: its listener, and the part of its workers' steps that peers can reach."""
+    """A stock prefill engine: its listener, and the part of its workers' steps that handles notifications."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class StockProducer:
         tokens: int = TOKENS,
         stages: Sequence[Sequence[int]] = (range(LAYERS),),
     ) -> None:
-        """`stages` are the layers of each one; ranks are counted stage by stage."""
+        """Make the ranks and their caches. `stages` has each pipeline stage's layers; ranks count stage by stage."""
         heads = max(MODEL_HEADS // tp_size, 1)
         self.engine_id, self.tp_size, self.split = engine_id, tp_size, split
         self.stages = stages
@@ -94,18 +95,18 @@ class StockProducer:
             fill(cache, rank % tp_size * MODEL_HEADS // tp_size)
         self.agents = [Agent(cache) for cache in self.caches]
         self.held: list[Counter[str]] = [Counter() for _ in self.caches]
-        """Of each rank: the requests whose blocks it holds, and how often they were told to be read."""
+        """For each rank, the requests that hold blocks, and how many read notifications each has got."""
         self.freed: list[list[str]] = [[] for _ in self.caches]
         self.beats: list[str] = []
         self.unknown: list[str] = []
         self.asked: list[tuple[int, int]] = []
         self.died: BaseException | None = None
         self.change: dict[str, Any] = {}
-        """Of the metadata that it shows."""
+        """Changes to the fields of the metadata that the listener sends."""
         self.show: Callable[[int], int] = lambda rank: rank
-        """Which rank it shows where one is asked for."""
+        """Returns the rank to answer with, for the rank that was asked for."""
         self.twist: Callable[[list[bytes]], list[bytes]] | None = None
-        """What becomes of its answers."""
+        """Changes the frames of an answer before it is sent."""
         self.port = 0
 
     @property
@@ -113,7 +114,10 @@ class StockProducer:
         return f"tcp://127.0.0.1:{self.port}"
 
     def offer(self, request_id: str, block_ids: Sequence[Any], num_tokens: int) -> dict[str, Any]:
-        """A finished prefill: the parameters of its answer. Block ids of several groups are a list of lists."""
+        """Hold the blocks of a finished prefill, and return its transfer parameters.
+
+        With several groups `block_ids` is a list of lists.
+        """
         for held in self.held:
             held[request_id] = 0
         nested = bool(block_ids) and isinstance(block_ids[0], list)
@@ -164,7 +168,7 @@ class StockProducer:
         return msgspec.msgpack.encode(values)
 
     async def listen(self) -> None:
-        """Its listener's thread: what it does not expect ends it."""
+        """Answer questions as vLLM's listener thread does. Any unexpected message ends it, as `died`."""
         with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             self.port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -183,16 +187,16 @@ class StockProducer:
                     frames = [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(1.5)]
                     frames = frames if self.twist is None else self.twist(frames)
                     await socket.send_multipart([identity, b"", *frames])
-            except Exception as error:  # noqa: BLE001 - what it dies of
+            except Exception as error:  # noqa: BLE001 - kept as `died`
                 self.died = error
 
     def step(self) -> None:
-        """What every rank's worker does in an engine's step; an exception ends the engine."""
+        """Handle the notifications of all ranks, as in one step of the engine. An exception would end the engine."""
         for rank, agent in enumerate(self.agents):
             for payload in agent.heard():
                 try:
                     self._hear(rank, payload)
-                except Exception as error:  # noqa: BLE001 - what it dies of
+                except Exception as error:  # noqa: BLE001 - kept as `died`
                     self.died = error
 
     def _hear(self, rank: int, payload: bytes) -> None:
@@ -211,14 +215,14 @@ class StockProducer:
             self.freed[rank].append(request_id)
 
     def restart(self) -> None:
-        """Another life under the same name: other agents, nothing held."""
+        """Restart the engine under the same name: with new agents, and without held blocks."""
         for agent in self.agents:
             agent.close()
         self.agents = [Agent(cache) for cache in self.caches]
         self.held = [Counter() for _ in self.caches]
 
     async def until(self, done: Callable[[], bool]) -> None:
-        """Step until it is so."""
+        """Run steps until `done()` is true."""
         async with asyncio.timeout(60):
             while not done():
                 self.step()
@@ -227,7 +231,7 @@ class StockProducer:
 
 @asynccontextmanager
 async def stock_producer(**values: Any) -> AsyncIterator[StockProducer]:
-    """One that listens. It has to be alive at the end."""
+    """Start a stock producer with a listener. At the end of the block it must not have died."""
     made = StockProducer(**values)
     task = asyncio.create_task(made.listen())
     await asyncio.sleep(0)
@@ -244,17 +248,20 @@ async def stock_producer(**values: Any) -> AsyncIterator[StockProducer]:
 
 
 class StockConsumer:
-    """One rank of a decode engine, as far as its handshakes, its reads and its notifications go."""
+    """One rank of a stock decode engine: its handshakes, reads and notifications."""
 
     def __init__(self, num_blocks: int = 16, tokens: int = TOKENS, *, tp_rank: int = 0, tp_size: int = 1) -> None:
         self.tp_rank, self.tp_size = tp_rank, tp_size
         self.cache = stock_cache(num_blocks, MODEL_HEADS // tp_size, tokens)
         self.agent = Agent(self.cache)
         self.remote: dict[int, dict[str, Any]] = {}
-        """What each rank that it reads from has shown."""
+        """Metadata of each rank that it reads from, by rank."""
 
     async def shake_hands(self, params: dict[str, Any]) -> None:
-        """In its worker's order of checks; an AssertionError fails its requests."""
+        """Ask the producer's ranks for metadata, with the checks of vLLM's worker in their order.
+
+        An AssertionError would fail the engine's requests.
+        """
         context, theirs = zmq.asyncio.Context.instance(), params["tp_size"]
         more = max(theirs // self.tp_size, 1)
         first = self.tp_rank * theirs // self.tp_size
@@ -286,7 +293,10 @@ class StockConsumer:
         return {**found, "agent": name}
 
     async def read(self, params: dict[str, Any], local_ids: Sequence[int], *, readers: int | None = None) -> None:
-        """Read the last of the offered blocks into these, and say so; what raises here ends its engine."""
+        """Read the last offered blocks into `local_ids`, and notify the producer. An exception would end the engine.
+
+        `readers` is the number of readers that the notification names.
+        """
         (remote_ids,) = params["remote_block_ids"]
         assert len(local_ids) <= len(remote_ids)
         blocks = list(zip(local_ids, remote_ids[-len(local_ids) :], strict=True))
@@ -296,7 +306,7 @@ class StockConsumer:
             await self._read(remote, at, blocks, text.encode())
 
     async def _read(self, remote: dict[str, Any], at: int, blocks: list[tuple[int, int]], text: bytes) -> None:
-        """From one rank: its whole block into a part of ours, or a part of its block into our whole one."""
+        """Read from one rank: its whole blocks into parts of local blocks, or parts of its blocks into whole ones."""
         ours, theirs = [], []
         for layer, tensor in enumerate(self.cache.values()):
             base, stride = remote["kv_caches_base_addr"][layer], remote["block_strides"][layer]
@@ -318,7 +328,7 @@ class StockConsumer:
         native.releaseXferReq(handle)
 
     def say(self, text: bytes) -> None:
-        """To every rank that it has shaken hands with."""
+        """Send a notification to every rank of the producer."""
         for remote in self.remote.values():
             self.agent.native.genNotif(remote["agent"], text, self.agent.backends)
 

@@ -1,4 +1,4 @@
-"""An engine with a store, as tests of it use one: short words, and moves that can be held, lost or made to fail."""
+"""An engine with a store, for tests: short methods, and moves of files that can be held, lost or made to fail."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _SIZE = CacheSize()
 
 
 class HeldMover(PlainMover):
-    """Moves by the system's calls, when the test lets it."""
+    """A mover with ordinary system calls. Moves wait while the test closes the gate, and fail if it says so."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
-        """Moves wait while it is not set."""
+        """Moves wait while this is not set."""
         self.gate.set()
         self.errors: list[Exception] = []
-        """What the next moves end with; their bytes do not land."""
+        """Errors of the next moves; their bytes do not land."""
         self.settles = Settled.STOPPED
-        """What becomes of what was lost."""
+        """Result of `settle`."""
         self.settled = 0
-        """How often it was."""
+        """Number of calls of `settle`."""
 
     def settle(self) -> Settled:
         self.settled += 1
@@ -60,7 +60,7 @@ class HeldMover(PlainMover):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoringEngine:
-    """One engine with a store."""
+    """An engine with a store, and its mover."""
 
     runtime: Runtime
     storage: Storage
@@ -82,7 +82,7 @@ class StoringEngine:
 
     @property
     def files(self) -> list[Path]:
-        """Its entries, and what is left of others."""
+        """All files in the store's folder except the lock: entries, and remains of unfinished entries."""
         return sorted(path for path in self.folder.rglob("*") if path.is_file() and path.name != "lock")
 
     async def save(self, key: str, ids: Sequence[int] = (1, 2, 3), **options: Any) -> SaveReport:
@@ -102,7 +102,7 @@ class StoringEngine:
         assert all(map(torch.equal, self.bytes_of(ids), expected))
 
     async def held(self, key: str, ids: Sequence[int] = (4, 5, 6), **options: Any) -> asyncio.Task[RestoreReport]:
-        """A restore whose moves are posted and do not end."""
+        """Start a restore, hold its moves, and return its task once a move is posted."""
         self.mover.gate.clear()
         task = asyncio.create_task(self.restore(key, ids, **options))
         await until(lambda: self.moves)
@@ -110,7 +110,7 @@ class StoringEngine:
 
     @property
     def moves(self) -> int:
-        """How many are posted and have not ended."""
+        """Number of moves under way."""
         assert self.storage._store is not None
         return self.storage._store._files.moves_under_way
 
@@ -128,7 +128,7 @@ async def storing(
     bytes_max: int = 16 << 30,
     **settings: Any,
 ) -> AsyncIterator[StoringEngine]:
-    """An open engine whose store is in `folder`; after a clean exit nothing may be left."""
+    """Open an engine with its store in `folder`. If the block ends without an error, check that nothing is left."""
     base = replace(PATIENT, transport=transport, **settings)
     mover = HeldMover()
 

@@ -1,7 +1,7 @@
 """A process that saves block after block until it is killed: `python -m tests.support.storing_process FOLDER hold|run`.
 
-It prints each number that was saved, in a line; the blocks of number n are full of n. With `hold` the moves of the
-second one never end.
+The process prints the number of each save in a line; the blocks of save n are full of n. With `hold`, the moves of the
+second save never end.
 """
 
 from __future__ import annotations

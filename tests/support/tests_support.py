@@ -1,4 +1,4 @@
-"""Small things that several test modules need."""
+"""Small helpers for several test modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Parameters = ParamSpec("Parameters")
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 WAIT_S = 60.0
-"""How long a test waits at most for what has to happen: a host may be slow, and only a failing test waits so long."""
+"""Maximum time for which a test waits. It is long for slow hosts; only a failing test waits for all of it."""
 
 PATIENT = Config(
     engine_id="any",
@@ -36,18 +36,18 @@ PATIENT = Config(
     drain_timeout_s=1.0,
     limits=Limits(lease_wait_s=WAIT_S, goodbye_timeout_s=WAIT_S, transport_close_timeout_s=WAIT_S),
 )
-"""No bound of it passes before what a test waits for has come. A test of a bound sets that one."""
+"""A config with bounds at least as long as a test's waits. A test of a bound sets this bound itself."""
 
 
 def limited(config: Config, **limits: Any) -> Config:
-    """`config` with these limits, and its others."""
+    """Return `config` with these limits replaced."""
     return replace(config, limits=replace(config.limits, **limits))
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let others run until the condition holds; TimeoutError where it never does.
+    """Yield to other tasks until `condition()` is true. Raise TimeoutError after `WAIT_S`.
 
-    By the machine's clock: virtual time stands still meanwhile.
+    The time is the machine's: virtual time does not pass meanwhile.
     """
     ends_s = time.monotonic() + WAIT_S
     while not condition():
@@ -57,15 +57,15 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 async def turns(count: int) -> None:
-    """Let others run so many times."""
+    """Yield to other tasks `count` times."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """One test of all values, where `pytest.mark.parametrize` would make hundreds; it names every value that failed.
+    """Run a test once for each of `values`, as a single test, where `pytest.mark.parametrize` would make hundreds.
 
-    Fixtures are made once, not for each value. Not for coroutines.
+    The failure names every value that failed. Fixtures are made once for all values. Not for coroutine functions.
     """
     cases = list(values)
     words = [names] if isinstance(names, str) else list(names)
@@ -76,7 +76,7 @@ def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callabl
             for case in cases:
                 try:
                     test(**fixtures, **(dict(zip(words, case, strict=True)) if len(words) > 1 else {words[0]: case}))
-                except Exception as error:  # noqa: BLE001 - whatever it is: it is told
+                except Exception as error:  # noqa: BLE001 - reported below
                     failed[ascii(case)[:200]] = error
             if failed:
                 told = [f"{case}: {type(error).__name__}: {error}" for case, error in failed.items()]
@@ -94,7 +94,10 @@ def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callabl
 
 
 def in_virtual_time(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:
-    """Time passes only while nothing else can happen, so what a bound is to end has always begun before it passes."""
+    """Run a coroutine test in virtual time, where time passes only when no callback is ready.
+
+    So anything that a bound should end has always begun before the bound passes.
+    """
 
     @functools.wraps(test)
     def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> None:
@@ -104,7 +107,7 @@ def in_virtual_time(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Ca
 
 
 class Records:
-    """An observer that keeps what it is told."""
+    """An observer that keeps all records."""
 
     def __init__(self) -> None:
         self.loads: list[LoadRecord] = []
@@ -120,19 +123,19 @@ class Records:
 def small_cache(
     *, num_blocks: int = 8, layers: int = 2, block_size: int = 4, device: str = "cpu", fill: float = 0.0
 ) -> tuple[dict[str, torch.Tensor], CacheLayout]:
-    """A cache of a few kilobytes, K and V stacked first, HND."""
+    """Return a cache of a few kilobytes, with K and V on the first axis and order HND, and its layout."""
     shape = (2, num_blocks, 2, block_size, 8)
     kv_caches = {f"layers.{index}": torch.full(shape, fill, device=device) for index in range(layers)}
     return kv_caches, CacheLayout.infer(kv_caches, order="HND", block_size=block_size)
 
 
 async def leases_ended(runtime: Runtime) -> None:
-    """Wait until the blocks of ended leases are back; a lease that a test left open fails it."""
+    """Wait until all leases have ended and their blocks are free. Fail if a lease ended only by expiry."""
     cache = runtime._supervisor.cache
     if cache is None or runtime.state is RuntimeState.CLOSED:
         return
     leases = [offer.entry for offer in cache.serving._offers.values()]
-    open_now = [lease for lease in leases if lease.state is LeaseState.OFFERED]  # what ends them may be on its way
+    open_now = [lease for lease in leases if lease.state is LeaseState.OFFERED]  # a notification may be on its way
     async with asyncio.timeout(WAIT_S):
         await cache.serving.drained()
     left_open = [lease for lease in open_now if lease.state is LeaseState.EXPIRED]
@@ -140,7 +143,7 @@ async def leases_ended(runtime: Runtime) -> None:
 
 
 async def pass_deadlines(runtime: Runtime) -> None:
-    """Let the deadlines of the loads under way pass now, where a test has brought them to the moment that it means."""
+    """Make the deadlines of all loads under way pass now, once the test has brought the loads to the right state."""
     assert runtime._supervisor.cache is not None
     loader, now_s = runtime._supervisor.cache.loader, asyncio.get_running_loop().time()
     for work in loader._loads.values():
@@ -177,25 +180,25 @@ TICKET = Ticket(
     traceparent=TRACEPARENT,
     prompt_digest="0123456789abcdef" * 2,
 )
-"""A right ticket with everything that one may have."""
+"""A valid ticket with every optional field set."""
 
 
 def any_ticket(engine_id: str = "prefill", **changes: Any) -> Ticket:
-    """A ticket of an engine of one rank that offers nothing, with these values in it or in its rank."""
+    """Return a ticket of an engine with one rank and no blocks, with `changes` to the ticket or its rank."""
     rank = msgspec.structs.replace(TICKET.first, block_ids=None)
     nothing = {"block_ids": (), "num_tokens": 0, "prompt_digest": "", "ranks": (rank,)}
     return altered(changed(TICKET, engine_id=engine_id, **nothing), **changes)
 
 
 def altered(ticket: Ticket, **changes: Any) -> Ticket:
-    """A ticket with other values, those of its first rank included."""
+    """Return `ticket` with `changes` to its fields, or to those of its first rank."""
     of_rank = {name: changes.pop(name) for name in list(changes) if name in RankLease.__struct_fields__}
     first = RankLease(**{**msgspec.structs.asdict(ticket.first), **of_rank})
     return changed(ticket, ranks=(first, *ticket.ranks[1:]), **changes)
 
 
 def unchecked(struct: StructT, **changes: Any) -> StructT:
-    """A copy of a struct with these values, as a forger sends it: nothing checks them."""
+    """Return a copy of a struct with `changes` that are not checked, as a forged message may have."""
     forged = copy.copy(struct)
     for name, value in changes.items():
         msgspec.structs.force_setattr(forged, name, value)

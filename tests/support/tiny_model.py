@@ -1,4 +1,4 @@
-"""What the tests of the examples ask their engines, and what they hold the answers against."""
+"""The prompt that the tests of the examples use, and the reference for its answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
 class Model(NamedTuple):
-    """A checkpoint as the examples' engine reads it, and transformers' own greedy answers, the prompt left out."""
+    """A checkpoint for the examples' engine, and the greedy answers of transformers, without the prompt."""
 
     checkpoint: Path
     greedy: Callable[[Sequence[int], int], list[int]]

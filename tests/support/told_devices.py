@@ -1,4 +1,4 @@
-"""Engines on devices that tell what they are asked for, with memory of the CPU."""
+"""Engines on fake devices, which use the CPU's memory and record the calls that kvflow makes to them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NHD, HND = CacheSize(order="NHD", kv_heads=4), CacheSize(order="HND", kv_heads=4
 
 
 class Told(CacheDevice):
-    """A device that is not the CPU's and needs everything; what it is asked for, and on which thread."""
+    """A fake device that is not the host. It records the calls to it, and the threads that made them."""
 
     def __init__(self, where: Device) -> None:
         super().__init__(where)
@@ -78,7 +78,7 @@ class Told(CacheDevice):
 
 
 class Spied(InprocTransport):
-    """What memory is registered for."""
+    """An in-process transport that records the use of each registered memory."""
 
     def __init__(self, name: str, network: InprocNetwork) -> None:
         super().__init__(name, network)
@@ -90,7 +90,7 @@ class Spied(InprocTransport):
 
 
 class Opened:
-    """One engine after the other, on devices that tell."""
+    """Opens engines on fake devices, and keeps the devices."""
 
     def __init__(self) -> None:
         self.network = InprocNetwork()
@@ -111,7 +111,7 @@ class Opened:
 
 
 async def handed_over(producer: Engine[Spied], consumer: Engine[Spied]) -> None:
-    """Four blocks, and all of their bytes."""
+    """Hand four blocks over, and compare every byte."""
     lease = producer.runtime.serve_blocks(ServeRequest("req", [1, 7, 2, 5], num_tokens=16))
     await consumer.runtime.load_blocks(LoadRequest("req", lease.ticket, [3, 0, 9, 8]))
     await lease

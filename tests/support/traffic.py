@@ -1,4 +1,4 @@
-"""Clients that ask real servers one prompt after the other, while a test kills one of these."""
+"""Clients that send requests to real servers, while a test kills one of the servers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NOTICED_WITHIN_S, ANSWERED_WITHIN_S, SETTLED_WITHIN_S = 30.0, 60.0, 120.0
 _PAUSE = threading.Event()
 
 Answer = tuple[int, list[int]]
-"""HTTP status and tokens."""
+"""HTTP status and tokens of an answer."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, and what became of it."""
+    """A request, its answer, and its times."""
 
     prompt: list[int]
     began_s: float
@@ -28,7 +28,7 @@ class Asked:
 
 
 class Traffic:
-    """Clients that ask from `with` on until its end."""
+    """Clients that send requests, one after another each, during a `with` block."""
 
     def __init__(self, ask: Callable[[list[int]], Answer], prompts: Iterator[list[int]], clients: int = 4) -> None:
         self._ask, self._prompts, self._clients, self._over = ask, prompts, clients, False
@@ -55,7 +55,7 @@ class Traffic:
             self.asked.append(Asked(prompt, began_s, time.monotonic(), status, tokens))
 
     def until_answered(self, count: int, since_s: float = 0.0) -> None:
-        """Wait until that many requests in a row that began later have been answered."""
+        """Wait until the last `count` of the requests that began after `since_s` were all answered with 200."""
         deadline_s = time.monotonic() + SETTLED_WITHIN_S
         while True:
             later = [one.status == 200 for one in self.asked.copy() if one.began_s > since_s]
@@ -68,7 +68,7 @@ class Traffic:
             _PAUSE.wait(0.1)
 
     def check(self, what: str, killed_s: float, expected: Callable[[list[int]], list[int]]) -> None:
-        """Fail unless all that was answered is right, and failures are HTTP 5xx that end soon after the kill."""
+        """Assert that all answers are right, and that failures are HTTP 5xx and end soon after the kill."""
         assert any(one.began_s < killed_s < one.ended_s for one in self.asked), "nothing was asked at that time"
         failed = [one for one in self.asked if one.status != 200]
         statuses = sorted({one.status for one in failed})

@@ -1,7 +1,7 @@
-"""Verbs of an engine in another process, several at once, as lines of JSON over a stream.
+"""Commands ("verbs") to an engine in another process, as lines of JSON over a stream. Several may run at once.
 
 `{"call": 3, "verb": "load", "arguments": {...}}` is answered by `{"call": 3, "value": ...}` or by
-`{"call": 3, "error": {...}}`, in whatever order the verbs end.
+`{"call": 3, "error": {...}}`, in the order in which the verbs end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LINE_BYTES_MAX = 1 << 26
 
 
 class EngineError(Exception):
-    """What an engine answered in place of a value: an error of kvflow, by the name of its type."""
+    """A verb failed in the engine. `kind` is the name of the error's type there."""
 
     def __init__(self, verb: str, described: dict[str, Any]) -> None:
         super().__init__(f"{verb}: {described['kind']}: {described['text']}")
@@ -35,7 +35,10 @@ async def serve(
     writer: asyncio.StreamWriter,
     start: Callable[[Coroutine[Any, Any, None]], object],
 ) -> None:
-    """Have the `do_` methods of an object called, until told to quit or until the other end is gone."""
+    """Call the `do_` methods of `verbs` by the commands from `reader`, until "quit" or the end of the stream.
+
+    `start` starts each call in a task.
+    """
     while (said := await reader.readline()) and (command := json.loads(said))["verb"] != "quit":
         start(_answer(writer, verbs, **command))
 
@@ -43,7 +46,7 @@ async def serve(
 async def _answer(writer: asyncio.StreamWriter, verbs: object, call: int, verb: str, arguments: dict[str, Any]) -> None:
     try:
         said = {"value": await getattr(verbs, f"do_{verb}")(**arguments)}
-    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - who asked judges it
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - sent to the caller
         said = {"error": described(error)}
     if not writer.is_closing():
         writer.write(line(call, **said))
@@ -60,14 +63,14 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 class Client:
-    """The other end on an event loop, over a Unix socket. ConnectionError once the process is gone."""
+    """The calling end, on an event loop, over a Unix socket. Calls raise ConnectionError once the process has ended."""
 
     def __init__(self) -> None:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._calls = 0
 
     async def connect(self, path: Path) -> Client:
-        """ConnectionRefusedError while the process is about to listen."""
+        """Connect to the process. Raises ConnectionRefusedError if the process does not listen yet."""
         reader, self._writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES_MAX)
         self._reading = asyncio.create_task(self._read(reader))
         return self

@@ -1,7 +1,7 @@
-"""Values of every kind that a caller may pass by mistake, by the type that was asked for.
+"""Wrong values that a caller may pass by mistake, by the annotation of the parameter.
 
-`REFUSED` lists, for the annotation of a field, values that are never right; `alike` gives a right value in the other
-forms in which it is right too, such as numpy's.
+`REFUSED` lists, for each annotation, values that must be refused. `alike` returns a valid value in other valid forms,
+for instance as a numpy number.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 
 
 class Text(str):
-    """A text of somebody else's class."""
+    """A subclass of str, as a caller may have."""
 
 
 class Number(enum.IntEnum):
-    """Whole numbers of somebody else's class; more are made as they are needed."""
+    """A subclass of int, as a caller may have. `alike` makes others for the values that it needs."""
 
     ONE = 1
 
@@ -40,7 +40,7 @@ Hostile: type[Any] = type(
 
 
 class HostileList(Sequence[int]):
-    """Says that it has one entry, and raises when it is asked for it."""
+    """A list with one entry, which raises when the entry is read."""
 
     def __len__(self) -> int:
         return 1
@@ -50,7 +50,7 @@ class HostileList(Sequence[int]):
 
 
 class HostileDict(Mapping[str, Any]):
-    """The same with keys."""
+    """A dict with one key, which raises when the key's value is read."""
 
     def __len__(self) -> int:
         return 1
@@ -67,7 +67,7 @@ def _generator() -> Iterator[int]:
 
 
 def _odd() -> list[Any]:
-    """What is right nowhere."""
+    """Return values that are wrong for every annotation."""
     return [object(), Hostile(), HostileDict(), int, _raise, 1j, {0}, Ellipsis, NotImplemented]
 
 
@@ -91,7 +91,7 @@ def _no_text() -> list[Any]:
 
 
 def _no_list() -> list[Any]:
-    """Neither a list of whole numbers nor an array of them; no list of numbers that are none."""
+    """Return values that are neither a list nor an array of integers, among them lists with a wrong entry."""
     no_lists: list[Any] = [0, 1.5, True, "", "0", b"", b"0", bytearray(b"\0"), {}, {0: 0}, _generator(), HostileList()]
     entries: list[Any] = [1.0, True, np.True_, None, "0", b"0", [0], (0,), {}, object(), Hostile(), 1 << 70, 1j]
     arrays: list[Any] = [np.array([0.5]), np.array([[0]]), np.array(0), np.array([True]), np.array(["0"])]
@@ -147,7 +147,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "Sequence[int]": lambda: [None, *_no_list()],
     "Sequence[int] | None": _no_list,
     "WholeNumbers": lambda: [None, *_no_list()],
-    # By the names of groups there may be none.
+    # An empty dict is valid here: it names no group.
     "GivenBlockIds": lambda: [None, *(value for value in _no_list() if type(value) is not dict or value)],
     "BlockIds": lambda: [None, *_no_list()],
     "BlockIds | None": _no_list,
@@ -176,11 +176,11 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     ],
     "Ticket | Mapping[str, Any]": lambda: [None, *_odd(), 0, "ticket", [], [1], {}, {1: 2}],
 }
-"""For each annotation that a field of a public class may have, values that are none of it."""
+"""For each annotation of a field of a public class, a function that returns values to be refused."""
 
 
 def alike(value: Any) -> list[Any]:
-    """A right value in its other forms."""
+    """Return a valid value, followed by other forms of it that are valid, too."""
     match value:
         case bool() | None:
             return [value]
