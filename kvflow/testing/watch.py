@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 
 def raise_first(found: Sequence[str | Exception]) -> None:
-    """Raise the first exception in `found`, else the first text as an AssertionError. Return if `found` is empty."""
+    """Raise the first exception in `found`, else its first text as an AssertionError. If it is empty, do nothing."""
     for error in found:
         if isinstance(error, Exception):
             raise error
@@ -21,7 +21,7 @@ def raise_first(found: Sequence[str | Exception]) -> None:
 
 
 def calling_line(file: str) -> str:
-    """Return the place of the innermost call into `file` as `path:line (function)`."""
+    """Return the line outside `file` from which the running code of `file` was called: `path:line (function)`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == file:
         frame = frame.f_back

@@ -54,7 +54,7 @@ _INLINE = re.compile(r"`((?:kvflow|python3?) [^`\n]+)`")
 
 
 class _Parsed(Exception):
-    """Raised by a script's parser when it has parsed the options, to end the script. Has the unknown options."""
+    """Ends a script once its parser has parsed the options. `unknown` has the options that the parser does not know."""
 
     def __init__(self, unknown: list[str]) -> None:
         super().__init__(unknown)

@@ -1,4 +1,4 @@
-"""Batches of KV events, encoded by the engines' own classes. tests/vllm and tests/sglang encode them again to compare."""
+"""Batches of KV events, encoded by the engines' own classes. tests/vllm and tests/sglang encode them again to check."""
 
 from __future__ import annotations
 
