@@ -854,7 +854,7 @@ async def test_while_it_drains_nothing_is_begun_and_what_was_goes_on(engine: Sto
     with pytest.raises(RuntimeDraining):
         await engine.save("b")
     engine.mover.gate.set()
-    assert (await draining).finished
+    assert await draining
     await restoring
 
 
