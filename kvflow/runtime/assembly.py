@@ -1,9 +1,10 @@
-"""Assembly of a registered KV cache: its parts are made here, once for each registration, and peers are answered."""
+"""A registered KV cache: all that is made with it, once for each registration, and ends with it; answers to peers."""
 
 from __future__ import annotations
 
+import asyncio
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -33,7 +34,7 @@ from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.load.straight import Straight
 from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.memory import BlockCopier, HostBlocks, RankMemory
-from kvflow.runtime.part import foreign_of
+from kvflow.runtime.part import Ending, Part, foreign_of
 from kvflow.runtime.peers.handshake import Agents, Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 _NAME_CHARS_SHOWN = 80
+_NAMED_MAX = 5
 _USES = {
     "both": MemoryUse.SERVED | MemoryUse.READ_INTO,
     "producer": MemoryUse.SERVED,
@@ -86,8 +88,6 @@ class RegisteredCache:
         """Draws that many random bytes, in hexadecimal, which nobody can guess."""
         self.resources = resources
         self.memory = memory
-        self._answers = {kind: answer for part in runtime.parts for kind, answer in part.answers.items()}
-        """Answers to the requests of parts: no other requests are decoded."""
         self._parts: dict[str, Any] = {}
         """Parts that were asked for: each is made at its first use, and stays."""
         self.local = local
@@ -111,6 +111,17 @@ class RegisteredCache:
         self.strangers = foreign.service(self)
         """The service that answers readers of another make."""
         self.readers = Farewells(self)
+        self.begun: list[Part] = []
+        """Parts that have begun with the cache. Others are not ended here: one may be at work for another runtime."""
+        self._answers: dict[type[Any], Callable[[Any], Answered]] = {
+            messages.ReleaseRequest: self.serving.release,
+            messages.DigestRequest: lambda question: self.part("verify", "a question for digests").answer(question),
+            messages.LeaseRequest: self.serving.news.answer,
+            messages.DeclineRequest: self.serving.news.came_elsewhere,
+            messages.Goodbye: self._said_goodbye,
+        }
+        for one in runtime.parts:
+            self._answers.update(one.answers)
 
     def part(self, name: str, what: str, kind: type[KVFlowError] = RequestError) -> Any:
         """Return this registration's part of a name in `parts.PARTS`, made at its first use.
@@ -144,36 +155,84 @@ class RegisteredCache:
         if theirs != ours:
             expected = Rank(theirs.dp_rank, theirs.pp_rank, theirs.tp_rank)
             return refusal(f"expected {expected}, this is {self.rank}")
-        match request:
-            case messages.ReleaseRequest():
-                try:
-                    return self.serving.release(request)
-                except codec.WireError as error:
-                    return refusal(str(error))
-            case messages.DigestRequest():
-                try:
-                    promised: Answered = self.part("verify", "a question for digests").answer(request)
-                    return promised
-                except RequestError as error:
-                    return refusal(str(error))
-            case messages.LeaseRequest():
-                try:
-                    return self.serving.news.answer(request)
-                except codec.WireError as error:
-                    return refusal(str(error))
-            case messages.DeclineRequest():
-                return self.serving.news.came_elsewhere(request)
-            case messages.Goodbye():
-                self.peers.said_goodbye(request)
-                return messages.Ack(incarnation=self.metadata.incarnation)
-            case messages.MetadataRequest():
-                if draining and not self.serving.serves(request.request_id):
-                    return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
-                if request.caller is not None:
-                    self.readers.remember(request.caller)
-                return self.metadata
-            case _:
-                return self._answers[type(request)](request)
+        if isinstance(request, messages.MetadataRequest):
+            if draining and not self.serving.serves(request.request_id):
+                return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
+            if request.caller is not None:
+                self.readers.remember(request.caller)
+            return self.metadata
+        try:
+            return self._answers[type(request)](request)
+        except (codec.WireError, RequestError) as error:
+            return refusal(str(error))
+
+    def _said_goodbye(self, goodbye: messages.Goodbye) -> messages.Ack:
+        self.peers.said_goodbye(goodbye)
+        return messages.Ack(incarnation=self.incarnation)
+
+    async def begin_parts(self, runtime: Supervisor) -> None:
+        """Have the parts of the runtime begin with the cache, in order. Raises ConfigError."""
+        for one in runtime.parts:
+            await one.registered(runtime, self)
+            self.begun.append(one)
+
+    @property
+    def busy(self) -> bool:
+        """True if a lease or a load is open, or a part has work under way, or blocks are quarantined."""
+        loading = self.loader.statistics
+        open_now = self.serving.statistics.open_leases or loading.open_loads or loading.quarantines
+        return bool(open_now or any(map(_open_of, self.begun)))
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Wait until nothing is open, at most `deadline_s`; then end what is left, and wait for that, too.
+
+        The second wait is bounded by Limits.seal_hold_s, cancel_grace_s and drain_timeout_s. Return whether everything
+        ended within `deadline_s`. Cancelling stops the waiting.
+        """
+        serving, loader, engine_id = self.serving, self.loader, self.config.engine_id
+        serving.news.turn_away(f"engine {engine_id!r} is draining")
+        waits = [serving.drained(), loader.drained(), *(one.drained() for one in self.begun)]
+        finished = await _all_within(waits, deadline_s)
+        if not finished:
+            what = f"leases of {_some(serving.open_requests)}, loads of {_some(loader.open_requests)}"
+            logger.warning("engine %r: open after draining for %s s, ended now: %s", engine_id, deadline_s, what)
+        await self.end()
+        return finished
+
+    def stop(self, why: Ending) -> None:
+        """Take no more work: revoke leases, and have loads and what parts have under way end soon."""
+        self.serving.close()
+        self.loader.close(unregistered=why is Ending.UNREGISTERED)
+        for one in self.begun:
+            one.end(why)
+
+    async def end(self, *, broken: bool = False) -> None:
+        """Stop, and wait until leases, loads and what parts have under way have ended.
+
+        In a broken runtime it may never be known when the last bytes of loads have landed.
+        """
+        self.stop(Ending.CLOSED)
+        serving, loader, bound_s = self.serving, self.loader, self.config.ending_s
+        waits = [serving.drained()] if broken else [serving.drained(), loader.drained()]
+        waits += [one.drained() for one in self.begun]
+        if not await _all_within(waits, bound_s):
+            loads = counted(len(loader.quarantines), "load")
+            what = f"bytes may still land of {loads}, leases of {_some(serving.open_requests)}"
+            logger.warning("engine %r: still open after another %s s: %s", self.config.engine_id, bound_s, what)
+
+    async def copies_ended(self) -> str:
+        """Wait until no copy of the cache runs; the copy thread stays. Returns what is left then, or ""."""
+        bound_s = self.config.limits.transport_close_timeout_s
+        try:
+            async with asyncio.timeout(bound_s):
+                await self.resources.copy_thread.run(lambda: None)  # jobs run one after the other
+        except TimeoutError:
+            return f"a copy still runs after {bound_s} s"
+        loads, leases = self.loader.open_requests, self.serving.open_requests
+        parts = {one.name: count for one in self.begun if (count := _open_of(one))}
+        if not (loads or leases or parts):
+            return ""
+        return f"bytes of loads {loads} may still land, leases {leases} hold their blocks, requests of parts: {parts}"
 
 
 async def register(
@@ -285,3 +344,24 @@ def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> Ca
     if isinstance(one.layout, StatePart):
         heads = one.layout.segment.model_units
     return cache_share_of(one.layout, config, model_kv_heads=heads, group=one.group)
+
+
+def _open_of(part: Part) -> int:
+    """Requests that a part has under way."""
+    return 0 if (now := part.statistics) is None else now.open_requests
+
+
+def _some(requests: Sequence[str]) -> str:
+    """The first of some requests, for a log line."""
+    more = f" and {len(requests) - _NAMED_MAX} more" if len(requests) > _NAMED_MAX else ""
+    return f"{list(requests[:_NAMED_MAX])}{more}"
+
+
+async def _all_within(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> bool:
+    """Wait for all of `waits`, at most `timeout_s`. True if all are over."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*waits)
+    except TimeoutError:
+        return False
+    return True

@@ -172,7 +172,7 @@ class Supervisor:
     async def drain(self, deadline_s: float) -> bool:
         """See `Runtime.drain`."""
         self.state = RuntimeState.DRAINING
-        return self.registration is None or await self.registration.drain(deadline_s)
+        return self.held is None or await self.held.drain(deadline_s)
 
     def statistics(self) -> RuntimeStatistics:
         cache, past, registration = self.held, self._past, self.registration
@@ -190,11 +190,7 @@ class Supervisor:
             serving=serving,
             loading=loading,
             peers=cache.peers.statistics if cache else (),
-            parts={
-                part.name: now
-                for part in (registration.parts if registration else ())
-                if (now := part.statistics) is not None
-            },
+            parts={part.name: now for part in (cache.begun if cache else ()) if (now := part.statistics) is not None},
             readers=cache.readers.count if cache else 0,
             readers_refused=self._admission.refused,
             listener=self.listener.statistics if self.tasks.started else None,
@@ -260,8 +256,8 @@ class Supervisor:
         """See `Runtime.unregister`."""
         if self._registering:
             raise UsageError("a KV cache is being registered: await register_kv_caches first")
-        if self.cache is not None and self.registration is not None:
-            self.registration.stop(Ending.UNREGISTERED)
+        if self.cache is not None:
+            self.cache.stop(Ending.UNREGISTERED)
             self.cache = None
         if self.held is not None:
             await self.tasks.carried("kvflow-unregister", self._unregister)
@@ -275,7 +271,7 @@ class Supervisor:
                 await registration.open()
                 registration.run()
             cache = registration.cache = await register(self, registration, groups, copy_blocks)
-            await registration.begin_parts(self, cache)
+            await cache.begin_parts(self)
             self.require_running(new_work=True)
         except BaseException:
             await self.tasks.carried("kvflow-unregister", self._unregister)
@@ -283,14 +279,14 @@ class Supervisor:
         self.cache = cache
 
     def _new_registration(self) -> Registration:
-        return Registration(self.config, self.world, self.tasks, self.parts)
+        return Registration(self.config, self.world, self.tasks)
 
     def _on_break(self) -> None:
         """Settle everybody, since a service has died."""
         if self.state in (RuntimeState.OPEN, RuntimeState.DRAINING):
             self.state = RuntimeState.BROKEN
-        if self.registration is not None:
-            self.registration.stop(Ending.CLOSED)
+        if self.held is not None:
+            self.held.stop(Ending.CLOSED)
 
     async def _unregister(self) -> None:
         """End a registration, also one that is half done. It is carried.
@@ -304,8 +300,9 @@ class Supervisor:
         await to_its_end(self._end_work)
         registration.poller.wait_for_transport()  # flights wait on for their reads to stop
         problem = await to_its_end(registration.aclose)
-        problem = problem or await to_its_end(lambda: registration.copies_ended(self.copier))
-        if problem and registration.cache is not None:
+        if (cache := registration.cache) is not None:
+            problem = problem or await to_its_end(cache.copies_ended)
+        if problem and cache is not None:
             self.tasks.break_down(RuntimeBroken(f"the cache could not be unregistered: {problem}"))
             raise RuntimeBroken(f"unregistering the cache of {self}: {problem}")
         self._past = self.statistics()
@@ -342,14 +339,14 @@ class Supervisor:
 
     async def _end_work(self, *, drained: bool = False) -> None:
         """End leases and loads, and tell readers. With `drained` they may first end by themselves, if there is time."""
-        registration = self.registration
-        if registration is None:
+        cache = self.held
+        if cache is None:
             return
-        if drained and not self._hurried and self.tasks.cause is None and registration.busy:
-            await registration.drain(self.config.drain_timeout_s)
+        if drained and not self._hurried and self.tasks.cause is None and cache.busy:
+            await cache.drain(self.config.drain_timeout_s)
         else:
-            await registration.end(broken=self.tasks.cause is not None)
-        await registration.tell_readers()
+            await cache.end(broken=self.tasks.cause is not None)
+        await cache.readers.tell()
 
     async def _end_copies(self) -> str:
         bound_s = self.config.limits.transport_close_timeout_s
