@@ -312,7 +312,7 @@ BUGS: dict[str, Bug] = {
         ),
     ),
     "draining waits for leases only": Bug(
-        "waits = [serving.drained(), loader.drained(), *(part.drained() for part in self.parts)]",
+        "waits = [serving.drained(), loader.drained(), *(one.drained() for one in self.begun)]",
         "waits = [serving.drained()]",
         (
             RUNTIME + "drain.py::test_new_work_is_refused_and_old_work_goes_on",
