@@ -83,7 +83,7 @@ class DecodeRequest(Message, frozen=True, kw_only=True):
     """Maximum length of the answer, the first token included."""
     deadline_s: Seconds
     sampling: Sampling = GREEDY
-    """How to choose tokens: the same as in the PrefillRequest, which chose the first token."""
+    """Sampling parameters, equal to those of the PrefillRequest, with which the first token was chosen."""
 
 
 class FailureKind(StrEnum):

@@ -45,18 +45,18 @@ class AnswerText:
 
 
 def cut_of(text: str, stops: Sequence[str], start: int = 0) -> int | None:
-    """Return the start of the stop string that is complete first; None if there is none after `start`."""
+    """Return the start of the stop string that is complete first; None if no stop string begins at `start` or later."""
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop, start)) >= 0]
     return min(found)[1] if found else None
 
 
 def held_chars(text: str, stops: Sequence[str], start: int = 0) -> int:
-    """Return how many characters at the end of `text`, after `start`, may be the beginning of a stop string."""
+    """Return how many characters at the end of `text[start:]` may be the beginning of a stop string."""
     return max((_held_by(text, stop, max(start, len(text) - len(stop) + 1)) for stop in stops), default=0)
 
 
 def _held_by(text: str, stop: str, start: int) -> int:
-    """Return how many characters at the end of `text`, after `start`, may be the beginning of `stop`."""
+    """Return how many characters at the end of `text[start:]` may be the beginning of `stop`."""
     while (start := text.find(stop[0], start)) >= 0:
         if stop.startswith(text[start:]):
             return len(text) - start

@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to choose tokens. A temperature of 0 is greedy."""
+    """Sampling parameters of a request. A temperature of 0 is greedy."""
 
     temperature: float = 0.0
     top_p: float = 1.0

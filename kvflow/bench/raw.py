@@ -34,7 +34,7 @@ Backends: TypeAlias = Mapping[str, Mapping[str, str]]
 
 
 class AgentAddress(NamedTuple):
-    """What a reader needs of its producer before the first load: agent name, NIXL metadata, address of each layer."""
+    """A producer's data for its reader, sent before the first load: agent name, NIXL metadata, layer addresses."""
 
     agent: str = ""
     metadata: bytes = b""

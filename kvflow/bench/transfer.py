@@ -1,9 +1,9 @@
 """`kvflow bench transfer`: the same loads through kvflow and through raw NIXL.
 
 Equal processes differ in speed for their whole lives, so the producers and readers of both are started several times.
-In each round kvflow and raw NIXL each run the same loads, which is called a turn. The blocks of a load are scattered on
-both sides, as in a pool after a day of use, so descriptors cannot be merged. The first load of a turn wakes sleeping
-threads and is not counted. Every byte is compared.
+In each round kvflow and raw NIXL have one turn each, with the same loads. The blocks of a load are scattered on both
+sides, as in a pool after a day of use, so descriptors cannot be merged. The first load of a turn wakes sleeping threads
+and is not counted. Every byte is compared.
 
 Descriptors have the size of common 8B models: with 8 KV heads of 128 fp16 elements and 16 tokens in a block, K or V of
 one layer is 32 KiB. With 8 layers (one of four pipeline stages) a block is 512 KiB.

@@ -1,4 +1,4 @@
-"""Checks of NIXL, and of a hand-over between two processes, which are those of the bench with a small cache.
+"""Checks of NIXL, and of a hand-over between two processes. The processes are the bench's, with a small cache.
 
 Everything runs in child processes, so a library that crashes is only a finding.
 """
@@ -25,7 +25,7 @@ _REPEATS = 3
 
 
 def check_nixl() -> tuple[Finding, Sequence[str]]:
-    """Start a NIXL agent in a child process, and see both end.
+    """Start a NIXL agent in a child process, and check that both start and end without an error.
 
     Returns:
         The finding about NIXL, and the names of NIXL's plugins.

@@ -33,7 +33,7 @@ _OURS: ContextVar[bool] = ContextVar("kvflow_cancelled_everywhere", default=Fals
 
 
 def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int:
-    """Run a coroutine once for each moment of its life, and cancel it there: at the first, the second, the third ...
+    """Run a coroutine again and again, and cancel it at its first moment, at its second, and so on up to its last.
 
     A moment is a point at which one of the scenario's own tasks has just run, or one of the coroutine's is about to
     run. A run without cancellation counts the moments first. Log lines of kvflow are written only for a run that fails.

@@ -127,7 +127,7 @@ class OfferWatch:
             self._remember(lease)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Compare the lease's blocks one last time. An `Observer` call, before anybody else knows that they are free.
+        """Compare the lease's blocks one last time. An `Observer` call, made before other code can see the lease's end.
 
         Args:
             record: How the lease ended. Findings name the outcome.

@@ -145,9 +145,9 @@ class Pair(Generic[TransportT]):
 def block_by_block(config: Config) -> Config:
     """Return a config with which a load of a growing lease reads each block as soon as it is computed.
 
-    Normally a load reads computed blocks once they are worth a read (128 KiB, and at most a slice). The whole cache of
-    a test is smaller, so all of it would land in the last step, with a single `Progress`. With this config every block
-    is read, and reported as progress, as it is computed; blocks computed together may share a read.
+    Normally a load waits until the computed blocks are worth a read: 128 KiB or more, but never more than a slice. The
+    whole cache of a test is smaller, so all of it would land in the last step, with a single `Progress`. With this
+    config every block is read, and reported as progress, as it is computed; blocks computed together may share a read.
 
     Args:
         config: Config of the consumer.

@@ -1,4 +1,4 @@
-"""How many examples a test tries: few in the fast suite, more in the thorough suite."""
+"""The number of examples that a test tries: few in the fast suite, more in the thorough suite."""
 
 from __future__ import annotations
 
