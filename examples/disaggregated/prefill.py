@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A prompt's lease, and the task that computes the prompt and keeps its blocks until the lease has ended."""
+    """A prompt's lease, the task that computes the prompt, and the task that keeps its blocks while it is on offer."""
 
     lease: kvflow.Lease
     computing: asyncio.Task[int]
