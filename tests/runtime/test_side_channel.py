@@ -139,7 +139,6 @@ async def test_an_answer_larger_than_the_limit_is_not_read(monkeypatch: pytest.M
 LIES: list[tuple[str, dict[str, object], type[KVFlowError], str]] = [
     ("", {"engine_id": "other"}, PeerRefused, "expected engine 'producer', found 'other'"),
     ("", {"incarnation": "ffff"}, ProtocolError, "agent name: expected '.*#ffff', got"),
-    ("groups", {"window": 8}, ProtocolError, "groups: kind full, window 8"),
     ("cache_shares", {"dtype": "int8"}, PeerIncompatible, "dtype: ours 'float32', theirs 'int8'"),
     ("", {"seals": messages.SealLocation(address=0, count=5, hold_s=0.01)}, ProtocolError, r"\$.seals.address"),
     ("regions", {"bases": [1]}, ProtocolError, "region table: 1 base and 4 strides"),

@@ -44,17 +44,17 @@ class BlockLedger:
     """The use of each local block, by its entry: see `find`."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
-        self._groups = tuple(groups)
+        self._pools = [str(group.pool) for group in groups]  # nothing here holds tensors: handles outlive their cache
         self._num_blocks = [group.num_blocks for group in groups]
         self._splits = [group.split for group in groups] if len(groups) > 1 else [1]  # one group has its own pool
         self._names = [group.name for group in groups]
-        self._first: dict[str | None, int] = {}
+        self._first: dict[str, int] = {}
         """The first entry of each pool."""
         total = 0
-        for group, split in zip(groups, self._splits, strict=True):
-            if group.pool not in self._first:
-                self._first[group.pool] = total
-                total += group.num_blocks // split
+        for pool, num_blocks, split in zip(self._pools, self._num_blocks, self._splits, strict=True):
+            if pool not in self._first:
+                self._first[pool] = total
+                total += num_blocks // split
         self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
         self._kept: list[BlockIds] = []
         """Blocks that loads keep, by the identity of their arrays."""
@@ -65,7 +65,7 @@ class BlockLedger:
         They are a sequence for one group; for several a mapping by the groups' names, where a missing one has none, or
         a sequence for each. RequestError names an id that cannot be right, or that two groups of one pool have.
         """
-        if len(self._groups) == 1 and (type(block_ids) is list or not isinstance(block_ids, Mapping)):
+        if len(self._pools) == 1 and (type(block_ids) is list or not isinstance(block_ids, Mapping)):
             ids = check_block_ids(block_ids, num_blocks=self._num_blocks[0], what=what)
             return (ids,), ids
         tables, found = self._by_group(block_ids, what), []
@@ -81,22 +81,22 @@ class BlockLedger:
     def entries(self, tables: Sequence[BlockIds | Sequence[int]]) -> BlockIds:
         """Entries of valid block ids, by group."""
         found = []
-        for group, split, ids in zip(self._groups, self._splits, tables, strict=True):
+        for pool, split, ids in zip(self._pools, self._splits, tables, strict=True):
             own = np.asarray(ids, dtype=np.int64)
             if split > 1:
                 own = np.unique(own // split)
-            found.append(own + self._first[group.pool])
+            found.append(own + self._first[pool])
         return np.concatenate(found)
 
     def check_there(self, counts: Sequence[int], what: str) -> None:
         """RequestError if the cache has fewer blocks than so many of each group, whoever uses them now."""
         needed, there = dict.fromkeys(self._first, 0), dict.fromkeys(self._first, 0)
-        for group, split, count in zip(self._groups, self._splits, counts, strict=True):
-            needed[group.pool] += -(-count // split)
-            there[group.pool] = group.num_blocks // split
+        for pool, num_blocks, split, count in zip(self._pools, self._num_blocks, self._splits, counts, strict=True):
+            needed[pool] += -(-count // split)
+            there[pool] = num_blocks // split
         for pool, count in needed.items():
             if count > there[pool]:
-                of_pool = f" of pool {pool!r}" if len(self._groups) > 1 else ""
+                of_pool = f" of pool {pool!r}" if len(self._pools) > 1 else ""
                 raise RequestError(f"{what} needs {counted(count, 'block')}{of_pool}, there are {there[pool]}")
 
     def _by_group(self, block_ids: Any, what: str) -> Sequence[Any]:
