@@ -17,7 +17,7 @@ from kvflow.core.protocol.codec import WireError
 from kvflow.errors import PeerIncompatible, ProtocolError
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.peers.handshake import Handshakes, block_maps, judge
+from kvflow.runtime.peers.handshake import Handshakes, judge
 from kvflow.runtime.peers.peer import Connection, Peer
 from kvflow.stock.metadata import ask_rank
 from kvflow.stock.params import StockTicket
@@ -93,15 +93,13 @@ class StockHandshakes:
         metadata = metadata_of(at, shown.metadata, agent, self.ours, sizes=(int(tp_size), int(pp_size)))
         check_tp_size(at, metadata.cache_shares[0], self.ours, self._tp_sizes)
         regions = judge(at, metadata, self._local)
-        share = topology.report_share(self._local.cache_shares, metadata.cache_shares)
-        maps = tuple(block_maps(metadata, self._local, regions))
-        connection = StockConnection(agent, metadata, regions, maps, share, self.leases)
+        connection = StockConnection(agent, metadata, regions, self._local, self.leases)
         connection.told, connection.seen_s = metadata, asked_s
         connection.reporters = self._reporters(metadata, shown)
         self._check_hash(at, shown.compatibility_hash, fits=True)
         known = await self._own.agents.find(agent)
         if known is None:
-            await self._own.add(at, connection, metadata.agent_metadata)
+            await self._own.agents.add(at, connection, metadata.agent_metadata)
             return connection
         if not isinstance(known, StockConnection) or known.told != metadata:
             raise at.failure(ProtocolError, f"agent {agent!r} is that of {known!r}, which is another rank")

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvflow.checks import counted, is_name
 from kvflow.core.cache.backends import heads_are_apart
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
-from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import UNKNOWN_ENGINE, Address, agent_name
@@ -73,24 +72,11 @@ class Handshakes:
             known = await self.agents.find(agent)
             if known is not None:
                 return known
-            share = topology.report_share(self._local.cache_shares, reply.cache_shares)
-            maps = tuple(block_maps(reply, self._local, regions))
-            connection = Connection(agent, reply, regions, maps, share, self.telling)
+            connection = Connection(agent, reply, regions, self._local, self.telling)
             if why := open_files.shortage(open_files.READERS_STOP_AT):
                 raise overloaded(at, why)
-            await self.add(at, connection, reply.agent_metadata)
+            await self.agents.add(at, connection, reply.agent_metadata)
             return connection
-
-    async def add(self, at: Address, connection: Connection, metadata: bytes) -> None:
-        """Add a connection's agent to the transport, right after `Agents.find`. Raises a PeerError."""
-        try:
-            name = await self.agents.add(connection, metadata)
-        except PeerGone as error:
-            raise at.failure(PeerUnreachable, str(error)) from error
-        except TransportError as error:
-            raise at.failure(ProtocolError, str(error)) from error
-        if name != connection.agent:
-            raise at.failure(ProtocolError, f"agent name: expected {connection.agent!r}, got {words(name)!r}")
 
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
         """Put a question to a peer; its refusal is raised. It is waited for as `SideChannel.ask` does."""
@@ -120,10 +106,10 @@ class Agents:
             await asyncio.wait([change])
         return self._open.get(agent)
 
-    async def add(self, connection: Connection, metadata: bytes) -> AgentName:
-        """Add an agent to the transport, right after `find`. Returns the name by which it was taken; TransportError.
+    async def add(self, at: Address, connection: Connection, metadata: bytes) -> None:
+        """Add the agent of a rank to the transport, right after `find`. Raises a PeerError.
 
-        Under another name than the connection's it is not kept. Cancelling leaves the agent unknown.
+        Cancelling leaves the agent unknown.
         """
         agent = connection.agent
         change = self._begin(agent)
@@ -132,15 +118,19 @@ class Agents:
         except asyncio.CancelledError:
             self._remove_soon(connection, change)  # the transport may be in the middle of it
             raise
-        except BaseException:
+        except BaseException as error:
             self._finish(agent, change)
+            if isinstance(error, TransportError):
+                kind = PeerUnreachable if isinstance(error, PeerGone) else ProtocolError
+                raise at.failure(kind, str(error)) from error
             raise
         if name == agent:
             self._open[agent] = connection
         self._finish(agent, change)
-        if name != agent and name not in self._open and name not in self._changing:
-            await self._transport.remove_peer(name)
-        return name
+        if name != agent:
+            if name not in self._open and name not in self._changing:
+                await self._transport.remove_peer(name)
+            raise at.failure(ProtocolError, f"agent name: expected {agent!r}, got {words(name)!r}")
 
     def leave(self, connection: Connection) -> None:
         """Give the connection back to the transport once no load holds it."""
@@ -266,23 +256,3 @@ def _opaque(regions: Regions, kv_format: str) -> str:
 def _head_bytes(regions: Regions) -> int:
     """Bytes of one head of one token over all parts."""
     return regions.block.run * len(regions.parts)
-
-
-def block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
-    """The block maps of a rank, for each pair of sets that have layers in common."""
-    for at, where, mine, theirs in topology.in_common(ours.cache_shares, metadata.cache_shares):
-        source = topology.source_at(mine, theirs)
-        if source is not None and source.heads:
-            found = BlockMap(
-                ours.regions[at],
-                regions[where],
-                heads=source,
-                local_layers=mine.layers,
-                remote_layers=theirs.layers,
-                opaque=not mine.plain,
-                local_set=at,
-                local_group=mine.group,
-                remote_group=theirs.group,
-            )
-            if found.places:
-                yield found

@@ -12,9 +12,10 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from kvflow.checks import counted, printable, shown
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.regions import Regions
+from kvflow.core.plan import topology
 from kvflow.core.plan.block_map import BlockMap, RegionMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
-from kvflow.core.plan.topology import CacheShare, Parallelism, ReportShare, layers_of, parallelism_of
+from kvflow.core.plan.topology import CacheShare, Parallelism, layers_of, parallelism_of
 from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.policy.contacts import Contact
 from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, fire
@@ -62,8 +63,7 @@ class Connection:
         agent: AgentName,
         metadata: messages.Metadata,
         regions: Sequence[Regions],
-        block_maps: tuple[BlockMap, ...],
-        report_share: ReportShare,
+        local: LocalRank,
         telling: Telling,
     ) -> None:
         self.agent = agent
@@ -78,9 +78,9 @@ class Connection:
         """Blocks of each of its groups."""
         self.whole = tuple(group.whole for group in self.groups)
         """True for groups whose blocks hold a prompt from its first token on."""
-        self.block_maps = block_maps
+        self.block_maps = block_maps = tuple(_block_maps(metadata, local, regions))
         """Block maps of what we read from it, for each pair of sets of layers; none if we only report to it."""
-        self.report_share = report_share
+        self.report_share = topology.report_share(local.cache_shares, metadata.cache_shares)
         self.staged = metadata.staged
         self.quick_read_max_s = quick_read_max_s(metadata.seals.hold_s)
         # Seals lie in host memory on both sides; a read is of one kind of memory on each. A staged rank's seal has to
@@ -252,6 +252,26 @@ class Telling(Protocol):
 def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> dict[str, int]:
     """Count the blocks of each group."""
     return {group.name: len(ids) for group, ids in zip(groups, tables, strict=True)}
+
+
+def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
+    """The block maps of a rank, for each pair of sets that have layers in common."""
+    for at, where, mine, theirs in topology.in_common(ours.cache_shares, metadata.cache_shares):
+        source = topology.source_at(mine, theirs)
+        if source is not None and source.heads:
+            found = BlockMap(
+                ours.regions[at],
+                regions[where],
+                heads=source,
+                local_layers=mine.layers,
+                remote_layers=theirs.layers,
+                opaque=not mine.plain,
+                local_set=at,
+                local_group=mine.group,
+                remote_group=theirs.group,
+            )
+            if found.places:
+                yield found
 
 
 def told_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:

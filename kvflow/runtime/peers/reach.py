@@ -15,7 +15,7 @@ import asyncio
 import zlib
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -72,12 +72,8 @@ ResultT = TypeVar("ResultT")
 Found = Callable[[Source], None]
 
 
-class _Reached(NamedTuple):
-    """A rank that is connected; its lease if we know it, and need it."""
-
-    peer: Peer
-    connection: Connection
-    source: Source | None
+_Reached: TypeAlias = tuple[Peer, Connection, Source | None]
+"""A rank that is connected; its lease if we know it, and need it."""
 
 
 class Reach:
@@ -107,8 +103,30 @@ class Reach:
         cannot be right, or a rank's address cannot be known. Cancelling stops the waiting; handshakes that have begun
         go on.
         """
+
+        async def visit(at: Address) -> _Reached:
+            lease, source = ticket.find(at.rank), None
+            peer, connection = await self.connected(ticket, at)
+            check_parallelism(ticket, peer, connection)
+            if connection.report_share.numerator > 0 and lease is not None:
+                if lease.lease_id:
+                    source = self.source(ticket, peer, connection, lease)
+                    found(source)
+                else:
+                    self._check_incarnation(ticket, peer, connection, lease.incarnation)
+            return peer, connection, source
+
+        async def complete(reached: _Reached) -> _Reached:
+            peer, connection, source = reached
+            if source is None and connection.report_share.numerator > 0:
+                lease = await self.find_lease(ticket, peer)
+                connection = await self._peers.connect(peer, lease.incarnation, ticket.request_id)
+                source = self.told(ticket, peer, connection, lease, lease.block_tables)
+                found(source)
+            return peer, connection, source
+
         await self.check(ticket)
-        reached = await self._reach_in_steps(ticket, found)
+        reached = await for_each(await self.walk(ticket, visit), complete, _QUESTIONS_AT_ONCE_MAX)
         self._check_layers(ticket, [(peer, connection) for peer, connection, _ in reached])
         return [source for *_, source in reached if source is not None]
 
@@ -175,33 +193,6 @@ class Reach:
             " accepted less often",
             *(*known, len(ours), len(theirs)),
         )
-
-    async def _reach_in_steps(self, ticket: Ticket, found: Found) -> list[_Reached]:
-        """Connect all ranks, then ask those for their leases that the ticket does not name."""
-
-        def reached(source: Source) -> _Reached:
-            found(source)
-            return _Reached(source.peer, source.connection, source)
-
-        async def visit(at: Address) -> _Reached:
-            lease = ticket.find(at.rank)
-            peer, connection = await self.connected(ticket, at)
-            check_parallelism(ticket, peer, connection)
-            if connection.report_share.numerator == 0 or lease is None:
-                return _Reached(peer, connection, None)
-            if not lease.lease_id:
-                self._check_incarnation(ticket, peer, connection, lease.incarnation)
-                return _Reached(peer, connection, None)
-            return reached(self.source(ticket, peer, connection, lease))
-
-        async def complete(one: _Reached) -> _Reached:
-            if one.source is not None or one.connection.report_share.numerator == 0:
-                return one
-            lease = await self.find_lease(ticket, one.peer)
-            connection = await self._peers.connect(one.peer, lease.incarnation, ticket.request_id)
-            return reached(self.told(ticket, one.peer, connection, lease, lease.block_tables))
-
-        return await for_each(await self.walk(ticket, visit), complete, _QUESTIONS_AT_ONCE_MAX)
 
     async def standing(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
         """Ask a rank that the ticket does not name about its lease, for `limits.lease_wait_s`. Raises a PeerError.

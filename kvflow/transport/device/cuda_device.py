@@ -22,6 +22,7 @@ from kvflow.core.cache.regions import Span
 from kvflow.errors import ConfigError
 from kvflow.transport.device.accelerator import AcceleratorDevice
 from kvflow.transport.device.cuda import CudaDriver, driver, make_current
+from kvflow.transport.device.foreign_memory import OnCuda
 
 _PIECE_BYTES_MIN = 1 << 10  # half the time of kernels from here on, on an H100; smaller ones were not measured
 _HIGH_PRIORITY = -1  # of streams: ahead of what the engine has queued on ordinary ones
@@ -56,7 +57,9 @@ class CudaDevice(AcceleratorDevice):
         torch.cuda.current_stream(self.where.number).synchronize()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        found = torch.as_tensor(_DriverMemory(self._driver, size_bytes), device=self.name)
+        memory = OnCuda(address := self._driver.allocate(size_bytes), size_bytes)
+        weakref.finalize(memory, _free, self._driver, self.where.number, address).atexit = False
+        found = torch.as_tensor(memory, device=self.name)
         torch.cuda.synchronize(self.where.number)
         return found
 
@@ -88,22 +91,6 @@ class CudaDevice(AcceleratorDevice):
             unit = math.gcd(unit, view.data_ptr(), view.storage_offset(), view.shape[-1], *view.stride()[:-1])
         dtypes = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
         return tuple(view.view(dtypes[unit]) for view in views)
-
-
-class _DriverMemory:
-    """Bytes of the device from the driver, as torch takes memory of others; given back when nothing uses it."""
-
-    def __init__(self, calls: CudaDriver, size_bytes: int) -> None:
-        address = calls.allocate(size_bytes)
-        number = torch.cuda.current_device()
-        weakref.finalize(self, _free, calls, number, address).atexit = False
-        self.__cuda_array_interface__ = {
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
 
 
 def _free(calls: CudaDriver, number: int, address: int) -> None:

@@ -32,7 +32,7 @@ class _Memory(ctypes.Structure):
     )
 
 
-class _OnCuda:
+class OnCuda:
     """Bytes of a CUDA device as torch takes them from others."""
 
     def __init__(self, pointer: int, size: int) -> None:
@@ -61,7 +61,7 @@ def bytes_at(pointer: int, size: int, device: str) -> torch.Tensor:
     if where.type == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(pointer), dtype=torch.uint8)
     if where.type == "cuda":
-        return torch.as_tensor(_OnCuda(pointer, size), device=device)
+        return torch.as_tensor(OnCuda(pointer, size), device=device)
     kinds = {"xpu": _XPU, torch._C._get_privateuse1_backend_name(): _PRIVATEUSE1}
     if where.type not in kinds:
         known = sorted({"cpu", "cuda", *kinds})
