@@ -59,12 +59,12 @@ class Channel(Generic[Incoming, Outgoing]):
         try:
             await self._writer.drain()
         except ConnectionError as error:
-            raise ChannelClosedError("nobody reads any more") from error
+            raise ChannelClosedError("the other side has closed its end") from error
 
     async def receive(self) -> Incoming:
         """Wait for the next message and return it. Cancelling loses no message."""
         try:
             line = await self._reader.readuntil(b"\n")
         except (ConnectionError, asyncio.IncompleteReadError) as error:
-            raise ChannelClosedError("nobody writes any more") from error
+            raise ChannelClosedError("the other side has closed its end") from error
         return self._decoder.decode(line)

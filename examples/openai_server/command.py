@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1)")
-    what = "prefill workers load from each other what one has computed of a prompt"
+    what = "prefill workers load cached prefixes from each other"
     shared.add_argument("--share-prefixes", action="store_true", help=what)
 
     for name, workers, what in (
@@ -57,16 +57,16 @@ def _parser() -> argparse.ArgumentParser:
         service.add_argument(
             "--checkpoint", type=_unpacked, help="the model as `unpack` writes it (default: unpack it)"
         )
-        service.add_argument("--deadline-s", type=float, default=60.0, help="bound of every answer (default: 60)")
+        service.add_argument("--deadline-s", type=float, default=60.0, help="deadline of a request in seconds (default: 60)")
         if name == "serve":
-            service.add_argument("--port", type=int, default=8000, help="the router's; 0: a free one (default: 8000)")
+            service.add_argument("--port", type=int, default=8000, help="port of the router; 0: any free port (default: 8000)")
             service.set_defaults(run=_serve)
         else:
-            service.add_argument("--clients", type=int, default=50, help="at the same time (default: 50)")
-            service.add_argument("--requests", type=int, default=2, help="of each client (default: 2)")
-            service.add_argument("--tokens", type=int, default=16, help="length of the answers (default: 16)")
+            service.add_argument("--clients", type=int, default=50, help="number of concurrent clients (default: 50)")
+            service.add_argument("--requests", type=int, default=2, help="requests of each client (default: 2)")
+            service.add_argument("--tokens", type=int, default=16, help="tokens of an answer (default: 16)")
             kinds = ("prefill", "decode", "none")
-            service.add_argument("--kill", choices=kinds, default="decode", help="(default: decode)")
+            service.add_argument("--kill", choices=kinds, default="decode", help="role of the worker to kill (default: decode)")
             service.set_defaults(run=_load_test, port=0)
 
     for role in ("prefill", "decode", "router"):

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="ray_server", description="The example server on a local Ray cluster.")
-    parser.add_argument("--nodes", type=int, default=3, help="the head among them (default: 3)")
-    parser.add_argument("--port", type=int, default=8000, help="of the HTTP proxy (default: 8000)")
-    parser.add_argument("--deadline-s", type=float, default=60.0, help="bound of every answer (default: 60)")
-    shared = "have prefill replicas load from each other what one has computed of a prompt"
+    parser.add_argument("--nodes", type=int, default=3, help="number of nodes, with the head node (default: 3)")
+    parser.add_argument("--port", type=int, default=8000, help="port of the HTTP proxy (default: 8000)")
+    parser.add_argument("--deadline-s", type=float, default=60.0, help="deadline of a request in seconds (default: 60)")
+    shared = "prefill replicas load cached prefixes from each other"
     parser.add_argument("--share-prefixes", action="store_true", help=shared)
     options = parser.parse_args(arguments)
     from ray_server.cluster import deploy, local_cluster, service_config

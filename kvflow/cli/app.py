@@ -54,7 +54,7 @@ def kvflow_command(
 
 @keys.command()
 def new(
-    folder: Annotated[Path, typer.Argument(help="Where the two files go; it is made if need be.")],
+    folder: Annotated[Path, typer.Argument(help="Folder for the two files; created if missing.")],
     name: Annotated[str, typer.Option(help="The engine's id; all its ranks share its keys.")],
 ) -> None:
     """Make an engine's key pair: NAME.secret stays with the engine, NAME.public goes to every engine it talks to."""
@@ -71,8 +71,8 @@ def new(
 
 @app.command()
 def selftest(
-    blocks: Annotated[int, typer.Option(min=1, max=BLOCKS_MAX, help="How many blocks of 16 tokens.")] = 32,
-    transport: Annotated[Fabric, typer.Option(help="What NIXL moves it over.")] = Fabric.SHM,
+    blocks: Annotated[int, typer.Option(min=1, max=BLOCKS_MAX, help="Number of blocks, of 16 tokens each.")] = 32,
+    transport: Annotated[Fabric, typer.Option(help="UCX path of the transfer: shared memory or TCP.")] = Fabric.SHM,
 ) -> None:
     """Hand a prompt's blocks over between two processes, over NIXL and without a model, and compare every byte."""
     with told("selftest", BenchError):

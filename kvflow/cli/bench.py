@@ -50,15 +50,15 @@ bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True
 @bench.command()
 def transfer(
     transport: Annotated[
-        Fabric | None, typer.Option(help="Which way the bytes go: shm, tcp (UCX_TLS=tcp); both if left out.")
+        Fabric | None, typer.Option(help="UCX path of the transfers: shm, or tcp (UCX_TLS=tcp). Default: both.")
     ] = None,
     sizes: Annotated[
-        str, typer.Option(help="What one load moves: 'block' or MB (2**20 bytes), separated by commas.")
+        str, typer.Option(help="Sizes of a load: 'block' or a number of MB (2**20 bytes), separated by commas.")
     ] = "block,1,16,256",
     pairs: Annotated[
-        int, typer.Option(min=1, help="How often all processes are started anew; equal processes differ in speed.")
+        int, typer.Option(min=1, help="Number of fresh process pairs: identical processes differ in speed.")
     ] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each with the same loads, for each pair and size.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds for each pair and size; in each round both contenders do the same loads.")] = 4,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the imaginary model.")] = 8,
     backend: Annotated[str, typer.Option(help="NIXL's backend for both; several are separated by commas.")] = "UCX",
     json_file: Annotated[
