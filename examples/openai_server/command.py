@@ -57,16 +57,22 @@ def _parser() -> argparse.ArgumentParser:
         service.add_argument(
             "--checkpoint", type=_unpacked, help="the model as `unpack` writes it (default: unpack it)"
         )
-        service.add_argument("--deadline-s", type=float, default=60.0, help="deadline of a request in seconds (default: 60)")
+        service.add_argument(
+            "--deadline-s", type=float, default=60.0, help="deadline of a request in seconds (default: 60)"
+        )
         if name == "serve":
-            service.add_argument("--port", type=int, default=8000, help="port of the router; 0: any free port (default: 8000)")
+            service.add_argument(
+                "--port", type=int, default=8000, help="port of the router; 0: any free port (default: 8000)"
+            )
             service.set_defaults(run=_serve)
         else:
             service.add_argument("--clients", type=int, default=50, help="number of concurrent clients (default: 50)")
             service.add_argument("--requests", type=int, default=2, help="requests of each client (default: 2)")
             service.add_argument("--tokens", type=int, default=16, help="tokens of an answer (default: 16)")
             kinds = ("prefill", "decode", "none")
-            service.add_argument("--kill", choices=kinds, default="decode", help="role of the worker to kill (default: decode)")
+            service.add_argument(
+                "--kill", choices=kinds, default="decode", help="role of the worker to kill (default: decode)"
+            )
             service.set_defaults(run=_load_test, port=0)
 
     for role in ("prefill", "decode", "router"):

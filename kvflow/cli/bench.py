@@ -58,7 +58,9 @@ def transfer(
     pairs: Annotated[
         int, typer.Option(min=1, help="Number of fresh process pairs: identical processes differ in speed.")
     ] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds for each pair and size; in each round both contenders do the same loads.")] = 4,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds for each pair and size; both contenders do the same loads in each.")
+    ] = 4,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the imaginary model.")] = 8,
     backend: Annotated[str, typer.Option(help="NIXL's backend for both; several are separated by commas.")] = "UCX",
     json_file: Annotated[
