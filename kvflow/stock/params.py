@@ -73,7 +73,7 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True):
     remote_port: Annotated[int, Meta(ge=1, le=PORT_MAX)]
     remote_num_tokens: Count
     tp_size: RankCount = 1
-    pp_size: RankCount = 1
+    pp_size: Annotated[int, Meta(ge=1, le=1)] = 1
     dcp_size: Annotated[int, Meta(ge=1, le=1)] = 1
     transfer_mode: Annotated[str, Meta(pattern=r"\Apull\Z")] = "pull"
 
@@ -121,7 +121,7 @@ def read_stock(
         num_tokens=max(num_tokens - left, 0),
         ttl_s=lease_s,
         tp_size=told.tp_size,
-        pp_size=told.pp_size,
+        pp_size=1,
         dp_rank=0,
         block_size=1,
         kv_heads=1,

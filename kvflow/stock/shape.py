@@ -7,7 +7,7 @@ regions, names and groups are the same.
 
 It cannot say how many ranks its engine has, either; parameters do, and nobody signs them. A question about a rank that
 does not exist ends a stock listener, so what is said is believed only where the first rank's heads prove it, or where
-this engine was told that there are such engines; a further pipeline stage exists if those before lack layers.
+this engine was told that there are such engines.
 """
 
 from __future__ import annotations
@@ -124,39 +124,26 @@ def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: 
     return OurCache(tuple(map(OurSet, shares, regions)), tuple(groups))
 
 
-def metadata_of(
-    at: Address, found: StockMetadata, agent: str, ours: OurCache, *, sizes: tuple[int, int]
-) -> messages.Metadata:
+def metadata_of(at: Address, found: StockMetadata, agent: str, ours: OurCache, *, tp_size: int) -> messages.Metadata:
     """Return a stock rank's metadata as a rank of ours tells it, to be judged like that. Raises PeerIncompatible.
 
-    `sizes`: how many tensor-parallel ranks and pipeline stages its engine has.
+    `tp_size`: how many ranks its engine has.
     """
-    tp_size, pp_size = sizes
     if problems := unread(found):
         raise at.failure(PeerIncompatible, "; ".join(problems))
-    place_of = _places(at, found, ours, whole=pp_size == 1)
+    place_of = _places(at, found, ours)
     device_kind, device_index = _device(at, found, ours)
     num_blocks, strides = _num_blocks(at, found), found.block_strides or found.block_lens
     shares: list[CacheShare] = []
     tables: list[RegionTable] = []
     for which, one in enumerate(ours.sets):
-        held = [
-            (layer, place_of[ours.base_of(which, nth)])
-            for nth, layer in enumerate(one.share.layers)
-            if ours.base_of(which, nth) in place_of
-        ]
-        if not held:
-            continue
-        places = [place for _, place in held]
+        places = [place_of[ours.base_of(which, nth)] for nth in range(len(one.share.layers))]
         heads = _heads(at, found, one, places)
         shares.append(
             msgspec.structs.replace(
                 one.share,
                 tp_rank=at.rank.tp,
                 tp_size=tp_size,
-                pp_rank=at.rank.pp,
-                pp_size=pp_size,
-                layers=tuple(layer for layer, _ in held),
                 kv_heads=heads,
                 block_size=found.block_size,
             )
@@ -190,8 +177,7 @@ def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collect
 
     Sizes in `known`, which this engine was told of, need no proof: heads that are on several ranks prove none.
     """
-    mine = next(one for one in ours.sets if not {*one.share.layers}.isdisjoint(share.layers))
-    kv_heads, tp_size, model = share.kv_heads, share.tp_size, mine.model_kv_heads
+    kv_heads, tp_size, model = share.kv_heads, share.tp_size, ours.sets[0].model_kv_heads
     if tp_size == 1 or tp_size in known:
         return
     if not share.latent and model and kv_heads * tp_size == model:
@@ -199,18 +185,6 @@ def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collect
     proof = f"a rank with {counted(kv_heads, 'head')} of {model or 'so many'} does not prove it"
     why = f"tp_size: the parameters say {tp_size}, {proof}: name it among the known ones (stock_tp_sizes)"
     raise at.failure(PeerIncompatible, why)
-
-
-def stage_problem(pp_rank: int, pp_size: int, held: Collection[int], ours: OurCache) -> str:
-    """Return why an engine cannot have `pp_size` stages if those before `pp_rank` hold the layers `held`; "" if it can.
-
-    If `pp_rank` is `pp_size`, no layer may be missing.
-    """
-    missing = sorted(ours.layers - set(held))
-    if bool(missing) != (pp_rank < pp_size):
-        found = f"{pp_rank} of its stages have all but {missing[:8]}" if missing else f"{pp_rank} have all layers"
-        return f"pp_size: the parameters say {pp_size}, {found}"
-    return ""
 
 
 def unread(found: StockMetadata) -> list[str]:
@@ -230,12 +204,9 @@ def unread(found: StockMetadata) -> list[str]:
     return [problem for problem, found_so in problems.items() if found_so]
 
 
-def _places(at: Address, found: StockMetadata, ours: OurCache, *, whole: bool) -> dict[int, int]:
-    """Return their regions by the address of ours. Raises PeerIncompatible unless they are laid out alike.
-
-    A stage of several (not `whole`) has some of the layers.
-    """
-    regions = _regions_of(at, found, ours.regions, whole=whole)
+def _places(at: Address, found: StockMetadata, ours: OurCache) -> dict[int, int]:
+    """Return their regions by the address of ours. Raises PeerIncompatible unless they are laid out alike."""
+    regions = _regions_of(at, found, ours.regions)
     groups = [region.group for region in regions]
     shown = found.region_group_ids
     if shown is None and set(groups) != {0}:
@@ -246,23 +217,19 @@ def _places(at: Address, found: StockMetadata, ours: OurCache, *, whole: bool) -
     return {ours.base_of(*region.at): place for place, region in enumerate(regions)}
 
 
-def _regions_of(at: Address, found: StockMetadata, regions: Sequence[OurRegion], *, whole: bool) -> Sequence[OurRegion]:
+def _regions_of(at: Address, found: StockMetadata, regions: Sequence[OurRegion]) -> Sequence[OurRegion]:
     """Return our region for each of theirs, which name their first layers or, without names, are in our order."""
     count = len(found.kv_caches_base_addr)
-    if whole and count != len(regions):
+    if count != len(regions):
         raise at.failure(PeerIncompatible, f"layers: ours {len(regions)}, theirs {counted(count, 'region')}")
     if found.region_names is None:
-        if not whole:
-            why = "layers: a pipeline stage has to name its layers (vLLM 0.30 and later)"
-            raise at.failure(PeerIncompatible, why)
         return regions
     names = [_NUMBER.findall(name) for name in found.region_names]
     if any(len(one) != 1 for one in names):
         why = f"layers: {found.region_names[0][:80]!a} and others have not one number each"
         raise at.failure(PeerIncompatible, why)
     numbers, by_number = [int(one[0]) for one in names], {region.number: region for region in regions}
-    twice = len(by_number) < len(regions) or len(set(numbers)) < len(numbers)
-    if twice or not set(numbers) <= by_number.keys() or (whole and len(numbers) < len(regions)):
+    if len(by_number) < len(regions) or set(numbers) != by_number.keys():
         what = f"ours {_text([region.number for region in regions])}, theirs {_text(numbers)}"
         raise at.failure(PeerIncompatible, f"layers: {what}: regions are named by their first layers")
     return [by_number[number] for number in numbers]

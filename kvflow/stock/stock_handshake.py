@@ -1,6 +1,6 @@
 """The handshake with a stock rank: one question, whose answer is judged like any other peer's.
 
-The address of such a peer is written "stock+ADDRESS/RANKS/STAGES". So it is never taken for one of ours at the same
+The address of such a peer is written "stock+ADDRESS/RANKS". So it is never taken for one of ours at the same
 port, and what one ticket claims of an engine's size concerns no other ticket.
 """
 
@@ -38,7 +38,7 @@ _LOOK_AGAIN_S = 2.0  # no engine restarts as fast
 
 def peer_address(ticket: StockTicket, rank: Rank) -> Address:
     """Return the address of a rank of a stock engine as a peer."""
-    return Address(ticket.engine_id, rank, f"{_MARK}{ticket.address}/{ticket.tp_size}/{ticket.pp_size}")
+    return Address(ticket.engine_id, rank, f"{_MARK}{ticket.address}/{ticket.tp_size}")
 
 
 class StockHandshakes:
@@ -53,8 +53,7 @@ class StockHandshakes:
         self._clock = cache.clock
         self._local = local
         self._own = own
-        self._hashes = {*stock.hashes}
-        self._learns = stock.learn_hash
+        self._hashes = stock.hashes
         self._tp_sizes = {*stock.tp_sizes, local.cache_shares[0].tp_size}
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
@@ -82,21 +81,22 @@ class StockHandshakes:
 
     async def _connect(self, peer: Peer) -> Connection:
         at, asked_s = peer.at, self._clock.now_s()
-        _, tp_size, pp_size = at.address.rsplit("/", 2)
         shown = await self._ask(peer)
         agent = _agent(peer, shown)
         if life_of(agent, at.engine_id) is not None:
             lost = "its parameters have lost all that kvflow writes into them"
             why = f"it is of our own make, but {lost}: the router has to pass remote_request_id on as it is"
             raise at.failure(PeerIncompatible, why)
-        self._check_hash(at, shown.compatibility_hash)
-        metadata = metadata_of(at, shown.metadata, agent, self.ours, sizes=(int(tp_size), int(pp_size)))
+        if (theirs := shown.compatibility_hash) not in self._hashes:
+            pinned = ", ".join(one[:12] for one in self._hashes)
+            why = f"compatibility hash: ours {pinned}, theirs {theirs} (another model, version or cache)"
+            raise at.failure(PeerIncompatible, why)
+        metadata = metadata_of(at, shown.metadata, agent, self.ours, tp_size=int(at.address.rpartition("/")[2]))
         check_tp_size(at, metadata.cache_shares[0], self.ours, self._tp_sizes)
         regions = judge(at, metadata, self._local)
         connection = StockConnection(agent, metadata, regions, self._local, self.leases)
         connection.told, connection.seen_s = metadata, asked_s
         connection.reporters = self._reporters(metadata, shown)
-        self._check_hash(at, shown.compatibility_hash, fits=True)
         known = await self._own.agents.find(agent)
         if known is None:
             await self._own.agents.add(at, connection, metadata.agent_metadata)
@@ -105,23 +105,9 @@ class StockHandshakes:
             raise at.failure(ProtocolError, f"agent {agent!r} is that of {known!r}, which is another rank")
         return known
 
-    def _check_hash(self, at: Address, found: str, *, fits: bool = False) -> None:
-        """PeerIncompatible for a hash that is not known, nor to be learned from an engine that `fits` otherwise."""
-        if found in self._hashes:
-            return
-        if not self._learns:
-            known = ", ".join(one[:12] for one in self._hashes)
-            why = f"compatibility hash: ours {known}, theirs {found} (another model, version or cache)"
-            raise at.failure(PeerIncompatible, why)
-        if fits:
-            self._hashes.add(found)
-            self._learns = False
-            logger.warning("learned from %s: its compatibility hash %s is read from now on, and no other", at, found)
-
     async def _ask(self, peer: Peer) -> Shown:
         return await ask_rank(
-            peer.address.removeprefix(_MARK).rsplit("/", 2)[0],
-            pp_rank=peer.rank.pp,
+            peer.address.removeprefix(_MARK).rpartition("/")[0],
             tp_rank=peer.rank.tp,
             timeout_s=self._config.handshake_timeout_s,
             engine_id=peer.engine_id,

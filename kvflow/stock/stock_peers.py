@@ -40,9 +40,6 @@ class StockPeers(Foreign):
     hashes: Hashes = ()
     """The compatibility hashes of engines that are read from: whoever shows another one is refused. The first one is
     shown to readers. `kvflow doctor --stock` says which one an engine has."""
-    learn_hash: bool = False
-    """True if the first engine whose hash is not among them is believed, if its cache fits ours: its hash is the only
-    one that is learned. Nothing says then that it runs the same model, or means the same by its bytes."""
     terms: Terms = field(default_factory=Terms)
     tp_sizes: tuple[RankCount, ...] = ()
     """Sizes of tensor parallelism that there are. One that the heads of a first rank prove need not be named."""
@@ -59,7 +56,7 @@ class StockPeers(Foreign):
 
     def __post_init__(self) -> None:
         checks.settle(self, ConfigError, "stock ")
-        if not self.hashes and (self.serve_version or not self.learn_hash):
+        if not self.hashes:
             raise ConfigError("stock hashes: expected one or more, got none")
         if self.on_late_read is not None and not callable(self.on_late_read):
             raise ConfigError(f"stock on_late_read: expected a function, got {checks.shown(self.on_late_read)}")

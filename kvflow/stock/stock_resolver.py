@@ -1,14 +1,12 @@
 """StockResolver: the way from a stock producer's parameters to the ranks that a load reads from or reports to.
 
 The first rank is asked before any other, because a question about a rank that does not exist ends the engine's
-listener: what it shows has to confirm the number of ranks that the parameters claim. Each stage of a pipeline confirms
-the next one in the same way: there is one only where layers are missing.
+listener: what it shows has to confirm the number of ranks that the parameters claim.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,11 +14,9 @@ import msgspec
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import PeerIncompatible
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.peers.peer import Peer, Source
 from kvflow.stock.params import StockTicket, is_stock, needed_blocks, read_stock
-from kvflow.stock.shape import stage_problem
 from kvflow.stock.stock_handshake import StockHandshakes, peer_address
 from kvflow.stock.stock_leases import StockConnection, StockRequest
 
@@ -55,11 +51,15 @@ class StockResolver:
             return await self._own.reach(ticket, found)
         request = self._leases.request_of(ticket)
         sources: list[Source] = []
-        async with aclosing(self._ranks(ticket)) as ranks:
-            async for peer, connection in ranks:
-                if connection.report_share.numerator:
-                    sources.append(self._source(ticket, request, peer, connection))
-                    found(sources[-1])
+        ranks = [Rank(0, 0, 0)]
+        for rank in ranks:
+            peer, connection = await self._connect(peer_address(ticket, rank))
+            if not rank.tp and ticket.tp_size > 1:
+                more = self._own.ranks_of(connection.parallelism, 0, f"stock request {ticket.request_id!r}")
+                ranks += (one for one in more if one.tp)
+            if connection.report_share.numerator:
+                sources.append(self._source(ticket, request, peer, connection))
+                found(sources[-1])
         return sources
 
     def _source(self, ticket: StockTicket, request: StockRequest, peer: Peer, connection: StockConnection) -> Source:
@@ -70,34 +70,6 @@ class StockResolver:
             ticket.first, pp_rank=rank.pp, tp_rank=rank.tp, block_ids=tables[0], more_block_ids=tables[1:]
         )
         return Source(peer, connection, lease, 0, proof)
-
-    async def _ranks(self, ticket: StockTicket) -> AsyncGenerator[tuple[Peer, StockConnection]]:
-        """Yield the ranks that concern us, and each stage's first one: connected, in an order in which each is there.
-
-        PeerIncompatible for an engine that has more stages, or fewer, than it is said to.
-        """
-        ranks: Sequence[Rank] = ()
-        held: set[int] = set()
-        for stage in range(ticket.pp_size):
-            at = peer_address(ticket, Rank(0, stage, 0))
-            if stage:
-                self._check_stage(at, stage, ticket.pp_size, held)
-            peer, connection = await self._connect(at)
-            yield peer, connection
-            held |= {layer for layers in connection.layers.values() for layer in layers}
-            if not stage and ticket.tp_size * ticket.pp_size > 1:
-                ranks = self._own.ranks_of(connection.parallelism, 0, f"stock request {ticket.request_id!r}")
-            for rank in ranks:
-                if rank.pp == stage and rank.tp:
-                    yield await self._connect(peer_address(ticket, rank))
-        if ticket.pp_size > 1:
-            self._check_stage(at, ticket.pp_size, ticket.pp_size, held)
-
-    def _check_stage(self, at: Address, stage: int, pp_size: int, held: Collection[int]) -> None:
-        if problem := stage_problem(stage, pp_size, held, self._handshakes.ours):
-            error = at.failure(PeerIncompatible, problem)
-            self._peers.note_incompatible(error)
-            raise error
 
     async def _connect(self, at: Address) -> tuple[Peer, StockConnection]:
         """Connect a rank that lives, as far as it has shown lately: a process that is gone may have left its port."""

@@ -41,8 +41,6 @@ class StockExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     hashes: tuple[str, ...] = ()
     """Compatibility hashes of engines that are read from, beside that of this engine as the installed vLLM makes it."""
-    learn_hash: bool = False
-    """True if engines of the first other hash that one with a cache like ours shows are read from, too."""
     serve_hash: str = ""
     """Hash that readers are shown; this engine's own if it is empty."""
     serve_version: str = ""

@@ -33,7 +33,6 @@ def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str]
     shown = given.serve_hash or own
     return StockPeers(
         hashes=tuple(dict.fromkeys((shown, own, *given.hashes))),
-        learn_hash=given.learn_hash,
         terms=Terms(lease_s=given.lease_s, router_s=given.router_s),
         tp_sizes=given.tp_sizes,
         serve_version=_serve_version(extra),

@@ -35,7 +35,6 @@ PARAMS: dict[str, Any] = {
 }
 PEERS: dict[str, Any] = {
     "hashes": ("a" * 64,),
-    "learn_hash": False,
     "terms": Terms(),
     "tp_sizes": (1,),
     "serve_version": "0.32.0",

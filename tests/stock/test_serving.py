@@ -374,8 +374,6 @@ async def test_a_rank_that_no_stock_reader_takes_is_refused_at_the_start(
         {"serve_version": 3},
         {"terms": 30},
         {"tp_sizes": (0,)},
-        {"learn_hash": 1},
-        {"learn_hash": True, "hashes": ()},
         {"ranks": "all"},
         {"region_names": (3,)},
         {"on_late_read": 3},

@@ -83,16 +83,14 @@ class StockProducer:
         num_blocks: int = 16,
         split: int = 1,
         tokens: int = TOKENS,
-        stages: Sequence[Sequence[int]] = (range(LAYERS),),
     ) -> None:
-        """Make the ranks and their caches. `stages` has each pipeline stage's layers; ranks count stage by stage."""
+        """Make the ranks and their caches."""
         heads = max(MODEL_HEADS // tp_size, 1)
         self.engine_id, self.tp_size, self.split = engine_id, tp_size, split
-        self.stages = stages
         self.compatibility_hash = HASH
-        self.caches = [stock_cache(num_blocks, heads, tokens) for _ in stages for _ in range(tp_size)]
+        self.caches = [stock_cache(num_blocks, heads, tokens) for _ in range(tp_size)]
         for rank, cache in enumerate(self.caches):
-            fill(cache, rank % tp_size * MODEL_HEADS // tp_size)
+            fill(cache, rank * MODEL_HEADS // tp_size)
         self.agents = [Agent(cache) for cache in self.caches]
         self.held: list[Counter[str]] = [Counter() for _ in self.caches]
         """For each rank, the requests that hold blocks, and how many read notifications each has got."""
@@ -131,16 +129,15 @@ class StockProducer:
             "remote_port": self.port,
             "tp_size": self.tp_size,
             "dcp_size": 1,
-            "pp_size": len(self.stages),
+            "pp_size": 1,
             "remote_num_tokens": num_tokens,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
         }
 
     def metadata(self, rank: int) -> bytes:
-        layers = self.stages[rank // self.tp_size]
-        cache = [list(self.caches[rank].values())[layer] for layer in layers]
-        block_bytes, count = cache[0].stride(0) * 4, len(layers)
+        cache = list(self.caches[rank].values())
+        block_bytes, count = cache[0].stride(0) * 4, len(cache)
         values: dict[str, Any] = {
             "engine_id": self.engine_id,
             "agent_metadata": bytes(self.agents[rank].native.getLocalMD()),
@@ -156,7 +153,7 @@ class StockProducer:
             "physical_blocks_per_logical_kv_block": self.split,
             "region_num_blocks": [cache[0].shape[0]] * count,
             "region_group_ids": [0] * count,
-            "region_names": [NAMES[layer] for layer in layers],
+            "region_names": list(NAMES),
             "region_mem_types": ["DRAM"] * count,
             "dcp_size": 1,
             "pcp_size": 1,
