@@ -51,7 +51,9 @@ from kvflow import (
     storage,
 )
 from kvflow.connector.scheduler import SchedulingConfig
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import read_ticket
 from kvflow.errors import ConfigError, InvalidInput, LayoutError, RequestError
@@ -599,7 +601,7 @@ def test_whatever_is_offered_readers_can_read(opened: Sides, changes: dict[str, 
     codec.encode(
         messages.LeaseRequest(
             reader="r",
-            target=messages.Target(ticket.engine_id, 0, 0, 0),
+            target=Address(ticket.engine_id, Rank(0, 0, 0), "tcp://127.0.0.1:1"),
             request_id=ticket.request_id,
             num_tokens=ticket.num_tokens,
             blocks_digest=messages.digest_of(ticket.block_ids),

@@ -77,20 +77,20 @@ async def _ask(channel: ZmqSideChannel, given: str) -> _Shown:
     The first question has no fingerprint; the engine's refusal shows the compatibility facts. The second question has
     the fingerprint of these facts, as a compatible reader's, and gets the metadata.
     """
-    engine_id, named, at = given.rpartition("@")
+    engine_id, named, where = given.rpartition("@")
     if not named or not engine_id:
         raise ConfigError("--pair: it names no engine id")
-    address = plain_address(at, what="--pair")
-    target = messages.Target(engine_id or "?", 0, 0, 0)
-    question = messages.MetadataRequest(reader=_READER, target=target)
-    refusal = await channel.ask(address, question, fingerprint=_NO_FINGERPRINT)
+    address = plain_address(where, what="--pair")
+    at = Address(engine_id or "?", Rank(0, 0, 0), address)
+    question = messages.MetadataRequest(reader=_READER, target=at)
+    refusal = await channel.ask(question, fingerprint=_NO_FINGERPRINT)
     if not isinstance(refusal, messages.Refusal) or refusal.compatibility is None:
         raise _NotTold(refusal.reason if isinstance(refusal, messages.Refusal) else type(refusal).__name__)
     facts = refusal.compatibility
-    reply = await channel.ask(address, question, fingerprint=facts.fingerprint())
+    reply = await channel.ask(question, fingerprint=facts.fingerprint())
     if not isinstance(reply, messages.Metadata):
         raise _NotTold(reply.reason if isinstance(reply, messages.Refusal) else type(reply).__name__)
-    return Address(engine_id, Rank(0, 0, 0), address), facts, reply
+    return at._replace(engine_id=engine_id), facts, reply
 
 
 def judge_pair(prefill: _Shown, decode: _Shown) -> list[Finding]:
@@ -101,7 +101,7 @@ def judge_pair(prefill: _Shown, decode: _Shown) -> list[Finding]:
     (at, facts, metadata), (their_at, their_facts, theirs) = decode, prefill
     ours = LocalRank(
         reader=_READER,
-        caller=messages.Caller(target=at.target, address=at.address),
+        caller=at,
         compatibility=facts,
         cache_shares=metadata.cache_shares,
         regions=all_regions_from_wire(metadata.regions),

@@ -8,7 +8,9 @@ import time
 import msgspec
 
 from kvflow.config import Config
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.doctor.findings import Finding, fail, ok
 from kvflow.errors import ConfigError, KVFlowError
 from kvflow.hosts import in_url, split_address
@@ -42,10 +44,12 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
         return [*found, fail(name, why, REACH_FIX)]
     found.append(ok(name, f"{in_url(host)}:{port} in {(time.perf_counter() - start_s) * 1e3:.1f} ms"))
     writer.close()
-    question = messages.MetadataRequest(reader="kvflow-doctor", target=messages.Target(engine_id or "?", 0, 0, 0))
+    question = messages.MetadataRequest(
+        reader="kvflow-doctor", target=Address(engine_id or "?", Rank(0, 0, 0), address)
+    )
     channel = ZmqSideChannel(config, SystemClock().now_s)
     try:
-        reply = await channel.ask(address, question, fingerprint=_NO_FINGERPRINT)
+        reply = await channel.ask(question, fingerprint=_NO_FINGERPRINT)
     except KVFlowError as error:
         fix = "is it a kvflow side channel, and are the CURVE keys of both sides in order?"
         return [*found, fail("peer's answer", str(error), fix)]

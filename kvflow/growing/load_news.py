@@ -184,7 +184,7 @@ class News(LeaseNews):
             one.lowered.clear()
             question = messages.LeaseRequest(
                 reader=self._cache.local.reader,
-                target=peer.at.target,
+                target=peer.at,
                 request_id=self._request_id,
                 lease_id=one.source.lease.lease_id,
                 known=known,

@@ -125,7 +125,7 @@ class Rendezvous:
             at = Address(awaited.engine_id, Rank(awaited.dp_rank, lease.pp_rank, lease.tp_rank), lease.address)
             question = messages.DeclineRequest(
                 reader=self._local.reader,
-                target=at.target,
+                target=at,
                 request_id=awaited.request_id,
                 reason=reason,
                 instead=instead,
@@ -192,7 +192,7 @@ class Rendezvous:
         self, ticket: Ticket, peer: Peer, give_up_s: float, sent_on: list[tuple[Address, bytes]]
     ) -> tuple[messages.Offer, RankLease | None]:
         """Wait for a rank's offer, and its lease; None if there is nothing to read."""
-        question = messages.LeaseRequest(reader=self._local.reader, target=peer.at.target, request_id=ticket.request_id)
+        question = messages.LeaseRequest(reader=self._local.reader, target=peer.at, request_id=ticket.request_id)
         answer = await self._peers.ask_until(peer, question, give_up_s)
         match answer.state:
             case Told.FAILED if answer.instead:

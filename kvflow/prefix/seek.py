@@ -16,6 +16,7 @@ import msgspec
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupKind
+from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
@@ -145,7 +146,7 @@ class PrefixQuestions:
         async def one(at: Address) -> _Offered | None:
             question = SeekRequest(
                 reader=self._local.reader,
-                target=at.target,
+                target=at,
                 request_id=question_id,
                 keys=keys,
                 key_tokens=key_tokens,
@@ -237,17 +238,19 @@ class PrefixQuestions:
         """Ask which engine listens at an address, and return its PeerAddress."""
         address = given if given.startswith("tcp://") else f"tcp://{given}"
         address = PeerAddress(engine_id="unknown", address=address).address
-        nobody = messages.Target("unknown", 0, 0, 0)
+        nobody = Address("unknown", Rank(0, 0, 0), address)
         question = messages.MetadataRequest(reader=self._local.reader, target=nobody)
         fingerprint = self._local.compatibility.fingerprint()
-        reply = await self._cache.side_channel.ask(address, question, fingerprint=fingerprint)
+        reply = await self._cache.side_channel.ask(question, fingerprint=fingerprint)
         known = reply.listens if isinstance(reply, messages.Refusal) else None
         if known is None:
             said = reply.reason if isinstance(reply, messages.Refusal) else f"a {type(reply).__name__}"
             kind: type[PeerError] = PeerUnreachable if isinstance(reply, messages.Refusal) else ProtocolError
             raise kind(f"{given}: it does not say who it is: {checks.printable(said, 300)}", peer=address)
-        ranks = {"dp_rank": known.dp_rank, "pp_rank": known.pp_rank, "tp_rank": known.tp_rank}
-        found = self._names[given] = PeerAddress(engine_id=known.engine_id, address=address, **ranks)
+        dp, pp, tp = known.rank
+        found = self._names[given] = PeerAddress(
+            engine_id=known.engine_id, address=address, dp_rank=dp, pp_rank=pp, tp_rank=tp
+        )
         return found
 
 

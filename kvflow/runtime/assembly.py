@@ -16,10 +16,10 @@ from kvflow.core.cache.groups import CacheGroup, LayerSet, check_sets_apart, lay
 from kvflow.core.cache.regions import device_of, map_spans
 from kvflow.core.cache.state import StatePart
 from kvflow.core.cache.tensors import has_addresses
-from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of
+from kvflow.core.plan.topology import CacheShare, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import codec, messages
-from kvflow.core.protocol.addresses import UNKNOWN_ENGINE
+from kvflow.core.protocol.addresses import UNKNOWN_ENGINE, Address
 from kvflow.core.protocol.claims import regions_to_wire
 from kvflow.core.protocol.compatibility import compatibility_of
 from kvflow.core.protocol.proof import HOST
@@ -141,7 +141,7 @@ class RegisteredCache:
 
     def answer(self, header: codec.Header, request: messages.Request, *, draining: bool) -> Answered:
         """Answer a peer, or promise to; never waits. A rank that drains connects readers of its open leases only."""
-        ours = self.local.caller.target
+        ours = self.local.caller
         theirs = request.target
         if theirs.engine_id != ours.engine_id:
             asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
@@ -152,9 +152,8 @@ class RegisteredCache:
         if header.fingerprint != self.local.compatibility.fingerprint():
             told = {"compatibility": self.local.compatibility, "cache_shares": self.local.cache_shares}
             return msgspec.structs.replace(refusal("the caches are not compatible"), **told)
-        if theirs != ours:
-            expected = Rank(theirs.dp_rank, theirs.pp_rank, theirs.tp_rank)
-            return refusal(f"expected {expected}, this is {self.rank}")
+        if theirs.rank != ours.rank:
+            return refusal(f"expected {theirs.rank}, this is {self.rank}")
         if isinstance(request, messages.MetadataRequest):
             if draining and not self.serving.serves(request.request_id):
                 return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
@@ -314,10 +313,9 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
     await transport.register(map_spans(layers), regions[0].device, [groups, *layers], _USES[config.role])
     await transport.register([seals.span], HOST, seals, MemoryUse.SERVED)
     await transport.register([resources.seal_slots.table.span], HOST, resources.seal_slots, MemoryUse.READ_INTO)
-    own = messages.Target(config.engine_id, *runtime.rank)
     local = LocalRank(
         reader=registration.agent_name,
-        caller=messages.Caller(target=own, address=runtime.address),
+        caller=Address(config.engine_id, runtime.rank, runtime.address),
         compatibility=compatibility_of([one.layout for one in sets], model=config.model),
         cache_shares=tuple(_share_of(config, groups, one) for one in sets),
         regions=regions,

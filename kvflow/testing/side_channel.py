@@ -11,7 +11,6 @@ from typing import Any
 
 from kvflow.config import Config
 from kvflow.core.protocol import codec, messages
-from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerUnreachable, ProtocolError
 from kvflow.hosts import address_at
 from kvflow.runtime.channel.protocol import Answer, AnswerStranger, ListenerStatistics, refusal
@@ -133,26 +132,26 @@ class InprocSideChannel:
         pass
 
     async def ask(
-        self, address: str, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
+        self, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
     ) -> messages.Reply:
         if timeout_s is None:
             timeout_s = self._config.handshake_timeout_s
         answered: asyncio.Future[Frames] = asyncio.get_running_loop().create_future()
-        self._send(address, codec.encode_frames(codec.our_header(fingerprint), request), answered)
+        self._send(request.target.address, codec.encode_frames(codec.our_header(fingerprint), request), answered)
         try:
             async with asyncio.timeout(timeout_s):
                 frames = await answered
         except TimeoutError:
-            raise failure(PeerUnreachable, request.target, address, f"no answer within {timeout_s} s") from None
+            raise request.target.failure(PeerUnreachable, f"no answer within {timeout_s} s") from None
         except ConnectionError as error:
-            raise failure(PeerUnreachable, request.target, address, str(error)) from error
+            raise request.target.failure(PeerUnreachable, str(error)) from error
         try:
             header_frame, body_frame = frames
             codec.decode_header(header_frame)
             return codec.decode_reply(body_frame)
         except (ValueError, codec.WireError) as error:
             why = f"the answer is no kvflow message: {error}"
-            raise failure(ProtocolError, request.target, address, why) from error
+            raise request.target.failure(ProtocolError, why) from error
 
     def close(self) -> None:
         """Do nothing: questions hold no resources."""

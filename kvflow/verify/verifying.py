@@ -143,7 +143,7 @@ class Verifying:
         peer, lease = read.peer, read.lease
         question = messages.DigestRequest(
             reader=self._local.reader,
-            target=peer.at.target,
+            target=peer.at,
             request_id=request_id,
             lease_id=lease.lease_id,
             definition=DEFINITION,

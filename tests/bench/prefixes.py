@@ -147,7 +147,7 @@ class PrefixPulls:
         for number in range(self.questions):
             question = SeekRequest(
                 reader="bench/0.0.0#1",
-                target=cache.local.caller.target,
+                target=cache.local.caller,
                 request_id=f"{number}",
                 keys=keys,
                 key_tokens=_TOKENS,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from side_channels import to
 from tests_support import WAIT_S, each, limited, small_cache
 
 import kvflow
@@ -22,7 +23,9 @@ from kvflow import Config, Runtime
 from kvflow.bench.child import BenchError
 from kvflow.bench.ucx import ReadPath, read_path
 from kvflow.cli.app import findings_as_json, print_findings
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.doctor.backends import judge_backends
 from kvflow.doctor.findings import Finding, Status, fail, is_broken, ok, warn
 from kvflow.doctor.host import Host, check_host, check_open_files, read_host
@@ -122,12 +125,12 @@ async def test_a_question_has_no_more_files_than_the_check_says() -> None:
 
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    question = messages.MetadataRequest(reader="r", target=messages.Target("silent", 0, 0, 0))
+    question = messages.MetadataRequest(reader="r", target=Address("silent", Rank(0, 0, 0), "tcp://127.0.0.1:1"))
     channel = ZmqSideChannel(CONFIG, SystemClock().now_s)
 
     async def asking(count: int) -> int:
         """How many files are open while so many questions wait for their answers."""
-        questions = [asyncio.create_task(channel.ask(address, question, fingerprint=b"")) for _ in range(count)]
+        questions = [asyncio.create_task(channel.ask(to(address, question), fingerprint=b"")) for _ in range(count)]
         for _ in range(count):
             await asked.acquire()
         files = len(os.listdir("/proc/self/fd"))

@@ -33,7 +33,7 @@ BOUNDED = frozenset(
     {
         "kvflow.core.protocol.messages.Offer",  # what late readers are told of (lease_news.py)
         "kvflow.core.protocol.messages.LeaseAnswer",
-        "kvflow.core.protocol.messages.Caller",  # who is told goodbye (Limits.readers_max)
+        "kvflow.core.protocol.addresses.Address",  # who is told goodbye (Limits.readers_max)
         "kvflow.storage.index.Entry",  # files of the store
         "zmq.constants.Event",  # combinations of flags, which enum keeps
     }

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from kvflow.core.plan.topology import CacheShare
+from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.notifications import ReadDone
 from kvflow.stock.wire import encode_question
 
@@ -18,7 +19,7 @@ ODD_NUMBERS = [True, -1, 0, 1, (1 << 31) - 1, (1 << 63) - 1, -(1 << 63), (1 << 6
 ODD_NUMBERS += [0.0, 1e308, float("nan"), float("-inf")]
 ODD_TEXTS = ["", "\0", "x" * 5000, "\u202e\u00e9", b"\xff" * 100]
 ODD_VALUES = [*ODD_NUMBERS, *ODD_TEXTS, None, [], [0] * 3000, {}, {"": None}, {"type": "metadata"}]
-TARGET = messages.Target("producer", 0, 0, 0)
+TARGET = Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1")
 READER = "fuzz/0.0.0#0"
 
 
@@ -95,7 +96,7 @@ def packed_bent(rng: Random, value: Any) -> bytes:
 def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages.Request]:
     """One of each kind. The caller's address is one that nobody listens at."""
     digest = rng.randbytes(16)
-    caller = messages.Caller(target=messages.Target("fuzz", 0, 0, 0), address="tcp://127.0.0.1:1")
+    caller = Address("fuzz", Rank(0, 0, 0), "tcp://127.0.0.1:1")
     return [
         messages.MetadataRequest(reader=READER, target=TARGET),
         messages.MetadataRequest(reader=READER, target=TARGET, request_id="honest", caller=caller),
@@ -121,7 +122,7 @@ def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages
         messages.DeclineRequest(
             reader=READER, target=TARGET, request_id=rng.choice(("honest", "x")), reason="no", instead=rng.randbytes(9)
         ),
-        messages.Goodbye(target=TARGET, sender=messages.Target("reader", 0, 0, 0), incarnation="0"),
+        messages.Goodbye(target=TARGET, sender=Address("reader", Rank(0, 0, 0), "tcp://127.0.0.1:1"), incarnation="0"),
     ]
 
 

@@ -79,7 +79,7 @@ def offer(pair: Any, **more: Any) -> Lease:
 def ask(pair: InprocPair, reader: str = "r/0.0.0#1", request_id: str = "x", wait_s: float = 9.0) -> Any:
     """What the producer answers to a question for an offer, or a future of that."""
     cache = cache_of(pair.producer.runtime)
-    target = cache.local.caller.target
+    target = cache.local.caller
     return cache.serving.news.answer(
         messages.LeaseRequest(reader=reader, target=target, request_id=request_id, wait_s=wait_s)
     )

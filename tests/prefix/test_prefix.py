@@ -809,7 +809,7 @@ async def test_forged_questions_pin_nothing(them: Fleet) -> None:
     asked, cache = holder.prefix_cache.asked, cache_of(holder.runtime)
     question = SeekRequest(
         reader="somebody/0.0.0#1",
-        target=cache.local.caller.target,
+        target=cache.local.caller,
         request_id="forged",
         keys=b"",
         key_tokens=TOKENS,

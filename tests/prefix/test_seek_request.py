@@ -9,7 +9,9 @@ import msgspec
 import pytest
 from msgspec import inspect
 
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.seek_request import KEYS_MAX, SeekRequest
 from tests.core.protocol.test_messages import HOSTILE, altered, unbounded
@@ -17,7 +19,7 @@ from tests.support.tests_support import each
 
 ASKED = SeekRequest(
     reader="reader/0.0.0#1",
-    target=messages.Target("holder", 0, 0, 0),
+    target=Address("holder", Rank(0, 0, 0), "tcp://127.0.0.1:1"),
     request_id="question",
     keys=bytes(2 * KEY_BYTES),
     key_tokens=16,

@@ -14,7 +14,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from pairs import EnginePair, cache_of
-from side_channels import ANSWER, PLAIN, REQUEST, address_of, ask, asking, listening, seen
+from side_channels import ANSWER, PLAIN, REQUEST, address_of, ask, asking, listening, seen, to
 from tests_support import WAIT_S, until
 
 from kvflow import Config, LeaseOutcome, Runtime, ServeRequest, Ticket
@@ -93,7 +93,7 @@ async def test_an_answer_comes_encrypted(keys: Path) -> None:
         between = await asyncio.start_server(forward, "127.0.0.1", 0)
         port = between.sockets[0].getsockname()[1]
         with asking(config_of(keys, "reader")) as channel:
-            assert await channel.ask(f"tcp://127.0.0.1:{port}", REQUEST, fingerprint=b"") == ANSWER
+            assert await channel.ask(to(f"tcp://127.0.0.1:{port}"), fingerprint=b"") == ANSWER
         between.close()
     assert b"CURVE" in b"".join(heard)
     for word in (b"producer", b"reader", b"get_metadata", b"no_lease"):
@@ -206,10 +206,10 @@ async def test_who_has_left_the_allowlist_is_refused_over_a_kept_connection_too(
     clock = ManualClock()
     async with listening(config_of(keys, "producer"), clock) as listener:
         with asking(config_of(keys, "reader")) as channel:
-            assert await channel.ask(address_of(listener), REQUEST, fingerprint=b"") == ANSWER
+            assert await channel.ask(to(address_of(listener)), fingerprint=b"") == ANSWER
             (keys / "reader.public").unlink()
             clock.advance(2)
-            reply = await channel.ask(address_of(listener), REQUEST, fingerprint=b"")
+            reply = await channel.ask(to(address_of(listener)), fingerprint=b"")
             assert isinstance(reply, messages.Refusal)
             assert "your CURVE key has left our curve_peers_dir" in reply.reason
             assert not reply.transient

@@ -18,6 +18,7 @@ from kvflow import Config, LeaseOutcome, PeerAddress, Runtime, RuntimeState
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.states import PeerState
 from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.errors import PeerNotReady, RuntimeClosed, RuntimeDraining, UsageError
 from kvflow.runtime.world import World
 
@@ -46,8 +47,8 @@ class Sides(EnginePair):
     def goodbye(self, **changes: object) -> None:
         """What the producer would say when it closes, or something like it, gets to the consumer."""
         said = messages.Goodbye(
-            target=messages.Target("consumer", *Rank(0, 0, 0)),
-            sender=messages.Target("producer", *Rank(0, 0, 0)),
+            target=Address("consumer", Rank(0, 0, 0), "tcp://127.0.0.1:1"),
+            sender=Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1"),
             incarnation=known(self.writer._supervisor.registration).incarnation,
         )
         header = codec.our_header(cache_of(self.reader).local.compatibility.fingerprint())
@@ -209,8 +210,8 @@ async def test_a_reader_that_is_gone_does_not_delay_closing(sides: Sides) -> Non
     assert sides.writer.statistics().readers == 0, "who cannot be reached is forgotten"
 
 
-def reader_at(address: str, engine_id: str = "x") -> messages.Caller:
-    return messages.Caller(target=messages.Target(engine_id, 0, 0, 0), address=address)
+def reader_at(address: str, engine_id: str = "x") -> Address:
+    return Address(engine_id, Rank(0, 0, 0), address)
 
 
 async def test_a_mute_reader_costs_the_bound() -> None:
@@ -224,8 +225,9 @@ async def test_a_mute_reader_costs_the_bound() -> None:
 
 async def test_a_forged_goodbye_changes_nothing(sides: Sides) -> None:
     await sides.load(sides.offer([3]))
-    others = [("producer", 0, 0, 1), ("somebody", 0, 0, 0), ("producer", 1 << 60, -1, 0)]
-    for changes in ({"incarnation": "ffff"}, *({"sender": messages.Target(*other)} for other in others)):
+    ranks = [("producer", Rank(0, 0, 1)), ("somebody", Rank(0, 0, 0)), ("producer", Rank(1 << 60, -1, 0))]
+    senders = [Address(*rank, "tcp://127.0.0.1:1") for rank in ranks]
+    for changes in ({"incarnation": "ffff"}, *({"sender": sender} for sender in senders)):
         sides.goodbye(**changes)
         await asyncio.sleep(0)
         assert sides.peer_state is PeerState.READY, changes

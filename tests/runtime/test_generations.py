@@ -195,8 +195,8 @@ async def test_messages_of_before_change_nothing() -> None:
         assert (lease.readers_done, lease.done, pair.serving.late_notifications) == (0, False, 2)
         assert not await pair.reader.release_blocks(before), "there is no such lease any more"
         goodbye = messages.Goodbye(
-            target=cache_of(pair.reader).local.caller.target,
-            sender=cache_of(pair.writer).local.caller.target,
+            target=cache_of(pair.reader).local.caller,
+            sender=cache_of(pair.writer).local.caller,
             incarnation=before.first.incarnation,
         )
         await pair.load(lease)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import zmq
 from event_publishers import KnownMap, stored, until
-from side_channels import ANSWER, PLAIN, REQUEST, asking, listening
+from side_channels import ANSWER, PLAIN, asking, listening, to
 
 from kvflow import Config
 from kvflow.doctor.findings import Status
@@ -50,7 +50,7 @@ def at(host: str) -> Config:
 
 async def answers(port: int, host: str) -> bool:
     with asking(PLAIN) as channel:
-        return await channel.ask(address_at(host, port), REQUEST, fingerprint=b"") == ANSWER
+        return await channel.ask(to(address_at(host, port)), fingerprint=b"") == ANSWER
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]", "0:0:0:0:0:0:0:1"])
@@ -72,7 +72,7 @@ async def test_a_listener_that_drops_all_connections_listens_to_both_versions_ag
     async with listening(few) as listener:
         with asking(PLAIN) as first, asking(PLAIN) as second:
             for channel in (first, second):
-                assert await channel.ask(address_at("::1", listener.port), REQUEST, fingerprint=b"") == ANSWER
+                assert await channel.ask(to(address_at("::1", listener.port)), fingerprint=b"") == ANSWER
         assert await answers(listener.port, "127.0.0.1")
         assert await answers(listener.port, "::1")
 

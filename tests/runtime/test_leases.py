@@ -13,7 +13,9 @@ from pairs import EnginePair, cache_of
 from tests_support import PATIENT, altered, limited, turns, until
 
 from kvflow import Config, Lease, LeaseOutcome, ServeRequest, Ticket
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages, notifications
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.notifications import Renew
 from kvflow.errors import LeaseExpired, RequestError
 from kvflow.runtime.clock import Timer
@@ -426,7 +428,7 @@ def answer_to_release(timed: TimedPair, lease: Lease, **change: object) -> messa
     local = cache_of(timed.reader).local
     question = messages.ReleaseRequest(
         reader="reader",
-        target=messages.Target("producer", 0, 0, 0),
+        target=Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1"),
         lease_id=lease.ticket.lease_id,
         cache_shares=(msgspec.structs.replace(local.cache_shares[0], **change),),
     )

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 from hand_overs import free_ports
-from side_channels import ANSWER, PLAIN, REQUEST, address_of, asking, listening
+from side_channels import ANSWER, PLAIN, address_of, asking, listening, to
 from tests_support import limited, until
 
 from kvflow.errors import PeerUnreachable
@@ -33,7 +33,7 @@ async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvflow.runtime.channel.asking._probe", probe)
-            reply = await channel.ask(f"tcp://127.0.0.1:{port}", REQUEST, fingerprint=b"")
+            reply = await channel.ask(to(f"tcp://127.0.0.1:{port}"), fingerprint=b"")
         assert reply == ANSWER
         assert probes >= 1
 
@@ -49,7 +49,7 @@ async def test_many_questions_at_once() -> None:
     )
     async with listening(config) as listener:
         with asking(config) as channel:
-            asked = [channel.ask(address_of(listener), REQUEST, fingerprint=b"") for _ in range(count)]
+            asked = [channel.ask(to(address_of(listener)), fingerprint=b"") for _ in range(count)]
             assert await asyncio.gather(*asked) == [ANSWER] * count
 
 
@@ -57,8 +57,8 @@ async def test_no_sockets_are_left() -> None:
     """The machine's trouble is an error like any other of a peer that cannot be asked."""
     async with listening(replace(PLAIN, listen="tcp://0.0.0.0:0", advertise_host="127.0.0.1")) as listener:
         with asking() as channel:
-            kept = partial(channel.ask, address_of(listener), REQUEST, fingerprint=b"")
-            ask = partial(channel.ask, f"tcp://127.0.0.2:{listener.port}", REQUEST, fingerprint=b"")
+            kept = partial(channel.ask, to(address_of(listener)), fingerprint=b"")
+            ask = partial(channel.ask, to(f"tcp://127.0.0.2:{listener.port}"), fingerprint=b"")
             assert await kept() == ANSWER
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
             # Not as many as are used now: ZeroMQ may still be closing those of the question before.
@@ -77,7 +77,7 @@ async def test_questions_under_way_outlive_the_closing_of_their_channel() -> Non
     before = threads()
     async with listening(PLAIN) as listener:
         with asking() as channel:
-            ask = partial(channel.ask, address_of(listener), REQUEST, fingerprint=b"")
+            ask = partial(channel.ask, to(address_of(listener)), fingerprint=b"")
             asked = [asyncio.create_task(ask()) for _ in range(5)]
             await asyncio.sleep(0)
             channel.close()

@@ -18,7 +18,9 @@ from tests_support import PATIENT, WAIT_S, altered, small_cache, until
 
 from kvflow import Config, LeaseOutcome, Limits, Runtime, ServeRequest, Ticket
 from kvflow.core.cache.layout import BlockShape
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.errors import (
     DeadlineExceeded,
     KVFlowError,
@@ -79,7 +81,7 @@ def refusal(version: int = codec.PROTOCOL_VERSION, **others: object) -> messages
 
 def metadata_of(pair: EnginePair) -> messages.Metadata:
     """What the producer's listener really answers."""
-    request = messages.MetadataRequest(reader="test", target=messages.Target("producer", 0, 0, 0))
+    request = messages.MetadataRequest(reader="test", target=Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1"))
     header = codec.our_header(cache_of(pair.reader).local.compatibility.fingerprint())
     reply = pair.writer._supervisor._answer(header, request)
     assert isinstance(reply, messages.Metadata)

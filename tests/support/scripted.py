@@ -41,17 +41,17 @@ class ScriptedSideChannel:
         return await self._real.listen(answer, kinds)
 
     async def ask(
-        self, address: str, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
+        self, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
     ) -> messages.Reply:
         self.asked.append(request)
         if isinstance(request, self.mute):
-            raise PeerUnreachable(f"{address}: scripted", peer=address)
+            raise request.target.failure(PeerUnreachable, "scripted")
         outcome = self.script.popleft() if self.script else None
         if isinstance(outcome, Exception):
             raise outcome
         if outcome is not None and not callable(outcome):
             return outcome
-        reply = await self._real.ask(address, request, fingerprint=fingerprint, timeout_s=timeout_s)
+        reply = await self._real.ask(request, fingerprint=fingerprint, timeout_s=timeout_s)
         return reply if outcome is None else outcome(reply)
 
     def close(self) -> None:

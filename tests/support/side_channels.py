@@ -7,10 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
+import msgspec
 from tests_support import PATIENT, until
 
 from kvflow import Config
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.channel.listening import ZmqListener
 from kvflow.runtime.channel.protocol import Answer, ListenerStatistics
@@ -19,7 +22,9 @@ from kvflow.testing import ManualClock
 PLAIN = replace(PATIENT, engine_id="producer", listen="tcp://127.0.0.1:0", transport="inproc")
 READER = replace(PLAIN, engine_id="reader")
 ANSWER = messages.LeaseAnswer(state=messages.Told.ENDED)
-REQUEST = messages.MetadataRequest(reader="reader/0.0.0#1", target=messages.Target("producer", 0, 0, 0))
+REQUEST = messages.MetadataRequest(
+    reader="reader/0.0.0#1", target=Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1")
+)
 
 
 def answer(header: codec.Header, request: messages.Request) -> messages.Reply:
@@ -54,13 +59,18 @@ def asking(config: Config = PLAIN) -> Iterator[ZmqSideChannel]:
         channel.close()
 
 
+def to(address: str, request: messages.MetadataRequest = REQUEST) -> messages.MetadataRequest:
+    """The request, for the rank at that address."""
+    return msgspec.structs.replace(request, target=request.target._replace(address=address))
+
+
 def address_of(listener: ZmqListener) -> str:
     return f"tcp://127.0.0.1:{listener.port}"
 
 
 async def ask(listener: ZmqListener, config: Config = READER, request: messages.Request = REQUEST) -> messages.Reply:
     with asking(config) as channel:
-        return await channel.ask(address_of(listener), request, fingerprint=b"")
+        return await channel.ask(to(address_of(listener), request), fingerprint=b"")
 
 
 async def assert_answers(listener: ZmqListener) -> None:

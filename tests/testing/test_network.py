@@ -13,7 +13,9 @@ import pytest
 from kvflow import Config
 from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.proof import HOST
 from kvflow.errors import PeerUnreachable, ProtocolError
 from kvflow.testing.side_channel import InprocSideChannel
@@ -220,13 +222,13 @@ async def test_a_stalled_poller_hears_later() -> None:
 
 # --- questions
 
-QUESTION = messages.MetadataRequest(reader="reader", target=messages.Target("target", 0, 0, 0))
+QUESTION = messages.MetadataRequest(reader="reader", target=Address("target", Rank(0, 0, 0), "tcp://target:5600"))
 
 
 async def ask(net: Net) -> object:
     config = Config(engine_id="any", handshake_timeout_s=0.5)
     asker = InprocSideChannel(net.network.exchange, config, send=send_through(net.network, net.reader.host))
-    return await asker.ask("tcp://target:5600", QUESTION, fingerprint=b"")
+    return await asker.ask(QUESTION, fingerprint=b"")
 
 
 async def begin_listening() -> Net:

@@ -19,7 +19,9 @@ from tests_support import PATIENT, Records, limited, until
 
 import kvflow
 from kvflow import LeaseOutcome
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -292,7 +294,7 @@ def question(pair: EnginePair, lease: kvflow.Lease, **changes: Any) -> messages.
     part |= {name: changes.pop(name) for name in list(changes) if name in part}
     facts = {
         "reader": "consumer/0.0.0#1",
-        "target": messages.Target("producer", 0, 0, 0),
+        "target": Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1"),
         "request_id": lease.request_id,
         "lease_id": lease.ticket.first.lease_id,
         "definition": 1,

@@ -44,9 +44,9 @@ from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 class Rank(NamedTuple):
     """A rank's place in its engine."""
 
-    dp: int
-    pp: int
-    tp: int
+    dp: Count
+    pp: Count
+    tp: Count
 
     def __str__(self) -> str:
         return f"dp {self.dp} pp {self.pp} tp {self.tp}"

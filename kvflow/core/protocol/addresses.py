@@ -10,9 +10,8 @@ from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 from kvflow import checks
 from kvflow.checks import shown
 from kvflow.config import ENGINE_ID_CHARS_MAX
-from kvflow.core.bounds import Count
+from kvflow.core.bounds import Count, Name, NetAddress
 from kvflow.core.plan.topology import Rank
-from kvflow.core.protocol import messages
 from kvflow.errors import PeerError, RequestError
 from kvflow.hosts import address_at, is_host, split_address
 
@@ -24,30 +23,19 @@ UNKNOWN_ENGINE = "unknown engine"
 ErrorT = TypeVar("ErrorT", bound=PeerError)
 
 
-def failure(
-    kind: type[ErrorT], target: messages.Target, address: str, why: str, *, retry_after_s: float | None = None
-) -> ErrorT:
-    """Error that names a rank."""
-    return kind(f"{target.at(address)}: {why}", peer=address, engine_id=target.engine_id, retry_after_s=retry_after_s)
-
-
 class Address(NamedTuple):
-    """A rank of a remote engine, and where we believe its side channel to listen."""
+    """A rank of an engine, and where its side channel is believed to listen."""
 
-    engine_id: str
+    engine_id: Name
     rank: Rank
-    address: str
+    address: NetAddress
 
     def __str__(self) -> str:
-        return self.target.at(self.address)
-
-    @property
-    def target(self) -> messages.Target:
-        return messages.Target(self.engine_id, *self.rank)
+        return f"engine {self.engine_id!r} ({self.rank}) at {self.address}"
 
     def failure(self, kind: type[ErrorT], why: str, *, retry_after_s: float | None = None) -> ErrorT:
-        """Error that names the rank."""
-        return failure(kind, self.target, self.address, why, retry_after_s=retry_after_s)
+        """Return an error that names the rank."""
+        return kind(f"{self}: {why}", peer=self.address, engine_id=self.engine_id, retry_after_s=retry_after_s)
 
 
 def _side_channel(value: object, what: str) -> str:
@@ -88,8 +76,3 @@ def life_of(agent: str, engine_id: str) -> tuple[Rank, str] | None:
     """Rank and incarnation whose `agent_name` this is, of that engine; None for agents of another make."""
     found = _LIFE.fullmatch(agent.removeprefix(engine_id)) if agent.startswith(engine_id) else None
     return None if found is None else (Rank(*map(int, found.groups()[:3])), found[4])
-
-
-def asked_by(request: messages.Request) -> str:
-    """Engine in whose name a request is; any text where a reader's name is no `agent_name`."""
-    return request.sender.engine_id if isinstance(request, messages.Goodbye) else request.reader.rpartition("/")[0]

@@ -26,7 +26,6 @@ from kvflow.core.bounds import (
     LeaseId,
     Missing,
     Name,
-    NetAddress,
     PromptDigest,
     Reader,
     Reason,
@@ -42,7 +41,8 @@ from kvflow.core.bounds import (
 from kvflow.core.cache.groups import GROUPS_MAX, SETS_MAX, GroupFacts
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.state import ROWS_MAX
-from kvflow.core.plan.topology import CacheShare, Rank
+from kvflow.core.plan.topology import CacheShare
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.limits import PAYLOAD_BYTES_MAX
@@ -59,31 +59,12 @@ Instead: TypeAlias = Annotated[bytes, Meta(max_length=INSTEAD_BYTES_MAX)]
 Numbers: TypeAlias = Annotated[list[Size], Meta(max_length=REGIONS_MAX)]
 
 
-class Target(msgspec.Struct, frozen=True):
-    """The engine and rank that a reader believes to be listening."""
-
-    engine_id: Name
-    dp_rank: Count
-    pp_rank: Count
-    tp_rank: Count
-
-    def at(self, address: str) -> str:
-        """The rank as messages name it."""
-        return f"engine {self.engine_id!r} ({Rank(self.dp_rank, self.pp_rank, self.tp_rank)}) at {address}"
-
-
-class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """Reader to tell when the asked rank goes: its own side channel."""
-
-    target: Target
-    address: NetAddress
-
-
 class ReaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of every question that a reader puts to a rank."""
 
     reader: Reader
-    target: Target
+    target: Address
+    """The engine and rank that a reader believes to listen there."""
 
 
 class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadata"):
@@ -91,7 +72,8 @@ class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadat
 
     request_id: RequestName | None = None
     """The request of the reader's ticket; a rank that drains connects nobody else."""
-    caller: Caller | None = None
+    caller: Address | None = None
+    """The reader itself, to be told when the rank closes."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
@@ -100,8 +82,8 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     The reader believes it if `incarnation` is that of its connection. A forged one costs a handshake at most.
     """
 
-    target: Target
-    sender: Target
+    target: Address
+    sender: Address
     incarnation: Incarnation
 
 
@@ -282,7 +264,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     """True if the answer may be another one soon: the rank has no cache yet, or is about to go."""
     compatibility: Compatibility | None = None
     cache_shares: CacheShares = ()
-    listens: Target | None = None
+    listens: Address | None = None
     """The rank that listens here, if the question was for another engine."""
 
 
@@ -301,3 +283,8 @@ Reply: TypeAlias = Metadata | LeaseAnswer | Digests | Ack | Refusal
 def digest_of(block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> bytes:
     """A short digest of block ids, by group if there are several, to compare those of two ranks."""
     return hashlib.sha256(msgspec.msgpack.encode(block_ids), usedforsecurity=False).digest()[:16]
+
+
+def asked_by(request: Request) -> str:
+    """Return the engine in whose name a request is; any text where a reader's name is no `agent_name`."""
+    return request.sender.engine_id if isinstance(request, Goodbye) else request.reader.rpartition("/")[0]

@@ -20,7 +20,7 @@ import zmq
 from kvflow.config import Config
 from kvflow.core.policy.circuit import BackOff, delay_s
 from kvflow.core.protocol import codec, messages
-from kvflow.core.protocol.addresses import failure
+from kvflow.core.protocol.addresses import Address
 from kvflow.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, ProtocolError
 from kvflow.hosts import WILDCARDS, address_at, loopback_hint, split_address
 from kvflow.runtime.channel.connections import Connections, ListenerWay
@@ -62,19 +62,19 @@ class ZmqSideChannel:
         return ZmqListener(self._config, host, keyring, answer, self._now_s, kinds)
 
     async def ask(
-        self, address: str, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
+        self, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
     ) -> messages.Reply:
-        target = request.target
+        at = request.target
         if timeout_s is None:
             timeout_s = self._config.handshake_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                way = await self._way(target, address)
-                return _decode(target, address, await self._exchange(way, address, request, fingerprint))
+                way = await self._way(at)
+                return _decode(at, await self._exchange(way, request, fingerprint))
         except TimeoutError:
-            raise failure(PeerUnreachable, target, address, f"no answer within {timeout_s} s: {_SILENT}") from None
+            raise at.failure(PeerUnreachable, f"no answer within {timeout_s} s: {_SILENT}") from None
         except (zmq.ZMQError, OSError) as error:  # such as too few open files
-            raise failure(PeerUnreachable, target, address, error.strerror or str(error)) from error
+            raise at.failure(PeerUnreachable, error.strerror or str(error)) from error
 
     def close(self) -> None:
         self._connections.close()
@@ -105,31 +105,29 @@ class ZmqSideChannel:
             self._keyring = await Keyring.read(config.engine_id, Path(secret), Path(peers), self._now_s)
         return self._keyring
 
-    async def _way(self, target: messages.Target, address: str) -> ListenerWay:
+    async def _way(self, at: Address) -> ListenerWay:
         """Find the way there. Raises PeerRefused for an engine that we have no key of, PeerUnreachable for no host."""
         keyring = await self._keys()
         server_key = b""
         if keyring is not None:
-            known_key = await keyring.key_of(target.engine_id)
+            known_key = await keyring.key_of(at.engine_id)
             if known_key is None:
-                why = f"CURVE: {keyring.folder} has no key of engine {target.engine_id!r}"
-                raise failure(PeerRefused, target, address, why)
+                why = f"CURVE: {keyring.folder} has no key of engine {at.engine_id!r}"
+                raise at.failure(PeerRefused, why)
             server_key = known_key
-        with _explained(target, address):
-            host, port = split_address(address, what="peer")
+        with _explained(at):
+            host, port = split_address(at.address, what="peer")
             endpoint = address_at(await self._lookups.find(host), port)
         return ListenerWay(endpoint, server_key, None if keyring is None else keyring.own)
 
-    async def _exchange(
-        self, way: ListenerWay, address: str, request: messages.Request, fingerprint: bytes
-    ) -> list[bytes]:
+    async def _exchange(self, way: ListenerWay, request: messages.Request, fingerprint: bytes) -> list[bytes]:
         """Send a question and return the frames of its answer.
 
         A connection may end with the question on it: a kept one because its listener has restarted, any because its
         listener has dropped all, and takes none until it has bound its port again. Then it is asked again; every
         question may be put twice.
         """
-        body, target = codec.encode(request), request.target
+        body, at = codec.encode(request), request.target
         shared, heard = self._connections.shared(way), None
         if shared is not None:
             with self._connections.asking(shared, fingerprint, body) as question:
@@ -141,29 +139,29 @@ class ZmqSideChannel:
             with self._connections.asking(self._connections.open(way), fingerprint, body) as question:
                 heard = await question.heard.get()
                 while heard == zmq.Event.CONNECT_RETRIED:
-                    with _explained(target, address):
+                    with _explained(at):
                         bound = await _probe(way.endpoint, final=refusals == REFUSALS_MAX)
                     refusals += not bound
                     heard = await question.heard.get() if bound else zmq.Event.DISCONNECTED
             attempts += 1
             if isinstance(heard, zmq.Event) and (heard not in _CLOSED or attempts == ATTEMPTS_MAX):
-                raise _failure(heard, target, address, self._config.engine_id, curve=way.own is not None)
+                raise _failure(heard, at, self._config.engine_id, curve=way.own is not None)
         return heard
 
 
-def _failure(event: zmq.Event, target: messages.Target, address: str, ours: str, *, curve: bool) -> PeerError:
+def _failure(event: zmq.Event, at: Address, ours: str, *, curve: bool) -> PeerError:
     """The error for a connection that failed."""
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
         why = f"CURVE: the peer does not accept our key: has its curve_peers_dir our {ours}.public?"
-        return failure(PeerRefused, target, address, why)
+        return at.failure(PeerRefused, why)
     if event == zmq.Event.DISCONNECTED:
         why = "the peer closed the connection without an answer: it is no kvflow side channel, ends, or has too many"
         why += " readers (limits.side_channel_connections_max), or answers with more than this reader takes"
-        return failure(PeerUnreachable, target, address, f"{why} (limits.block_ids_max)")
+        return at.failure(PeerUnreachable, f"{why} (limits.block_ids_max)")
     why = "it may use CURVE, which we do not (curve_secret_key_file, curve_peers_dir)"
     if curve:
-        why = f"it may not use CURVE, as we do, or our {target.engine_id}.public is not the key that it uses"
-    return failure(PeerUnreachable, target, address, f"the connection failed in its handshake: {why}")
+        why = f"it may not use CURVE, as we do, or our {at.engine_id}.public is not the key that it uses"
+    return at.failure(PeerUnreachable, f"the connection failed in its handshake: {why}")
 
 
 async def _probe(endpoint: str, *, final: bool) -> bool:
@@ -183,24 +181,24 @@ async def _probe(endpoint: str, *, final: bool) -> bool:
 
 
 @contextmanager
-def _explained(target: messages.Target, address: str) -> Iterator[None]:
+def _explained(at: Address) -> Iterator[None]:
     try:
         yield
     except ConnectionRefusedError as error:
         why = f"nobody listens there ({error}): the engine has ended, or has yet to open, or this is not its address"
-        raise failure(PeerUnreachable, target, address, f"{why}{loopback_hint(address)}") from error
+        raise at.failure(PeerUnreachable, f"{why}{loopback_hint(at.address)}") from error
     except (OSError, ValueError, ConfigError) as error:  # ValueError: a host that the resolver chokes on
-        raise failure(PeerUnreachable, target, address, str(error)) from error
+        raise at.failure(PeerUnreachable, str(error)) from error
 
 
-def _decode(target: messages.Target, address: str, frames: list[bytes]) -> messages.Reply:
+def _decode(at: Address, frames: list[bytes]) -> messages.Reply:
     try:
         header_frame, body_frame = frames
         header = codec.decode_header(header_frame)
         reply = codec.decode_reply(body_frame)
     except (ValueError, codec.WireError) as error:
-        raise failure(ProtocolError, target, address, f"the answer is no kvflow message: {error}") from error
+        raise at.failure(ProtocolError, f"the answer is no kvflow message: {error}") from error
     if header.version != codec.PROTOCOL_VERSION and not isinstance(reply, messages.Refusal):
         versions = f"kvflow protocol version: ours {codec.PROTOCOL_VERSION}, theirs {header.version}"
-        raise failure(PeerRefused, target, address, versions)
+        raise at.failure(PeerRefused, versions)
     return reply

@@ -36,7 +36,6 @@ from kvflow.checks import counted
 from kvflow.config import Config
 from kvflow.core.policy.rate_limit import RateLimiter
 from kvflow.core.protocol import codec, messages
-from kvflow.core.protocol.addresses import asked_by
 from kvflow.errors import ConfigError
 from kvflow.hosts import ANY, ANY_V6, address_at, is_v6
 from kvflow.logs import logger_of
@@ -263,7 +262,7 @@ class ZmqListener:
                 ours = codec.PROTOCOL_VERSION
                 raise codec.WireError(f"kvflow protocol version: ours {ours}, theirs {header.version}")
             request = codec.decode_request(body_frame, self._kinds)
-            claimed = asked_by(request)
+            claimed = messages.asked_by(request)
             if engine not in (None, claimed):
                 whose = f"the request is in the name of {claimed[:300]!r}, its key belongs to {engine!r}"
                 raise codec.WireError(whose)

@@ -79,9 +79,9 @@ class SideChannel(Protocol):
         """
 
     async def ask(
-        self, address: str, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
+        self, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
     ) -> messages.Reply:
-        """Send one request and return its answer, a Refusal included.
+        """Send one request to its target and return the answer, a Refusal included.
 
         Raises PeerUnreachable if the port is refused or nobody answers within `timeout_s` (without it
         Config.handshake_timeout_s), PeerRefused if one side does not accept the other's key, ProtocolError if what

@@ -310,7 +310,7 @@ class RemoteLeases:
             lease = lease_told(at, answer.lease)
         word = messages.ReleaseRequest(
             reader=local.reader,
-            target=at.target,
+            target=at,
             lease_id=lease.lease_id,
             cache_shares=local.cache_shares,
         )

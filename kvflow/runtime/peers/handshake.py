@@ -62,7 +62,7 @@ class Handshakes:
         async with asyncio.timeout(self._config.handshake_timeout_s):
             at = peer.at
             question = messages.MetadataRequest(
-                reader=self._local.reader, target=at.target, request_id=request_id, caller=self._local.caller
+                reader=self._local.reader, target=at, request_id=request_id, caller=self._local.caller
             )
             reply = await self.ask(peer, question)
             if not isinstance(reply, messages.Metadata):
@@ -81,7 +81,7 @@ class Handshakes:
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
         """Put a question to a peer; its refusal is raised. It is waited for as `SideChannel.ask` does."""
         fingerprint = self._local.compatibility.fingerprint()
-        reply = await self._side_channel.ask(peer.address, request, fingerprint=fingerprint, timeout_s=timeout_s)
+        reply = await self._side_channel.ask(request, fingerprint=fingerprint, timeout_s=timeout_s)
         if isinstance(reply, messages.Refusal):
             raise _refused(peer.at, reply, self._local)
         return reply

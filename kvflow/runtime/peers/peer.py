@@ -48,7 +48,7 @@ class LocalRank:
     """
 
     reader: str
-    caller: messages.Caller
+    caller: Address
     compatibility: Compatibility
     cache_shares: tuple[CacheShare, ...]
     regions: tuple[Regions, ...]

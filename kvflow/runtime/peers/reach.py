@@ -203,7 +203,7 @@ class Reach:
         give_up_s = asyncio.get_running_loop().time() + self._config.limits.lease_wait_s
         question = messages.LeaseRequest(
             reader=self._local.reader,
-            target=peer.at.target,
+            target=peer.at,
             request_id=ticket.request_id,
             num_tokens=ticket.num_tokens,
             blocks_digest=ticket.blocks_digest,

@@ -263,7 +263,7 @@ class Peers:
         """Drop the connection to a peer that closes, if it is to that very incarnation."""
         for peer in self.known.values():
             connection = peer.current
-            if peer.at.target == goodbye.sender and connection and connection.incarnation == goodbye.incarnation:
+            if peer.at[:2] == goodbye.sender[:2] and connection and connection.incarnation == goodbye.incarnation:
                 self._disconnect(peer, "break", "it closes")
 
     async def forget(self, engine_id: str, address: str | None) -> bool:

@@ -14,6 +14,7 @@ from kvflow.checks import is_name
 from kvflow.config import ENGINE_ID_CHARS_MAX
 from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.errors import ConfigError, PeerError
 from kvflow.hosts import is_host, split_address
 from kvflow.logs import logger_of
@@ -36,13 +37,13 @@ class Farewells:
         self._incarnation = cache.incarnation
         self._local = cache.local
         self._who = f"engine {cache.config.engine_id!r} ({cache.rank})"
-        self._callers: Latest[messages.Caller, None] = Latest(cache.config.limits.readers_max)
+        self._callers: Latest[Address, None] = Latest(cache.config.limits.readers_max)
 
     @property
     def count(self) -> int:
         return len(self._callers)
 
-    def remember(self, caller: messages.Caller) -> None:
+    def remember(self, caller: Address) -> None:
         """Tell this reader when we go; the one that has not asked for longest makes room. No effect for nonsense."""
         if not _could_be(caller):
             logger.info("reader not remembered: goodbyes cannot be sent to %.100r", caller)
@@ -58,20 +59,20 @@ class Farewells:
         except TimeoutError:
             logger.info("%s: not all readers were told within %s s that it closes", self._who, bound_s)
 
-    async def _tell(self, caller: messages.Caller) -> None:
+    async def _tell(self, caller: Address) -> None:
         """Say goodbye to one reader."""
-        own, fingerprint = self._local.caller.target, self._local.compatibility.fingerprint()
-        goodbye = messages.Goodbye(target=caller.target, sender=own, incarnation=self._incarnation)
+        own, fingerprint = self._local.caller, self._local.compatibility.fingerprint()
+        goodbye = messages.Goodbye(target=caller, sender=own, incarnation=self._incarnation)
         try:
-            await self._side_channel.ask(caller.address, goodbye, fingerprint=fingerprint)
+            await self._side_channel.ask(goodbye, fingerprint=fingerprint)
         except PeerError as error:
             logger.info("%s: a reader was not told that it closes: %s", self._who, error)
             self._callers.pop(caller, None)
 
 
-def _could_be(caller: messages.Caller) -> bool:
+def _could_be(caller: Address) -> bool:
     try:
         host, port = split_address(caller.address, what="reader")
     except ConfigError:
         return False
-    return is_host(host) and port > 0 and is_name(caller.target.engine_id, ENGINE_ID_CHARS_MAX)
+    return is_host(host) and port > 0 and is_name(caller.engine_id, ENGINE_ID_CHARS_MAX)

@@ -36,7 +36,6 @@ from functools import partial
 from kvflow.checks import printable
 from kvflow.core.policy.latest import Latest
 from kvflow.core.protocol import codec, messages
-from kvflow.core.protocol.addresses import asked_by
 from kvflow.core.protocol.messages import Told
 from kvflow.limits import QUESTION_WAIT_S
 from kvflow.runtime.channel.protocol import Answered, refusal
@@ -174,7 +173,7 @@ class LeaseAnswers:
 
     def _wait(self, question: messages.LeaseRequest) -> Answered:
         """Promise an answer; or give one at once, if there is no room to wait."""
-        reader = asked_by(question)
+        reader = messages.asked_by(question)
         others = self._of_request.get(question.request_id, ())
         room = self.waiting < WAITING_MAX and len(others) < OF_REQUEST_MAX
         if not room or self._of_reader[reader] >= OF_READER_MAX or not question.wait_s:
@@ -188,7 +187,7 @@ class LeaseAnswers:
         return waiting.reply
 
     def _end(self, waiting: _Question, reply: messages.Reply) -> None:
-        request_id, reader = waiting.question.request_id, asked_by(waiting.question)
+        request_id, reader = waiting.question.request_id, messages.asked_by(waiting.question)
         del self._of_request[request_id][waiting]
         if not self._of_request[request_id]:
             del self._of_request[request_id]

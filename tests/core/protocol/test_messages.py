@@ -19,7 +19,7 @@ from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import codec, messages
-from kvflow.core.protocol.addresses import agent_name
+from kvflow.core.protocol.addresses import Address, agent_name
 from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.core.protocol.notifications import Notification, ReadDone, Renew, joined, leases_max
 from kvflow.core.protocol.rank_lease import RankLease
@@ -41,7 +41,7 @@ METADATA = messages.Metadata(
     staged=False,
 )
 READER, INCARNATION = "decode-0/0.0.0#1", "8f14e45f"
-ASKED: dict[str, Any] = {"reader": READER, "target": messages.Target("prefill-0", dp_rank=0, pp_rank=2, tp_rank=1)}
+ASKED: dict[str, Any] = {"reader": READER, "target": Address("prefill-0", Rank(0, 2, 1), "tcp://host:5603")}
 OF_REQUEST = {"request_id": "req-1", "num_tokens": 41, "blocks_digest": messages.digest_of((3, 7))}
 OF_LEASE = {"request_id": "req", "lease_id": LEASE_ID}
 REQUEST = messages.MetadataRequest(**ASKED)
@@ -317,14 +317,14 @@ def test_no_field_carries_what_could_not_be_said(kind: str) -> None:
 
 
 ASKING = {"type": "get_metadata", "reader": "r"}
-PLACE = {"engine_id": "e", "dp_rank": 0, "pp_rank": 0, "tp_rank": 0}
+PLACE = ["e", [0, 0, 0], "tcp://host:1"]
 
 
 @each(
     ("decode", "body", "told"),
     [
         (codec.decode_request, {**ASKING, "reader": "r" * 5000}, "length <= 4096 - at `$.reader`, got 'rrr"),
-        (codec.decode_request, {**ASKING, "target": {**PLACE, "pp_rank": -7}}, "`$.target.pp_rank`, got -7"),
+        (codec.decode_request, {**ASKING, "target": ["e", [0, -7, 0], ""]}, "`$.target[1][1]`, got -7"),
         (codec.decode_notification, ["read_done", ["a"], "r", -1, 2], ">= 0 - at `$[3]`, got -1"),
         (codec.decode_header, ["kvflow", -2, b""], ">= 0 - at `$[1]`, got -2"),
         # as of a reader of version 1

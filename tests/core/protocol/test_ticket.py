@@ -20,6 +20,7 @@ from kvflow.config import Config, rank_offset
 from kvflow.core.cache.groups import GroupFacts, GroupKind, tokens_held
 from kvflow.core.plan.topology import Rank, parallelism_of
 from kvflow.core.protocol import codec, messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.notifications import ReadDone
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket, changed, check_lease, merge_tickets, read_ticket
@@ -387,7 +388,7 @@ def test_whatever_a_router_puts_into_a_field_is_a_request_error_or_a_usable_tick
     except RequestError:
         return
     assert after_json(ticket) == ticket
-    target = messages.Target(ticket.engine_id, ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
+    target = Address(ticket.engine_id, Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank), ticket.address)
     codec.encode(messages.MetadataRequest(reader="r", target=target))
     digest = messages.digest_of(ticket.block_ids)
     of_request = {"request_id": ticket.request_id, "num_tokens": ticket.num_tokens, "blocks_digest": digest}
