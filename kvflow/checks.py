@@ -170,17 +170,6 @@ def seconds(value: object, what: str, *, error: ErrorKind = RequestError) -> flo
     return float(checked(value, what, Seconds, error))
 
 
-def timeout(value: object, what: str, *, error: ErrorKind = RequestError) -> float | None:
-    """A bound on waiting: a time, 0 for not at all, or None for as long as it takes."""
-    found: float | None = checked(value, what, Timeout | None, error)
-    return found
-
-
-def flag(value: object, what: str, *, error: ErrorKind = RequestError) -> bool:
-    """True or False, and nothing that only counts as one of them."""
-    return bool(checked(value, what, bool, error))
-
-
 def text(value: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> str:
     """Text of up to `most` characters that UTF-8, hence every message, can carry: half of a surrogate pair is none."""
     return str(checked(value, what, _of(str, max_length=most), error))

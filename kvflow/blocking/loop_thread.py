@@ -215,4 +215,5 @@ def dropped(thread: LoopThread) -> None:
 
 def bound(timeout_s: float | None) -> float | None:
     """Return a timeout that threads can wait for; UsageError for anything else."""
-    return checks.timeout(timeout_s, "timeout_s", error=UsageError)
+    found: float | None = checks.checked(timeout_s, "timeout_s", checks.Timeout | None, UsageError)
+    return found

@@ -22,7 +22,7 @@ import msgspec
 from kvflow.checks import counted, few
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape
-from kvflow.core.cache.regions import Regions
+from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, NAMED_LAYERS_MAX
 from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol import messages
@@ -131,8 +131,7 @@ def metadata_of(at: Address, found: StockMetadata, agent: str, ours: OurCache, *
     """
     if problems := unread(found):
         raise at.failure(PeerIncompatible, "; ".join(problems))
-    place_of = _places(at, found, ours)
-    device_kind, device_index = _device(at, found, ours)
+    place_of, device = _places(at, found, ours), _device(at, found, ours)
     num_blocks, strides = _num_blocks(at, found), found.block_strides or found.block_lens
     shares: list[CacheShare] = []
     tables: list[RegionTable] = []
@@ -155,8 +154,7 @@ def metadata_of(at: Address, found: StockMetadata, agent: str, ours: OurCache, *
                 block=_block(found, one, heads),
                 parts=one.regions.parts if one.share.latent else ("KV",),
                 num_blocks=num_blocks,
-                device_kind=device_kind,
-                device_index=device_index,
+                device=device,
             )
         )
     return messages.Metadata(
@@ -268,10 +266,10 @@ def _num_blocks(at: Address, found: StockMetadata) -> int:
     return counts.pop()
 
 
-def _device(at: Address, found: StockMetadata, ours: OurCache) -> tuple[str, int]:
+def _device(at: Address, found: StockMetadata, ours: OurCache) -> Device:
     here = ours.sets[0].regions.device.kind
     kinds = {_MEMORY.get(kind, kind[:20]) for kind in found.region_mem_types or ()} or {here}
     if len(kinds) != 1:
         raise at.failure(PeerIncompatible, f"regions in several kinds of memory: {sorted(kinds)}")
     kind = kinds.pop()
-    return kind, found.device_id if kind == "cuda" else 0
+    return Device(kind, found.device_id if kind == "cuda" else 0)

@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from kvflow.core.cache.layout import BlockShape
+from kvflow.core.cache.regions import Device
 from kvflow.core.protocol import codec, messages
 from tests.core.plans import SHARE
 
@@ -17,8 +18,7 @@ REGIONS = messages.RegionTable(
     block=BLOCK,
     parts=("K", "V"),
     num_blocks=4,
-    device_kind="cpu",
-    device_index=0,
+    device=Device("cpu", 0),
 )
 HOLDING = msgspec.structs.replace(
     SHARE, tp_rank=1, tp_size=2, pp_size=3, layers=(7,), kv_heads=2, model_kv_heads=4, block_size=4

@@ -18,6 +18,7 @@ from tests_support import PATIENT, WAIT_S, altered, small_cache, until
 
 from kvflow import Config, LeaseOutcome, Limits, Runtime, ServeRequest, Ticket
 from kvflow.core.cache.layout import BlockShape
+from kvflow.core.cache.regions import Device
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import Address
@@ -146,7 +147,7 @@ LIES: list[tuple[str, dict[str, object], type[KVFlowError], str]] = [
     ("regions", {"bases": [1]}, ProtocolError, "region table: 1 base and 4 strides"),
     ("regions", {"bases": [1, 1], "strides": [4096] * 2}, ProtocolError, "cache share: 2 layers, 2 regions"),
     ("regions", {"block": BlockShape(4, 2, 16, 16, 64)}, PeerIncompatible, "bytes of a head: ours 64, theirs 32"),
-    ("regions", {"device_kind": "tape"}, PeerIncompatible, "device: ours .*, theirs tape"),
+    ("regions", {"device": Device("tape", 0)}, PeerIncompatible, "device: ours .*, theirs tape"),
 ]
 """What a peer says of itself, in one of its parts; what else cannot be true is in `core/protocol/test_claims`."""
 

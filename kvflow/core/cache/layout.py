@@ -132,19 +132,9 @@ class CacheLayout:
         return BlockShape(tokens, heads, run, token_stride, head_stride)
 
     @property
-    def slot_size_bytes(self) -> int:
-        """Bytes of one token in one region."""
-        return self.num_kv_heads * self.head_size * self.itemsize
-
-    @property
-    def region_block_size_bytes(self) -> int:
-        """Bytes of one block in one region."""
-        return self.slot_size_bytes * self.block_size
-
-    @property
     def block_size_bytes(self) -> int:
         """Bytes of one block over all layers and parts."""
-        return self.region_block_size_bytes * len(self.parts) * len(self.layer_names)
+        return self.block_shape.size_bytes * len(self.parts) * len(self.layer_names)
 
     @classmethod
     def infer(

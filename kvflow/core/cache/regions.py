@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.checks import counted
+from kvflow.core.bounds import DeviceIndex, Name
 from kvflow.core.cache.layout import BlockShape, CacheLayout, KVStyle, axes_of
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, KVCaches, LayerCache, TensorLike, address_of, tensors_of
 from kvflow.errors import LayoutError
@@ -24,8 +25,8 @@ UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 class Device(NamedTuple):
     """The device of some memory: a kind such as "cpu" or "cuda", and its number among its kind (0 for the CPU)."""
 
-    kind: str
-    number: int
+    kind: Name
+    number: DeviceIndex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 from kvflow.checks import INT64_MAX, counted, is_name
 from kvflow.core.cache.groups import GROUPS_MAX, SETS_MAX, GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape
-from kvflow.core.cache.regions import Device, Regions
+from kvflow.core.cache.regions import Regions
 from kvflow.core.cache.state import ROWS_MAX
 from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol.codec import WireError
@@ -30,8 +30,7 @@ def regions_to_wire(regions: Regions) -> RegionTable:
         block=regions.block,
         parts=regions.parts,
         num_blocks=regions.num_blocks,
-        device_kind=regions.device.kind,
-        device_index=regions.device.number,
+        device=regions.device,
     )
 
 
@@ -64,7 +63,7 @@ def regions_from_wire(table: RegionTable) -> Regions:
         block=table.block,
         parts=table.parts,
         num_blocks=table.num_blocks,
-        device=Device(table.device_kind, table.device_index),
+        device=table.device,
     )
 
 

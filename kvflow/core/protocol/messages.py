@@ -17,7 +17,6 @@ from msgspec import Meta
 from kvflow.core.bounds import (
     BlockIds,
     Count,
-    DeviceIndex,
     Digest,
     Fact,
     Hold,
@@ -40,6 +39,7 @@ from kvflow.core.bounds import (
 )
 from kvflow.core.cache.groups import GROUPS_MAX, SETS_MAX, GroupFacts
 from kvflow.core.cache.layout import BlockShape
+from kvflow.core.cache.regions import Device
 from kvflow.core.cache.state import ROWS_MAX
 from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol.addresses import Address
@@ -168,8 +168,7 @@ class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
     block: BlockShape
     parts: Annotated[tuple[Fact, ...], Meta(max_length=ROWS_MAX)]
     num_blocks: Size
-    device_kind: Name
-    device_index: DeviceIndex
+    device: Device
 
 
 class SealLocation(msgspec.Struct, frozen=True, kw_only=True):

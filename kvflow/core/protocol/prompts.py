@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -52,10 +52,6 @@ class MarkedPrompt(list[int]):
         super().__init__(numbers)
         self.marks = tuple(marks)
 
-    @overload  # type: ignore[override]
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: Any) -> Any:
         found = super().__getitem__(index)
         if not isinstance(index, slice):

@@ -394,8 +394,8 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
             if type(version) is not int or version != PROTOCOL_VERSION:
                 raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {shown(version)}")
             if type(decode) is not bool or wanted is not True:
-                checks.flag(decode, "ticket: do_remote_decode")
-                checks.flag(wanted, "ticket: do_remote_prefill")
+                checks.checked(decode, "ticket: do_remote_decode", bool)
+                checks.checked(wanted, "ticket: do_remote_prefill", bool)
                 raise RequestError("ticket: do_remote_prefill is false: it does not ask for a load")
             ticket = msgspec.convert(fields, Ticket)
             told = [*map(_DIGEST_IN, ranks)]

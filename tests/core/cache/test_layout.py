@@ -51,8 +51,8 @@ def test_every_block_is_found_where_torch_put_it(recipe: Recipe, seed: int) -> N
     assert layout.dtype == str(recipe.dtype).removeprefix("torch.")
     assert (layout.num_blocks, layout.num_kv_heads, layout.head_size) == (recipe.blocks, recipe.heads, recipe.dim)
     assert (shape.tokens, shape.heads, shape.run) == (layout.block_size, recipe.heads, run)
-    assert (layout.block_size, layout.slot_size_bytes) == (recipe.tokens, recipe.heads * run)
-    assert layout.region_block_size_bytes == shape.size_bytes == recipe.tokens * recipe.heads * run
+    assert layout.block_size == recipe.tokens
+    assert shape.size_bytes == recipe.tokens * recipe.heads * run
     assert layout.block_size_bytes == len(regions) * shape.size_bytes
     assert len(regions) == recipe.layers * cache.part_count
     assert (regions.num_blocks, regions.block) == (recipe.blocks, shape)
@@ -78,7 +78,7 @@ def test_spans_hold_the_cache_and_nothing_of_other_allocations(recipe: Recipe) -
         assert any(start <= span.address and span.address + span.size_bytes <= end for start, end in allocations)
     for before, after in itertools.pairwise(spans):
         assert before.address + before.size_bytes <= after.address
-    size_bytes = cache.infer().region_block_size_bytes
+    size_bytes = cache.infer().block_shape.size_bytes
     for *_, address in cache.addresses():
         homes = [
             span for span in spans if span.address <= address and address + size_bytes <= span.address + span.size_bytes

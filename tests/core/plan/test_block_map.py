@@ -239,7 +239,7 @@ def test_opaque_blocks_are_read_whole_however_far_they_are_filled() -> None:
         heads, ours, theirs = heads_at(0, 0, recipe.heads), regions_of(here), regions_of(there)
         block_map = BlockMap(ours, theirs, heads=heads, local_layers=(0,), remote_layers=(0,), opaque=True)
         (pairs,) = block_map.groups(16)
-        assert pairs.piece_size == here.infer().region_block_size_bytes
+        assert pairs.piece_size == here.infer().block_shape.size_bytes
         for tokens in (1, 7, 16):
             assert block_map.groups(tokens) is block_map.groups(16)
             copies = rows(plan_read(block_map.groups(tokens), whole_blocks([2, 0], [1, 2], tokens)))

@@ -92,8 +92,8 @@ def test_region_tables_survive_the_wire(
         {"bases": [4096, (1 << 64) - 64]},
         {"num_blocks": (1 << 64) - 1, "strides": [(1 << 64) - 1] * 2},
         {"strides": [64, 1 << 63]},
-        {"device_index": -1},
-        {"device_index": 1 << 16},
+        {"device": Device("cpu", -1)},
+        {"device": Device("cpu", 1 << 16)},
     ],
 )
 def test_a_region_table_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
@@ -187,7 +187,7 @@ TWO = (HOLDING, SECOND)
         ((HOLDING,), (REGIONS,), (FACTS, FACTS), "groups: 2, expected 1 to 64 of different names"),
         ((HOLDING,), (REGIONS,), (FACTS, OTHER), "of 1 group, but there are 2"),
         (TWO, (REGIONS, replace(REGIONS, num_blocks=3)), (FACTS,), "group 0 has 4 and other blocks"),
-        (TWO, (REGIONS, replace(REGIONS, device_kind="cuda")), (FACTS,), "on several devices"),
+        (TWO, (REGIONS, replace(REGIONS, device=Device("cuda", 0))), (FACTS,), "on several devices"),
         ((replace(HOLDING, part="conv.x"),), (REGIONS,), (FACTS,), "blocks of shape|part"),
         ((replace(HOLDING, part="a b"),), (REGIONS,), (FACTS,), "part 'a b'"),
     ],
