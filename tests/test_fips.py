@@ -29,10 +29,10 @@ for name in ("blake2b", "blake2s", "md5", "sha1"):
 import torch
 
 import kvflow
-from kvflow.core.protocol.prompts import marked
+from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.prefix import prefix_keys
 
-PROMPT = marked(range(30), {3: b"picture"})
+PROMPT = marked_by_keys(range(30), {3: [("mm", "picture")]})
 
 
 async def main():

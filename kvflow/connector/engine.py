@@ -22,7 +22,7 @@ class EngineRequest(Protocol):
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
         """None if the engine does not know them, or they do not say what the prompt is: nothing is compared then. Where
-        they say it together with something else, such as pictures, they are `marked` with it."""
+        they say it together with something else, such as pictures, they are marked with it (`marked_by_keys`)."""
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.protocol.prompts import marked
+from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.errors import RequestError
 from kvflow.prefix import prefix_keys
 from kvflow.prefix.keys import SALT_BYTES_MAX
@@ -53,9 +53,9 @@ def test_blocks_of_other_sizes_agree_at_common_boundaries(tokens: list[int], blo
 def test_salts_marks_and_tokens_make_other_keys() -> None:
     tokens = list(range(32))
     found = [prefix_keys(tokens, 16, salt=salt) for salt in (b"", b"a", b"a\0")]
-    found += [prefix_keys(marked(tokens, {3: b"a picture"}), 16), prefix_keys([7, *tokens[1:]], 16)]
+    found += [prefix_keys(marked_by_keys(tokens, {3: [("mm", "a picture")]}), 16), prefix_keys([7, *tokens[1:]], 16)]
     assert len({key for keys in found for key in keys}) == 10
-    after_the_first = prefix_keys(marked(tokens, {20: b"a picture"}), 16)
+    after_the_first = prefix_keys(marked_by_keys(tokens, {20: [("mm", "a picture")]}), 16)
     assert [after_the_first[at] == found[0][at] for at in (0, 1)] == [True, False]
 
 

@@ -4,10 +4,10 @@ A router may mix tickets up, or both engines may make different tokens of the sa
 tokenizer). The bytes would arrive in good order, and the answer would be about something else. So a ticket can carry a
 digest of its tokens, which the consumer compares with its own.
 
-More than tokens can tell prompts apart: an adapter, pictures, a cache's salt. An engine has the token that such a thing
-begins with `marked` by it, and gives what comes of that as the prompt. A prompt without is its token ids. The digest of
-a marked prompt has a part for its tokens and one for each kind of mark: where only marks differ, the request may have
-lost its pictures on the way, and an engine must not compute it (`PromptMismatch.parts`).
+More than tokens can tell prompts apart: an adapter, pictures, a cache's salt. An engine marks the token that such a
+thing begins with (`marked_by_keys`), and gives what comes of that as the prompt. A prompt without marks is its token
+ids. The digest of a marked prompt has a part for its tokens and one for each kind of mark: where only marks differ, the
+request may have lost its pictures on the way, and an engine must not compute it (`PromptMismatch.parts`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class MarkedPrompt(list[int]):
-    """A prompt as `marked` makes it: a list of numbers that remembers its tokens and marks, also in its slices."""
+    """A prompt that `marked_by_keys` has made: a list of numbers with its tokens and marks, also in its slices."""
 
     def __init__(self, numbers: Iterable[int], marks: Iterable[Mark]) -> None:
         super().__init__(numbers)
@@ -105,45 +105,29 @@ MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
 
 
 def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
-    """Prompt `marked` with its keys. Engines and readers of their events make the same one.
+    """Return a prompt as numbers; at a place with keys the number stands for the token and the keys.
 
-    Keys of a place are in this order: ("lora", name, path), ("cache_salt", salt), ("mm", identifier).
+    So whatever of a prompt is offered is compared with the marks in it, and not with those that come later. Engines and
+    readers of their events make the same one. Keys of a place are in this order: ("lora", name, path),
+    ("cache_salt", salt), ("mm", identifier); then those of any other kind.
     """
-    return _marked(
-        token_ids, {place: (msgspec.msgpack.encode(found), _by_kind(found)) for place, found in keys.items()}
-    )
-
-
-def marked(token_ids: Sequence[int], marks: Mapping[int, bytes]) -> list[int]:
-    """Prompt as numbers; at a marked place the number stands for the token and the mark.
-
-    So whatever of a prompt is offered is compared with the marks in it, and not with those that come later.
-    """
-    return _marked(token_ids, {place: (mark, {_OTHER: mark}) for place, mark in marks.items()})
-
-
-def _by_kind(keys: Sequence[tuple[str | bytes, ...]]) -> dict[str, bytes]:
-    """The keys of one place by their kind."""
-    found: dict[str, list[tuple[str | bytes, ...]]] = {}
-    for kind, *value in keys:
-        found.setdefault(kind if kind in _PARTS else _OTHER, []).append((kind, *value))
-    return {kind: msgspec.msgpack.encode(of) for kind, of in found.items()}
-
-
-def _marked(token_ids: Sequence[int], given: Mapping[int, tuple[bytes, Mapping[str, bytes]]]) -> list[int]:
     prompt, marks = list(token_ids), list[Mark]()
-    for place in sorted(given.keys() & range(len(prompt))):
-        whole, parts = given[place]
+    for place in sorted(keys.keys() & range(len(prompt))):
+        parts: dict[str, list[tuple[str | bytes, ...]]] = {}
+        for kind, *value in keys[place]:
+            parts.setdefault(kind if kind in _PARTS else _OTHER, []).append((kind, *value))
         token = int(prompt[place])
         salt = token.to_bytes(8, "little", signed=True)
+        whole = msgspec.msgpack.encode(keys[place])
         state = hashlib.blake2b(whole, digest_size=8, key=salt, usedforsecurity=False)
         prompt[place] = _MARKED | int.from_bytes(state.digest(), "little") >> 2
-        digests = (
-            (kind, hashlib.blake2b(part, digest_size=_DIGEST_BYTES, usedforsecurity=False).digest())
-            for kind, part in parts.items()
-        )
-        marks.append(Mark(place, token, tuple(digests)))
+        digests = tuple((kind, _part_digest(of)) for kind, of in parts.items())
+        marks.append(Mark(place, token, digests))
     return MarkedPrompt(prompt, marks) if marks else prompt
+
+
+def _part_digest(keys: Sequence[tuple[str | bytes, ...]]) -> bytes:
+    return hashlib.blake2b(msgspec.msgpack.encode(keys), digest_size=_DIGEST_BYTES, usedforsecurity=False).digest()
 
 
 def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -> str:
