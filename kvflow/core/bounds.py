@@ -38,7 +38,6 @@ Size: TypeAlias = checks.Size
 RankCount: TypeAlias = config.RankCount
 RankIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
 LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=LAYERS_MAX)]
-SealIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=SEALS_MAX)]
 SealCount: TypeAlias = limits.SealCount
 SealAddress: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX - 16 * SEALS_MAX)]
 """Address of a table of seals, of 16 bytes each."""
@@ -64,7 +63,6 @@ PromptDigest: TypeAlias = Annotated[
 """Digest of a prompt's tokens, and of each kind of mark; "" if it is not told."""
 LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
 """Lease id as readers send it: any text, since one that is not ours names no lease."""
-NewLeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A[0-9a-f]{{{LEASE_ID_CHARS}}}\Z")]
 TicketLeaseId: TypeAlias = Annotated[
     str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
 ]

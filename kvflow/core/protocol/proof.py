@@ -95,7 +95,7 @@ class SealTable:
         self._counts[index] = int.from_bytes(word[_SECRET_BYTES:], "little") ^ tokens_missing
 
     def tokens_missing(self, index: int, lease_id: str) -> int | None:
-        """Tokens of this lease that cannot be read yet; None if the word is not this lease's."""
+        """Return how many tokens of this lease cannot be read yet; None if the word is not this lease's id."""
         word: bytes = self.words[index].tobytes()
         wanted = bytes.fromhex(lease_id)
         if word == wanted and word != _WIPED:  # the usual case, in few steps
@@ -103,10 +103,6 @@ class SealTable:
         if len(wanted) != SEAL_SIZE_BYTES or word[:_SECRET_BYTES] != wanted[:_SECRET_BYTES] or word == _WIPED:
             return None
         return int.from_bytes(word[_SECRET_BYTES:], "little") ^ int.from_bytes(wanted[_SECRET_BYTES:], "little")
-
-    def holds(self, index: int, lease_id: str) -> bool:
-        """True if the word is this lease's id, all its tokens there; an empty word is nobody's."""
-        return self.tokens_missing(index, lease_id) == 0
 
 
 class Step(enum.StrEnum):

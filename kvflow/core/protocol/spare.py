@@ -26,7 +26,8 @@ def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
     the others, or refuses the ticket.
     """
     extra = params["kvflow"]
-    whole = {**extra, **_size(params)}
+    # Routers leave "tp_size" out, and engines of another make take its absence for 1.
+    whole = {**extra, **({"tp_size": params["tp_size"]} if "tp_size" in params else {})}
     spares = map(_packed, (whole, {**whole, "ranks": extra["ranks"][:1]}, {}))
     packed = next(packed for packed in spares if len(packed) <= CHARS_MAX)
     return {**params, "remote_request_id": f"{params['remote_request_id']}{MARK}{packed}"}
@@ -35,11 +36,6 @@ def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
 def bare_id(request_id: str) -> str:
     """A request's id without what is written behind it."""
     return request_id.rpartition(MARK)[0] or request_id
-
-
-def _size(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The field "tp_size" for a spare. Routers leave it out, and engines of another make take its absence for 1."""
-    return {"tp_size": params["tp_size"]} if "tp_size" in params else {}
 
 
 def _packed(extra: Mapping[str, Any]) -> str:

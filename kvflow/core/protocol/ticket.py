@@ -31,6 +31,7 @@ from kvflow.config import RANKS_MAX, rank_offset
 from kvflow.core.bounds import OFFER_PART_CHARS, Count, PromptDigest, RankCount, Seconds, Size, Traceparent
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
+from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.protocol.codec import PROTOCOL_VERSION
 from kvflow.core.protocol.messages import digest_of
@@ -325,9 +326,8 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
             RequestError: the introduction, or what else was given, cannot be right.
         """
         known = read_ticket(introduction)
-        nothing: list[Any] = [[] for _ in known.block_tables]
-        tables = nothing[0] if len(nothing) == 1 else nothing
-        ticket = known.without_leases(request_id=request_id, block_ids=tables, num_tokens=0, ttl_s=ttl_s)
+        nothing = given_block_ids([()] * len(known.block_tables))
+        ticket = known.without_leases(request_id=request_id, block_ids=nothing, num_tokens=0, ttl_s=ttl_s)
         return changed(ticket, awaited=True, traceparent=traceparent)
 
     def to_params(self) -> dict[str, Any]:
