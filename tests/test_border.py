@@ -125,7 +125,7 @@ class Sides:
             assert runtime.state is RuntimeState.OPEN
             assert_quiet(runtime.statistics())
             cache = runtime._supervisor.cache
-            assert cache.loader.resources.seal_slots.used == cache.serving._blocks._seals.used == 0
+            assert cache.resources.seal_slots.used == cache.serving._blocks._seals.used == 0
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,10 @@ _PICTURE = re.compile(
 
 # What the runtime, and nobody else, calls on what users hold.
 _OWN = {
-    "kvflow.Load": ("begin", "end", "follow", "note_progress", "progressed"),
+    "kvflow.Load": (
+        *("begin", "end", "end_now", "end_phases", "enter", "failure", "follow", "note_progress", "progressed"),
+        *("report", "was_late", "where"),
+    ),
     "kvflow.prefix.SharedPrefixes": ("answer",),
 }
 

@@ -25,8 +25,9 @@ from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.load.flight import CopyGroup, Flight, Read
 from kvflow.runtime.load.lanes import STOP_TOKEN, Lane, PromptSpan, SourcePart, Spans, by_group, by_source
-from kvflow.runtime.load.load import Load, Work
+from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Matched, Plan
+from kvflow.runtime.load.steps import slices, straight_reads, through_buffers
 from kvflow.runtime.peers.peer import Source
 
 __all__ = ["Growing", "GrowingLeases", "begin"]
@@ -50,8 +51,7 @@ class Growing:
         self.rendezvous = Rendezvous(cache)
         self.slice_bytes_max = cache.config.limits.slice_bytes_max
         self.clock = cache.clock
-        self.straight = cache.straight
-        self._cache = cache
+        self.cache = cache
         self.count = 0
         """Loads that were begun so far."""
 
@@ -60,18 +60,15 @@ class Growing:
 
         Raises RuntimeUnavailable.
         """
-        work = load.work
-        assert work is not None, "it is under way"
-        news = work.news = News(work, sources, self._cache)
-        news.begin()
-        for one in news.followed:
-            if one.source in work.sources:
+        load.lease_news = News(load, sources, self.cache)
+        for one in load.lease_news.followed:
+            if one.source in load.sources:
                 one.attach(matched)
 
-    async def read(self, flight: Flight, load: Load, work: Work, plan: Plan) -> bool:
-        """Read the load's blocks as they are computed; see `Reader`."""
+    async def read(self, load: Load, flight: Flight, plan: Plan) -> bool:
+        """Read the load's blocks as they are computed; see `steps.Reader`."""
         self.count += 1
-        read = _GrowingRead(self, self._cache.whole.buffered(load, plan) or self, load, work, flight, plan.matched)
+        read = _GrowingRead(self, through_buffers(self.cache, load, plan) or self, load, flight, plan.matched)
         try:
             return await flight.fly_groups(read.groups())
         finally:
@@ -93,7 +90,7 @@ class Growing:
         """See `Spans`."""
         reads: list[Read] = []
         for part in one.lane.parts:
-            reads += self.straight.slices(part.source, zip(repeat(part.block_map), one.chunks_of(part)))
+            reads += slices(self.cache, part.source, zip(repeat(part.block_map), one.chunks_of(part)))
         return CopyGroup(reads)
 
 
@@ -103,30 +100,27 @@ class _GrowingRead:
     Loads of leases that advance in step would all read in the same turn of the loop: so their first reads differ.
     """
 
-    def __init__(
-        self, growing: Growing, spans: Spans, load: Load, work: Work, flight: Flight, matched: Matched
-    ) -> None:
+    def __init__(self, growing: Growing, spans: Spans, load: Load, flight: Flight, matched: Matched) -> None:
         self._growing = growing
         self._spans = spans
         self._load = load
-        self._work = work
         self._flight = flight
         self._matched = matched
-        self._tokens = work.ticket.num_tokens
+        self._tokens = load.ticket.num_tokens
         self._share = 0.5 + (growing.count * _GOLDEN) % 1.0
         """Share of `_worth_bytes` that the next read has to have."""
-        self._due = set(work.sources)
+        self._due = set(load.sources)
         """Ranks whose seals are to be looked at."""
         self._speeds: dict[Source, float] = {}
         """Bytes per second of the reads from each rank, as far as is known."""
         self._followed: dict[Source, Followed] = {}
         self._alarm = Alarm(growing.clock, self._look_again)
-        work.grown = self._told
         self._take_news()
 
     def close(self) -> None:
         """End the read."""
-        self._work.grown = None
+        if self._load.lease_news is not None:
+            self._load.lease_news.on_answer = None
         self._alarm.set(math.inf)
 
     async def groups(self) -> AsyncGenerator[CopyGroup, None]:
@@ -135,11 +129,11 @@ class _GrowingRead:
         If all blocks are there before any was read, and go straight into the cache, they are read as of a lease that
         does not grow.
         """
-        sources, work = self._work.sources, self._work
-        lanes = self._spans.lanes(sources, work.tables)
-        untouched = all(lane.straight for lane in lanes) and not work.ticket.extends
-        frontier = Frontier(lanes, sources, self._load, work.landed)
-        while lanes or (self._load.followed and not frontier.done):
+        sources, load = self._load.sources, self._load
+        lanes = self._spans.lanes(sources, load.tables)
+        untouched = all(lane.straight for lane in lanes) and not load.ticket.extends
+        frontier = Frontier(lanes, sources, load, load.landed)
+        while lanes or (load.followed and not frontier.done):
             frontier.look()
             await self._look(frontier)
             if any(source.proof.over for source in sources):
@@ -147,7 +141,7 @@ class _GrowingRead:
             there = {source: self._there(source) for source in sources}
             if untouched and min(there.values()) >= self._tokens:
                 self._read()
-                for read in self._growing.straight.reads(sources, None):
+                for read in straight_reads(self._growing.cache, sources, None):
                     yield CopyGroup((read,))
                 return
             due = self._worth_reading(lanes, there)
@@ -164,8 +158,8 @@ class _GrowingRead:
 
     def _read(self) -> None:
         """End the wait for the producer: more can be read."""
-        if self._work.phase == COMPUTE:
-            self._work.enter("wire")
+        if self._load.phase == COMPUTE:
+            self._load.enter("wire")
 
     def _landed(self, frontier: Frontier, one: PromptSpan, group: CopyGroup, now_s: float, begun_s: float) -> None:
         took_s = now_s - begun_s
@@ -222,7 +216,7 @@ class _GrowingRead:
         seal vouches for yet. One look at a time at each seal.
         """
         unvouched = self._load.followed and frontier.unvouched
-        for source in self._work.sources:
+        for source in self._load.sources:
             wanted = source in self._due or (unvouched and not frontier.vouches(source))
             if wanted and not source.proof.looking:
                 self._due.discard(source)
@@ -230,21 +224,21 @@ class _GrowingRead:
 
     async def _wait(self) -> None:
         """Wait until a look or another read has ended, an answer came, or a look is due."""
-        if self._work.news is None and all(source.proof.seen_s > -math.inf for source in self._work.sources):
-            self._growing.follow(self._load, self._work.sources, self._matched)
+        if self._load.lease_news is None and all(source.proof.seen_s > -math.inf for source in self._load.sources):
+            self._growing.follow(self._load, self._load.sources, self._matched)
             self._take_news()
         for followed in self._followed.values():
             if followed.problem is not None:
                 raise followed.problem
         if self._alarm.due_s == math.inf:
             self._alarm.set(self._growing.clock.now_s() + LOOK_EVERY_S)
-        if self._work.phase != COMPUTE and not self._flight.moving and self._computed < self._tokens:
-            self._work.compute(self._so_far)
+        if self._load.phase != COMPUTE and not self._flight.moving and self._computed < self._tokens:
+            self._load.enter(COMPUTE, self._so_far)
         await self._flight.changed()
 
     @property
     def _computed(self) -> int:
-        return min(map(self._there, self._work.sources))
+        return min(map(self._there, self._load.sources))
 
     def _so_far(self) -> str:
         """Say how much of the prompt its producer has computed."""
@@ -256,20 +250,23 @@ class _GrowingRead:
 
     def _look_again(self) -> None:
         """Callback of the alarm: look at all seals, since an answer may have been lost."""
-        self._due.update(self._work.sources)
+        self._due.update(self._load.sources)
         self._flight.nudge()
 
     def _told(self, source: Source) -> None:
         """Note an answer of the source's rank."""
-        if source in self._work.sources:
+        if source in self._load.sources:
             self._due.add(source)
         self._flight.nudge()
 
     def _take_news(self) -> None:
         """Take in the news of the leases that are read. At first any new token is of interest."""
-        news = self._work.news
-        for one in news.followed if isinstance(news, News) else ():
-            if one.source in self._work.sources:
+        news = self._load.lease_news
+        if news is None:
+            return
+        news.on_answer = self._told
+        for one in news.followed:
+            if one.source in self._load.sources:
                 self._followed[one.source] = one
                 one.want(self._tokens - 1)
 

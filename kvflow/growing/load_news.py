@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvflow.checks import counted
@@ -22,7 +22,7 @@ from kvflow.core.protocol.messages import Told
 from kvflow.errors import KVFlowError, PeerError, ProtocolError, RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.load.load import LeaseNews, Work
+from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Matched, known_so_far
 from kvflow.runtime.peers.peer import Source, words
 
@@ -127,11 +127,12 @@ class Followed:
         self.known_tokens = tokens_held(groups, self.known, counts, self.num_tokens)
 
 
-class News(LeaseNews):
-    """The questions of one load, until `close`."""
+class News:
+    """The questions of one load, from now on until `close`."""
 
-    def __init__(self, work: Work, sources: Sequence[Source], cache: RegisteredCache) -> None:
-        loop, ticket = asyncio.get_running_loop(), work.ticket
+    def __init__(self, load: Load, sources: Sequence[Source], cache: RegisteredCache) -> None:
+        """Ask these ranks. Raises RuntimeUnavailable."""
+        loop, ticket = asyncio.get_running_loop(), load.ticket
         self.followed = [
             Followed(
                 source=source,
@@ -142,28 +143,31 @@ class News(LeaseNews):
             )
             for source in sources
         ]
-        self._work = work
+        self.on_answer: Callable[[Source], None] | None = None
+        """Callback told of each answer, while what grows is read."""
         self._request_id = ticket.request_id
         self._cache = cache
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def begin(self) -> None:
-        """Ask the ranks from now on. Raises RuntimeUnavailable."""
-        for one in self.followed:
-            self._tasks.append(self._cache.spawn(self._ask(one), name=f"kvflow-news {self._request_id}"))
+        self._tasks = [cache.spawn(self._ask(one), name=f"kvflow-news {self._request_id}") for one in self.followed]
 
     @property
     def failed(self) -> str:
-        """See `LeaseNews`."""
+        """The reason in words for which a prompt could not be computed; "" if nobody has told one."""
         return next((one.failed for one in self.followed if one.failed), "")
 
     def close(self) -> None:
-        """See `LeaseNews`."""
+        """Stop asking."""
         for task in self._tasks:
             task.cancel()
 
     async def payload(self) -> bytes | None:
-        """See `LeaseNews`."""
+        """Wait for the end of the leases that promise a payload.
+
+        Returns:
+            The payload; empty if none was promised. None if a lease has ended without it.
+
+        Raises:
+            PeerError: it will not be known.
+        """
         found = b""
         for one in self.followed:
             if one.source.lease.payload:
@@ -197,8 +201,8 @@ class News(LeaseNews):
             except PeerError as error:
                 one.fail(error)
                 state = Told.ENDED
-            if self._work.grown is not None:
-                self._work.grown(one.source)
+            if self.on_answer is not None:
+                self.on_answer(one.source)
             if state is Told.OPEN and tuple(one.known) == known:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_PAUSE_S):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -37,9 +36,10 @@ from kvflow.errors import (
 )
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.load.load import Carry, Load, Work
+from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import check_met
 from kvflow.runtime.load.requests import LoadReport
+from kvflow.runtime.load.steps import carry
 from kvflow.runtime.peers.peer import Peer, Source, check_parallelism, words
 from kvflow.runtime.peers.reach import VISITS_AT_ONCE_MAX, lease_told
 
@@ -58,6 +58,7 @@ class Rendezvous:
     """Waits for offers."""
 
     def __init__(self, cache: RegisteredCache) -> None:
+        self._cache = cache
         self._peers = cache.peers
         self._spawn = cache.spawn
         self._limits = cache.config.limits
@@ -65,21 +66,25 @@ class Rendezvous:
         self._reach = cache.own_reach
         self._remote_leases = cache.remote_leases
 
-    def met(self, carry: Carry) -> Carry:
-        """Return a carrier that waits for the offer of a rendezvous; from then on `carry` carries the load."""
-        return partial(self._meet_and_carry, carry)
+    async def carry(self, load: Load) -> LoadReport:
+        """Wait for the offer of a load's ticket, and carry the load out."""
+        await self.meet_for(load)
+        return await carry(self._cache, load)
 
-    async def _meet_and_carry(self, carry: Carry, load: Load, work: Work) -> LoadReport:
-        work.enter("handshake")
+    async def meet_for(self, load: Load) -> None:
+        """Wait for the offer of a load's ticket, which the load has from then on; see `meet`."""
+        load.enter("handshake")
 
         def found(source: Source, ttl_s: float) -> None:
             self._remote_leases.keep(load, ttl_s, source)
 
-        work.ticket = await self.meet(work.ticket, found, partial(work.compute, lambda: "its lease is not opened yet"))
-        if work.phase == COMPUTE:
-            work.enter("handshake")
-        check_met(self._local.groups, load.request, work.ticket, work.tables)
-        return await carry(load, work)
+        def connected() -> None:
+            load.enter(COMPUTE, lambda: "its lease is not opened yet")
+
+        load.ticket = await self.meet(load.ticket, found, connected)
+        if load.phase == COMPUTE:
+            load.enter("handshake")
+        check_met(self._local.groups, load.request, load.ticket, load.tables)
 
     async def meet(
         self,

@@ -120,7 +120,7 @@ class Pull:
                 return await self._load_side_by_side(holders, heads, tails)
         load = self._start_rest(self._tables, cached, keep_offer=False)
         report = await load
-        self._there = _offered(load)
+        self._there = load.ticket.offered_tokens
         return [report]
 
     async def _load_side_by_side(
@@ -146,7 +146,7 @@ class Pull:
             if isinstance(error, KVFlowError):
                 error.quarantine = _quarantine(loads)
             raise
-        self._there = _offered(rest)
+        self._there = rest.ticket.offered_tokens
         assert isinstance(self._request.rest, Ticket), "it was parsed"
         self._remote_leases.release_soon(self._request.rest)
         return [end] if report is None else [report, end]
@@ -200,8 +200,7 @@ class Pull:
 
     def _note(self, holders: Sequence[Holder], load: Load, error: str) -> Holder:
         """Note for each holder that was tried why it failed. Return the holder that was tried last."""
-        assert load.work is not None, "it was started"
-        last, attempts = holders[0], load.work.attempts or ()
+        last, attempts = holders[0], load.attempts or ()
         last.why = error
         for attempt in attempts:
             last = next(one for one in holders if one.is_at(attempt.engine_id, attempt.address))
@@ -282,12 +281,6 @@ class _Unsafe:
     async def settled(self) -> None:
         for load in self.loads:
             await load.settled()
-
-
-def _offered(load: Load) -> int:
-    """Return the tokens that the ticket of a load offers. They are in the local blocks once the load has succeeded."""
-    assert load.work is not None, "it was started"
-    return load.work.ticket.offered_tokens
 
 
 def _in_whole_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> PrefixRequest:

@@ -25,14 +25,12 @@ from kvflow.core.protocol.compatibility import compatibility_of
 from kvflow.core.protocol.proof import HOST
 from kvflow.errors import ConfigError, KVFlowError, RequestError, UsageError
 from kvflow.logs import logger_of
-from kvflow.parts import part
+from kvflow.parts import PARTS, part
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.copy_thread import CopyThread
-from kvflow.runtime.load.flight_resources import FlightResources, SealSlots, reads_in_flight
+from kvflow.runtime.load.flight_resources import FlightResources, LoadThrottle, SealSlots, reads_in_flight
 from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.load.loader import Loader
-from kvflow.runtime.load.straight import Straight
-from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.memory import BlockCopier, HostBlocks, RankMemory
 from kvflow.runtime.part import Ending, Part, foreign_of
 from kvflow.runtime.peers.handshake import Agents, Handshakes
@@ -93,7 +91,9 @@ class RegisteredCache:
         self.local = local
         self.metadata = metadata
         self.ledger = resources.ledger
-        self.straight = Straight(config, staged=bool(memory.staging))
+        self.scratch = config.scratch == "always" or (config.scratch == "auto" and "staging" in PARTS)
+        """True if small pieces may be read through scratch memory."""
+        self.throttle = LoadThrottle(resources.poller)
         self.pools = [one.pool for one in memory.staging]
         """Pools of host blocks and scratch buffers."""
         foreign = foreign_of(runtime.parts)
@@ -105,7 +105,6 @@ class RegisteredCache:
         """The resolver of tickets of our own make; `resolver` may know others."""
         self.resolver = foreign.resolver(self)
         self.remote_leases = RemoteLeases(self)
-        self.whole = Whole(self)
         self.loader = Loader(self)
         self.serving = Serving(self)
         self.strangers = foreign.service(self)
@@ -249,7 +248,7 @@ async def register(
             check_sets_apart([(groups[one.group], one.regions) for one in sets])
         memory = await _prepared(config, runtime.copier, groups, sets, staged, copy_blocks)
         registered = await _register(runtime, registration, memory)
-        if memory.filled.eager and registered.straight.scratch and config.role != "producer":
+        if memory.filled.eager and registered.scratch and config.role != "producer":
             await registered.part("staging", "Config.scratch", ConfigError).prepare()
         if config.verify_share:  # now, not when the first load is drawn
             registered.part("verify", "Config.verify_share", ConfigError)

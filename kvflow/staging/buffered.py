@@ -23,8 +23,9 @@ from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.copy_thread import run_all
 from kvflow.runtime.load.flight import CopyGroup, Flight, HeadOf, Read
 from kvflow.runtime.load.lanes import STOP_TOKEN, Lane, PromptSpan, SourcePart, by_group, by_source
-from kvflow.runtime.load.load import Load, Work
+from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
+from kvflow.runtime.load.steps import in_pieces, read_straight, slices
 from kvflow.runtime.memory import CopyDirection, HostBlocks
 from kvflow.runtime.peers.peer import Source
 from kvflow.staging.copies import Tensor
@@ -49,8 +50,7 @@ class Buffered:
     def __init__(self, cache: RegisteredCache) -> None:
         config, limits = cache.config, cache.config.limits
         self._config = config
-        self._rank = cache.rank
-        self._straight = cache.straight
+        self._cache = cache
         self._sets = cache.memory.shown
         self._staging = cache.memory.staging
         self._copier = cache.resources.copy_thread
@@ -71,16 +71,16 @@ class Buffered:
         except TransportError as error:
             if self._config.scratch == "always":
                 raise
-            self._straight.scratch = False
-            who = self._config.engine_id, self._rank
+            self._cache.scratch = False
+            who = self._config.engine_id, self._cache.rank
             logger.warning("engine %r (%s): reads small pieces one by one: %s", *who, error)
 
-    def read(self, flight: Flight, load: Load, work: Work, plan: Plan) -> Awaitable[bool]:
-        """Read all of a load whose blocks are there; see `Reader`."""
+    def read(self, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
+        """Read all of a load whose blocks are there; see `steps.Reader`."""
         parts = self._parts(plan.sources)
         if self._staging or any(part.scratch_bytes for part in parts):
-            return flight.fly_groups(self._grouped(parts, work.tables, flight.head))
-        return self._straight.read(flight, load, work, plan)
+            return flight.fly_groups(self._grouped(parts, load.tables, flight.head))
+        return read_straight(self._cache, load, flight, plan)
 
     def _parts(self, sources: Sequence[Source]) -> list[SourcePart]:
         """Parts that are read of each set of each rank's layers, and whether through scratch memory."""
@@ -94,7 +94,7 @@ class Buffered:
 
     def _scratch_bytes(self, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> int:
         """Return the scratch memory that one of the rank's blocks takes; 0 if they are better read straight."""
-        if not self._straight.in_pieces(block_map):
+        if not in_pieces(self._cache, block_map):
             return 0
         whole, count = self._permutation(block_map).whole_blocks, sum(map(len, chunks))
         if self._config.scratch == "always":
@@ -148,7 +148,7 @@ class Buffered:
             for part in parts:
                 chunks = [_moved(some, span.local_ids, host_ids) for some in span.chunks_of(part)]
                 if not part.scratch_bytes:
-                    reads += self._straight.slices(part.source, zip(repeat(part.block_map), chunks), head_of)
+                    reads += slices(self._cache, part.source, zip(repeat(part.block_map), chunks), head_of)
                     continue
                 if slot is None:
                     numbers, slot = await self._scratch.take()

@@ -26,10 +26,10 @@ from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.load import Load, Work
+from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
 from kvflow.runtime.load.requests import VERIFY, Verification
-from kvflow.runtime.load.straight import Reader
+from kvflow.runtime.load.steps import Reader
 from kvflow.runtime.peers.peer import Source
 from kvflow.verify.cache_digests import DigestedCache, Digesting
 from kvflow.verify.digests import DEFINITION
@@ -134,11 +134,81 @@ class Verifying:
         if not reply.done():
             reply.set_result(self._refused(refusal("the engine closes", transient=True)))
 
-    def verified(self, reader: Reader) -> Reader:
-        """Return a reader that reads by another one, and compares."""
-        return Verified(self, reader)
+    async def read(self, reader: Reader, load: Load, flight: Flight, plan: Plan) -> bool:
+        """Read by another reader, and compare with what the producer holds. If it differs, do both once more.
 
-    async def ask(self, request_id: str, read: Source, parts: Sequence[Compared]) -> Sequence[int] | None:
+        Raises ChecksumMismatch, or why a load that has to be verified is not. Its blocks stay claimed all the time.
+        """
+        read = partial(reader, load, flight, plan)
+        try:
+            difference = await self._read_and_compare(load, read)
+            if difference:
+                load.verification = Verification.MISMATCH
+                logger.warning("load %s is read once more: %s", load.request_id, difference)
+                for source in load.sources:
+                    source.proof = source.proof.anew()
+                difference = await self._read_and_compare(load, read)
+                if difference:
+                    why = f"what was read twice is not what is offered: {difference}"
+                    raise load.failure(ChecksumMismatch, why)
+            if difference is None:
+                return False
+            repaired = load.verification is Verification.MISMATCH
+            load.verification = Verification.REPAIRED if repaired else Verification.VERIFIED
+        except NotCompared as problem:
+            self._not_verified(load, problem)
+        return True
+
+    async def _read_and_compare(self, load: Load, read: Callable[[], Awaitable[bool]]) -> str | None:
+        """Read, and return the difference in words, "" if there is none; None if a lease has ended.
+
+        Ranks whose blocks are there compute while we read. Raises NotCompared afterwards.
+        """
+        compared = [(source, list(self._parts(source, load.tables))) for source in load.sources]
+        request_id = load.ticket.request_id
+        under_way = {
+            source: asyncio.ensure_future(self._ask(request_id, source, parts))
+            for source, parts in compared
+            if not source.proof.grows
+        }
+        try:
+            await asyncio.sleep(0)  # the questions are sent before the read is planned and posted
+            load.enter("wire")
+            if not await read():
+                return None
+            load.enter(VERIFY)
+            ours = [await self._digests([ours for _, ours in parts]) for _, parts in compared]
+            found = []
+            for (source, parts), mine in zip(compared, ours, strict=True):
+                answer = under_way.get(source) or self._ask(request_id, source, parts)
+                if (theirs := await answer) is None:
+                    return None
+                found.append(_difference(source, parts, mine, theirs))
+            return "; ".join(filter(None, found))
+        finally:
+            for asking in under_way.values():
+                asking.cancel()
+            await asyncio.gather(*under_way.values(), return_exceptions=True)
+
+    async def _digests(self, asked: Sequence[Digesting]) -> list[int]:
+        try:
+            return await self.own.digests(asked)
+        except Exception as error:  # noqa: BLE001 - of the memory, or of who computes on it
+            raise NotCompared(f"no digests of our cache: {error}") from None
+
+    def _not_verified(self, load: Load, problem: NotCompared) -> None:
+        """Note that a read could not be compared. Raises if the load must not go on without that."""
+        if load.verification is Verification.MISMATCH:
+            why = f"what was read is not what is offered, and then could not be compared: {problem}"
+            raise load.failure(ChecksumMismatch, why) from problem
+        load.verification = Verification.UNVERIFIED
+        logger.info("load %s is not verified: %s", load.request_id, problem)
+        if load.request.verify:
+            if isinstance(problem.__cause__, PeerError):
+                raise problem.__cause__ from None
+            raise load.failure(TransferFailed, f"it cannot be verified: {problem}") from problem
+
+    async def _ask(self, request_id: str, read: Source, parts: Sequence[Compared]) -> Sequence[int] | None:
         """Ask a rank for its digests; None if its lease has ended. `request_id` is the producer's."""
         peer, lease = read.peer, read.lease
         question = messages.DigestRequest(
@@ -161,7 +231,7 @@ class Verifying:
             raise NotCompared(str(wrong)) from wrong
         return reply.values
 
-    def parts(self, read: Source, tables: Sequence[BlockIds]) -> Iterator[Compared]:
+    def _parts(self, read: Source, tables: Sequence[BlockIds]) -> Iterator[Compared]:
         """Parts that are read from one rank, for each pair of sets of layers."""
         for block_map in read.connection.block_maps:
             chunks = [some for its_map, some in read.chunks if its_map is block_map and len(some)]
@@ -198,88 +268,6 @@ class Verifying:
             tokens=range(start, stop),
         )
         return asked, ours
-
-
-class Verified:
-    """Reads by another reader, and compares with what the producer holds. If it differs, does both once more."""
-
-    def __init__(self, verifying: Verifying, reader: Reader) -> None:
-        self._verifying = verifying
-        self._reader = reader
-
-    async def read(self, flight: Flight, load: Load, work: Work, plan: Plan) -> bool:
-        """See `Reader`.
-
-        Raises ChecksumMismatch, or why a load that has to be verified is not. Its blocks stay claimed all the time.
-        """
-        read = partial(self._reader.read, flight, load, work, plan)
-        try:
-            difference = await self._read_and_compare(work, read)
-            if difference:
-                work.verification = Verification.MISMATCH
-                logger.warning("load %s is read once more: %s", load.request_id, difference)
-                for source in work.sources:
-                    source.proof = source.proof.anew()
-                difference = await self._read_and_compare(work, read)
-                if difference:
-                    why = f"what was read twice is not what is offered: {difference}"
-                    raise work.failure(load, ChecksumMismatch, why)
-            if difference is None:
-                return False
-            repaired = work.verification is Verification.MISMATCH
-            work.verification = Verification.REPAIRED if repaired else Verification.VERIFIED
-        except NotCompared as problem:
-            self._not_verified(load, work, problem)
-        return True
-
-    async def _read_and_compare(self, work: Work, read: Callable[[], Awaitable[bool]]) -> str | None:
-        """Read, and return the difference in words, "" if there is none; None if a lease has ended.
-
-        Ranks whose blocks are there compute while we read. Raises NotCompared afterwards.
-        """
-        compared = [(source, list(self._verifying.parts(source, work.tables))) for source in work.sources]
-        request_id = work.ticket.request_id
-        under_way = {
-            source: asyncio.ensure_future(self._verifying.ask(request_id, source, parts))
-            for source, parts in compared
-            if not source.proof.grows
-        }
-        try:
-            await asyncio.sleep(0)  # the questions are sent before the read is planned and posted
-            work.enter("wire")
-            if not await read():
-                return None
-            work.enter(VERIFY)
-            ours = [await self._digests([ours for _, ours in parts]) for _, parts in compared]
-            found = []
-            for (source, parts), mine in zip(compared, ours, strict=True):
-                answer = under_way.get(source) or self._verifying.ask(request_id, source, parts)
-                if (theirs := await answer) is None:
-                    return None
-                found.append(_difference(source, parts, mine, theirs))
-            return "; ".join(filter(None, found))
-        finally:
-            for asking in under_way.values():
-                asking.cancel()
-            await asyncio.gather(*under_way.values(), return_exceptions=True)
-
-    async def _digests(self, asked: Sequence[Digesting]) -> list[int]:
-        try:
-            return await self._verifying.own.digests(asked)
-        except Exception as error:  # noqa: BLE001 - of the memory, or of who computes on it
-            raise NotCompared(f"no digests of our cache: {error}") from None
-
-    def _not_verified(self, load: Load, work: Work, problem: NotCompared) -> None:
-        """Note that a read could not be compared. Raises if the load must not go on without that."""
-        if work.verification is Verification.MISMATCH:
-            why = f"what was read is not what is offered, and then could not be compared: {problem}"
-            raise work.failure(load, ChecksumMismatch, why) from problem
-        work.verification = Verification.UNVERIFIED
-        logger.info("load %s is not verified: %s", load.request_id, problem)
-        if load.request.verify:
-            if isinstance(problem.__cause__, PeerError):
-                raise problem.__cause__ from None
-            raise work.failure(load, TransferFailed, f"it cannot be verified: {problem}") from problem
 
 
 def _their_share(read: Source, mine: CacheShare, layers: Sequence[int]) -> CacheShare:

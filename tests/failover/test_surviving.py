@@ -28,7 +28,9 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.load.load import Work
+from kvflow.failover import several_tickets
+from kvflow.failover.several_tickets import carry
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.requests import TICKETS_MAX, LoadingStatistics
 from kvflow.runtime.peers.peer import Peer
 from kvflow.testing import InprocCluster, InprocTransport, TestEngine, assert_loaded, assert_quiet
@@ -238,9 +240,9 @@ async def test_blocks_stay_claimed_from_source_to_source() -> None:
         refused = 0
         while not load.done:
             await asyncio.sleep(0)
-            if not load.done and load.work is not None and load.work.attempts is not None:
+            if not load.done and load.attempts is not None:
                 with pytest.raises(BlocksBusy):
-                    cache_of(made.reader.runtime).ledger.begin_load(load.work.entries.copy())
+                    cache_of(made.reader.runtime).ledger.begin_load(load.entries.copy())
                 refused += 1
         report = await load
         assert refused > 2
@@ -385,22 +387,20 @@ async def test_a_source_that_stands_still_ends_the_load_at_its_deadline(hangs: s
 
 
 @in_virtual_time
-async def test_the_next_source_is_read_once_nothing_of_the_last_one_can_land() -> None:
+async def test_the_next_source_is_read_once_nothing_of_the_last_one_can_land(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever an attempt ends with: this one has failed, and left a read in quarantine."""
     async with trio(replace(PATIENT, cancel_grace_s=0.05), warm=True) as made:
-        loader = cache_of(made.reader.runtime).loader
-        whole = loader.whole
 
-        async def fails(load: kvflow.Load, work: Work) -> LoadReport:
-            attempt = asyncio.ensure_future(whole(load, work))
-            if work.ticket.engine_id == "first":
+        async def fails(cache: RegisteredCache, load: kvflow.Load) -> LoadReport:
+            attempt = asyncio.ensure_future(carry(cache, load))
+            if load.ticket.engine_id == "first":
                 await until(lambda: "first" in made.posted)
                 attempt.cancel()
                 await asyncio.wait([attempt])
-                raise work.failure(load, TransferFailed, "scripted")
+                raise load.failure(TransferFailed, "scripted")
             return await attempt
 
-        loader.whole = fails  # type: ignore[method-assign]
+        monkeypatch.setattr(several_tickets, "carry", fails)
         leases = made.both()
         load = await made.held(leases)
         await passes(load, 1.0)

@@ -61,7 +61,7 @@ BUGS: dict[str, Bug] = {
     ),
     # --- loads of several tickets
     "the next source is read under the last one": Bug(
-        "        if work.flight is not None:\n            await work.flight.settled()\n",
+        "        if load.flight is not None:\n            await load.flight.settled()\n",
         "",
         ("tests/failover/test_surviving.py::test_the_next_source_is_read_once_nothing_of_the_last_one_can_land",),
     ),

@@ -189,7 +189,8 @@ ANYWHERE = {
     "Runtime.statistics",
     *("Lease.request_id", "Lease.block_ids", "Lease.block_tables", "Lease.state", "Lease.done", "Lease.readers_done"),
     *("Load.block_ids", "Load.block_tables", "Load.done", "Load.safe"),
-    *("Load.follow", "Load.note_progress", "Load.begin", "Load.end"),  # of its loader
+    *("Load.follow", "Load.note_progress", "Load.begin", "Load.end", "Load.end_now", "Load.was_late"),  # of its loader
+    *("Load.enter", "Load.end_phases", "Load.where", "Load.report", "Load.failure"),  # of its steps
 }
 """What tells how things are now."""
 OTHER = ServeRequest("other", block_ids=[1], num_tokens=4)

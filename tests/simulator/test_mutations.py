@@ -30,7 +30,6 @@ from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.flight_resources import Poller
 from kvflow.runtime.load.lanes import Lane, PromptSpan
 from kvflow.runtime.load.leases import LeaseIdTelling
-from kvflow.runtime.load.load import Load, Work
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer, Source
@@ -205,7 +204,7 @@ def wait_for_a_forgotten_fail(real: Any, self: Serving) -> None:
 @instead_of(Growing, "follow", "I7", 25, "device")
 def follow_without_a_deadline(real: Any, self: Growing, load: Any, *others: Any) -> None:
     """A load waits for a prompt that is being computed as long as the lease is renewed, which is by itself."""
-    load.work.ends_s = math.inf
+    load.ends_s = math.inf
     real(self, load, *others)
 
 
@@ -326,27 +325,21 @@ async def end_without_the_payload(*_: Any) -> bytes:
     return b""
 
 
-@instead_of(Course, "__init__", "I2 I3", 21, "survives")
-def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Course, *others: Any) -> None:
+@instead_of(Course, "_read", "I2 I3", 21, "survives")
+async def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Course) -> LoadReport:
     """A source whose lease has ended while it was read counts, since all of its bytes have landed."""
-    real(self, *others)
-    whole = self._read
-
-    async def carry(load: Load, work: Work) -> LoadReport:
-        try:
-            return await whole(load, work)
-        except LeaseExpired:
-            if work.flight is None:
-                raise
-            return work.report(load.request_id)
-
-    self._read = carry
+    try:
+        return await real(self)  # type: ignore[no-any-return]
+    except LeaseExpired:
+        if self._load.flight is None:
+            raise
+        return self._load.report()
 
 
 @instead_of(Course, "_leave", "I7", 20, "survives")
 async def give_each_source_a_deadline(real: Any, self: Course, error: KVFlowError) -> None:
     """The time of a load begins anew when it leaves a source."""
-    self._work.ends_s += 2.0
+    self._load.ends_s += 2.0
     await real(self, error)
 
 

@@ -146,8 +146,8 @@ async def pass_deadlines(runtime: Runtime) -> None:
     """Make the deadlines of all loads under way pass now, once the test has brought the loads to the right state."""
     assert runtime._supervisor.cache is not None
     loader, now_s = runtime._supervisor.cache.loader, asyncio.get_running_loop().time()
-    for work in loader._loads.values():
-        work.ends_s = now_s
+    for load in loader._loads:
+        load.ends_s = now_s
     loader._look_at(now_s)
 
 

@@ -34,6 +34,7 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.runtime.copy_thread import CopyThread
+from kvflow.runtime.load import steps
 from kvflow.runtime.load.requests import Verification
 from kvflow.runtime.world import World
 from kvflow.verify import verifying
@@ -148,19 +149,18 @@ async def test_blocks_that_land_in_each_others_places_are_found(
     pair: EnginePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The right bytes in a wrong place, as a bug of the plan would put them."""
-    straight = cache_of(pair.reader).straight
-    read = straight.read
+    read = steps.read_straight
 
-    def swapped(flight: Any, load: Any, work: Any, plan: Any) -> Any:
+    def swapped(cache: Any, load: Any, flight: Any, plan: Any) -> Any:
         for source in plan.sources:
             source.chunks = [(its_map, some.to(some.local_ids[::-1])) for its_map, some in source.chunks]
-        return read(flight, load, work, plan)
+        return read(cache, load, flight, plan)
 
-    monkeypatch.setattr(straight, "read", swapped)
+    monkeypatch.setattr(steps, "read_straight", swapped)
     lease = pair.offer([3, 7])
     report = await pair.load(lease, [0, 1], verify=True)
     assert report.verification is Verification.REPAIRED, "the bug has swapped them back"
-    monkeypatch.setattr(straight, "read", read)
+    monkeypatch.setattr(steps, "read_straight", read)
     pair.assert_loaded([0, 1], [3, 7])
 
 

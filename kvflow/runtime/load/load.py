@@ -1,4 +1,4 @@
-"""A load under way: the check of its request, `Load`, which its caller holds, and `Work`, which its carriers share."""
+"""A load under way: `Load`, which its caller holds and its carriers share, and the name of an unchecked request."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Gener
 from operator import attrgetter
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from kvflow import checks
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.history import History
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import COMPUTE, KVFlowError, LoadError, UsageError
+from kvflow.errors import KVFlowError, LoadError, UsageError
+from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.requests import EVERY_PHASE, PHASES, LoadReport, LoadRequest, Progress, Verification
 from kvflow.runtime.peers.peer import Source
@@ -23,165 +26,10 @@ from kvflow.runtime.tasks import require_loop
 _LABEL_OF = attrgetter("peer.label")
 _USUAL_PRIORITY = 0
 _NAME_CHARS_MAX = 512
+_NO_BLOCKS = np.empty(0, dtype=np.int64)
 
-Carry: TypeAlias = "Callable[[Load, Work], Awaitable[LoadReport]]"
+Carry: TypeAlias = "Callable[[Load], Awaitable[LoadReport]]"
 """Carries a load out: from its offer, as far as that is known, to its report."""
-
-
-class LeaseNews:
-    """What ranks tell of leases that a load reads under, beside their seals: `kvflow.growing` asks them."""
-
-    @property
-    def failed(self) -> str:
-        """The reason in words for which a prompt could not be computed; "" if nobody has told one."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Stop asking."""
-        raise NotImplementedError
-
-    async def payload(self) -> bytes | None:
-        """Wait for the end of the leases that promise a payload.
-
-        Returns:
-            The payload; empty if none was promised. None if a lease has ended without it.
-
-        Raises:
-            PeerError: it will not be known.
-        """
-        raise NotImplementedError
-
-
-class Work:
-    """A load under way, for the loader and its carriers: its offer, its phase, its sources and its flight."""
-
-    def __init__(
-        self,
-        ticket: Ticket,
-        tables: tuple[BlockIds, ...],
-        entries: BlockIds,
-        now_s: Callable[[], float],
-        begun_s: float,
-    ) -> None:
-        """`entries` are the local blocks as the ledger counts them, `tables` those of each group."""
-        self.ticket = ticket
-        self.attempts: Sequence[Attempt] | None = None
-        """Outcome of each of its sources, of a load that may have several."""
-        self.tables = tables
-        self.entries = entries
-        self.begun_s = self._since_s = begun_s
-        self.ends_s = math.inf
-        """Deadline, by the loop's clock."""
-        self.phase = "queued"
-        self.waits_for: Callable[[], str] | None = None
-        """What the phase waits for and has of it by now, in words, where its name does not say that."""
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.task: asyncio.Task[Any] | None = None
-        """Task that carries it out, once it has begun."""
-        self.cancelling = 0
-        """Cancellations of that task before the load began."""
-        self.overdue = False
-        """True once the loader has cancelled it: its deadline has passed, or the loader closes."""
-        self.held_up = ""
-        """What held it up at that moment, for an error's message; "" if the phase's name says it."""
-        self.sources: Sequence[Source] = ()
-        """The ranks that are read from, once there is a plan."""
-        self.freshness = ""
-        """Proof of its bytes, as in a `LoadReport`; "" before it is known from whom they are."""
-        self.tokens = 0
-        """Tokens that are read."""
-        self.flight: Flight | None = None
-        self.news: LeaseNews | None = None
-        """Questions about leases that are still to come to an end."""
-        self.grown: Callable[[Source], None] | None = None
-        """Callback told of each answer, while what grows is read."""
-        self.landed: History | None = None
-        """History of a load of leases that grow: when how many tokens had landed."""
-        self.verification = Verification.OFF
-        self.payload = b""
-        self._now_s = now_s
-
-    def enter(self, phase: str, waits_for: Callable[[], str] | None = None) -> None:
-        """Begin a phase. It may be entered again, as `queued` is for every permit."""
-        now_s, self.waits_for = self._now_s(), waits_for
-        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
-        self.phase, self._since_s = phase, now_s
-
-    def compute(self, waits_for: Callable[[], str]) -> None:
-        """Begin to wait for the producer, which has yet to compute what this load needs."""
-        self.enter(COMPUTE, waits_for)
-
-    def leave_source(self) -> None:
-        """Forget all that belongs to its source: the next one begins anew."""
-        self.end_phases()
-        if self.news is not None:
-            self.news.close()
-        self.sources, self.freshness, self.tokens, self.payload = (), "", 0, b""
-        self.flight = self.news = self.grown = self.landed = None
-        self.verification = Verification.OFF
-
-    def end_now(self) -> None:
-        """Cancel its task, once, since its time is over. One that has yet to begin finds out when it does."""
-        if self.task is not None and not self.overdue:
-            self.overdue, self.held_up = True, self._held_up()
-            self.task.cancel()
-
-    def was_late(self) -> bool:
-        """True if its task was cancelled by `end_now` alone; that cancellation is taken back."""
-        return self.overdue and self.task is not None and self.task.uncancel() <= self.cancelling
-
-    def failure(self, load: Load, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
-        """Make the error of a load that fails: it names the request and the peer."""
-        ticket, request_id = self.ticket, load.request_id
-        what = f"request {request_id!r} from {ticket.engine_id!r} at {ticket.address}"
-        return kind(f"{what}: {why}", request_id=request_id, peer=ticket.address, **facts)
-
-    @property
-    def where(self) -> str:
-        """The phase that it is in, or was in when it ended: a flight that waits for a permit is queued."""
-        return "queued" if self.flight is not None and self.flight.waits else self.phase
-
-    def _held_up(self) -> str:
-        if self.waits_for is not None:
-            return f": {self.waits_for()}"
-        reads = self.flight.under_way if self.flight is not None else 0
-        if not reads or self.flight is None:
-            return ""
-        since_s = self._now_s() - self.flight.heard_s
-        return f": no read has ended for {since_s:.3g} s, {reads} are under way: the peer or the network stands still"
-
-    def end_phases(self) -> None:
-        """End the phases. Time that its flight has spent waiting for permits, or posting, does not count as "wire"."""
-        self.enter(self.phase, self.waits_for)
-        flight = self.flight
-        if len(self.seconds) > len(PHASES):
-            self.seconds = {phase: self.seconds[phase] for phase in EVERY_PHASE if phase in self.seconds}
-        seconds = self.seconds
-        if flight is not None:
-            queued_s = min(flight.queued_s, seconds["wire"])
-            post_s = min(flight.post_s, seconds["wire"] - queued_s)
-            seconds["queued"] += queued_s
-            seconds["post"] += post_s
-            seconds["wire"] -= queued_s + post_s
-            if flight.waits:
-                self.phase = "queued"
-
-    def report(self, request_id: str, *, notified: bool = False) -> LoadReport:
-        flight = self.flight
-        self.end_phases()
-        return LoadReport(
-            request_id=request_id,
-            bytes=flight.size_bytes if flight else 0,
-            blocks=sum(map(len, self.tables)) if flight else 0,
-            tokens=self.tokens,
-            descriptors=flight.descriptor_count if flight else 0,
-            sources=tuple(map(_LABEL_OF, self.sources)),
-            notified=notified,
-            seconds=self.seconds,
-            verification=self.verification,
-            freshness=self.freshness or "seal",
-            payload=self.payload,
-        )
 
 
 def said_priority(request: LoadRequest) -> int:
@@ -208,19 +56,71 @@ class Load:
     `finally`.
     """
 
-    def __init__(self, request: LoadRequest, tables: Sequence[BlockIds] = (), work: Work | None = None) -> None:
+    def __init__(
+        self,
+        request: LoadRequest,
+        ticket: Ticket | None = None,
+        tables: Sequence[BlockIds] = (),
+        entries: BlockIds = _NO_BLOCKS,
+        clock: Clock | None = None,
+        begun_s: float = 0.0,
+    ) -> None:
+        """Open a load. One that was refused has a request only.
+
+        Args:
+            request: the request, checked.
+            ticket: the first of its tickets.
+            tables: the local blocks, by group.
+            entries: the local blocks as the ledger counts them.
+            clock: the registration's clock.
+            begun_s: when the load was asked for, by that clock.
+        """
         self.request_id = request.request_id
         self.request = request
-        self.work = work
-        """Only for the loader and its carriers; None of a load that was refused."""
-        self._tables = tables
-        self._task: asyncio.Task[LoadReport] | None = None
-        self._outcome: LoadReport | BaseException | None = None
         self.followed = False
         """True once its progress was asked for."""
         self.progress: Progress | None = None
         """Progress that was seen last, while it is under way; None before the first tokens of a load that grows."""
+        self._task: asyncio.Task[LoadReport] | None = None
+        self._outcome: LoadReport | BaseException | None = None
         self._news: asyncio.Event | None = None
+        self._clock = clock or SystemClock()
+        # All that follows is only for the loader, its steps and the parts.
+        if ticket is not None:
+            self.ticket = ticket
+            """The ticket that is read now."""
+        self.attempts: list[Attempt] | None = None
+        """Outcome of each source so far, if the load may have several."""
+        self.tables = tables
+        self.entries = entries
+        self.begun_s = self._since_s = begun_s
+        self.ends_s = math.inf
+        """Deadline, by the loop's clock."""
+        self.phase = "queued"
+        self.waits_for: Callable[[], str] | None = None
+        """What the phase waits for and has of it by now, in words, where its name does not say that."""
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.carrying: asyncio.Task[Any] | None = None
+        """The task that carries the load out, once it has begun."""
+        self.cancelling = 0
+        """Cancellations of that task before the load began."""
+        self.overdue = False
+        """True once the loader has cancelled the load: its deadline has passed, or the loader closes."""
+        self.held_up = ""
+        """What held the load up at that moment, for an error's message; "" if the phase's name says it."""
+        self.sources: Sequence[Source] = ()
+        """The ranks that are read from, once there is a plan."""
+        self.freshness = ""
+        """Proof of its bytes, as in a `LoadReport`; "" before the plan."""
+        self.tokens = 0
+        """Tokens that are read."""
+        self.flight: Flight | None = None
+        self.lease_news: Any = None
+        """The `growing.load_news.News` of leases that are still to come to an end; None if there are no such leases."""
+        self.landed: History | None = None
+        """When how many tokens had landed, of a load of leases that grow."""
+        self.verification = Verification.OFF
+        self.payload = b""
 
     def __repr__(self) -> str:
         state = "under way" if not self.done else "safe" if self.safe else "quarantined"
@@ -239,12 +139,12 @@ class Load:
     @property
     def block_ids(self) -> tuple[int, ...]:
         """The local blocks that it fills; those of the first group, if there are several."""
-        return self.block_tables[0] if self._tables else ()
+        return self.block_tables[0] if self.tables else ()
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
         """The local blocks that it fills, by group."""
-        return tuple(tuple(ids.tolist()) for ids in self._tables)
+        return tuple(tuple(ids.tolist()) for ids in self.tables)
 
     @property
     def done(self) -> bool:
@@ -254,7 +154,7 @@ class Load:
     @property
     def safe(self) -> bool:
         """True once it has ended and no byte can land in its blocks any more. May be asked from any thread."""
-        return self.done and (self.work is None or self.work.flight is None or self.work.flight.safe)
+        return self.done and (self.flight is None or self.flight.safe)
 
     def cancel(self) -> None:
         """Ask it to end: awaiting it raises CancelledError within Config.cancel_grace_s. No effect once it is done.
@@ -281,14 +181,14 @@ class Load:
         if self._task is not None and not self._task.done():
             require_loop(self._task.get_loop(), f"request {self.request_id!r}: settled()")
             await asyncio.wait([self._task])
-        if self.work is not None and self.work.flight is not None:
-            await self.work.flight.settled()
+        if self.flight is not None:
+            await self.flight.settled()
 
     def follow(self) -> None:
         """Ask for its progress from now on."""
         self.followed = True
-        if self.work is not None and self.work.flight is not None:
-            self.work.flight.nudge()
+        if self.flight is not None:
+            self.flight.nudge()
 
     async def progressed(self, tokens: int) -> Progress | None:
         """Wait for progress beyond what is known. Cancelling stops the waiting only.
@@ -319,7 +219,7 @@ class Load:
             tokens: how many are in the local blocks of all groups, from the first one on.
             tokens_in_all: how many the load reads.
         """
-        if self.work is not None and self.work.attempts is None:  # else another source may write there again
+        if self.attempts is None:  # else another source may write there again
             self.progress = Progress(tokens, tokens_in_all)
             self._wake()
 
@@ -353,6 +253,106 @@ class Load:
         self._outcome = outcome
         if self._news is not None:
             self._wake()
+
+    def enter(self, phase: str, waits_for: Callable[[], str] | None = None) -> None:
+        """Only for steps of a load: begin a phase. It may be entered again, as `queued` is for every permit.
+
+        Args:
+            phase: its name, one of `requests.EVERY_PHASE`.
+            waits_for: returns what the phase waits for, in words, where its name does not say that.
+        """
+        now_s, self.waits_for = self._clock.now_s(), waits_for
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
+        self.phase, self._since_s = phase, now_s
+
+    def end_now(self) -> None:
+        """Only for `Loader`: cancel the task that carries the load out, once.
+
+        A load that has yet to begin finds out when it does.
+        """
+        if self.carrying is not None and not self.overdue:
+            self.overdue, self.held_up = True, self._held_up()
+            self.carrying.cancel()
+
+    def was_late(self) -> bool:
+        """Only for `Loader`: take back the cancellation by `end_now`.
+
+        Returns:
+            True if nobody else has cancelled the task.
+        """
+        return self.overdue and self.carrying is not None and self.carrying.uncancel() <= self.cancelling
+
+    def failure(self, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
+        """Only for steps of a load: make the error that it fails with, which names the request and the peer.
+
+        Args:
+            kind: the error's class.
+            why: what has gone wrong.
+            facts: further arguments of the class.
+
+        Returns:
+            The error.
+        """
+        what = f"request {self.request_id!r} from {self.ticket.engine_id!r} at {self.ticket.address}"
+        return kind(f"{what}: {why}", request_id=self.request_id, peer=self.ticket.address, **facts)
+
+    @property
+    def where(self) -> str:
+        """The phase that it is in, or was in when it ended: a flight that waits for a permit is queued."""
+        return "queued" if self.flight is not None and self.flight.waits else self.phase
+
+    def _held_up(self) -> str:
+        if self.waits_for is not None:
+            return f": {self.waits_for()}"
+        reads = self.flight.under_way if self.flight is not None else 0
+        if not reads or self.flight is None:
+            return ""
+        since_s = self._clock.now_s() - self.flight.heard_s
+        return f": no read has ended for {since_s:.3g} s, {reads} are under way: the peer or the network stands still"
+
+    def end_phases(self) -> None:
+        """Only for steps of a load: end the phases.
+
+        Time that the flight has spent waiting for permits, or posting, does not count as "wire".
+        """
+        self.enter(self.phase, self.waits_for)
+        flight = self.flight
+        if len(self.seconds) > len(PHASES):
+            self.seconds = {phase: self.seconds[phase] for phase in EVERY_PHASE if phase in self.seconds}
+        seconds = self.seconds
+        if flight is not None:
+            queued_s = min(flight.queued_s, seconds["wire"])
+            post_s = min(flight.post_s, seconds["wire"] - queued_s)
+            seconds["queued"] += queued_s
+            seconds["post"] += post_s
+            seconds["wire"] -= queued_s + post_s
+            if flight.waits:
+                self.phase = "queued"
+
+    def report(self, *, notified: bool = False) -> LoadReport:
+        """Only for steps of a load: end the phases of a load that has succeeded.
+
+        Args:
+            notified: whether the producer was told.
+
+        Returns:
+            The load's report.
+        """
+        flight = self.flight
+        self.end_phases()
+        return LoadReport(
+            request_id=self.request_id,
+            bytes=flight.size_bytes if flight else 0,
+            blocks=sum(map(len, self.tables)) if flight else 0,
+            tokens=self.tokens,
+            descriptors=flight.descriptor_count if flight else 0,
+            sources=tuple(map(_LABEL_OF, self.sources)),
+            notified=notified,
+            seconds=self.seconds,
+            verification=self.verification,
+            freshness=self.freshness or "seal",
+            payload=self.payload,
+        )
 
     async def _result(self) -> LoadReport:
         if isinstance(self._outcome, LoadReport):
@@ -390,7 +390,7 @@ class _Steps:
 
 
 def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
-    """A load that was over before it began: awaiting it raises `error`."""
+    """Return a load that was over before it began: awaiting it raises `error`."""
     load = Load(LoadRequest(request_name(request), {}, ()))
     load.end(error)
     return load

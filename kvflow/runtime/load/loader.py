@@ -35,12 +35,14 @@ from kvflow.errors import (
 )
 from kvflow.logs import logger_of
 from kvflow.parts import part
+from kvflow.runtime.load import steps
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.load import Carry, Load, Work, request_name, said_priority
+from kvflow.runtime.load.load import Carry, Load, request_name, said_priority
 from kvflow.runtime.load.plan import check_expected
 from kvflow.runtime.load.requests import (
     PHASES,
     TICKETS_MAX,
+    GivenTicket,
     InFlight,
     LoadingStatistics,
     LoadReport,
@@ -66,24 +68,14 @@ class Loader:
     """All loads of a registration."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        config = cache.config
         self._cache = cache
-        self._config = config
-        self._bounds = (config.limits.block_ids_max, config.load_deadline_s)
+        self._config = cache.config
         self._observers = cache.observers
-        self.clock = cache.clock
         self._now_s = cache.clock.now_s
-        self.groups = cache.local.groups
-        self.peers = cache.peers
-        self.resolver = cache.resolver
-        self.remote_leases = cache.remote_leases
-        self.resources = cache.resources
-        self.whole = cache.whole.carry
-        """Carrier of a load whose offer is known."""
-        self._throttle = cache.whole.throttle
+        self._throttle = cache.throttle
         self._look: asyncio.TimerHandle | None = None
         self._look_s = math.inf
-        self._loads: dict[Load, Work] = {}  # in order, so that a simulation can be replayed
+        self._loads: dict[Load, None] = {}  # in order, so that a simulation can be replayed
         self._unsafe: dict[Flight, Load] = {}
         """Flights in quarantine: their loads have ended, their bytes may land still."""
         self._quiet = asyncio.Event()
@@ -96,10 +88,10 @@ class Loader:
 
     @property
     def statistics(self) -> LoadingStatistics:
-        queue = self.resources.queue
+        queue = self._cache.resources.queue
         return LoadingStatistics(
             open_loads=len(self._loads),
-            waiting_loads=self.resources.seal_slots.waiting,
+            waiting_loads=self._cache.resources.seal_slots.waiting,
             waiting_reads=queue.waiting,
             in_flight=InFlight(*queue.used),
             peers={
@@ -107,9 +99,9 @@ class Loader:
                 for peer, used, waiting in queue.peers()
             },
             quarantines=len(self.quarantines),
-            renewals=self.remote_leases.sent,
+            renewals=self._cache.remote_leases.sent,
             never_read=sum(
-                many >= NEVER_READ_AT and not self.peers.delivered(one) for one, many in self._never_read.items()
+                many >= NEVER_READ_AT and not self._cache.peers.delivered(one) for one, many in self._never_read.items()
             ),
             **self._counts,
             **{str(one): self._verified[one] for one in Verification if one is not Verification.OFF},
@@ -134,12 +126,12 @@ class Loader:
 
     def tables_of(self, block_ids: GivenBlockIds, request_id: str) -> tuple[BlockIds, ...]:
         """Local blocks as a request gives them, by group. RequestError if they cannot be right."""
-        return self.resources.ledger.find(block_ids, f"request {request_id!r}: block_ids")[0]
+        return self._cache.resources.ledger.find(block_ids, f"request {request_id!r}: block_ids")[0]
 
     def start(self, request: LoadRequest) -> Load:
         """See `Runtime.start_load`; raises what is wrong with the request."""
-        load, work, carry = self._accept(request, self._now_s(), waited_s=0.0)
-        load.begin(partial(self._start_in_turn, load, work, carry)).add_done_callback(partial(self._over, load, work))
+        load, carry = self._accept(request, self._now_s(), waited_s=0.0)
+        load.begin(partial(self._start_in_turn, load, carry)).add_done_callback(partial(self._over, load))
         return load
 
     def refuse(self, request: LoadRequest, error: KVFlowError) -> None:
@@ -163,13 +155,13 @@ class Loader:
         """Make every load under way end soon, with RuntimeClosed; with CacheUnregistered if that is why."""
         self._closed, self._unregistered = True, self._unregistered or unregistered
         self._look_at(math.inf)
-        self.remote_leases.close()
-        for work in self._loads.values():
-            work.end_now()
+        self._cache.remote_leases.close()
+        for load in self._loads:
+            load.end_now()
 
     def all_stopped(self) -> None:
         """End all quarantines: the transport was closed in good order, so no byte can land any more."""
-        for flight in [*(work.flight for work in self._loads.values()), *self._unsafe]:
+        for flight in [*(load.flight for load in self._loads), *self._unsafe]:
             if flight is not None:
                 flight.all_stopped()
 
@@ -181,51 +173,47 @@ class Loader:
         await self._throttle.come(said_priority(request))
         return await self._carry_out(*self._accept(request, begun_s, waited_s=self._now_s() - begun_s))
 
-    async def _start_in_turn(self, load: Load, work: Work, carry: Carry) -> LoadReport:
+    async def _start_in_turn(self, load: Load, carry: Carry) -> LoadReport:
         """Body of a load's own task."""
         if not self._throttle.at_once(self._now_s()):
             await self._throttle.come(load.request.priority)
-        return await self._carry_out(load, work, carry)
+        return await self._carry_out(load, carry)
 
-    def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, Work, Carry]:
+    def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, Carry]:
         """Check all that can be judged without the peer, and open the load, with its carrier. Its time runs already."""
-        ids_max, usual_s = self._bounds
+        cache, config = self._cache, self._config
         try:
-            if self._config.role == "producer":
-                raise UsageError(f"load_blocks: the role of engine {self._config.engine_id!r} is 'producer'")
-            plain = checks.settled_request(request, LoadRequest, "load_blocks", ids_max)
+            if config.role == "producer":
+                raise UsageError(f"load_blocks: the role of engine {config.engine_id!r} is 'producer'")
+            plain = checks.settled_request(request, LoadRequest, "load_blocks", config.limits.block_ids_max)
             what = f"request {plain.request_id!r}"
-            given = plain.ticket
-            if plain.again is None and (type(given) is dict or isinstance(given, Ticket)):
-                try:
-                    tickets: tuple[Ticket, ...] = (self.resolver.read_ticket(given),)
-                except RequestError as error:
-                    raise RequestError(f"{what}: {error}") from error
-                carry = self.met(self.whole, what) if tickets[0].awaited else self.whole
-            else:
-                tickets, carry = self._several(plain)
-            if plain.verify and (problem := self._cache.part("verify", f"{what}: verify").problem):
+            tickets = self._tickets(plain.ticket, what)
+            carry: Carry = partial(steps.carry, cache)
+            if len(tickets) > 1 or plain.again is not None:
+                needing = f"{what}: a load of several tickets, or with `again`,"
+                carry = part("failover", needing).carrier(cache, tickets)
+            elif tickets[0].awaited:
+                carry = cache.part("growing", f"{what}: a load of a rendezvous").rendezvous.carry
+            if plain.verify and (problem := cache.part("verify", f"{what}: verify").problem):
                 raise RequestError(f"{what}: verify: {problem}")
-            tables, entries = self.resources.ledger.find(plain.block_ids, f"{what}: block_ids")
+            tables, entries = cache.ledger.find(plain.block_ids, f"{what}: block_ids")
             if plain.prompt is not None or plain.num_tokens is not None:
                 for one in tickets:
-                    check_expected(self.groups, plain, one, tables)
+                    check_expected(cache.local.groups, plain, one, tables)
         except KVFlowError as error:
             self.refuse(request, error)
             raise
-        deadline_s = usual_s if plain.deadline_s is None else plain.deadline_s
-        work = Work(tickets[0], tables, entries, self._now_s, begun_s)
-        work.ends_s = asyncio.get_running_loop().time() + deadline_s - waited_s
-        load = Load(plain, tables, work)
-        self._loads[load] = work
+        deadline_s = config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
+        load = Load(plain, tickets[0], tables, entries, cache.clock, begun_s)
+        load.ends_s = asyncio.get_running_loop().time() + deadline_s - waited_s
+        self._loads[load] = None
         self._quiet.clear()
-        if work.ends_s < self._look_s and not self._closed:
-            self._look_at(work.ends_s)
-        return load, work, carry
+        if load.ends_s < self._look_s and not self._closed:
+            self._look_at(load.ends_s)
+        return load, carry
 
-    def _several(self, request: LoadRequest) -> tuple[tuple[Ticket, ...], Carry]:
-        """Read the tickets of a request that may have several, and choose the carrier of its load."""
-        what, given = f"request {request.request_id!r}", request.ticket
+    def _tickets(self, given: GivenTicket | Sequence[GivenTicket], what: str) -> list[Ticket]:
+        """Read the tickets of a request, which have to be of one prompt. RequestError if they cannot be right."""
         several: Sequence[Any] | None = (given,)
         if isinstance(given, list | tuple):
             several = checks.answer(lambda: tuple(given))
@@ -233,22 +221,15 @@ class Loader:
             raise RequestError(f"{what}: ticket: expected a ticket or a list of them, got {checks.shown(given)}")
         if not 0 < len(several) <= TICKETS_MAX:
             raise RequestError(f"{what}: {counted(len(several), 'ticket')}, expected 1 to {TICKETS_MAX}")
-        try:
-            tickets = tuple(self.resolver.read_ticket(one) for one in several)
-        except RequestError as error:
-            raise RequestError(f"{what}: {error}") from error
-        for other in tickets[1:]:
-            check_alike(tickets[0], other, what)
-        if len(tickets) > 1 or request.again is not None:
-            needing = f"{what}: a load of several tickets, or with `again`,"
-            carry: Carry = part("failover", needing).carrier(self, tickets)
-            return tickets, carry
-        return tickets, self.met(self.whole, what) if tickets[0].awaited else self.whole
-
-    def met(self, carry: Carry, what: str) -> Carry:
-        """Return a carrier that waits for the offer of a rendezvous, and then hands over to `carry`."""
-        met: Carry = self._cache.part("growing", f"{what}: a load of a rendezvous").rendezvous.met(carry)
-        return met
+        tickets: list[Ticket] = []
+        for one in several:
+            try:
+                tickets.append(self._cache.resolver.read_ticket(one))
+            except RequestError as error:
+                raise RequestError(f"{what}: {error}") from error
+            if len(tickets) > 1:
+                check_alike(tickets[0], tickets[-1], what)
+        return tickets
 
     def _look_at(self, when_s: float) -> None:
         """Set the timer that looks for loads past their deadline. There is one for all: most loads are quick."""
@@ -260,50 +241,50 @@ class Loader:
 
     def _end_overdue(self) -> None:
         now_s, next_s = asyncio.get_running_loop().time(), math.inf
-        for work in self._loads.values():
-            if work.ends_s > now_s:
-                next_s = min(next_s, work.ends_s)
+        for load in self._loads:
+            if load.ends_s > now_s:
+                next_s = min(next_s, load.ends_s)
             else:
-                work.end_now()
+                load.end_now()
         self._look_at(next_s)
 
-    async def _carry_out(self, load: Load, work: Work, carry: Carry) -> LoadReport:
+    async def _carry_out(self, load: Load, carry: Carry) -> LoadReport:
         """Carry a load out to its outcome. Every load ends here."""
-        task = work.task = asyncio.current_task()
+        task = load.carrying = asyncio.current_task()
         assert task is not None, "loads are carried out by tasks"
-        work.cancelling = task.cancelling()
+        load.cancelling = task.cancelling()
         try:
-            if self._closed or work.ends_s <= asyncio.get_running_loop().time():
-                raise self._late(load, work)
-            report = await carry(load, work)
+            if self._closed or load.ends_s <= asyncio.get_running_loop().time():
+                raise self._late(load)
+            report = await carry(load)
         except asyncio.CancelledError as cancelled:
-            if not work.was_late():
-                self._end(load, work, cancelled, "cancelled", CANCELLED)
+            if not load.was_late():
+                self._end(load, cancelled, "cancelled", CANCELLED)
                 raise
-            error = self._failed(load, work, self._late(load, work))
+            error = self._failed(load, self._late(load))
         except KVFlowError as problem:
-            work.was_late()
-            error = self._failed(load, work, problem)
+            load.was_late()
+            error = self._failed(load, problem)
         except BaseException as bug:
-            self._end(load, work, bug, "failed", type(bug).__name__, str(bug))
+            self._end(load, bug, "failed", type(bug).__name__, str(bug))
             raise
         else:
-            if work.overdue:  # it was cancelled in the moment in which it was done
-                work.was_late()
+            if load.overdue:  # it was cancelled in the moment in which it was done
+                load.was_late()
             self._counts["bytes"] += report.bytes
-            self._end(load, work, report, "succeeded", LOADED)
+            self._end(load, report, "succeeded", LOADED)
             return report
         raise error from error.__cause__
 
-    def _failed(self, load: Load, work: Work, error: KVFlowError) -> KVFlowError:
+    def _failed(self, load: Load, error: KVFlowError) -> KVFlowError:
         """End a load with an error that names it, and carries it as `quarantine` if bytes may still land."""
         if isinstance(error, PeerError | LoadError | RequestError):  # shared by loads of one handshake, perhaps
-            error = error.of_request(load.request_id, work.ticket.engine_id)
-        if isinstance(error, PeerError | LoadError) and work.attempts is None:
-            self._note_never_read(work.ticket.engine_id, str(error))
-        error.quarantine = load if work.flight is not None and not work.flight.safe else None
-        logger.info("load %s failed in phase %s: %s", load.request_id, work.where, error)
-        self._end(load, work, error, "failed", type(error).__name__, str(error))
+            error = error.of_request(load.request_id, load.ticket.engine_id)
+        if isinstance(error, PeerError | LoadError) and load.attempts is None:
+            self._note_never_read(load.ticket.engine_id, str(error))
+        error.quarantine = load if load.flight is not None and not load.flight.safe else None
+        logger.info("load %s failed in phase %s: %s", load.request_id, load.where, error)
+        self._end(load, error, "failed", type(error).__name__, str(error))
         return error
 
     def _note_never_read(self, engine_id: str, why: str) -> None:
@@ -312,7 +293,7 @@ class Loader:
         A router that sends the request elsewhere hides the error of a load. If all loads of a pair fail, prompts take
         long, and nothing else shows.
         """
-        if self.peers.delivered(engine_id):
+        if self._cache.peers.delivered(engine_id):
             self._never_read.pop(engine_id, None)
             return
         many = self._never_read[engine_id] = self._never_read.get(engine_id, 0) + 1
@@ -325,21 +306,21 @@ class Loader:
                 why,
             )
 
-    def _over(self, load: Load, work: Work, task: asyncio.Task[LoadReport]) -> None:
+    def _over(self, load: Load, task: asyncio.Task[LoadReport]) -> None:
         """End a load whose own task was cancelled before its first step."""
-        if work.task is None:
-            self._end(load, work, asyncio.CancelledError(), "cancelled", CANCELLED)
+        if load.carrying is None:
+            self._end(load, asyncio.CancelledError(), "cancelled", CANCELLED)
         if not task.cancelled():
             task.exception()  # seen: it is logged, and whoever awaits the load gets it
 
-    def _late(self, load: Load, work: Work) -> KVFlowError:
+    def _late(self, load: Load) -> KVFlowError:
         """Error of a load that has no more time: of the transport, if that died under it."""
-        phase, lost = work.where, work.flight.lost if work.flight is not None else None
+        phase, lost = load.where, load.flight.lost if load.flight is not None else None
         if isinstance(lost, RuntimeBroken):
             return lost
         if self._closed:
             return self._closed_error(load, phase)
-        return work.failure(load, DeadlineExceeded, f"deadline exceeded in phase {phase!r}{work.held_up}", phase=phase)
+        return load.failure(DeadlineExceeded, f"deadline exceeded in phase {phase!r}{load.held_up}", phase=phase)
 
     def _closed_error(self, load: Load, phase: str) -> RuntimeUnavailable:
         if self._unregistered:
@@ -357,7 +338,6 @@ class Loader:
     def _end(
         self,
         load: Load,
-        work: Work,
         result: LoadReport | BaseException,
         counted: str,
         outcome: str,
@@ -365,31 +345,31 @@ class Loader:
     ) -> None:
         """Forget a load, count how it has ended, and tell its handle and the observers."""
         load.end(result)
-        if work.news is not None:
-            work.news.close()
-        if counted != "succeeded" and work.flight is not None and not work.flight.safe:
-            self._unsafe[work.flight], work.flight.on_safe = load, self._landed
+        if load.lease_news is not None:
+            load.lease_news.close()
+        if counted != "succeeded" and load.flight is not None and not load.flight.safe:
+            self._unsafe[load.flight], load.flight.on_safe = load, self._landed
         self._loads.pop(load, None)
-        self.remote_leases.forget(load)
+        self._cache.remote_leases.forget(load)
         self._counts[counted] += 1
-        if work.attempts:
-            self._counts["sources_left"] += len(work.attempts) - 1
-            for attempt in work.attempts:
+        if load.attempts:
+            self._counts["sources_left"] += len(load.attempts) - 1
+            for attempt in load.attempts:
                 if attempt.error:
                     self._note_never_read(attempt.engine_id, attempt.error)
-        if work.verification is not Verification.OFF:
-            self._verified[work.verification] += 1
+        if load.verification is not Verification.OFF:
+            self._verified[load.verification] += 1
         if self._throttle.paused:
             self._throttle.resume()
         if not self._loads and not self._unsafe:
             self._quiet.set()
         if self._observers.all:
-            self._observers.load_ended(self._record(load, work, outcome, error))
+            self._observers.load_ended(self._record(load, outcome, error))
 
-    def _record(self, load: Load, work: Work, outcome: str, error: str) -> LoadRecord:
-        flight, ticket = work.flight, work.ticket
+    def _record(self, load: Load, outcome: str, error: str) -> LoadRecord:
+        flight, ticket = load.flight, load.ticket
         if outcome != LOADED:  # a report has ended its phases already
-            work.end_phases()
+            load.end_phases()
         return LoadRecord(
             engine_id=self._config.engine_id,
             rank=self._cache.rank,
@@ -399,15 +379,15 @@ class Loader:
             peer=ticket.address,
             outcome=outcome,
             error=error,
-            phase=work.phase,
+            phase=load.phase,
             bytes=flight.size_bytes if flight else 0,
-            blocks=sum(map(len, work.tables)),
-            blocks_by_group=blocks_by_group(self.groups, work.tables),
+            blocks=sum(map(len, load.tables)),
+            blocks_by_group=blocks_by_group(self._cache.local.groups, load.tables),
             descriptors=flight.descriptor_count if flight else 0,
-            seconds=work.seconds,
-            verification=work.verification,
-            freshness=work.freshness,
-            landed=work.landed.moments if work.landed is not None else (),
+            seconds=load.seconds,
+            verification=load.verification,
+            freshness=load.freshness,
+            landed=load.landed.moments if load.landed is not None else (),
             traceparent=ticket.traceparent,
-            attempts=work.attempts or (),
+            attempts=load.attempts or (),
         )

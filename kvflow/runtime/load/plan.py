@@ -4,7 +4,7 @@ The plan leads from tables of block ids to chunks of tokens.
 
 Every rank of an engine holds the same prompt in the same blocks. So blocks are matched once for each pair of groups of
 layers; then each rank's own block ids are put in. Nothing is believed that was not checked against the registered
-caches (invariant I8). `whole` plans loads of a few whole blocks of one rank itself, in one go.
+caches (invariant I8). `steps` plans loads of a few whole blocks of one rank itself, in one go.
 """
 
 from __future__ import annotations

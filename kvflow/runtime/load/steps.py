@@ -1,0 +1,285 @@
+"""The steps of a load whose offer is known: reach its ranks, plan, claim, read, vouch, tell. `carry` calls them.
+
+Optional steps are chosen once, after the plan: growth, a payload that is yet to come, buffers, a comparison with the
+producer's bytes. Most loads are read straight into the cache (`read_straight`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kvflow.checks import counted, said
+from kvflow.core.plan.block_map import BlockMap
+from kvflow.core.plan.descriptors import FEW, Chunks, alike, check_block_ids, match_few, read_few
+from kvflow.core.plan.slices import plan_slices
+from kvflow.core.policy.history import History
+from kvflow.errors import (
+    COMPUTE,
+    LeaseExpired,
+    LoadError,
+    Overloaded,
+    PrefillFailed,
+    RequestError,
+    TransferFailed,
+)
+from kvflow.runtime.copy_thread import CopyFailed
+from kvflow.runtime.load.flight import Flight, HeadOf, Read
+from kvflow.runtime.load.flight_resources import TURN_S
+from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.plan import Plan, check_offered, planned
+from kvflow.runtime.load.requests import LoadReport
+from kvflow.runtime.peers.peer import Connection, Source, held
+from kvflow.transport.base import TransportError
+
+if TYPE_CHECKING:
+    from kvflow.runtime.assembly import RegisteredCache
+
+Reader: TypeAlias = Callable[[Load, Flight, Plan], Awaitable[bool]]
+"""Way of a load's bytes into its blocks: straight, through buffers, as they are computed, or with a comparison. Returns
+True if the leases have covered the whole read (`Flight.fly`)."""
+
+_OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
+_PAST_DEADLINE = "it ended later than its producer is known to hold the blocks: compute the prompt again"
+_DRAWN_OF = 1 << 32
+_BROKEN = "its producer could not compute the prompt, and says so: have another one compute it"
+
+
+async def carry(cache: RegisteredCache, load: Load) -> LoadReport:
+    """Carry a load from its ticket to its report. Whatever it raises, its flight has stopped, or is quarantined."""
+    ticket, request, grace_s = load.ticket, load.request, cache.config.cancel_grace_s
+    if not len(load.entries) or not (ticket.block_ids or ticket.has_blocks):
+        return await _carry_empty(cache, load)
+    keep = partial(cache.remote_leases.keep, load, ticket.ttl_s)
+    sources = cache.resolver.reach_at_once(ticket, keep)
+    if sources is None:
+        load.enter("handshake")
+        sources = await cache.resolver.reach(ticket, keep)
+    load.enter("plan")
+    if load.seconds["handshake"] > TURN_S:  # many loads may have waited for the same handshake
+        await cache.throttle.come(request.priority, again=True)
+    plan = _plan(cache, load, sources)
+    if request.after is not None or not cache.resources.seal_slots.take(plan.sources):
+        await _admitted(cache, load)
+    flight = load.flight = Flight(load.request_id, load.entries, plan.sources, request.priority, cache.resources)
+    try:
+        fresh = await _read(cache, load, flight, plan, sources)
+        flight.land()
+    except (TransportError, CopyFailed) as error:
+        if flight.failed is not None:
+            cache.peers.failed(flight.failed.connection, str(error))
+        await flight.stop(grace_s)
+        raise load.failure(TransferFailed, f"the transfer failed: {error}") from error
+    except BaseException:
+        await flight.stop(grace_s)
+        raise
+    cache.peers.succeeded(plan.sources, fresh=fresh)
+    if not fresh:
+        raise _over_error(load)
+    return await _tell(cache, load, sources)
+
+
+async def _carry_empty(cache: RegisteredCache, load: Load) -> LoadReport:
+    """Carry a load of no blocks: tell the producer, if it waits for us; wait for the payload, if one is promised.
+
+    A producer that cannot be told loses nothing: its lease runs out.
+    """
+    ticket = load.ticket
+    if ticket.offers_nothing:
+        return load.report()  # its leases ended when they were made
+    if not any(rank.payload for rank in ticket.ranks):
+        load.enter("notify")
+        told = not load.request.keep_offer and await cache.remote_leases.release(ticket)
+        return load.report(notified=told)
+    load.enter("handshake")
+    sources = await cache.resolver.reach(ticket, partial(cache.remote_leases.keep, load, ticket.ttl_s))
+    load.enter("wire")
+    _growing(cache, load).follow(load, sources, {})
+    return await _tell(cache, load, sources)
+
+
+def _plan(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> Plan:
+    """Plan which blocks go where. RequestError if theirs and ours do not go together."""
+    request, groups = load.request, cache.local.groups
+    plan = _plan_few(cache, load, sources[0]) if len(sources) == 1 and not request.verify else None
+    if plan is None:
+        check_offered(groups, request, load.ticket, load.tables)
+        plan = planned(f"request {load.request_id!r}", load.ticket, load.tables, groups, sources)
+    load.sources, load.tokens = plan.sources, plan.tokens
+    load.freshness = plan.sources[0].proof.kind if plan.sources else ""
+    return plan
+
+
+def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None:
+    """Plan a load of a few whole blocks from one rank, in one slice; None if the load is any other."""
+    connection, lease, ticket, count = source.connection, source.lease, load.ticket, len(load.entries)
+    limits, pairs = cache.config.limits, connection.alike
+    if pairs is None or count > FEW or source.proof.grows or ticket.extends or lease.payload:
+        return None
+    if count * pairs.chunk_size_bytes > limits.slice_bytes_max or count * pairs.pieces > limits.slice_descriptors_max:
+        return None
+    given = ticket.block_ids if lease.block_ids is None else lease.block_ids
+    what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
+    check_block_ids(given, num_blocks=connection.num_blocks[0], what=what)
+    blocks = match_few(load.tables[0], given, pairs.tokens, load.request.cached_tokens, ticket.num_tokens)
+    return None if blocks is None else Plan((source,), {}, count * pairs.tokens, blocks)
+
+
+async def _admitted(cache: RegisteredCache, load: Load) -> None:
+    """Wait for the caller's event, and until as many more ranks may be read from. Overloaded if too many loads wait
+    already. A connection that breaks meanwhile stays until we have found out.
+    """
+    request, slots, waiting_max = load.request, cache.resources.seal_slots, cache.config.loads_waiting_max
+    ranks, ranks_max = len(load.sources), cache.config.limits.loads_max
+    with held(load.sources):
+        if request.after is not None:
+            load.enter("queued", lambda: "its event `after` has not happened on this engine's device")
+            try:
+                await cache.resources.copy_thread.happened(request.after)
+            except Exception as error:
+                raise load.failure(TransferFailed, f"its event `after` failed: {said(error)}") from error
+            load.enter("plan")
+        if ranks > ranks_max:
+            raise RequestError(
+                f"request {load.request_id!r}: reads from {counted(ranks, 'rank')}, limits.loads_max is {ranks_max}"
+            )
+        if not slots.take(load.sources):
+            if slots.waiting >= waiting_max:
+                raise load.failure(Overloaded, f"{counted(waiting_max, 'load')} (loads_waiting_max) wait already")
+            load.enter("queued")
+            await slots.wait(load.sources, request.priority)
+            load.enter("plan")
+
+
+def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
+    """Choose the way to read: at once or as blocks are computed, and compared where that is asked for."""
+    ticket, verify = load.ticket, load.request.verify
+    if plan.few:
+        load.enter("wire")
+        (source,) = sources
+        head = flight.head(source) if source.connection.carries_seals and not source.proof.asked else None
+        return flight.fly((Read(source, read_few(source.connection.alike, plan.few, head), head is not None),))
+    grows = payload = False
+    for source in sources:
+        grows, payload = grows or source.proof.grows, payload or source.lease.payload
+    if payload or ticket.extends:
+        asked = [one for one in sources if one.lease.payload or (one.lease.pending and one in plan.sources)]
+        _growing(cache, load).follow(load, asked, plan.matched)
+    load.enter("wire")
+    read: Reader = partial(read_straight, cache)
+    if grows or ticket.extends:
+        if any(source.lease.pending for source in plan.sources):
+            load.landed = History(cache.clock.now_s, load.begun_s)
+        read = _growing(cache, load).read
+    elif (buffered := through_buffers(cache, load, plan)) is not None:
+        read = buffered.read
+    if verify or (verify is None and cache.config.verify_share and _drawn(cache)):
+        read = partial(cache.part("verify", f"request {load.request_id!r}: a load that is verified").read, read)
+    return read(load, flight, plan)
+
+
+async def _tell(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> LoadReport:
+    """Wait for the payload, if one was promised; then tell every rank that holds a lease for us.
+
+    Nobody is told if other loads are to read the same offer.
+    """
+    if load.lease_news is not None:
+        tokens = counted(load.tokens, "token")
+        load.enter(COMPUTE, lambda: f"{tokens} read, the whole prompt, but the payload that was promised has not come")
+        payload = await load.lease_news.payload()
+        if payload is None:
+            raise _over_error(load)
+        load.payload = payload
+    load.enter("notify")
+    told = not load.request.keep_offer
+    if told:
+        cache.remote_leases.tell(sources)
+    return load.report(notified=told)
+
+
+def _over_error(load: Load) -> LoadError:
+    """Error of a load whose leases have ended too early: the prompt could not be computed, or another reason."""
+    if load.freshness == "deadline":
+        return load.failure(LeaseExpired, _PAST_DEADLINE)
+    told = load.lease_news.failed if load.lease_news is not None else ""
+    if told or any(source.proof.failed for source in load.sources):
+        return load.failure(PrefillFailed, told or _BROKEN)
+    return load.failure(LeaseExpired, _OVER)
+
+
+def _growing(cache: RegisteredCache, load: Load) -> Any:
+    """Return the part that carries loads of leases that grow."""
+    return cache.part("growing", f"request {load.request_id!r}: a load of a lease that grows")
+
+
+def through_buffers(cache: RegisteredCache, load: Load, plan: Plan) -> Any:
+    """Return the part that reads through buffers; None if all of the load goes straight into the cache."""
+    for source in plan.sources:
+        if not source.connection.straight and not _takes_straight(cache, source.connection):
+            return cache.part("staging", f"request {load.request_id!r}: a load through buffers")
+    return None
+
+
+def _drawn(cache: RegisteredCache) -> bool:
+    """Draw one more load. Return whether it is of the share that is verified."""
+    return int(cache.token_hex(4), 16) < cache.config.verify_share * _DRAWN_OF
+
+
+# --- straight into the cache
+
+
+def _takes_straight(cache: RegisteredCache, connection: Connection) -> bool:
+    """Return whether all that may be read from a rank goes straight: found once for each connection."""
+    if connection.straight is None:
+        pieces = any(in_pieces(cache, one) for one in connection.block_maps)
+        connection.straight = not pieces and not cache.memory.staging
+        plain = cache.local.groups[0].whole and connection.told_groups == () and not cache.config.verify_share
+        if connection.straight and plain and len(connection.block_maps) == 1:
+            connection.alike = alike(connection.block_maps[0])
+    return connection.straight
+
+
+def in_pieces(cache: RegisteredCache, block_map: BlockMap) -> bool:
+    """Return whether it may be better to read a peer's blocks whole, through scratch memory, than in pieces."""
+    if block_map.opaque or not cache.scratch:
+        return False
+    pieces = len(block_map.groups(block_map.chunk_tokens)[0].local_offsets)
+    return pieces > 1 or cache.config.scratch == "always"
+
+
+def read_straight(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
+    """Read all of a load whose blocks are there; see `Reader`."""
+    return flight.fly(straight_reads(cache, plan.sources, flight.head))
+
+
+def straight_reads(cache: RegisteredCache, sources: Sequence[Source], head_of: HeadOf | None) -> Iterator[Read]:
+    """Yield the reads of each rank in turn, so that all ranks are busy."""
+    if len(sources) == 1:
+        yield from slices(cache, sources[0], sources[0].chunks, head_of)
+        return
+    waiting = deque(slices(cache, source, source.chunks, head_of) for source in sources)
+    while waiting:
+        reads = waiting.popleft()
+        read = next(reads, None)
+        if read is not None:
+            waiting.append(reads)
+            yield read
+
+
+def slices(
+    cache: RegisteredCache,
+    source: Source,
+    chunks: Iterable[tuple[BlockMap, Chunks]],
+    head_of: HeadOf | None = None,
+) -> Iterator[Read]:
+    """Yield the reads of one rank. With `head_of` the first read fetches the seal, unless that was seen before."""
+    limits, head = cache.config.limits, None
+    if head_of is not None and source.connection.carries_seals and not source.proof.asked:
+        head = head_of(source)
+    for descriptors in plan_slices(
+        chunks, bytes_max=limits.slice_bytes_max, descriptors_max=limits.slice_descriptors_max, head=head
+    ):
+        yield Read(source, descriptors, head is not None)
+        head = None
