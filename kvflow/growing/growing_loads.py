@@ -12,7 +12,6 @@ import math
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from functools import partial
 from heapq import merge
-from itertools import repeat
 
 from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds
@@ -76,21 +75,18 @@ class Growing:
 
     def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:
         """See `Spans`."""
-        parts, lanes = [], []
-        for source in sources:
-            for block_map in source.connection.block_maps:
-                if chunks := [some for its_map, some in source.chunks if its_map is block_map]:
-                    parts.append(SourcePart(source, block_map, chunks))
-        for at, of_group in by_group(parts):
-            for some in by_source(of_group):
-                lanes.append(Lane(some, None, tables[at], self.slice_bytes_max))
-        return lanes
+        parts = [SourcePart(source, *item) for source in sources for item in source.chunks.items()]
+        return [
+            Lane(some, None, tables[at], self.slice_bytes_max)
+            for at, of_group in by_group(parts)
+            for some in by_source(of_group)
+        ]
 
     async def group(self, one: PromptSpan) -> CopyGroup:
         """See `Spans`."""
         reads: list[Read] = []
         for part in one.lane.parts:
-            reads += slices(self.cache, part.source, zip(repeat(part.block_map), one.chunks_of(part)))
+            reads += slices(self.cache, part.source, {part.block_map: one.chunks_of(part)})
         return CopyGroup(reads)
 
 

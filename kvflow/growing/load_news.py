@@ -59,9 +59,10 @@ class Followed:
 
     def attach(self, matched: Matched) -> None:
         """Have the chunks of a load get their block ids as they are told."""
-        wanted = (some for block_map in self.source.connection.block_maps for some in matched[block_map.of_groups])
-        for (block_map, chunks), some in zip(self.source.chunks, wanted, strict=True):
-            self.unknown.append((chunks.remote_ids, some.remote_ids, self.tables[block_map.remote_group]))
+        for block_map, chunks in self.source.chunks.items():
+            table = self.tables[block_map.remote_group]
+            for some, places in zip(chunks, matched[block_map.of_groups], strict=True):
+                self.unknown.append((some.remote_ids, places.remote_ids, table))
 
     def want(self, missing_max: int) -> None:
         """Ask to be told when so few tokens are missing, from the next question on."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
-from itertools import repeat
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -84,13 +83,11 @@ class Buffered:
 
     def _parts(self, sources: Sequence[Source]) -> list[SourcePart]:
         """Parts that are read of each set of each rank's layers, and whether through scratch memory."""
-        parts = []
-        for source in sources:
-            for block_map in source.connection.block_maps:
-                chunks = [some for its_map, some in source.chunks if its_map is block_map]
-                if chunks:
-                    parts.append(SourcePart(source, block_map, chunks, self._scratch_bytes(source, block_map, chunks)))
-        return parts
+        return [
+            SourcePart(source, block_map, chunks, self._scratch_bytes(source, block_map, chunks))
+            for source in sources
+            for block_map, chunks in source.chunks.items()
+        ]
 
     def _scratch_bytes(self, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> int:
         """Return the scratch memory that one of the rank's blocks takes; 0 if they are better read straight."""
@@ -148,7 +145,7 @@ class Buffered:
             for part in parts:
                 chunks = [_moved(some, span.local_ids, host_ids) for some in span.chunks_of(part)]
                 if not part.scratch_bytes:
-                    reads += slices(self._cache, part.source, zip(repeat(part.block_map), chunks), head_of)
+                    reads += slices(self._cache, part.source, {part.block_map: chunks}, head_of)
                     continue
                 if slot is None:
                     numbers, slot = await self._scratch.take()

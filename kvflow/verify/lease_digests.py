@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds
@@ -23,26 +21,35 @@ def understood(local: LocalRank, question: messages.DigestRequest, found: OpenLe
     count = sum(len(part.layers) for part in question.parts)
     if not 0 < len(question.parts) <= messages.DIGEST_PARTS_MAX or count > messages.REGIONS_MAX:
         raise codec.WireError(f"digests: {counted(len(question.parts), 'part')} of {counted(count, 'layer')}")
-    return [_part_understood(local, part, found.ticket, found.held.readable) for part in question.parts]
+    asked = []
+    for part in question.parts:
+        group = _share_of(local, part)[1].group
+        ids = found.held.readable[group]
+        asked.append(digesting_of(local, part, ids[: _blocks_of(local.groups[group], len(ids), found.ticket, part)]))
+    return asked
 
 
-def _part_understood(
-    local: LocalRank, part: messages.DigestPart, ticket: Ticket, tables: Sequence[BlockIds]
-) -> Digesting:
+def digesting_of(local: LocalRank, part: messages.DigestPart, block_ids: BlockIds) -> Digesting:
+    """Return what the digests of a part are computed from. WireError if this rank has no such layers or heads.
+
+    Args:
+        local: this rank.
+        part: layers, heads and tokens.
+        block_ids: blocks of this rank, the last of which holds the last of the tokens.
+    """
     at, share = _share_of(local, part)
     heads = heads_held(share, part.model_heads) if part.model_heads > 0 else range(0)
     if len(heads) != share.kv_heads or not heads.start <= part.head < part.head + part.heads <= heads.stop:
         of = f"{part.head}+{part.heads} of the model's {part.model_heads}"
         raise codec.WireError(f"digests: heads {of}, this rank has {share.kv_heads}")
-    group, ids = local.groups[share.group], tables[share.group]
     first = part.head - heads.start
     return Digesting(
         layer_set=at,
         layers=[share.layers.index(layer) for layer in part.layers],
         heads=range(first, first + part.heads),
         model_head=part.head,
-        block_ids=ids[: _blocks_of(group, len(ids), ticket, part)],
-        block_size=group.block_size,
+        block_ids=block_ids,
+        block_size=local.groups[share.group].block_size,
         tokens=range(part.start, part.stop),
     )
 

@@ -30,10 +30,10 @@ from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
 from kvflow.runtime.load.requests import VERIFY, Verification
 from kvflow.runtime.load.steps import Reader
-from kvflow.runtime.peers.peer import Source
+from kvflow.runtime.peers.peer import LocalRank, Source
 from kvflow.verify.cache_digests import DigestedCache, Digesting
 from kvflow.verify.digests import DEFINITION
-from kvflow.verify.lease_digests import understood
+from kvflow.verify.lease_digests import digesting_of, understood
 
 logger = logger_of(__name__)
 
@@ -164,7 +164,7 @@ class Verifying:
 
         Ranks whose blocks are there compute while we read. Raises NotCompared afterwards.
         """
-        compared = [(source, list(self._parts(source, load.tables))) for source in load.sources]
+        compared = [(source, list(self.parts(source, load.tables))) for source in load.sources]
         request_id = load.ticket.request_id
         under_way = {
             source: asyncio.ensure_future(self._ask(request_id, source, parts))
@@ -231,43 +231,28 @@ class Verifying:
             raise NotCompared(str(wrong)) from wrong
         return reply.values
 
-    def _parts(self, read: Source, tables: Sequence[BlockIds]) -> Iterator[Compared]:
+    def parts(self, read: Source, tables: Sequence[BlockIds]) -> Iterator[Compared]:
         """Parts that are read from one rank, for each pair of sets of layers."""
-        for block_map in read.connection.block_maps:
-            chunks = [some for its_map, some in read.chunks if its_map is block_map and len(some)]
-            if chunks:
-                yield self._part(read, block_map, chunks, tables)
+        for block_map, chunks in read.chunks.items():
+            if some := [one for one in chunks if len(one)]:
+                asked = _part_of(self._local, read, block_map, some)
+                yield asked, digesting_of(self._local, asked, tables[block_map.local_group])
 
-    def _part(
-        self, read: Source, block_map: BlockMap, chunks: Sequence[Chunks], tables: Sequence[BlockIds]
-    ) -> Compared:
-        size, span = block_map.chunk_tokens, block_map.heads
-        start = min(some.first * size for some in chunks)
-        stop = max((some.first + len(some) - 1) * size + some.tokens for some in chunks)
-        mine = self._local.cache_shares[block_map.local_set]
-        positions = [ours for ours, _ in block_map.places]
-        layers = tuple(mine.layers[at] for at in positions)
-        model_heads = kv_heads_of_model(mine, _their_share(read, mine, layers))
-        head = heads_held(mine, model_heads).start + span.local_start
-        asked = messages.DigestPart(
-            part=mine.part,
-            layers=layers,
-            head=head,
-            heads=span.heads,
-            model_heads=model_heads,
-            start=start,
-            stop=stop,
-        )
-        ours = Digesting(
-            layer_set=block_map.local_set,
-            layers=positions,
-            heads=range(span.local_start, span.local_start + span.heads),
-            model_head=head,
-            block_ids=tables[block_map.local_group],
-            block_size=block_map.local.block.tokens,
-            tokens=range(start, stop),
-        )
-        return asked, ours
+
+def _part_of(local: LocalRank, read: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> messages.DigestPart:
+    """Return the part of a question about chunks that are read from a rank."""
+    size, mine = block_map.chunk_tokens, local.cache_shares[block_map.local_set]
+    layers = tuple(mine.layers[ours] for ours, _ in block_map.places)
+    model_heads = kv_heads_of_model(mine, _their_share(read, mine, layers))
+    return messages.DigestPart(
+        part=mine.part,
+        layers=layers,
+        head=heads_held(mine, model_heads).start + block_map.heads.local_start,
+        heads=block_map.heads.heads,
+        model_heads=model_heads,
+        start=min(some.first * size for some in chunks),
+        stop=max((some.first + len(some) - 1) * size + some.tokens for some in chunks),
+    )
 
 
 def _their_share(read: Source, mine: CacheShare, layers: Sequence[int]) -> CacheShare:

@@ -25,7 +25,7 @@ from kvflow.failover.several_tickets import Course
 from kvflow.growing.growing_loads import Growing
 from kvflow.growing.load_news import News
 from kvflow.runtime.copy_thread import CopyThread
-from kvflow.runtime.load import plan, whole
+from kvflow.runtime.load import plan, steps
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.flight_resources import Poller
 from kvflow.runtime.load.lanes import Lane, PromptSpan
@@ -284,7 +284,7 @@ def read_the_wrong_end_of_windows(real: Any, *given: Any, whole: bool, **named: 
     return tuple(some if whole else replace(some, remote_ids=some.remote_ids * 0) for some in found)
 
 
-@instead_of(whole, "check_offered", "I2", 1000)
+@instead_of(steps, "check_offered", "I2", 1000)
 def count_cached_blocks_from_the_end(*_: Any) -> None:
     """Local blocks are filled with the end of the offer, whatever place the request says."""
 

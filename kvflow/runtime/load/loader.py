@@ -30,7 +30,6 @@ from kvflow.errors import (
     RequestError,
     RuntimeBroken,
     RuntimeClosed,
-    RuntimeUnavailable,
     UsageError,
 )
 from kvflow.logs import logger_of
@@ -318,16 +317,14 @@ class Loader:
         phase, lost = load.where, load.flight.lost if load.flight is not None else None
         if isinstance(lost, RuntimeBroken):
             return lost
-        if self._closed:
-            return self._closed_error(load, phase)
-        return load.failure(DeadlineExceeded, f"deadline exceeded in phase {phase!r}{load.held_up}", phase=phase)
-
-    def _closed_error(self, load: Load, phase: str) -> RuntimeUnavailable:
+        what = f"request {load.request_id!r}"
         if self._unregistered:
             why = f"the cache of {self._config.engine_id!r} was unregistered in phase {phase!r}"
-            return CacheUnregistered(f"request {load.request_id!r}: {why}")
-        why = f"the runtime {self._config.engine_id!r} was closed, or had drained, in phase {phase!r}"
-        return RuntimeClosed(f"request {load.request_id!r}: {why}")
+            return CacheUnregistered(f"{what}: {why}")
+        if self._closed:
+            why = f"the runtime {self._config.engine_id!r} was closed, or had drained, in phase {phase!r}"
+            return RuntimeClosed(f"{what}: {why}")
+        return load.failure(DeadlineExceeded, f"deadline exceeded in phase {phase!r}{load.held_up}", phase=phase)
 
     def _landed(self, flight: Flight) -> None:
         """Callback of a quarantined flight: no byte of it can land any more."""

@@ -61,8 +61,9 @@ def planned(
         if wanted:
             source.tables = known_so_far(ticket, source)
             for block_map in source.connection.block_maps:
-                for some in matched[block_map.of_groups]:
-                    source.chunks.append((block_map, some.locate(source.tables[block_map.remote_group])))
+                if found := matched[block_map.of_groups]:
+                    table = source.tables[block_map.remote_group]
+                    source.chunks[block_map] = [some.locate(table) for some in found]
             read_from.append(source)
     return Plan(read_from, matched, tokens)
 

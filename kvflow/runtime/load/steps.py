@@ -7,7 +7,7 @@ producer's bytes. Most loads are read straight into the cache (`read_straight`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -271,15 +271,16 @@ def straight_reads(cache: RegisteredCache, sources: Sequence[Source], head_of: H
 def slices(
     cache: RegisteredCache,
     source: Source,
-    chunks: Iterable[tuple[BlockMap, Chunks]],
+    chunks: Mapping[BlockMap, Iterable[Chunks]],
     head_of: HeadOf | None = None,
 ) -> Iterator[Read]:
     """Yield the reads of one rank. With `head_of` the first read fetches the seal, unless that was seen before."""
     limits, head = cache.config.limits, None
     if head_of is not None and source.connection.carries_seals and not source.proof.asked:
         head = head_of(source)
+    reads = ((block_map, some) for block_map, found in chunks.items() for some in found)
     for descriptors in plan_slices(
-        chunks, bytes_max=limits.slice_bytes_max, descriptors_max=limits.slice_descriptors_max, head=head
+        reads, bytes_max=limits.slice_bytes_max, descriptors_max=limits.slice_descriptors_max, head=head
     ):
         yield Read(source, descriptors, head is not None)
         head = None

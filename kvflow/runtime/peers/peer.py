@@ -202,7 +202,7 @@ class Source:
     proof: Proof
     tables: Sequence[BlockIds] = ()
     """The lease's blocks, by group, if some of them are read."""
-    chunks: list[tuple[BlockMap, Chunks]] = field(default_factory=list)
+    chunks: dict[BlockMap, list[Chunks]] = field(default_factory=dict)
     """Chunks to read, with that rank's block ids, group after group."""
     word: int = -1
     """The word of ours that its seal is fetched to."""
