@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 
 from kvflow.errors import KVFlowError, RequestError
@@ -38,10 +38,17 @@ def part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> Module
     Raises:
         RequestError: The part is not there; or `kind`.
     """
-    try:
+    with needing(name, what, kind):
         return importlib.import_module(PARTS[name])
+
+
+@contextlib.contextmanager
+def needing(name: str, what: str, kind: type[KVFlowError]) -> Iterator[None]:
+    """Import modules that need a part. If the part is not there, `kind` says that `what` needs it."""
+    try:
+        yield
     except (KeyError, ModuleNotFoundError) as error:
-        if isinstance(error, ModuleNotFoundError) and not PARTS[name].startswith(error.name or PARTS[name]):
+        if isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(f"kvflow.{name}."):
             raise  # the part is there, and something that it imports is not
         raise kind(f"{what} needs kvflow.{name}, which is not there") from error
 

@@ -87,7 +87,7 @@ PROGRAMS = ("bench", "doctor", "cli")
 IMPURE = {"asyncio", "torch", "nixl", "zmq", "time", "os", "socket", "random", "threading", "select", "subprocess"}
 IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "signal", "multiprocessing", "uvloop"}
 
-_PURE_OF_CONNECTORS = ("consumers", "engine", "paged_groups", "parameters", "prefix_questions", "producers")
+_PURE_OF_CONNECTORS = ("consumers", "paged_groups", "parameters", "prefix_questions", "producers")
 _PURE_OF_CONNECTORS += ("scheduler", "scheduling_config", "cached_prompts", "step")
 PURE_HALVES = {
     "connector": _PURE_OF_CONNECTORS,

@@ -14,7 +14,7 @@ from kvflow.core.policy.states import LeaseState
 from kvflow.errors import KVFlowError, Quarantine, RuntimeClosed
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.load.load import Load as AsyncLoad
-from kvflow.runtime.load.load import refused_load, request_name
+from kvflow.runtime.load.load import request_name
 from kvflow.runtime.load.requests import LoadReport, LoadRequest, Progress
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import LeaseOutcome
@@ -127,7 +127,6 @@ class Load:
         try:
             self._report = thread.submit(self._carry_out)
         except KVFlowError as error:  # it is raised by `result`
-            self._load = refused_load(request, error)
             self._report = Future()
             self._report.set_exception(error)
 

@@ -12,14 +12,13 @@ of the block: what a request's answer has filled leaves with the step after its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from msgspec import structs
 
 from kvflow.checks import counted
-from kvflow.connector.engine import Scheduled
 from kvflow.connector.step import NO_BLOCK, CachedBlocks, Step
 
 __all__ = ["CachedPrompts", "GroupTablesOf"]
@@ -75,7 +74,7 @@ class CachedPrompts:
             self._reused.append(block_id)
 
     def build_step(
-        self, step: Step, scheduled: Iterable[Scheduled], *, preempted: Iterable[str], block_ids: GroupTablesOf
+        self, step: Step, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
         """Put into a step which blocks hold something else, and which more; see `ConnectorScheduler.build_step`."""
         for request_id in preempted:
@@ -83,13 +82,13 @@ class CachedPrompts:
                 self._prompts[request_id].told = 0
         step.reused, self._reused = tuple(self._reused), []
         step.cached_blocks, self._cached_blocks = [*filter(None, map(self._still_there, self._cached_blocks))], []
-        for entry in scheduled:
-            prompt = self._prompts.get(entry.request_id)
+        for request_id, computed in scheduled.items():
+            prompt = self._prompts.get(request_id)
             if prompt is None:
                 continue
-            full = min(entry.num_computed_tokens // self._block_tokens, len(prompt.keys))
+            full = min(computed // self._block_tokens, len(prompt.keys))
             if full > prompt.told:
-                step.cached_blocks += self._told(prompt.keys, range(prompt.told, full), block_ids(entry.request_id))
+                step.cached_blocks += self._told(prompt.keys, range(prompt.told, full), block_ids(request_id))
                 prompt.told = full
 
     def finished(

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvflow.connector.computed_here import ComputedHere
-from kvflow.connector.engine import EngineRequest, GivenTables, Matched, Sharing
 from kvflow.connector.paged_groups import PagedGroups
 from kvflow.connector.parameters import Dialect, others_in
 from kvflow.connector.scheduling_config import SchedulingConfig
-from kvflow.connector.step import Receive, Release, Step
+from kvflow.connector.step import EngineRequest, GivenTables, Matched, Receive, Release, Sharing, Step
 from kvflow.core.policy.latest import Latest
 from kvflow.core.policy.states import CONSUMER_TABLE, ConsumerEvent, ConsumerState, fire, knows, request_blocks_held
 from kvflow.core.protocol.prompts import check_alike, check_prompt, marks_of
@@ -218,10 +217,10 @@ class ConsumerBook:
         request = self._expected(request_id)
         tokens = 0 if request is None else request.offered_tokens - num_computed_tokens
         if request is not None and request.refusal is not None:
-            return Matched(max(tokens, 1), True)  # whatever is cached here: it waits for a load, which fails
+            return max(tokens, 1), True  # whatever is cached here: it waits for a load, which fails
         if request is None or tokens < self._config.fetch_tokens_min:
-            return Matched(0, False)
-        return Matched(None, False) if request.use.waits(request) else Matched(tokens, True)
+            return 0, False
+        return (None, False) if request.use.waits(request) else (tokens, True)
 
     def allocated(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
         """Have a request's blocks loaded, or let it go on without; see `ConnectorScheduler.update_after_alloc`."""

@@ -12,8 +12,7 @@ from typing import NamedTuple, cast
 import msgspec
 
 from kvflow.checks import counted
-from kvflow.connector.engine import GivenTables
-from kvflow.connector.step import BlockTables
+from kvflow.connector.step import BlockTables, GivenTables
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.errors import ConfigError, UsageError
 

@@ -49,8 +49,7 @@ def producer_params(rendezvous: Ticket) -> dict[str, Any]:
 
 def rendezvous_in(params: Mapping[str, Any]) -> str | None:
     """The name under which a prompt that is to flow is offered; None of any other. RequestError if it cannot be one."""
-    extra = params.get("kvflow")
-    given = extra.get(_RENDEZVOUS) if isinstance(extra, Mapping) else None
+    given = _own(params, _RENDEZVOUS)
     return None if given is None else checks.request_id(given, REQUEST_ID_CHARS_MAX)
 
 
@@ -59,8 +58,7 @@ def awaited_in(params: Mapping[str, Any]) -> Ticket | None:
 
     RequestError if it is not one of that prompt.
     """
-    extra = params.get("kvflow")
-    given = extra.get(_AWAITED) if isinstance(extra, Mapping) else None
+    given = _own(params, _AWAITED)
     if given is None:
         return None
     ticket = Ticket.from_params(checks.mapping(given, f"ticket: {_AWAITED}"))
@@ -92,13 +90,18 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def others_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """The parameters of further tickets of the same prompt. RequestError if they cannot be."""
-    extra = params.get("kvflow")
-    given = extra.get(_OTHERS) if isinstance(extra, Mapping) else None
+    given = _own(params, _OTHERS)
     if given is None:
         return ()
     if not isinstance(given, list | tuple) or len(given) > _OTHERS_MAX:
         raise RequestError(f"ticket: others: expected at most {_OTHERS_MAX} dicts, got {checks.shown(given)}")
     return [checks.mapping(one, "ticket: others") for one in given]
+
+
+def _own(params: Mapping[str, Any], name: str) -> Any:
+    """Return what the field `kvflow` has under a name; None if there is neither."""
+    extra = params.get("kvflow")
+    return extra.get(name) if isinstance(extra, Mapping) else None
 
 
 def _own_params(ticket: Ticket) -> dict[str, Any]:

@@ -18,11 +18,10 @@ from typing import Any
 import msgspec
 
 from kvflow.checks import counted
-from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Scheduled, TablesOf
 from kvflow.connector.paged_groups import PagedGroups
 from kvflow.connector.parameters import Dialect, awaited_in, name_of, rendezvous_in
 from kvflow.connector.scheduling_config import SchedulingConfig
-from kvflow.connector.step import Decline, Grow, Save, Step
+from kvflow.connector.step import Decline, EngineRequest, Finished, GivenTables, Grow, Save, Step, TablesOf
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.latest import Latest
 from kvflow.core.policy.states import PRODUCER_TABLE, ProducerEvent, ProducerState, fire, knows, request_blocks_held
@@ -113,15 +112,15 @@ class ProducerBook:
         instead = Ticket.rendezvous(ours, awaited.request_id, ttl_s=awaited.ttl_s)
         self._next.decline.append(Decline(serve_id=awaited.request_id, reason=reason, at=awaited, instead=instead))
 
-    def build_step(self, scheduled: Iterable[Scheduled], preempted: Iterable[str], block_ids: TablesOf) -> Step:
+    def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids: TablesOf) -> Step:
         """A step with what its workers have to do for producers; see `ConnectorScheduler.build_step`."""
         for request_id in preempted:
             self._preempt(request_id)
-        for entry in scheduled:
-            request = self._requests.get(entry.request_id)
+        for request_id, computed in scheduled.items():
+            request = self._requests.get(request_id)
             if request is not None:
                 late = request.complete and request.num_prompt_tokens > 0
-                request.num_computed_tokens = entry.num_computed_tokens
+                request.num_computed_tokens = computed
                 self._computes(request, block_ids, late=late)
         self._recall_what_has_moved_on(block_ids)
         step, self._next = self._next, Step(introduce=self._next.introduce)

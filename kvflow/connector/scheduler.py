@@ -24,13 +24,12 @@ from types import MappingProxyType
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.connector.consumers import ConsumerBook
-from kvflow.connector.engine import EngineRequest, Finished, GivenTables, Matched, Scheduled, Sharing, TablesOf
 from kvflow.connector.paged_groups import PagedGroup, PagedGroups
 from kvflow.connector.parameters import OWN_DIALECT, Dialect
 from kvflow.connector.prefix_questions import PrefixQuestions
 from kvflow.connector.producers import ProducerBook
 from kvflow.connector.scheduling_config import SchedulingConfig
-from kvflow.connector.step import Step
+from kvflow.connector.step import EngineRequest, Finished, GivenTables, Matched, Sharing, Step, TablesOf
 from kvflow.core.policy.states import ConsumerState, ProducerState, request_blocks_held
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch, UsageError
@@ -39,9 +38,7 @@ __all__ = [
     "ConnectorScheduler",
     "EngineRequest",
     "Finished",
-    "Matched",
     "PagedGroup",
-    "Scheduled",
     "SchedulingConfig",
     "Sharing",
 ]
@@ -236,7 +233,7 @@ class ConnectorScheduler:
             for a request that does not concern transfers, or for fewer than `SchedulingConfig.fetch_tokens_min`.
         """
         if self._questions.waits(request_id, num_computed_tokens):
-            return Matched(None, False)
+            return None, False
         return self._consumers.match(request_id, num_computed_tokens)
 
     def update_after_alloc(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
@@ -257,11 +254,11 @@ class ConnectorScheduler:
         if num_external_tokens == 0:
             self._questions.over(request_id)
 
-    def build_step(self, scheduled: Iterable[Scheduled], *, preempted: Iterable[str], block_ids: TablesOf) -> Step:
+    def build_step(self, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: TablesOf) -> Step:
         """Give what the workers do in this step.
 
         Args:
-            scheduled: the requests of the step.
+            scheduled: the requests of the step, and how many tokens of each are computed once the step is.
             preempted: ids of requests that have lost their blocks before it.
             block_ids: tells all blocks of a request that has some, as `update_after_alloc` takes them.
 

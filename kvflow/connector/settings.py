@@ -6,9 +6,7 @@ names the place and the key.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -70,28 +68,3 @@ class PluginSettings:
             if ours.keys().isdisjoint(str(error).partition(":")[0].split(", ")):
                 raise
             raise ConfigError(f"{self.where}: {error}") from error
-
-
-@contextmanager
-def needing(part: str, what: str) -> Iterator[None]:
-    """Import modules that need a part. If its folder is not there, ConfigError says that `what` needs it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != f"kvflow.{part}":
-            raise  # the part is there, and something that it imports is not
-        raise ConfigError(f"{what} needs kvflow.{part}, which is not there") from error
-
-
-def load_connector(name: str, module_path: str) -> Callable[..., Any]:
-    """The class of that name in a module, which is imported now: engines do not import what only others have.
-
-    Raises:
-        ConfigError: there is no such module, or no such class in it.
-    """
-    try:
-        module = importlib.import_module(module_path)
-        found: Callable[..., Any] = getattr(module, name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"connector {name!r}: not found in module {module_path}: {error}") from error
-    return found

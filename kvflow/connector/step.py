@@ -1,12 +1,16 @@
-"""The step that an engine's scheduler hands its workers: messages that any executor can carry.
+"""The words of a connector: what an engine's scheduler tells it and is told, and the step that its workers are handed.
 
-`connector.scheduler` makes a `Step`, each worker carries it out. The workers tell the engine which requests have been
-received and sent, and one of them tells what peers have answered; nothing else comes back.
+`connector.scheduler` makes a `Step` of messages that any executor can carry, and each worker carries it out. Workers
+tell the engine which requests have been received and sent, and one of them tells what peers have answered; nothing else
+comes back.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -15,6 +19,44 @@ from kvflow.core.protocol.ticket import Ticket
 
 BlockTables: TypeAlias = tuple[tuple[int, ...], ...]
 """Block ids for each group of the cache's layers; one table if there is one group."""
+GivenTables: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
+"""Block ids of a request as its engine has them: a list, or a table for each group of layers."""
+TablesOf: TypeAlias = Callable[[str], GivenTables]
+"""Gives all blocks of a request, by its id."""
+Matched: TypeAlias = tuple[int | None, bool]
+"""Prompt tokens that can come from remote, None while that depends on another request's load: ask again. Then whether
+they come between the steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A scheduler's request, as far as a connector has to know it."""
+
+    request_id: str
+    num_prompt_tokens: int
+    kv_transfer_params: Mapping[str, Any] | None
+    prompt_token_ids: Sequence[int] | None = None
+    """None if the engine does not know them, or they do not say what the prompt is: nothing is compared then. Where
+    they say it together with something else, such as pictures, they are marked with it (`marked_by_keys`)."""
+
+
+class Sharing(enum.Enum):
+    """Requests that have the same ticket as this one."""
+
+    ALONE = enum.auto()
+    """None: the ticket is the request's own."""
+    FIRST = enum.auto()
+    """Samples of the same prompt may come, or have come."""
+    FOLLOWS = enum.auto()
+    """As `FIRST`; if none of the samples is here the ticket is another engine's to use."""
+
+
+class Finished(NamedTuple):
+    """Answer to the end of a request. With `hold_blocks` its blocks stay until it is reported as sent or received."""
+
+    hold_blocks: bool
+    params: dict[str, Any] | None
+    """Parameters for its router; None if its prompt is not offered."""
 
 
 class Receive(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,6 @@
 
     replica    `ReplicaRuntime`: a runtime whose Config follows from its replica, and that drains in the time it has
     lifetime   `Lifetime`: one task owns what a replica has open
-    place      a replica's address, its Config and the time that it has to go: pure
     metrics    records and statistics as `ray.serve.metrics`
     peers      the replicas behind a handle, connected before the first load from them
     llm        KVFlowConnector's backend in Ray Serve LLM: `register()`
@@ -19,15 +18,14 @@ if TYPE_CHECKING:
     from kvflow.ray.lifetime import Lifetime
     from kvflow.ray.metrics import RayMetrics
     from kvflow.ray.peers import keep_prewarmed, list_replicas
-    from kvflow.ray.place import ReplicaPlace
-    from kvflow.ray.replica import ReplicaRuntime
+    from kvflow.ray.replica import ReplicaPlace, ReplicaRuntime
 
 __all__ = ["Lifetime", "RayMetrics", "ReplicaPlace", "ReplicaRuntime", "keep_prewarmed", "list_replicas"]
 
 _HOMES = {
     "Lifetime": "lifetime",
     "RayMetrics": "metrics",
-    "ReplicaPlace": "place",
+    "ReplicaPlace": "replica",
     "ReplicaRuntime": "replica",
     "keep_prewarmed": "peers",
     "list_replicas": "peers",

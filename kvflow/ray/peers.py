@@ -25,10 +25,6 @@ ANSWER_TIMEOUT_S = 10.0
 _FIELDS = ("engine_id", "address", "dp_rank", "pp_rank", "tp_rank")
 
 
-class PeersUnknownError(Exception):
-    """Peers cannot be listed, such as while a deployment has no replica."""
-
-
 ListPeers = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
 
 
@@ -38,7 +34,7 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
     Args:
         runtime: whose loads are to find connections.
         peers: the deployment's handle, whose replicas have a method `metadata` (`ReplicaRuntime.metadata`), or a
-            coroutine function that lists as much and raises PeersUnknownError where it cannot.
+            coroutine function that lists as much and raises LookupError where it cannot.
         period_s: seconds between two looks; a replica that comes is connected at most so much later.
 
     Replicas that have gone are forgotten. One that cannot be connected, or an answer that cannot be right, is logged,
@@ -53,7 +49,7 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
             known = await _renewed(runtime, known, listed)
         except RuntimeUnavailable:
             return
-        except (PeersUnknownError, RequestError, TimeoutError) as error:
+        except (LookupError, RequestError, TimeoutError) as error:
             why = error or f"no answer in {ANSWER_TIMEOUT_S} s"
             logger.info("engine %s: looks for its peers again: %s", runtime.config.engine_id, why)
         await asyncio.sleep(period_s)
@@ -87,7 +83,7 @@ async def list_replicas(handle: Any) -> Sequence[Mapping[str, Any]]:
         `metadata()` of each.
 
     Raises:
-        PeersUnknownError: Ray cannot ask them, such as while there is none.
+        LookupError: Ray cannot ask them, such as while there is none.
     """
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
@@ -95,5 +91,5 @@ async def list_replicas(handle: Any) -> Sequence[Mapping[str, Any]]:
     try:
         answers = await handle.broadcast("metadata").results_async(return_exceptions=True)
     except (RayError, RayServeException) as error:
-        raise PeersUnknownError(f"{type(error).__name__}: {error}") from error
+        raise LookupError(f"{type(error).__name__}: {error}") from error
     return [answer for answer in answers if isinstance(answer, Mapping)]

@@ -1,6 +1,8 @@
 """ReplicaRuntime: the runtime of one replica of Ray Serve.
 
-Serve does not see a replica's open leases, so a replica that is to go drains first: see `drain`. Serve calls a
+Serve stops a replica in three steps: it waits until no request is under way, looking every wait loop; it awaits
+`__del__`; it kills the process once `graceful_shutdown_timeout_s` have passed since the beginning. Serve does not see a
+replica's open leases, so `__del__` drains them (`drain`), and its deadline has to leave time to close. Serve calls a
 replica's methods in different tasks, so a replica keeps its ReplicaRuntime in a `Lifetime`:
 
     @asynccontextmanager
@@ -26,14 +28,16 @@ replica's methods in different tasks, so a replica keeps its ReplicaRuntime in a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from kvflow import checks
+from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
 from kvflow.errors import ConfigError, RuntimeBroken
 from kvflow.extras import install_line
-from kvflow.ray import place as places
-from kvflow.ray.place import ReplicaPlace
+from kvflow.hosts import address_at
 from kvflow.runtime.part import Part
 from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime
@@ -41,6 +45,86 @@ from kvflow.runtime.statistics import RuntimeState
 from kvflow.runtime.world import World
 
 _SHORTEST_S = 1e-3
+SETTLE_S = 1.0
+"""The default of Config.drain_timeout_s here: after its own deadline a drain only waits for what it has ended."""
+
+DRAIN_LEAST_S = 1.0
+"""Least time that a replica has to have for its leases, where nobody says how long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlace:
+    """A replica, as Serve knows it. Times are seconds."""
+
+    app: str
+    deployment: str
+    unique_id: str
+    """Id of the replica's actor: one that is started again has another."""
+    node_ip: str
+    shutdown_timeout_s: float
+    """The deployment's `graceful_shutdown_timeout_s`."""
+    wait_loop_s: float
+    """The deployment's `graceful_shutdown_wait_loop_s`."""
+
+    @property
+    def engine_id(self) -> str:
+        """The engine id of the replica; one that is started again is another engine."""
+        return f"{self.deployment}-{self.unique_id}"
+
+    def config(self, settings: dict[str, Any]) -> Config:
+        """Return the Config of the replica's runtime.
+
+        Args:
+            settings: fields of it, which go before what follows from the place.
+
+        Returns:
+            The Config.
+
+        Raises:
+            ConfigError: a setting cannot be right, or there is no such one.
+        """
+        own = {"engine_id": self.engine_id, "listen": address_at(self.node_ip, 0), "drain_timeout_s": SETTLE_S}
+        return Config(**{**own, **settings})
+
+    def drain_deadline_s(self, config: Config, wanted_s: float | None = None) -> float:
+        """Return how long the replica's leases and loads may take to end.
+
+        Args:
+            config: its bounds on what follows the deadline.
+            wanted_s: seconds; None is all that is left.
+
+        Returns:
+            As long as is wanted, or as there is time for.
+
+        Raises:
+            ConfigError: it does not fit: Serve would kill the replica while it drains or closes.
+        """
+        left_s = self.time_to_drain_s(config)
+        least_s = DRAIN_LEAST_S if wanted_s is None else checks.seconds(wanted_s, "drain_deadline_s", error=ConfigError)
+        if left_s < least_s:
+            needed_s = least_s + self.shutdown_timeout_s - left_s
+            raise ConfigError(
+                f"deployment {self.deployment!r}: graceful_shutdown_timeout_s: {self.shutdown_timeout_s:g}, but "
+                f"{needed_s:g} are needed: {self.wait_loop_s:g} for graceful_shutdown_wait_loop_s, {least_s:g} to "
+                f"drain, {_closing_s(config):g} to end and close"
+            )
+        return left_s if wanted_s is None else wanted_s
+
+    def time_to_drain_s(self, config: Config) -> float:
+        """Return the time that the deployment's settings leave for a drain.
+
+        Args:
+            config: its bounds on what follows a drain.
+
+        Returns:
+            Seconds; less than 0 if they are too short even without a drain.
+        """
+        return self.shutdown_timeout_s - self.wait_loop_s - _closing_s(config)
+
+
+def _closing_s(config: Config) -> float:
+    """Longest time after a drain's deadline: leases and loads are ended, then the runtime is closed."""
+    return config.ending_s + config.limits.goodbye_timeout_s + config.limits.transport_close_timeout_s
 
 
 class ReplicaRuntime:
@@ -72,8 +156,8 @@ class ReplicaRuntime:
     ) -> None:
         self._look = this_replica if place is None else lambda: place
         self.place = self._look()
-        config = places.config_of(self.place, settings)
-        self.drain_deadline_s = places.drain_deadline_s(self.place, config, drain_deadline_s)
+        config = self.place.config(settings)
+        self.drain_deadline_s = self.place.drain_deadline_s(config, drain_deadline_s)
         self.runtime = Runtime(config, observers=observers, world=world, parts=parts)
 
     def __repr__(self) -> str:
@@ -102,7 +186,7 @@ class ReplicaRuntime:
         """
         if self.runtime.state not in (RuntimeState.OPEN, RuntimeState.DRAINING):
             return False  # what was open has ended with it
-        left_s = places.time_to_drain_s(self._look(), self.runtime.config)
+        left_s = self._look().time_to_drain_s(self.runtime.config)
         return await self.runtime.drain(max(min(self.drain_deadline_s, left_s), _SHORTEST_S))
 
     def metadata(self) -> dict[str, Any]:

@@ -51,8 +51,6 @@ _CARRIED = {"attn_cp_size": 1, "pp_size": 1, "attn_dcp_size": 1, "enable_kv_cach
 """Divisions of a server beside tensor and data parallelism that can be carried."""
 _UNFIT_S = 1.0
 """Time that SGLang lets pass before it asks a prefill server again."""
-_ALARM_S = 5.0
-"""Time after which reads that do not stop are told to the log."""
 _RANKS_MAX = 64
 _SERVERS_MAX = 256
 _ASK_S = 2.0
@@ -103,11 +101,9 @@ class KVFlowManager(CommonKVManager):
         self.senders: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
         self.receivers: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
         self._rooms_lock = threading.RLock()  # requests may be collected, and forgotten, while it is held
-        self._held: dict[int, list[tuple[str, float, list[Load]]]] = {}
+        self._held: dict[int, list[Load]] = {}
         """What the decode server's pages wait for, by room as routers see it: reads of failed requests that have not
-        stopped, with the address of the prefill server and since when."""
-        self._alarmed: set[str] = set()
-        """Addresses of prefill servers whose reads do not stop, as the log has been told."""
+        stopped."""
         self._unfit: dict[str, tuple[str, float]] = {}
         """Why prefill servers cannot be read from, by address, and when SGLang has found out."""
         self._ranks: Latest[str, tuple[float, list[dict[str, Any]]]] = Latest(_SERVERS_MAX)
@@ -134,6 +130,11 @@ class KVFlowManager(CommonKVManager):
         """Forget the state of a request that is over."""
         for table in (self.request_status, self.failure_records, self.senders, self.receivers):
             table.pop(room, None)
+
+    def fail(self, room: Room, reason: str) -> None:
+        """Note that a request has failed, and why, for SGLang's client."""
+        self.record_failure(room, f"kvflow: {reason}")
+        self.update_status(room, KVPoll.Failed)
 
     def name_of(self, room: int) -> str:
         """A name for the next request of a room. Ranks see requests in one order, so theirs are the same."""
@@ -229,31 +230,21 @@ class KVFlowManager(CommonKVManager):
 
     def hold(self, room: int, address: str, loads: list[Load]) -> None:
         """Keep the pages of a failed request until no byte can land in them."""
-        self._held.setdefault(int(room), []).append((address, time.monotonic(), loads))
+        self._held.setdefault(int(room), []).extend(loads)
+        logger.warning(
+            "prefill server %s stands still: reads of its memory have not stopped; the request of room %s that they "
+            "are of has failed, and its pages are not used again before they have",
+            address,
+            int(room),
+        )
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
         """Return True once no byte can land in the pages of failed requests of a room."""
         room = int(bootstrap_room)
-        held = [one for one in self._held.pop(room, ()) if not all(load.safe for load in one[2])]
+        held = [load for load in self._held.pop(room, ()) if not load.safe]
         if held:
             self._held[room] = held
-            self._alarm(*held[0])
-        elif self._alarmed:
-            for address in self._alarmed - {address for several in self._held.values() for address, _, _ in several}:
-                self._alarmed.discard(address)
-                logger.info("prefill server %s: all reads of its memory have stopped", address)
         return not held
-
-    def _alarm(self, address: str, since_s: float, loads: list[Load]) -> None:
-        held_s = time.monotonic() - since_s
-        if address not in self._alarmed and held_s >= _ALARM_S:
-            self._alarmed.add(address)
-            logger.warning(
-                "prefill server %s stands still: reads of its memory have not stopped for %.1f s; the requests that "
-                "they are of have failed, and their pages are not used again before they have",
-                address,
-                held_s,
-            )
 
     # --- prefill
 

@@ -187,8 +187,7 @@ class KVFlowReceiver(CommonKVReceiver):
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 
     def _fail(self, error: BaseException) -> None:
-        self.kv_mgr.record_failure(self.bootstrap_room, f"kvflow: {type(error).__name__}: {error}")
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.kv_mgr.fail(self.bootstrap_room, f"{type(error).__name__}: {error}")
         self._tell_prefill(error)
 
     def _tell_prefill(self, error: BaseException) -> None:

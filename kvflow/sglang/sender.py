@@ -198,8 +198,7 @@ class KVFlowSender(CommonKVSender):
         raise failure(self.bootstrap_room, reason)
 
     def _fail(self, reason: str) -> None:
-        self.kv_mgr.record_failure(self.bootstrap_room, f"kvflow: {reason}")
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.kv_mgr.fail(self.bootstrap_room, reason)
         self._give_up(reason)
 
 

@@ -15,7 +15,6 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, life_of
 from kvflow.core.protocol.codec import WireError
 from kvflow.errors import PeerIncompatible, ProtocolError
-from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.peers.handshake import Handshakes, judge
 from kvflow.runtime.peers.peer import Connection, Peer
@@ -29,8 +28,6 @@ from kvflow.transport.base import AgentName
 
 if TYPE_CHECKING:
     from kvflow.stock.stock_peers import StockPeers
-
-logger = logger_of(__name__)
 
 _MARK = "stock+"
 _LOOK_AGAIN_S = 2.0  # no engine restarts as fast

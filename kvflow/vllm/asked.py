@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from vllm.v1.utils import tensor_data
 
-from kvflow.connector.scheduler import Sharing
+from kvflow.connector.scheduler import EngineRequest, Sharing
 from kvflow.core.protocol.prompts import marked_by_keys
 
 if TYPE_CHECKING:
@@ -50,47 +49,30 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
     return Sharing.FOLLOWS if spread and int(sample[1]) else Sharing.FIRST
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request, and whether the identifiers of its pictures say what is in them."""
+def asked(request: Request, *, names_pictures: bool) -> EngineRequest:
+    """Return the facts of a request that the scheduler's half asks for: its tokens only if it has parameters."""
+    params, tokens = request.kv_transfer_params, None
+    if params is not None:
+        tokens = tokens_of(request, request.num_prompt_tokens, names_pictures=names_pictures)
+    return EngineRequest(request.request_id, request.num_prompt_tokens, params, tokens)
 
-    request: Request
-    names_pictures: bool
 
-    @property
-    def request_id(self) -> str:
-        return str(self.request.request_id)
+def tokens_of(request: Request, num_tokens: int, *, names_pictures: bool) -> Sequence[int] | None:
+    """Return the request's first tokens: those of its prompt, then those of its answer.
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return int(self.request.num_prompt_tokens)
-
-    @property
-    def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        params: Mapping[str, Any] | None = self.request.kv_transfer_params
-        return params
-
-    @property
-    def prompt_token_ids(self) -> Sequence[int] | None:
-        """The prompt's tokens, as `tokens` gives them."""
-        return self.tokens(self.num_prompt_tokens)
-
-    def tokens(self, num_tokens: int) -> Sequence[int] | None:
-        """The request's first tokens: its prompt's, then its answer's.
-
-        They are marked with all else that vLLM takes into the hashes of their blocks; None if that says nothing.
-        """
-        request = self.request
-        if request.mm_features and not self.names_pictures:
-            return None
-        keys: defaultdict[int, list[tuple[str | bytes, ...]]] = defaultdict(list)
-        if request.lora_request is not None:
-            keys[0].append(("lora", request.lora_request.lora_name, request.lora_request.lora_path))
-        if request.cache_salt:
-            keys[0].append(("cache_salt", request.cache_salt))
-        for feature in request.mm_features:
-            keys[feature.mm_position.offset].append(("mm", feature.identifier))
-        if request.prompt_embeds is not None:
-            for place, embedding in enumerate(request.prompt_embeds[:num_tokens]):
-                keys[place].append(("prompt_embeds", bytes(tensor_data(embedding))))
-        return marked_by_keys(request.all_token_ids[:num_tokens], keys)
+    They are marked with all else that vLLM takes into the hashes of their blocks. None if that says nothing, since
+    identifiers of pictures do not name what is in them (`names_pictures`).
+    """
+    if request.mm_features and not names_pictures:
+        return None
+    keys: defaultdict[int, list[tuple[str | bytes, ...]]] = defaultdict(list)
+    if request.lora_request is not None:
+        keys[0].append(("lora", request.lora_request.lora_name, request.lora_request.lora_path))
+    if request.cache_salt:
+        keys[0].append(("cache_salt", request.cache_salt))
+    for feature in request.mm_features:
+        keys[feature.mm_position.offset].append(("mm", feature.identifier))
+    if request.prompt_embeds is not None:
+        for place, embedding in enumerate(request.prompt_embeds[:num_tokens]):
+            keys[place].append(("prompt_embeds", bytes(tensor_data(embedding))))
+    return marked_by_keys(request.all_token_ids[:num_tokens], keys)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,15 +31,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from kvflow.blocking import Runtime
 from kvflow.checks import counted
 from kvflow.connector.paged_groups import registered
 from kvflow.connector.parameters import OWN_DIALECT
-from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
-from kvflow.connector.settings import needing
+from kvflow.connector.scheduler import ConnectorScheduler
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.cache.regions import Device
@@ -47,11 +48,10 @@ from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import ConfigError, PromptMismatch, RequestError
 from kvflow.logs import logger_of
+from kvflow.parts import needing
 from kvflow.runtime.part import Part
 from kvflow.transport.device.cache_device import record_event
-from kvflow.vllm.asked import Asked, names_pictures, sharing_of, spreads_samples
-from kvflow.vllm.copies import CopyOperation, PlatformCopies, platform_copies
-from kvflow.vllm.failing import fail
+from kvflow.vllm.asked import asked, names_pictures, sharing_of, spreads_samples
 from kvflow.vllm.layout import cache_groups, groups_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of, warn_of_side_channel
@@ -76,6 +76,7 @@ logger = logger_of("vllm.kvflow")
 # vLLM 0.33 and later tell workers before other memory is mapped where the cache lies, and after.
 _TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "release_kv_caches")
 _PREFIX_SETTINGS = "share_prefixes, prefix_peers or prefix_events"
+_ANY_GRAMMAR = StructuredOutputsParams(json_object=True)
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -137,16 +138,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """True for the rank that asks peers for all ranks; a worker's."""
     _pulls = False
     """True if peers are asked for prefixes; a worker's."""
-    _found: Mapping[str, tuple[Ticket, ...]] = {}
-    """As `KVFlowNews.found`, until they leave with a step's results; a worker's."""
-    _refused: tuple[tuple[str, PromptMismatch], ...] = ()
-    """As `KVFlowNews.refused`, until they leave with a step's results; a worker's."""
-    _records = False
-    """True if steps are followed by events: the cache is not on the CPU; a worker's."""
-    _device = Device("cuda", 0)
-    """Device of the cache, if it is not the CPU; a worker's."""
-    _copies: PlatformCopies | None = None
-    """vLLM's own copies, where they are used; a worker's."""
+    _news = KVFlowNews()
+    """News that leave with the next step's results; a worker's."""
+    _device: Device | None = None
+    """Device of the cache, where events follow steps; None on the CPU; a worker's."""
     _ranks: EngineRanks | None = None
     """With `stock_peers`, cards that the ranks have shown each other; a worker's."""
 
@@ -164,13 +159,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._spreads_samples = spreads_samples(vllm_config)
             dialect = OWN_DIALECT
             if extra.stock_peers:
-                with needing("stock", "stock_peers"):
+                with needing("stock", "stock_peers", ConfigError):
                     from kvflow.vllm import stock
 
                 config = config_of(vllm_config, tp_rank=0, pp_rank=0)
                 dialect = stock.dialect_of(extra, config, self._scheduling)
             if extra.uses_prefixes:
-                with needing("prefix", _PREFIX_SETTINGS):
+                with needing("prefix", _PREFIX_SETTINGS, ConfigError):
                     from kvflow.vllm.prefix import RequestPrefixes
 
                 self._prefixes = RequestPrefixes(extra, self._scheduling, self._groups, vllm_config, kv_cache_config)
@@ -186,7 +181,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
         parts, self._late_reads = list[Part](), deque[str]()
         if extra.stock_peers:
-            with needing("stock", "stock_peers"):
+            with needing("stock", "stock_peers", ConfigError):
                 from kvflow.vllm import stock
 
             stock_peers = stock.peers_of(vllm_config, extra, self._late_reads.append)
@@ -194,7 +189,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             parts.append(stock_peers)
         peers = None
         if extra.uses_prefixes:
-            with needing("prefix", _PREFIX_SETTINGS):
+            with needing("prefix", _PREFIX_SETTINGS, ConfigError):
                 from kvflow.vllm import prefix
 
             peers = prefix.prefix_peers_of(vllm_config, extra)
@@ -245,14 +240,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._on_rejected(request)
             return
         if self._prefixes is not None:
-            self._prefixes.add(Asked(request, self._names_pictures))
+            self._prefixes.add(request)
         offered = self._scheduling.offers(request.kv_transfer_params or {})
         if offered and self._scheduling.leaves_last_token and not self._ends_before_last_token(request):
             logger.info("request %s: its prompt cannot be cut by a token, and is not offered", request.request_id)
             return
         try:
             sharing = sharing_of(request.request_id, spread=self._spreads_samples)
-            self._scheduler.add(Asked(request, self._names_pictures), sharing=sharing)
+            self._scheduler.add(asked(request, names_pictures=self._names_pictures), sharing=sharing)
         except RequestError as error:
             logger.warning("request %s: its prompt is computed here: %s", request.request_id, error)
             self._stats.data["tickets_refused"].append(type(error).__name__)
@@ -266,13 +261,16 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         error = self._scheduler.refusal(request.request_id)
         if error is not None:
             logger.error("request %s fails, and is not computed here: %s", request.request_id, error)
-            fail(request, error)
+            # vLLM has no call for that. A waiting request whose grammar cannot be compiled ends without a step for it,
+            # and with an error for its client, whatever the policy for failed loads is.
+            request.structured_output_request = StructuredOutputRequest(_ANY_GRAMMAR, error)
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         return error is not None
 
     def _on_rejected(self, request: Request) -> None:
         """Give back the ticket of a refused or failed HTTP request: it comes in a request that is aborted at once."""
         try:
-            self._scheduler.reject(Asked(request, self._names_pictures))
+            self._scheduler.reject(asked(request, names_pictures=self._names_pictures))
         except RequestError as error:
             logger.debug("request %s: it was rejected, and has no ticket: %s", request.request_id, error)
 
@@ -294,7 +292,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         resolve = scheduler_output.kv_connector_block_state.resolve_block_ids
-        scheduled = tuple(_scheduled(scheduler_output))
+        scheduled = _scheduled(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
 
         def block_ids(request_id: str) -> tuple[list[int], ...]:
@@ -303,7 +301,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         step = self._scheduler.build_step(scheduled, preempted=preempted, block_ids=block_ids)
         if self._prefixes is not None:
             # Another connector may load in the step itself, and fail: what it loads is told when the step is over.
-            done = () if scheduler_output.has_sync_kv_loads else scheduled
+            done = {} if scheduler_output.has_sync_kv_loads else scheduled
             self._prefixes.build_step(step, done, preempted=preempted, block_ids=block_ids)
         cards, self._cards = self._cards, ()
         return KVFlowMetadata(step, cards)
@@ -334,7 +332,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         tables = self._transferred(block_ids)
         if self._prefixes is not None:
-            self._prefixes.finished(Asked(request, self._names_pictures), tables)
+            self._prefixes.finished(request, tables)
         completed = request.status in _COMPLETED
         return self._scheduler.request_finished(request.request_id, completed=completed, block_ids=tables)
 
@@ -371,24 +369,19 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if self._whole_blocks_only and any(group.split > 1 for group in groups):
             what = f"a block of vLLM's is {counted(self._split, 'block')} of its kernels"
             raise ConfigError(f"KVFlowConnector: stock_peers: {what}, which stock engines count differently")
-        self._device, self._records = Device(device, where.index or 0), device != "cpu"
-        self._registered, self._copies = groups, platform_copies(groups, device)
+        self._device = None if device == "cpu" else Device(device, where.index or 0)
+        self._registered = groups
         self._runtime.open()
         self._register()
         if self._pulls:
             self._worker.meet(follows=self._asks)
 
     def _register(self) -> None:
-        self._runtime.register_kv_caches(self._registered, copy_blocks=self._copies)
+        self._runtime.register_kv_caches(self._registered)
         if self._shares:
             facts = [(group.facts, of.split) for group, of in zip(self._groups, self._registered, strict=True)]
             size = facts[0][0].block_size
             self._worker.share([registered(one, size // split) for one, split in facts], size)
-
-    def set_host_xfer_buffer_ops(self, copy_operation: CopyOperation) -> None:
-        """Take vLLM's copies between the cache and host buffers, right after the cache was registered."""
-        if self._copies is not None:
-            self._copies.operation = copy_operation
 
     def release_kv_caches(self) -> None:
         """Unregister the cache, before other memory is mapped there, or none: nothing is read or written there then."""
@@ -399,9 +392,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._register()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        asked = self.has_connector_metadata() and self._step.introduce
-        told = KVFlowNews((self.get_handshake_metadata(),) if asked else (), self._found, self._refused)
-        self._found, self._refused = {}, ()
+        if self.has_connector_metadata() and self._step.introduce:
+            self._news = self._news.aggregate(KVFlowNews((self.get_handshake_metadata(),)))
+        told, self._news = self._news, KVFlowNews()
         return told if told != KVFlowNews() else None
 
     def get_handshake_metadata(self) -> KVFlowIntroduction:
@@ -442,9 +435,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found = self._worker.collect()
-        self._found = {**self._found, **found.found}
-        self._refused += found.refused
-        self._stats = self._stats.aggregate(KVFlowStats.of(found.happenings))
+        self._news = self._news.aggregate(KVFlowNews(found=found.found, refused=found.refused))
+        self._stats.note(found)
         self._stats.data["prefix_runs"] += self._worker.shared()
         while self._late_reads:
             self._late_reads.popleft()
@@ -473,7 +465,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _event(self) -> DeviceEvent | None:
         """An event that happens once the device has done its work so far; None if it has, as a CPU always has."""
-        return record_event(self._device) if self._records else None
+        return None if self._device is None else record_event(self._device)
 
     @property
     def _step(self) -> Step:
@@ -496,14 +488,12 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return KVFlowPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _scheduled(output: SchedulerOutput) -> Iterator[Scheduled]:
-    """Every request of the step, with the tokens that it will have computed."""
-    tokens = output.num_scheduled_tokens
-    for new in output.scheduled_new_reqs:
-        yield Scheduled(new.req_id, new.num_computed_tokens + tokens[new.req_id])
+def _scheduled(output: SchedulerOutput) -> dict[str, int]:
+    """Return the tokens that each request of the step will have computed."""
     cached = output.scheduled_cached_reqs
-    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        yield Scheduled(request_id, computed + tokens[request_id])
+    before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {request_id: computed + output.num_scheduled_tokens[request_id] for request_id, computed in before.items()}
 
 
 def _log_as_vllm() -> None:

@@ -6,7 +6,6 @@ Workers note what has ended; vLLM carries the notes to its frontend and adds up 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from kvflow.connector.prefix_questions import PrefixOutcome
-from kvflow.connector.transfers import Answered, Happening, Loaded, LoadFailed, OfferEnded
+from kvflow.connector.worker import Results
 from kvflow.runtime.producer.lease import LeaseOutcome
 
 _SECONDS_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
@@ -58,23 +57,18 @@ class KVFlowStats(KVConnectorStats):
     def reset(self) -> None:
         self.data: dict[str, list[Any]] = {key: [] for key in (*_HISTOGRAMS, *_COUNTERS)}
 
-    @classmethod
-    def of(cls, happenings: Iterable[Happening]) -> KVFlowStats:
-        stats = cls()
-        for entry in happenings:
-            match entry:
-                case Loaded(report=report):
-                    stats.data["load_seconds"].append(report.total_s)
-                    stats.data["load_wire_seconds"].append(report.seconds["post"] + report.seconds["wire"])
-                    stats.data["load_bytes"].append(report.bytes)
-                    stats.data["loads"].append(report.freshness)
-                case LoadFailed(error=error):
-                    stats.data["load_failures"].append(type(error).__name__ if error else _ABANDONED)
-                case OfferEnded(outcome=outcome):
-                    stats.data["lease_outcomes"].append(str(outcome))
-                case Answered(outcome=outcome):
-                    stats.data["prefix_questions"].append(str(outcome))
-        return stats
+    def note(self, results: Results) -> None:
+        """Add what a worker reports to have ended."""
+        data = self.data
+        for report in results.loaded.values():
+            data["load_seconds"].append(report.total_s)
+            data["load_wire_seconds"].append(report.seconds["post"] + report.seconds["wire"])
+            data["load_bytes"].append(report.bytes)
+            data["loads"].append(report.freshness)
+        for _, error in results.failed.values():
+            data["load_failures"].append(type(error).__name__ if error else _ABANDONED)
+        data["lease_outcomes"] += (str(outcome) for _, outcome in results.leases)
+        data["prefix_questions"] += map(str, results.answers)
 
     def is_empty(self) -> bool:
         return not any(self.data.values())

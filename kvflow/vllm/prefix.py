@@ -7,7 +7,7 @@ step that may write there. The pool's own bookkeeping is as it would be without:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +16,7 @@ from kvflow import checks
 from kvflow.connector.cached_prompts import CachedPrompts, GroupTablesOf
 from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.prefix_questions import PrefixQuestions, source_in
-from kvflow.connector.scheduler import Scheduled, SchedulingConfig
+from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.connector.step import Step
 from kvflow.core.cache.groups import GroupKind
 from kvflow.errors import ConfigError, RequestError
@@ -25,7 +25,7 @@ from kvflow.logs import logger_of
 from kvflow.prefix import Prefixes, prefix_keys
 from kvflow.prefix.kv_events import EventSource
 from kvflow.prefix.prefix_requests import PEERS_MAX
-from kvflow.vllm.asked import Asked
+from kvflow.vllm.asked import names_pictures, tokens_of
 from kvflow.vllm.layout import Group
 from kvflow.vllm.settings import Extra
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 logger = logger_of("vllm.kvflow")
 
@@ -91,6 +92,7 @@ class RequestPrefixes:
         if why:
             logger.warning("prefixes are neither shared nor pulled: %s", why)
         self._scheduling = scheduling
+        self._names_pictures = names_pictures(vllm_config)
         self._block_tokens = groups[0].facts.block_size
         self._shares = extra.share_prefixes and not why
         self._cached_prompts: CachedPrompts | None = None
@@ -126,40 +128,39 @@ class RequestPrefixes:
         """True if the workers have to be told something, even without a request."""
         return self._cached_prompts is not None and self._cached_prompts.must_tell
 
-    def add(self, asked: Asked) -> None:
+    def add(self, request: Request) -> None:
         """Take a request that has come. Peers are asked unless it has a ticket of a prefill engine."""
-        params = asked.kv_transfer_params
+        params = request.kv_transfer_params
         asks = self._pulls and not self._scheduling.takes(params or {})
         if self._cached_prompts is None and not asks:
             return
-        keys = self._keys(asked, asked.num_prompt_tokens)
+        keys = self._keys(request, request.num_prompt_tokens)
         if self._cached_prompts is not None:
-            self._cached_prompts.add(asked.request_id, keys)
-        if asks and not asked.request.skip_reading_prefix_cache:
+            self._cached_prompts.add(request.request_id, keys)
+        if asks and not request.skip_reading_prefix_cache:
             try:
                 source = source_in(params)
             except RequestError as error:
-                logger.warning("request %s: its prefix is not asked for: %s", asked.request_id, error)
+                logger.warning("request %s: its prefix is not asked for: %s", request.request_id, error)
                 return
-            most = (asked.num_prompt_tokens - 1) // self._block_tokens
-            self.questions.add(asked.request_id, keys[:most], source)
+            most = (request.num_prompt_tokens - 1) // self._block_tokens
+            self.questions.add(request.request_id, keys[:most], source)
 
-    def _keys(self, asked: Asked, num_tokens: int) -> list[bytes]:
-        tokens = asked.tokens(num_tokens)
+    def _keys(self, request: Request, num_tokens: int) -> list[bytes]:
+        tokens = tokens_of(request, num_tokens, names_pictures=self._names_pictures)
         return [] if tokens is None else prefix_keys(tokens, self._block_tokens)
 
     def build_step(
-        self, step: Step, scheduled: Iterable[Scheduled], *, preempted: Iterable[str], block_ids: GroupTablesOf
+        self, step: Step, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
         """Put into a step which blocks hold prompts."""
         if self._cached_prompts is not None:
             self._cached_prompts.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
 
-    def finished(self, asked: Asked, block_ids: Sequence[Sequence[int]]) -> None:
+    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Take a request that has ended, and still has its blocks."""
         if self._cached_prompts is not None:
-            request = asked.request
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self._cached_prompts.finished(
-                asked.request_id, keys=lambda: self._keys(asked, computed), computed=computed, block_ids=block_ids
+                request.request_id, keys=lambda: self._keys(request, computed), computed=computed, block_ids=block_ids
             )

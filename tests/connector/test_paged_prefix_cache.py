@@ -11,7 +11,6 @@ import pytest
 from kvflow.connector.cached_prompts import CachedPrompts
 from kvflow.connector.paged_groups import PagedGroup, registered
 from kvflow.connector.paged_prefix_cache import PagedPrefixCache
-from kvflow.connector.scheduler import Scheduled
 from kvflow.connector.step import NO_BLOCK, CachedBlocks, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.prefix.keys import prefix_keys
@@ -191,7 +190,7 @@ class Told:
 
     def step(self, *scheduled: tuple[str, int], blocks: Sequence[Sequence[int]] = ((),), **more: Sequence[str]) -> Step:
         step = Step()
-        entries = [Scheduled(*entry) for entry in scheduled]
+        entries = dict(scheduled)
         preempted = more.get("preempted", ())
         self.cached_prompts.build_step(step, entries, preempted=preempted, block_ids=lambda _: blocks)
         self.prefix_cache.take(step.reused)
@@ -361,7 +360,7 @@ class Pool:
     def step(self) -> None:
         """All prompts are computed that are not."""
         step = Step()
-        scheduled = [Scheduled(name, len(tokens)) for name, (tokens, _) in self.requests.items()]
+        scheduled = {name: len(tokens) for name, (tokens, _) in self.requests.items()}
         tables = {name: [blocks] for name, (_, blocks) in self.requests.items()}
         self.cached_prompts.build_step(step, scheduled, preempted=(), block_ids=lambda name: tables[name])
         self.told.prefix_cache.take(step.reused)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 from msgspec.structs import replace
@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from kvflow.connector.cached_prompts import CachedPrompts
 from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.prefix_questions import PrefixOutcome, PrefixQuestions, source_in
-from kvflow.connector.scheduler import Matched, PagedGroup
+from kvflow.connector.scheduler import PagedGroup
 from kvflow.connector.step import CachedBlocks, Question, Step
-from kvflow.connector.transfers import Answered, Happening, Loaded, LoadFailed
+from kvflow.connector.worker import FailedLoad
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.policy.states import ProducerState
 from kvflow.core.protocol.ticket import Ticket
@@ -57,7 +57,7 @@ def share(holder: Engine, blocks: tuple[int, ...]) -> None:
 
 
 def peers_of(engine: Engine) -> PrefixPeers:
-    peers = engine.worker._transfers.peers
+    peers = engine.worker._peers
     assert peers is not None
     return peers
 
@@ -72,13 +72,15 @@ def question(*peers: Engine | str, request_id: str = "d", keys: Sequence[bytes] 
     return Question(request_id=request_id, keys=tuple(keys), key_tokens=BLOCK_SIZE, cached_tokens=cached, peers=at)
 
 
-def is_answer(entry: Happening) -> bool:
-    return isinstance(entry, Answered)
+class Answer(NamedTuple):
+    outcome: PrefixOutcome
+    tickets: tuple[Ticket, ...]
 
 
-def ask(reader: Engine, *questions: Question) -> Answered:
+def ask(reader: Engine, *questions: Question) -> Answer:
     begin(reader, Step(questions=list(questions)))
-    return cast(Answered, reader.until(is_answer))
+    next(None for _ in steps() if reader.step() and reader.answers)
+    return Answer(*reader.answers.pop(0))
 
 
 def adopted(reader: Engine, *holders: Engine, cached: int = 0) -> tuple[Ticket, ...]:
@@ -95,7 +97,7 @@ def test_a_prefix_is_loaded_as_any_ticket_is(pair: Pair, cached: int) -> None:
     """Its blocks that are cached here are not read."""
     holder, reader = pair.prefill, pair.decode
     adopted(reader, holder, cached=cached)
-    assert reader.scheduler.num_new_matched_tokens("d", cached) == Matched(8 - cached, True)
+    assert reader.scheduler.num_new_matched_tokens("d", cached) == (8 - cached, True)
     reader.scheduler.update_after_alloc("d", [5, 6, 7], 8 - cached)
     assert reader.until_loaded().tokens == 8 - cached
     reader.assert_filled(*([6] if cached else [5, 6]))
@@ -113,8 +115,8 @@ def test_what_is_reused_before_it_was_read_is_a_miss(pair: Pair) -> None:
     for layer in holder.kv_caches.values():
         layer[:, 2] = 7.0
     reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
-    assert isinstance(reader.until(load_ended), LoadFailed)
-    assert reader.scheduler.num_new_matched_tokens("d", 0) == Matched(0, False)
+    assert isinstance(reader.until(load_ended)[1], FailedLoad)
+    assert reader.scheduler.num_new_matched_tokens("d", 0) == (0, False)
     reader.scheduler.request_finished("d", completed=True)
     again = ask(reader, question(holder, request_id="e"))
     assert again.tickets
@@ -143,7 +145,7 @@ def test_a_prompt_that_is_computed_for_a_reader_may_begin_with_a_prefix(pair: Pa
     reader.scheduler.add(Request("d", 12, PREFILL))
     adopted(reader, pair.prefill)
     reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
-    assert isinstance(reader.until(load_ended), Loaded)
+    assert isinstance(reader.until(load_ended)[1], LoadReport)
     reader.step(("d", 12), blocks=(5, 6, 7))
     finished = reader.scheduler.request_finished("d", completed=True)
     assert finished.params is not None
@@ -403,20 +405,20 @@ def test_a_scheduler_asks_and_takes_what_is_found(made: PrefixQuestions) -> None
     connector = scheduler(questions=made)
     for name in ("r", "gone"):
         made.add(name, prefix_keys(range(100 * len(name), 100 * len(name) + 12), BLOCK_SIZE), None)
-        assert connector.num_new_matched_tokens(name, 0) == Matched(None, False)
+        assert connector.num_new_matched_tokens(name, 0) == (None, False)
     assert [one.request_id for one in step_of(connector).questions] == ["r", "gone"]
     assert not connector.request_finished("gone", completed=False).hold_blocks
     tickets = {name: (ticket_of(8, request_id=name),) for name in ("r", "gone")}
     connector.update_from_workers(found=tickets)
-    assert connector.num_new_matched_tokens("r", 0) == Matched(8, True)
+    assert connector.num_new_matched_tokens("r", 0) == (8, True)
     step = step_of(connector)
     assert (step.keep, step.questions) == ({"r": tickets["r"]}, [])
     assert [(one.request_id, one.tickets) for one in step.release] == [("gone", tickets["gone"])]
     made.add("behind", prefix_keys(range(100, 112), BLOCK_SIZE), None)
-    assert connector.num_new_matched_tokens("behind", 0) == Matched(None, False), "it waits for that load"
+    assert connector.num_new_matched_tokens("behind", 0) == (None, False), "it waits for that load"
     connector.update_after_alloc("r", [1, 2], 8)
     connector.update_from_workers(received=["r"])
-    assert connector.num_new_matched_tokens("behind", 8) == Matched(0, False)
+    assert connector.num_new_matched_tokens("behind", 8) == (0, False)
 
 
 def test_what_nobody_has_is_asked_for_once(made: PrefixQuestions) -> None:

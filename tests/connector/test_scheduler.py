@@ -19,11 +19,10 @@ from kvflow.connector.prefix_questions import PrefixQuestions
 from kvflow.connector.scheduler import (
     ConnectorScheduler,
     Finished,
-    Matched,
-    Scheduled,
     SchedulingConfig,
     Sharing,
 )
+from kvflow.connector.scheduler import EngineRequest as Request
 from kvflow.connector.step import Grow, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.policy.states import ConsumerState, ProducerState
@@ -42,14 +41,6 @@ INTRODUCTION = any_ticket()
 def ticket_of(num_tokens: int, *, block_ids: Sequence[int] | None = None, request_id: str = "remote") -> Ticket:
     ids = range(-(-num_tokens // BLOCK_SIZE)) if block_ids is None else block_ids
     return INTRODUCTION.without_leases(request_id=request_id, block_ids=ids, num_tokens=num_tokens, ttl_s=9.0)
-
-
-@dataclass(frozen=True)
-class Request:
-    request_id: str
-    num_prompt_tokens: int
-    kv_transfer_params: Mapping[str, Any] | None
-    prompt_token_ids: Sequence[int] | None = None
 
 
 def consumer(num_prompt_tokens: int, ticket: Ticket, request_id: str = "r") -> Request:
@@ -86,7 +77,7 @@ def step_of(
     preempted: Sequence[str] = (),
     blocks: Sequence[int] = range(100),
 ) -> Step:
-    entries = [Scheduled(*entry) for entry in scheduled]
+    entries = dict(scheduled)
     return connector.build_step(entries, preempted=preempted, block_ids=lambda _: blocks)
 
 
@@ -146,16 +137,16 @@ def test_what_is_not_computed_comes_from_remote(
     connector = scheduler(fetch_tokens_min=least)
     ticket = ticket_of(offered)
     connector.add(consumer(prompt, ticket))
-    expected = Matched(offered - computed, True) if missing else Matched(0, False)
+    expected = (offered - computed, True) if missing else (0, False)
     for _ in range(3):  # asking has no side effects
         assert connector.num_new_matched_tokens("r", computed) == expected
     assert connector.state_of("r") is ConsumerState.EXPECTED
     step = step_of(connector)
     assert step == Step(keep=step.keep)
-    connector.update_after_alloc("r", [7, 8, 9], expected.tokens)
+    connector.update_after_alloc("r", [7, 8, 9], expected[0])
     step = step_of(connector)
     received = [(receive.request_id, receive.tickets, receive.block_tables) for receive in step.receive]
-    assert received == [("r", (ticket,), (missing,))] * expected.asynchronous
+    assert received == [("r", (ticket,), (missing,))] * expected[1]
     assert len(step.release) == (offered > 0 and not missing)
     assert step_of(connector) == Step()
 
@@ -177,7 +168,7 @@ def test_a_ticket_is_for_the_prompt_that_was_computed(full_blocks_only: bool) ->
         connector = scheduler()
         if fits:
             connector.add(request)
-            assert connector.num_new_matched_tokens(f"c{number}", 0) == Matched(offered, True)
+            assert connector.num_new_matched_tokens(f"c{number}", 0) == (offered, True)
         else:
             with pytest.raises(PromptMismatch, match=f"'c{number}'.*{offered} tokens"):
                 connector.add(request)
@@ -198,10 +189,10 @@ def test_a_ticket_is_used_once() -> None:
     connector = scheduler()
     connector.add(consumer(10, ticket_of(10)))
     connector.update_after_alloc("r", [7, 8, 9], 10)
-    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+    assert connector.num_new_matched_tokens("r", 0) == (0, False)
     step_of(connector)
     connector.update_from_workers(received=["r"])
-    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+    assert connector.num_new_matched_tokens("r", 0) == (0, False)
     connector.update_after_alloc("r", [1, 2, 3], 0)
     assert step_of(connector, ("r", 10), preempted=["r"]) == Step()
     assert connector.request_finished("r", completed=True) == Finished(False, None)
@@ -216,7 +207,7 @@ def test_a_second_request_with_a_ticket_is_computed(monkeypatch: pytest.MonkeyPa
         used = pytest.raises(RequestError, match=f"'{request_id}'.*used") if request_id in "be" else nullcontext()
         with used:
             connector.add(consumer(9, ticket_of(8, request_id=ticket), request_id))
-    assert [connector.num_new_matched_tokens(one, 0).tokens for one in "abcdef"] == [8, 0, 8, 8, 0, 8]
+    assert [connector.num_new_matched_tokens(one, 0)[0] for one in "abcdef"] == [8, 0, 8, 8, 0, 8]
     connector.update_after_alloc("b", [0, 1, 2], 0)
     connector.request_finished("b", completed=True)
     step = step_of(connector)
@@ -260,9 +251,9 @@ def test_a_request_that_has_lost_its_picture_is_neither_loaded_nor_computed(ours
     refusal = connector.refusal("r")
     assert refusal is not None
     assert refusal.parts == (("adapter",) if 0 in ours else ("pictures",))
-    matched = connector.num_new_matched_tokens("r", cached)
-    assert (matched.tokens or 0) > 0, "it would be computed"
-    connector.update_after_alloc("r", [7, 8, 9], matched.tokens or 0)
+    matched, _ = connector.num_new_matched_tokens("r", cached)
+    assert (matched or 0) > 0, "it would be computed"
+    connector.update_after_alloc("r", [7, 8, 9], matched or 0)
     connector.add(Request("right", 9, ticket.to_params(), marked_by_keys(range(9), PICTURE)))
     assert connector.refusal("right") is None
     step = step_of(connector)
@@ -341,7 +332,7 @@ def test_who_is_awaited_has_to_be_a_rendezvous_of_the_prompt(awaited: Any) -> No
     assert step_of(connector, ("r", 10)).decline == []
 
 
-WAIT, ALL, REST, NOTHING = Matched(None, False), Matched(10, True), Matched(2, True), Matched(0, False)
+WAIT, ALL, REST, NOTHING = (None, False), (10, True), (2, True), (0, False)
 
 
 def samples(connector: ConnectorScheduler, names: str = "abc") -> None:
@@ -350,7 +341,7 @@ def samples(connector: ConnectorScheduler, names: str = "abc") -> None:
         connector.add(consumer(10, ticket_of(10), name), sharing=Sharing.FIRST)
 
 
-def matched(connector: ConnectorScheduler, names: str = "abc", computed: int = 0) -> list[Matched]:
+def matched(connector: ConnectorScheduler, names: str = "abc", computed: int = 0) -> list[tuple[int | None, bool]]:
     return [connector.num_new_matched_tokens(name, computed) for name in names]
 
 
@@ -468,7 +459,7 @@ def test_a_ticket_that_cannot_be_right_is_refused_and_forgotten(params: dict[str
     connector = scheduler()
     with pytest.raises(RequestError, match=problem):
         connector.add(Request("r", 10, params))
-    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+    assert connector.num_new_matched_tokens("r", 0) == (0, False)
     assert connector.request_finished("r", completed=True) == Finished(False, None)
 
 
@@ -483,7 +474,7 @@ def test_each_ticket_of_a_request_is_compared_with_its_prompt(wrong: int) -> Non
     tickets = [of_prompt(f"from {at}", other if at == wrong else range(10)) for at in range(3)]
     with pytest.raises(PromptMismatch, match=f"'from {wrong}'"):
         connector.add(Request("r", 11, params_of_several([one.to_params() for one in tickets]), range(11)))
-    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+    assert connector.num_new_matched_tokens("r", 0) == (0, False)
 
 
 @each("count", [0, 17])
@@ -505,7 +496,7 @@ def test_requests_that_nothing_is_to_be_done_for_pass_by(params: dict[str, Any] 
     connector = scheduler(**roles)
     connector.add(Request("r", 10, params))
     assert connector.open_requests == 0
-    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+    assert connector.num_new_matched_tokens("r", 0) == (0, False)
     connector.update_after_alloc("r", [1, 2, 3], 0)
     assert step_of(connector, ("r", 10)) == Step()
     assert connector.request_finished("r", completed=True) == Finished(False, None)
@@ -811,12 +802,12 @@ class Engine(RuleBasedStateMachine):
         computed = min(cached_blocks, (prompt - 1) // BLOCK_SIZE) * BLOCK_SIZE
         matched = self.connector.num_new_matched_tokens(request_id, computed)
         assert matched == self.connector.num_new_matched_tokens(request_id, computed)
-        if matched.tokens is None:
+        if matched[0] is None:
             self.another_one_goes_ahead(job)
             return
-        assert matched.tokens == 0 or matched.asynchronous
-        assert computed + matched.tokens <= prompt
-        external = matched.tokens if use_remote else 0
+        assert matched[0] == 0 or matched[1]
+        assert computed + matched[0] <= prompt
+        external = matched[0] if use_remote else 0
         job.tables = [[] for _ in self.groups]
         if not self.cover(job, max(computed + external, 1)):
             job.tables = []
@@ -829,7 +820,7 @@ class Engine(RuleBasedStateMachine):
         """Who waits for another one's load waits for one that is under way, or will be asked for."""
         assert waits.shares
         others = [name for name, job in self.alive.items() if job.ticket is waits.ticket and job is not waits]
-        asked = [self.connector.num_new_matched_tokens(name, 0).tokens for name in others]
+        asked = [self.connector.num_new_matched_tokens(name, 0)[0] for name in others]
         assert any(self.alive[name].parked or tokens for name, tokens in zip(others, asked, strict=True))
 
     @precondition(lambda engine: engine.of(JobState.RUNNING, JobState.COMPUTED))
@@ -845,13 +836,13 @@ class Engine(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, 16), answer=st.integers(0, 5))
     def step(self, tokens: int, answer: int) -> None:
         """So many tokens are computed, of a prompt or of an answer."""
-        scheduled = []
+        scheduled: dict[str, int] = {}
         for request_id, job in self.alive.items():
             left = job.request.num_prompt_tokens - job.computed
             more = min(tokens, left) if left > 0 else answer
             if job.running and more and self.cover(job, job.computed + more):
                 self.compute(job, job.computed + more)
-                scheduled.append(Scheduled(request_id, job.computed))
+                scheduled[request_id] = job.computed
         step = self.connector.build_step(scheduled, preempted=self.preempted, block_ids=self.tables_of)
         self.preempted = []
         self.work(step)
@@ -1054,7 +1045,7 @@ def tables_of(tokens: int) -> tuple[list[int], list[int], list[int]]:
 def grouped_step(connector: ConnectorScheduler, tokens: int, tables: Sequence[Sequence[int]] | None = None) -> Step:
     """The prompt "r" is computed so far."""
     given = tables or tables_of(tokens)
-    return connector.build_step([Scheduled("r", tokens)], preempted=(), block_ids=lambda _: given)
+    return connector.build_step({"r": tokens}, preempted=(), block_ids=lambda _: given)
 
 
 SPLIT = msgspec.structs.replace(
@@ -1096,7 +1087,7 @@ def test_a_prompt_is_offered_with_its_windows_and_its_state(
     withheld = int(changes is WITHHELD)
     tables = [[*table, *[99] * withheld] for table in tables_of(tokens - withheld)][: len(expected)]
     given = tables if len(expected) > 1 else tables[0]
-    saved = connector.build_step([Scheduled("r", tokens)], preempted=(), block_ids=lambda _: given).save
+    saved = connector.build_step({"r": tokens}, preempted=(), block_ids=lambda _: given).save
     finished = connector.request_finished("r", completed=True, block_ids=given)
     assert finished.hold_blocks == any(expected)
     assert finished.params is not None
@@ -1123,7 +1114,7 @@ def test_what_is_missing_of_each_group_is_received(
     connector = grouped_scheduler()
     connector.introduce(introduction)
     connector.add(consumer(14, OFFERED))
-    assert connector.num_new_matched_tokens("r", computed) == Matched(13 - computed, True)
+    assert connector.num_new_matched_tokens("r", computed) == (13 - computed, True)
     connector.update_after_alloc("r", tables_of(13), 13 - computed)
     (receive,) = step_of(connector).receive
     assert receive.block_tables == expected
@@ -1194,24 +1185,24 @@ def test_settings_that_cannot_be_are_a_config_error(changes: dict[str, Any], pro
 @each(
     ("groups", "left", "expected"),
     [
-        ((FULL, STATE), False, Matched(0, False)),  # the state is after the last token, whose logits are wanted
-        ((FULL, LOCAL), False, Matched(13, True)),
-        ((FULL, LOCAL), True, Matched(0, False)),
+        ((FULL, STATE), False, (0, False)),  # the state is after the last token, whose logits are wanted
+        ((FULL, LOCAL), False, (13, True)),
+        ((FULL, LOCAL), True, (0, False)),
     ],
 )
 def test_a_whole_prompt_is_of_use_where_its_last_token_can_be_computed_again(
-    groups: tuple[GroupFacts, ...], left: bool, expected: Matched
+    groups: tuple[GroupFacts, ...], left: bool, expected: tuple[int | None, bool]
 ) -> None:
     connector = scheduler(groups=groups, leave_last_token=left)
     ticket = grouped_ticket(groups, 13, "remote")
     connector.add(consumer(13, ticket))
     connector.add(consumer(14, msgspec.structs.replace(ticket, request_id="other"), "longer"))
     assert connector.num_new_matched_tokens("r", 0) == expected
-    assert connector.num_new_matched_tokens("longer", 0) == Matched(13, True)
-    connector.update_after_alloc("r", tables_of(13)[:2], expected.tokens)
+    assert connector.num_new_matched_tokens("longer", 0) == (13, True)
+    connector.update_after_alloc("r", tables_of(13)[:2], expected[0])
     step = step_of(connector)
     assert [*step.keep] == ["longer"]
-    assert [release.request_id for release in step.release] == ([] if expected.tokens else ["r"])
+    assert [release.request_id for release in step.release] == ([] if expected[0] else ["r"])
 
 
 @each(
@@ -1275,7 +1266,7 @@ def test_parameters_are_read_and_written_as_the_dialect_has_them() -> None:
     connector.introduce(grouped_ticket((), 0, "introduction"))
     connector.add(Request("r", 10, {"do_remote_prefill": True}))
     assert step_of(connector).keep == {"r": (theirs,)}
-    assert connector.num_new_matched_tokens("r", 0) == Matched(10, True)
+    assert connector.num_new_matched_tokens("r", 0) == (10, True)
     with pytest.raises(RequestError, match="odd"):
         connector.add(Request("odd", 10, {"do_remote_prefill": True, "odd": 1}))
     connector.add(Request("a,b", 8, PREFILL))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import importlib
 import json
 import sys
@@ -13,8 +12,9 @@ import msgspec
 import pytest
 
 from kvflow import Config, Limits
-from kvflow.connector.settings import PluginSettings, load_connector, needing
+from kvflow.connector.settings import PluginSettings
 from kvflow.errors import ConfigError
+from kvflow.parts import needing
 from tests.support.tests_support import each
 
 FIELDS = [entry.name for entry in fields(Config) if entry.name not in ("engine_id", "role")]
@@ -95,15 +95,7 @@ def test_what_the_engine_says_wrong_is_not_blamed_on_the_place() -> None:
 def test_a_setting_whose_part_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvflow.stock", None)  # as if the folder were deleted
     needs = pytest.raises(ConfigError, match=r"^stock_peers needs kvflow\.stock, which is not there$")
-    with needs, needing("stock", "stock_peers"):
+    with needs, needing("stock", "stock_peers", ConfigError):
         importlib.import_module("kvflow.stock")
-    with pytest.raises(ModuleNotFoundError, match="kvflow_of_nowhere"), needing("stock", "stock_peers"):
+    with pytest.raises(ModuleNotFoundError, match="kvflow_of_nowhere"), needing("stock", "stock_peers", ConfigError):
         importlib.import_module("kvflow_of_nowhere")
-
-
-def test_a_connector_is_found_by_name() -> None:
-    assert load_connector("OrderedDict", "collections") is collections.OrderedDict
-    with pytest.raises(ConfigError, match=r"^connector 'A': not found in module kvflow\.no_such_module: No module"):
-        load_connector("A", "kvflow.no_such_module")
-    with pytest.raises(ConfigError, match=r"^connector 'B': not found in module collections: .*'B'"):
-        load_connector("B", "collections")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -20,10 +20,10 @@ from kvflow import Config, LeaseOutcome
 from kvflow.blocking import Runtime
 from kvflow.connector.parameters import name_of, params_of_several, producer_params
 from kvflow.connector.prefix_peers import PrefixPeers
-from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig, Sharing
+from kvflow.connector.prefix_questions import PrefixOutcome
+from kvflow.connector.scheduler import ConnectorScheduler, SchedulingConfig, Sharing
 from kvflow.connector.step import Step
-from kvflow.connector.transfers import Happening, Loaded, LoadFailed, OfferEnded
-from kvflow.connector.worker import ConnectorWorker
+from kvflow.connector.worker import ConnectorWorker, FailedLoad
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.core.protocol.ticket import Ticket
@@ -45,6 +45,8 @@ from kvflow.transport.base import TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.connector.test_scheduler import BLOCK_SIZE, PREFILL, Request
 
+Happening: TypeAlias = tuple[str, LoadReport | FailedLoad | LeaseOutcome]
+"""A load or lease of a request that has ended."""
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0", lease_ttl_s=60.0), seal_hold_s=0.01)
 
 
@@ -58,6 +60,8 @@ class Engine:
     scheduler: ConnectorScheduler
     worker: ConnectorWorker
     happened: list[Happening] = field(default_factory=list)
+    sent: set[str] = field(default_factory=set)
+    answers: list[tuple[PrefixOutcome, tuple[Ticket, ...]]] = field(default_factory=list)
 
     def step(
         self,
@@ -67,7 +71,7 @@ class Engine:
         event: DeviceEvent | None = None,
     ) -> Step:
         """One step; with an `event` that its work is done by."""
-        entries = [Scheduled(*entry) for entry in scheduled]
+        entries = dict(scheduled)
         step = self.scheduler.build_step(entries, preempted=preempted, block_ids=lambda _: blocks)
         self.worker.prepare(step)
         self.worker.begin(step, ready=event, after=event)
@@ -77,8 +81,9 @@ class Engine:
     def collect(self) -> None:
         results = self.worker.collect()
         self.scheduler.update_from_workers(received=results.received, sent=results.sent)
-        assert results.failed.keys() <= results.received
-        self.happened += results.happenings
+        self.sent |= results.sent
+        self.answers += zip(results.answers, results.found.values(), strict=True)
+        self.happened += (*results.loaded.items(), *results.failed.items(), *results.leases)
 
     def compute(self, request_id: str = "r", blocks: Sequence[int] = (1, 2), tokens: int = 7, **more: Any) -> Step:
         """Take a prompt to offer, and compute all of it."""
@@ -112,7 +117,7 @@ class Engine:
         self.scheduler.add(Request(request_id, tokens, params))
         matched = self.scheduler.num_new_matched_tokens(request_id, 0)
         assert matched == (tokens, True)
-        self.scheduler.update_after_alloc(request_id, blocks, matched.tokens)
+        self.scheduler.update_after_alloc(request_id, blocks, tokens)
 
     def flow(self, request_id: str = "r", tokens: int = 7, name: str = "name") -> dict[str, Any]:
         """Take a prompt that is to be read while it is computed; its reader's parameters."""
@@ -122,19 +127,19 @@ class Engine:
 
     def until_loaded(self, request_id: str = "d") -> LoadReport:
         """Step until the request has its prompt, and end it."""
-        loaded = self.until(load_ended)
-        assert isinstance(loaded, Loaded)
-        assert loaded.request_id == request_id
+        name, report = self.until(load_ended)
+        assert isinstance(report, LoadReport)
+        assert name == request_id
         self.scheduler.request_finished(request_id, completed=True)
-        return loaded.report
+        return report
 
-    def until_failed(self, kind: type[Exception], message: str = "") -> LoadFailed:
+    def until_failed(self, kind: type[Exception], message: str = "") -> FailedLoad:
         """Step until a load has failed so, and end its request."""
-        ended = self.until(load_ended)
-        assert isinstance(ended, LoadFailed)
+        name, ended = self.until(load_ended)
+        assert isinstance(ended, FailedLoad)
         assert isinstance(ended.error, kind)
         assert message in str(ended.error)
-        self.scheduler.request_finished(ended.request_id, completed=False)
+        self.scheduler.request_finished(name, completed=False)
         return ended
 
     def assert_filled(self, *blocks: int, fill: float = 1.0, tokens: int = BLOCK_SIZE) -> None:
@@ -155,7 +160,8 @@ class Engine:
 
     def until_read(self, request_id: str = "r", *, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Step until the request's lease has ended, read or given back, and its blocks are free."""
-        assert self.until(lease_ended, meanwhile=meanwhile) == OfferEnded(request_id, LeaseOutcome.READ, True)
+        assert self.until(lease_ended, meanwhile=meanwhile) == (request_id, LeaseOutcome.READ)
+        assert request_id in self.sent
         assert not self.scheduler.blocks_held(request_id)
 
     def until_settled(self) -> None:
@@ -167,8 +173,8 @@ class Engine:
                 break
         assert self.scheduler.open_requests == 0
         assert_quiet(self.runtime.statistics())
-        assert not self.worker._transfers._readings
-        assert not self.worker._transfers.saved
+        assert not self.worker._readings
+        assert not self.worker._saved
 
 
 def steps() -> Iterator[None]:
@@ -235,11 +241,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 def lease_ended(entry: Happening) -> bool:
-    return isinstance(entry, OfferEnded)
+    return isinstance(entry[1], LeaseOutcome)
 
 
 def load_ended(entry: Happening) -> bool:
-    return isinstance(entry, Loaded | LoadFailed)
+    return isinstance(entry[1], LoadReport | FailedLoad)
 
 
 def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
@@ -371,7 +377,7 @@ def test_the_time_of_a_lease_begins_when_its_request_has_finished(pair: Pair) ->
     """However long the step takes that completes the prompt: nobody can have read it before."""
     prefill = pair.prefill
     prefill.compute()
-    offer = next(found for _ in steps() if (found := prefill.worker._transfers.saved.get("r")))
+    offer = next(found for _ in steps() if (found := prefill.worker._saved.get("r")))
     assert offer.lease is not None
     entry = offer.lease._entry
     next(None for _ in steps() if entry.expires_s > entry.offered_s + 3 * CONFIG.limits.seal_hold_s + 3 * 0.3)
@@ -379,7 +385,7 @@ def test_the_time_of_a_lease_begins_when_its_request_has_finished(pair: Pair) ->
     prefill.step()
     next(None for _ in steps() if offer.sent)
     assert offer.restart is None, "its time is begun anew although its ticket is out"
-    assert prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.EXPIRED, True)
+    assert prefill.until(lease_ended) == ("r", LeaseOutcome.EXPIRED)
 
 
 @pytest.mark.parametrize("opened", ["at once", "before", "after"])
@@ -464,7 +470,7 @@ def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -
     assert decode.happened == []
     assert decode.scheduler.blocks_held("d")
     decode.perform()
-    assert decode.until(load_ended) == LoadFailed("d", ((5, 6),), None)
+    assert decode.until(load_ended) == ("d", FailedLoad(((5, 6),), None))
     assert not decode.scheduler.blocks_held("d")
     pair.prefill.until_read()  # it was told at once
 
@@ -472,7 +478,7 @@ def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -
 def test_a_load_that_is_abandoned_in_its_first_step_reads_nothing(pair: Pair) -> None:
     pair.decode.receive(pair.prefill.prefill(), [5, 6])
     assert pair.decode.scheduler.request_finished("d", completed=False).hold_blocks
-    assert pair.decode.until(load_ended) == LoadFailed("d", ((5, 6),), None)
+    assert pair.decode.until(load_ended) == ("d", FailedLoad(((5, 6),), None))
     pair.prefill.until_read()  # it was told
     pair.decode.assert_filled(*range(8), fill=-1.0)
 
@@ -499,7 +505,7 @@ def test_samples_read_one_offer_and_its_producer_is_told_once(pair: Pair, flows:
         prefill.complete()
     share(decode, params, "a", "b", "c")
     for name, blocks in {"a": [5, 6], "b": [4], "c": [3]}.items():
-        assert isinstance(load_rest(decode, name, blocks), Loaded)
+        assert isinstance(load_rest(decode, name, blocks)[1], LoadReport)
         prefill.step()
         assert prefill.scheduler.blocks_held("r")
         assert prefill.happened == []
@@ -522,8 +528,8 @@ def test_a_sample_that_is_abandoned_leaves_the_offer_to_the_others(pair: Pair) -
     for _ in range(2):
         decode.step()
     decode.perform()
-    assert decode.until(load_ended) == LoadFailed("a", ((5, 6),), None)
-    assert isinstance(load_rest(decode, "b", [3, 4]), Loaded)
+    assert decode.until(load_ended) == ("a", FailedLoad(((5, 6),), None))
+    assert isinstance(load_rest(decode, "b", [3, 4])[1], LoadReport)
     decode.assert_filled(3)
     prefill.until_read(meanwhile=decode.step)
     decode.scheduler.request_finished("b", completed=True)
@@ -570,7 +576,7 @@ def test_a_preempted_prompt_is_offered_again_under_another_name(pair: Pair) -> N
     pair.decode.receive(params, [5, 6])
     pair.decode.until_loaded()
     outcomes = {prefill.until(lease_ended) for _ in range(2)}
-    assert outcomes == {OfferEnded("r", LeaseOutcome.REVOKED, False), OfferEnded("r", LeaseOutcome.READ, True)}
+    assert outcomes == {("r", LeaseOutcome.REVOKED), ("r", LeaseOutcome.READ)}
 
 
 def test_blocks_of_a_withdrawn_prompt_may_be_loaded_into_at_once(pair: Pair) -> None:
@@ -589,7 +595,7 @@ def test_a_prompt_that_is_not_served_holds_no_blocks_and_fails_its_reader(pair: 
         params = pair.prefill.prefill(request_id, blocks)
         if name == "offered":
             pair.prefill.scheduler.withdraw_all()
-        assert pair.prefill.until(lease_ended) == OfferEnded(request_id, LeaseOutcome.REVOKED, True)
+        assert pair.prefill.until(lease_ended) == (request_id, LeaseOutcome.REVOKED)
         pair.decode.receive(params, [5, 6], f"{FORGED} decode {name}")
         assert pair.decode.until_failed(LeaseExpired).block_tables == ((5, 6),)
     pair.decode.assert_filled(*range(8), fill=-1.0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ray_server.room import Candidate, Wanted, ranked
 from tiny_model import EXAMPLES
 
-from kvflow.ray.place import ReplicaPlace, config_of, drain_deadline_s
+from kvflow.ray.replica import ReplicaPlace
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 CANDIDATES = st.dictionaries(NAMES, st.integers(0, 100), max_size=4).map(
@@ -63,5 +63,5 @@ def test_what_service_yaml_says_goes_together() -> None:
             shutdown_timeout_s=deployment["graceful_shutdown_timeout_s"],
             wait_loop_s=deployment["graceful_shutdown_wait_loop_s"],
         )
-        deadline_s = drain_deadline_s(place, config_of(place, {}))
+        deadline_s = place.drain_deadline_s(place.config({}))
         assert deadline_s >= app["args"]["deadline_s"], "a lease lives as long as its request may take"

@@ -11,7 +11,6 @@ from tests_support import in_virtual_time
 
 from kvflow import Runtime
 from kvflow.ray import keep_prewarmed
-from kvflow.ray.peers import PeersUnknownError
 from kvflow.testing import InprocPair
 
 PERIOD_S = 10.0
@@ -66,7 +65,7 @@ async def test_replicas_that_come_are_connected_and_those_that_go_are_forgotten(
 async def test_what_cannot_be_right_and_who_does_not_answer_are_asked_again() -> None:
     async with virtual_pair() as pair:
         there = entry(pair.producer.runtime)
-        listing = Listing([there | {"address": "nowhere"}], TimeoutError(), PeersUnknownError("none"), [there])
+        listing = Listing([there | {"address": "nowhere"}], TimeoutError(), LookupError("none"), [there])
         await kept_for(pair, listing, 4)
         assert (states(pair), listing.asked) == (["ready"], 4)
 

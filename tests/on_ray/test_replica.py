@@ -13,7 +13,6 @@ from tests_support import each, small_cache, until
 from kvflow import LeaseOutcome, RuntimeState, ServeRequest
 from kvflow.errors import ConfigError, RuntimeBroken, RuntimeClosed, RuntimeDraining
 from kvflow.ray import ReplicaPlace, ReplicaRuntime
-from kvflow.ray.place import config_of, drain_deadline_s
 from kvflow.ray.replica import this_replica
 from kvflow.testing import InprocCluster
 
@@ -34,16 +33,16 @@ def replica(**options: Any) -> ReplicaRuntime:
 
 
 def test_a_config_follows_from_the_replica() -> None:
-    config = config_of(PLACE, {"model": "llama", "tp_rank": 1, "tp_size": 2})
+    config = PLACE.config({"model": "llama", "tp_rank": 1, "tp_size": 2})
     assert (config.engine_id, config.listen, config.model) == ("Decode-x7k2", "tcp://127.0.0.3:0", "llama")
     assert (config.tp_rank, config.tp_size, config.drain_timeout_s) == (1, 2, 1.0)
-    assert config_of(replace(PLACE, node_ip="fd00::7"), {}).listen == "tcp://[fd00::7]:0"
-    assert config_of(PLACE, {"listen": "tcp://0.0.0.0:0", "advertise_host": "auto"}).advertise_toward == ""
+    assert replace(PLACE, node_ip="fd00::7").config({}).listen == "tcp://[fd00::7]:0"
+    assert PLACE.config({"listen": "tcp://0.0.0.0:0", "advertise_host": "auto"}).advertise_toward == ""
 
 
 def test_a_setting_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match="Config: unknown: lease_ttl, tp"):
-        config_of(PLACE, {"lease_ttl": 3, "tp": 2})
+        PLACE.config({"lease_ttl": 3, "tp": 2})
 
 
 @each(
@@ -53,7 +52,7 @@ def test_a_setting_that_there_is_not_is_refused() -> None:
 def test_a_drain_leaves_time_to_close(timeout_s: float, wanted_s: float | None, expected_s: float) -> None:
     """2 s for the wait loop, 1 s each to end loads, to settle and to say goodbye, 0.05 s to hold, 10 s to close."""
     place = replace(PLACE, shutdown_timeout_s=timeout_s)
-    assert drain_deadline_s(place, config_of(place, QUICK), wanted_s) == pytest.approx(expected_s)
+    assert place.drain_deadline_s(place.config(QUICK), wanted_s) == pytest.approx(expected_s)
 
 
 @each(

@@ -25,7 +25,6 @@ from sglang.srt.disaggregation.decode import DecodeTransferQueue
 from sglang.srt.environ import envs
 
 from kvflow.errors import ConfigError
-from kvflow.sglang import manager as manager_module
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import prompt_of
 from kvflow.sglang.manager import KVFlowManager
@@ -379,7 +378,6 @@ def test_prefill_stands_still_in_the_middle_of_a_read(
     """The client is told, the pages are not used again before the read has stopped, and the log has one line."""
     prefill, decode, transport, let_go = held
     manager = decode.ranks[0].manager
-    monkeypatch.setattr(manager_module, "_ALARM_S", 0.0)
     if how == "deadline":
         monkeypatch.setattr(manager, "waiting_timeout", 0.3)
     request = Request(prefill, decode, room=87, pages=[4, 20], targets=[5, 6])
@@ -408,7 +406,6 @@ def test_prefill_stands_still_in_the_middle_of_a_read(
         let_go()
         wait_until(scheduler.step)
         assert load.safe
-        assert "have stopped" in caplog.records[-1].getMessage()
     request.clear()
 
 

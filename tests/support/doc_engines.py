@@ -7,7 +7,6 @@ page's blocks have left. The page's text explains every name that it uses from h
 from __future__ import annotations
 
 import json
-import sys
 import types
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
@@ -76,12 +75,8 @@ async def security(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIt
 
 @asynccontextmanager
 async def connectors(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
-    """For connectors.md: rank 0 of an engine of two ranks, the introduction of rank 1, and a connector's module."""
+    """For connectors.md: rank 0 of an engine of two ranks, and the introduction of rank 1."""
     in_one_process(patch)
-    module = types.ModuleType("my_engine.kvflow_connector")
-    vars(module)["KVFlowConnector"] = ConnectorWorker
-    patch.setitem(sys.modules, "my_engine", types.ModuleType("my_engine"))
-    patch.setitem(sys.modules, module.__name__, module)
 
     def opened(stack: ExitStack, engine_id: str, tp_rank: int) -> kvflow.blocking.Runtime:
         config = Config(engine_id=engine_id, listen="tcp://127.0.0.1:0", tp_rank=tp_rank, tp_size=2)
@@ -103,12 +98,11 @@ async def connectors(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> Async
         }
         stack.callback(lambda: "runtime" in names and names["runtime"].close())
         yield names
-        step = names["connector"].build_step([], preempted=[], block_ids=lambda _: [])
+        step = names["connector"].build_step({}, preempted=[], block_ids=lambda _: [])
         names["worker"].prepare(step)
         names["worker"].begin(step)
         assert names["report"].blocks == 2
         assert names["outcome"] is LeaseOutcome.REVOKED
-        assert names["connector_class"] is ConnectorWorker
 
 
 @asynccontextmanager

@@ -17,11 +17,12 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request, RequestStatus
 
-from kvflow.connector.scheduler import ConnectorScheduler, SchedulingConfig, Sharing
+from kvflow.connector.scheduler import ConnectorScheduler, EngineRequest, SchedulingConfig, Sharing
 from kvflow.connector.step import Step
 from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.vllm.asked import Asked, names_pictures, sharing_of
+from kvflow.vllm.asked import asked as facts_of
+from kvflow.vllm.asked import names_pictures, sharing_of, tokens_of
 from kvflow.vllm.connector import KVFlowConnector
 from kvflow.vllm.metrics import KVFlowStats
 from tests.support.tests_support import any_ticket
@@ -65,8 +66,8 @@ def request_of(name: str, request_id: str = "r", **more: Any) -> Request:
     return Request(request_id, given.pop("prompt_token_ids"), sampling, None, **given)
 
 
-def asked(name: str, **more: Any) -> Asked:
-    return Asked(request_of(name, **more), names_pictures=True)
+def asked(name: str, **more: Any) -> EngineRequest:
+    return facts_of(request_of(name, **{"params": {"do_remote_decode": True}, **more}), names_pictures=True)
 
 
 @pytest.mark.parametrize("tokens", [6, 2])
@@ -86,8 +87,8 @@ def test_a_prompt_with_nothing_but_tokens_has_the_digest_that_it_always_had() ->
 
 
 def test_pictures_that_vllm_only_numbers_are_not_compared() -> None:
-    assert Asked(request_of("a picture"), names_pictures=False).prompt_token_ids is None
-    assert Asked(request_of("plain"), names_pictures=False).prompt_token_ids == TOKENS
+    assert tokens_of(request_of("a picture"), 6, names_pictures=False) is None
+    assert tokens_of(request_of("plain"), 6, names_pictures=False) == TOKENS
     for pictures, prefixes, expected in ((0, True, True), (4, False, True), (0, False, False), (None, False, True)):
         multimodal = None if pictures is None else SimpleNamespace(mm_processor_cache_gb=pictures)
         config: Any = SimpleNamespace(
@@ -139,7 +140,7 @@ def connector_of() -> KVFlowConnector:
 
 
 def step_of(connector: KVFlowConnector) -> Step:
-    return connector._scheduler.build_step((), preempted=(), block_ids=lambda _: [])
+    return connector._scheduler.build_step({}, preempted=(), block_ids=lambda _: [])
 
 
 def ticket_of(name: str) -> Ticket:
@@ -149,7 +150,7 @@ def ticket_of(name: str) -> Ticket:
     )
 
 
-def tokens_of(name: str) -> list[int]:
+def all_tokens(name: str) -> list[int]:
     return list(request_of(name).all_token_ids)
 
 
@@ -167,7 +168,7 @@ def test_a_ticket_of_other_tokens_is_not_used_and_one_of_the_same_with_something
         if name == of:
             assert counted == ([], [])
             assert not failed
-        elif tokens_of(name) != tokens_of(of):
+        elif all_tokens(name) != all_tokens(of):
             assert counted == (["PromptMismatch"], []), of
             assert REFUSED in caplog.records[-1].message
             assert not failed

@@ -1,7 +1,4 @@
-"""The connector on a device that is neither the CPU nor CUDA: vLLM's own copies, behind vLLM's steps.
-
-On the stand-in accelerator, with the copies that vLLM has for Intel's devices.
-"""
+"""The connector on a device that is neither the CPU nor CUDA, the stand-in accelerator: copies behind vLLM's steps."""
 
 from __future__ import annotations
 
@@ -12,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
-from vllm.platforms import current_platform
 
 from kvflow import CacheGroup, LoadRequest, ServeRequest
 from kvflow.blocking import Runtime
@@ -36,10 +31,6 @@ def standin() -> Iterator[StandIn]:
     found.reset()
 
 
-def copied(source: torch.Tensor, target: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor) -> None:
-    target[target_ids] = source[source_ids].to(target.device)
-
-
 class Worker:
     """A worker's connector, as far as registering, copying and events go."""
 
@@ -55,7 +46,6 @@ class Worker:
         connector._role, connector._runtime, connector._groups = KVConnectorRole.WORKER, self.runtime, ()
         connector._kv_format, connector._whole_blocks_only, connector._ranks = None, False, None
         connector.register_kv_caches(self.kv_caches)
-        connector.set_host_xfer_buffer_ops(copy_kv_blocks)
         self.connector = connector
         self.engine = Engine(
             engine_id=engine_id,
@@ -66,9 +56,7 @@ class Worker:
         )
 
 
-def test_vllms_copies_behind_vllms_steps(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("insert_blocks_to_device", "swap_out_blocks_to_host"):
-        monkeypatch.setattr(type(current_platform), name, staticmethod(copied), raising=False)
+def test_copies_run_behind_vllms_steps(standin: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = Side(device=HERE, style="blocks_first"), Side(device=THERE, style="blocks_first")
     producer, consumer = (
         Worker(name, side, monkeypatch) for name, side in zip(("producer", "consumer"), sides, strict=True)

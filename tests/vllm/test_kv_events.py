@@ -20,7 +20,7 @@ from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.prefix import prefix_keys
 from kvflow.prefix.kv_events import EventSource, PrefixMap, Publisher, Subscriber
 from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockStored, decode_batch, encode_batch
-from kvflow.vllm.asked import Asked
+from kvflow.vllm.asked import tokens_of
 from tests.support.ports import free_port
 from tests.support.recorded_events import VLLM, vllm_batch
 from tests.vllm.conftest import Site
@@ -147,7 +147,7 @@ def test_an_events_keys_are_those_of_the_request(salt: str | None, pictures: lis
     known = PrefixMap()
     for told in decode_batch(msgspec.msgpack.encode(kv_events.KVEventBatch(ts=1.5, events=[event]))):
         known.apply("engine", told)
-    prompt = Asked(request, names_pictures=True).prompt_token_ids
+    prompt = tokens_of(request, request.num_prompt_tokens, names_pictures=True)
     assert prompt is not None
     assert tokens_known(known, prompt, SMALL) == 64
     assert (tokens_known(known, tokens, SMALL) == 64) == (salt is None and not pictures)

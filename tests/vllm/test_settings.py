@@ -29,8 +29,9 @@ from kvflow import CacheGroup, CacheLayout, Config, LeaseOutcome, Limits, ServeR
 from kvflow.blocking import Runtime
 from kvflow.connector.scheduler import ConnectorScheduler
 from kvflow.connector.step import Step
-from kvflow.connector.worker import ConnectorWorker, LoadFailed, OfferEnded
+from kvflow.connector.worker import ConnectorWorker, FailedLoad, Results
 from kvflow.core.cache.groups import GroupFacts, GroupKind
+from kvflow.core.cache.regions import Device
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 from kvflow.errors import ConfigError, LayoutError, LeaseExpired
 from kvflow.vllm import layout, settings, stock
@@ -57,7 +58,10 @@ def vllm_config(role: str = "kv_both", **extra: Any) -> Any:
             is_kv_consumer=role != "kv_producer",
         ),
         parallel_config=SimpleNamespace(tensor_parallel_size=4, data_parallel_index=1, pipeline_parallel_size=2),
-        model_config=SimpleNamespace(model="org/model", use_mla=False, get_total_num_kv_heads=lambda: 8),
+        model_config=SimpleNamespace(
+            model="org/model", use_mla=False, get_total_num_kv_heads=lambda: 8, multimodal_config=None
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
     )
 
 
@@ -370,7 +374,7 @@ def test_a_step_on_a_gpu_is_told_what_to_wait_for(monkeypatch: pytest.MonkeyPatc
             recorded.append(self)
 
     monkeypatch.setattr(connector_module.torch.cuda, "Event", Event)
-    for connector._records in (False, True):
+    for connector._device in (None, Device("cuda", 0)):
         connector.bind_connector_metadata(KVFlowMetadata(Step()))
         connector.start_load_kv(None)  # type: ignore[arg-type]
         connector.wait_for_save()
@@ -390,7 +394,7 @@ def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_i
     with Runtime(Config(engine_id="prefill", transport="inproc")) as runtime:
         worker, scheduler = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
         worker._runtime, worker._worker, worker._vllm_config = runtime, ConnectorWorker(runtime), config
-        worker._role, worker._records = KVConnectorRole.WORKER, False
+        worker._role = KVConnectorRole.WORKER
         worker._registered = [CacheGroup("full", {"layers.0": cache}, layout)]
         scheduler._vllm_config, scheduler._stats = config, KVFlowStats()
         scheduler._scheduling = scheduling_of(config, [FULL])
@@ -398,7 +402,7 @@ def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_i
         runtime.register_kv_caches(worker._registered)
 
         def step() -> KVFlowNews | None:
-            made = scheduler._scheduler.build_step((), preempted=(), block_ids=lambda _: ())
+            made = scheduler._scheduler.build_step({}, preempted=(), block_ids=lambda _: ())
             worker.bind_connector_metadata(KVFlowMetadata(made))
             return cast(KVFlowNews | None, worker.build_connector_worker_meta())
 
@@ -426,7 +430,7 @@ def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step(
     scheduler, worker = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
     made, seen = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret"), list[Any]()
     scheduler._scheduler, worker._role = made, KVConnectorRole.WORKER
-    worker._records, worker._ranks = False, SimpleNamespace(show=seen.append)  # type: ignore[assignment]
+    worker._ranks = SimpleNamespace(show=seen.append)  # type: ignore[assignment]
     with Runtime(Config(engine_id="prefill", transport="inproc")) as runtime:
         cache = {"layers.0": torch.zeros(2, 4, 2, 16, 8)}
         runtime.register_kv_caches(cache, CacheLayout.infer(cache, order="HND", block_size=16))
@@ -457,8 +461,10 @@ def test_prompts_of_windows_are_computed_whole_for_stock_readers() -> None:
 
 def test_statistics_add_up() -> None:
     error = LeaseExpired("gone", request_id="r", peer="tcp://127.0.0.1:1")
-    stats = KVFlowStats.of([LoadFailed("r", ((1,),), error), OfferEnded("s", LeaseOutcome.READ, True)])
-    both = stats.aggregate(KVFlowStats.of([LoadFailed("r", ((1,),), None)]))
+    stats, others = KVFlowStats(), KVFlowStats()
+    stats.note(Results(failed={"r": FailedLoad(((1,),), error)}, leases=[("s", LeaseOutcome.READ)]))
+    others.note(Results(failed={"r": FailedLoad(((1,),), None)}))
+    both = stats.aggregate(others)
     assert both.data["load_failures"] == ["LeaseExpired", "Abandoned"]
     assert both.reduce()["Failed loads"] == 2
     assert both.reduce()["Leases read"] == 1
