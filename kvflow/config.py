@@ -1,6 +1,6 @@
-"""One frozen Config: what one rank of an engine is, and what it may use; finer bounds are its `Limits`.
+"""`Config`: the settings of one rank of an engine, frozen. Its `Limits` are bounds that are seldom changed.
 
-Nothing here is read from the environment; what a process may set outside is what NIXL and UCX read themselves.
+Nothing here is read from the environment; NIXL and UCX read their own variables.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ NIXL_BACKENDS = (
     *("UCX", "LIBFABRIC", "MOONCAKE", "UCCL", "GPUNETIO", "GDS", "GDS_MT", STORE_BACKEND, "OBJ", "AZURE_BLOB"),
     *("HF3FS", "GUSLI", "INFINIA"),
 )
-"""The backends that NIXL comes with. Others are taken by their names: NIXL says when it starts whether it has them."""
+"""The backends that NIXL ships. Other names are accepted: NIXL reports at its start whether it has them."""
 _AUTO = re.compile(r"auto(?::(.+))?", re.DOTALL)
 
 
 def is_key_name(text: str) -> bool:
-    """True if `text` can be an engine id whose keys lie in files: it names them."""
+    """Return True if `text` can be an engine id that names key files."""
     return is_name(text, ENGINE_ID_CHARS_MAX) and _KEY_NAME.fullmatch(text) is not None
 
 
 def auto_target(advertise_host: str | None) -> str | None:
-    """The HOST of "auto:HOST", "" of "auto", None of anything else."""
+    """Return HOST for "auto:HOST", "" for "auto", None for any other host."""
     found = _AUTO.fullmatch(advertise_host or "")
     return None if found is None else found.group(1) or ""
 
 
 def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_size: int) -> int:
-    """Offset of a rank's port from its engine's base port; every pipeline stage counts as a row of tp_size ranks."""
+    """Return the offset of a rank's port from its engine's base port. Each pipeline stage counts as tp_size ranks."""
     return (dp_rank * pp_size + pp_rank) * tp_size + tp_rank
 
 
@@ -56,89 +56,91 @@ def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_si
 class Config:
     """Settings of one rank of an engine.
 
-    All ranks of an engine share one Config but for their rank. ConfigError names a setting that is unknown, or cannot
-    be. What each setting is for: docs/reference/config, and beside it in the source, which `help()` does not show.
+    All ranks of an engine have equal Configs except for the rank. ConfigError names an unknown or invalid setting. Each
+    setting is described in docs/reference/config, and below it in the source, which `help()` does not show.
     """
 
     engine_id: EngineId
     """Name of the engine, the same for all its ranks: printable, without spaces."""
     listen: ListenAddress = "tcp://127.0.0.1:5600"
     """Base address of the side channel, tcp://host:port; an IPv6 host with or without brackets. A rank listens at the
-    port plus its number within the engine; with port 0 the system chooses a free one, which tickets carry. The
-    wildcards `*` and `[::]` listen to IPv4 and IPv6, 0.0.0.0 to IPv4."""
+    port plus its number within the engine. With port 0 the system chooses a free port, which tickets name. The
+    wildcards `*` and `[::]` listen on IPv4 and IPv6, 0.0.0.0 on IPv4."""
     advertise_host: AdvertisedHost | None = None
-    """Host that tickets name; needed when `listen` binds a wildcard such as 0.0.0.0. "auto" is the
-    address by which this host's default route leaves when the runtime opens, "auto:HOST" the one by which its route to
-    HOST leaves, such as a peer or a head node; both are what `listen` binds, if that is one address."""
+    """Host that tickets name; required when `listen` binds a wildcard such as 0.0.0.0. "auto" is this host's source
+    address of the default route when the runtime opens. "auto:HOST" is its source address of the route to HOST, such as
+    a peer or a head node. If `listen` binds one address, both mean that address."""
 
     model: ModelName = ""
-    """Name of the model; both sides must give the same."""
+    """Name of the model; both sides must set the same name."""
 
     tp_rank: Count = 0
     """Tensor-parallel rank, from 0."""
     tp_size: RankCount = 1
     """Tensor-parallel ranks of a pipeline stage."""
     dp_rank: Count = 0
-    """Data-parallel replica, from 0; each replica has ports of its own."""
+    """Data-parallel replica, from 0; each replica has its own ports."""
     pp_rank: Count = 0
     """Pipeline stage, from 0."""
     pp_size: RankCount = 1
     """Pipeline stages of the engine."""
     num_kv_heads: Size | None = None
-    """KV heads of the whole model; needed where tp_size may exceed it. None infers it, with the peer's."""
+    """KV heads of the whole model; required if tp_size may exceed it. None: inferred from this rank's and the peer's."""
 
     curve_secret_key_file: Path | None = None
-    """This engine's key, made by `kvflow keys new`: it encrypts and authenticates the side channel by ZeroMQ CURVE."""
+    """File with this engine's key, made by `kvflow keys new`. It encrypts and authenticates the side channel by ZeroMQ
+    CURVE."""
     curve_peers_dir: Path | None = None
-    """Folder of the public keys of peers, each in a file `<engine_id>.public`."""
+    """Folder with the public keys of peers, each in a file `<engine_id>.public`."""
 
     role: Role = "both"
-    """Part played: "producer" (serves blocks), "consumer" (loads them) or "both". Memory is registered for that."""
+    """Role of the engine: "producer" (serves blocks), "consumer" (loads blocks) or "both". Memory is registered only
+    for this."""
 
     transport: TransportName = "nixl"
-    """Mover of the bytes: "nixl", or "inproc" between runtimes of one process, for tests."""
+    """Transport of the bytes: "nixl", or "inproc" between runtimes of one process, for tests."""
     nixl_backend: BackendNames = "UCX"
     """NIXL's backend between engines. Several are separated by commas, such as "UCX,LIBFABRIC": NIXL takes the first
-    that reaches both sides' memory."""
+    backend that can reach the memory of both sides."""
     nixl_backend_params: Texts = field(default_factory=dict)
-    """Parameters of the backends. A plain "key" is for each that `nixl_backend` names, "NAME.key" for that backend
-    alone, such as "POSIX.use_uring" for the store's."""
+    """Parameters of the backends. A plain "key" is for each backend in `nixl_backend`, "NAME.key" for the backend NAME
+    alone, such as "POSIX.use_uring" for the store."""
 
     lease_ttl_s: Seconds = 30.0
-    """Time blocks are kept for their readers; a reader renews it while it loads."""
+    """Time for which a lease keeps blocks for its readers; a reader renews the lease while it loads."""
     lease_lifetime_s: Seconds = 600.0
-    """Time after an offer in which readers can renew its lease. A longer ttl_s is kept."""
+    """Time after an offer in which readers can renew its lease. Does not shorten a lease with a longer `ttl_s`."""
     load_deadline_s: Seconds = 30.0
-    """Deadline of loads whose request has none."""
+    """Deadline of loads without a deadline in their request."""
     handshake_timeout_s: Seconds = 5.0
-    """Longest time a peer has to answer on the side channel."""
+    """Time within which a peer has to answer on the side channel."""
     cancel_grace_s: Seconds = 1.0
-    """Time a cancelled or late load waits for bytes in flight before it quarantines its blocks."""
+    """Time for which a cancelled or late load waits for bytes in flight before its blocks are quarantined."""
     drain_timeout_s: Seconds = 10.0
-    """Time closing waits for loads and leases that are still open."""
+    """Time for which closing waits for open loads and leases."""
 
     verify_share: Share = 0.0
-    """Share of loads, drawn at random, whose bytes are compared with the producer's by checksums: 0 is none, 1 all.
+    """Share of loads, chosen at random, for which checksums of local and remote bytes are compared: 0 is none, 1 all.
     `LoadRequest.verify` decides for one load."""
 
     loads_waiting_max: Size = 1 << 12
-    """Loads that may wait; one more is `Overloaded`."""
+    """Most loads that may wait; one more raises `Overloaded`."""
     in_flight_bytes_max: ByDevice = 0
-    """Bytes in flight, over all loads. A larger read goes alone. 0: 256 MiB for a cache in host memory, 1 GiB on
+    """Bytes in flight over all loads. A larger read is posted alone. 0: 256 MiB for a cache in host memory, 1 GiB on
     CUDA."""
 
     scratch: Mode = "auto"
-    """Use of scratch memory, in which blocks of small pieces are read whole and permuted: "auto" (where it is faster),
+    """Use of scratch memory: blocks of small pieces are read whole into it and permuted. "auto" (if that is faster),
     "always" or "never"."""
     staging: Mode = "auto"
-    """Use of host buffers: "auto" (if the transport cannot reach the cache's device), "always", or "never": then
-    registering a cache that needs them raises ConfigError."""
+    """Use of host buffers: "auto" (if the transport cannot reach the cache's device), "always" or "never". With "never"
+    registering a cache that needs host buffers raises ConfigError."""
     host_buffer_bytes_max: ByDevice = 0
-    """Host memory for staged blocks of offers and loads. 0: a quarter of the cache, at least 256 MiB, at most an
-    eighth of the memory of host or container, shared by the engine's ranks."""
+    """Host memory for staged blocks of offers and loads. 0: a quarter of the cache, at least 256 MiB and at most an
+    eighth of the host's or container's memory, divided among the engine's ranks."""
 
     limits: GivenLimits = field(default_factory=Limits)
-    """Bounds that are seldom changed: below. A dict of them is taken, too."""
+    """Bounds that are seldom changed: below. A dict is accepted, too."""
 
     def __post_init__(self) -> None:
         checks.settle(self, ConfigError)
@@ -146,17 +148,17 @@ class Config:
 
     @property
     def nixl_backends(self) -> Mapping[str, Mapping[str, str]]:
-        """The backends that `nixl_backend` names, each with its parameters."""
+        """The backends in `nixl_backend`, each with its parameters."""
         return {name: params_of(self, name) for name in self.nixl_backend.split(",")}
 
     @property
     def ending_s(self) -> float:
-        """Longest time that leases and loads take to end once they have to."""
+        """Longest time from a drain's deadline until all leases and loads have ended."""
         return self.limits.seal_hold_s + self.cancel_grace_s + self.drain_timeout_s
 
     @property
     def listen_port_offset(self) -> int:
-        """dp_rank * tp_size + tp_rank; see `rank_offset` for pipeline stages."""
+        """Offset of this rank's port from the port in `listen` (`rank_offset`)."""
         return rank_offset(self.dp_rank, self.pp_rank, self.tp_rank, tp_size=self.tp_size, pp_size=self.pp_size)
 
     @property
@@ -170,23 +172,25 @@ class Config:
 
     @property
     def advertise_toward(self) -> str | None:
-        """Host that the advertised address has a route to: HOST of "auto:HOST", "" of "auto"; None: it is given."""
+        """Target of the route that gives the advertised address: HOST of "auto:HOST", "" for "auto"; None if the address is
+        given."""
         return auto_target(self.advertise_host)
 
     @property
     def listen_port(self) -> int:
-        """The port this rank binds; 0 means any free one."""
+        """Port that this rank binds; 0 for any free port."""
         port = split_address(self.listen)[1]
         return port + self.listen_port_offset if port else 0
 
 
 def config_on(config: Config, kind: str) -> Config:
-    """Config with what is 0, since it depends on where the cache is, as a device of that kind wants it."""
+    """Return `config` with bounds of 0 replaced by the defaults for a device of `kind`."""
     return replace(by_device(config, kind), limits=by_device(config.limits, kind))
 
 
 def params_of(config: Config, backend: str) -> Mapping[str, str]:
-    """Parameters of a backend in `nixl_backend_params`: its own, and those for all that `nixl_backend` names."""
+    """Return the parameters for `backend` in `nixl_backend_params`: those with its name, and the plain ones if
+    `nixl_backend` names it."""
     named = backend in config.nixl_backend.split(",")
     given = config.nixl_backend_params.items()
     common = {key: value for key, value in given if named and "." not in key}
@@ -207,7 +211,7 @@ def _advertised(value: object, name: str) -> str:
 
 
 def _backends(value: object, name: str) -> str:
-    """Names of backends, none of them a slip of the pen for one that NIXL comes with."""
+    """Return the names of backends. ConfigError if one looks like a misspelled backend of NIXL."""
     plain = checks.text(value, name, error=ConfigError)
     names = plain.split(",")
     if len(set(names)) < len(names) or not all(_BACKEND.fullmatch(one) for one in names):
@@ -222,7 +226,7 @@ def _backends(value: object, name: str) -> str:
 
 
 def _path(value: object, name: str) -> object:
-    """A path as it was given, if the system can be asked for it."""
+    """Return a path unchanged. ConfigError if the system cannot use it as a path."""
     path = checks.answer(lambda: fspath(cast("PathLike[str]", value)))
     plain = checks.text(path, name, error=ConfigError) if isinstance(path, str) else "\0"
     if "\0" in plain:
@@ -236,7 +240,7 @@ def _texts(value: object, name: str) -> Mapping[str, str]:
 
 
 def _limits(value: object, name: str) -> Limits:
-    """Limits, also as a dict, as configuration files have them."""
+    """Return `Limits`, made from a dict if `value` is one, as in configuration files."""
     if not isinstance(value, Mapping):
         return checks.instance(value, Limits, name, error=ConfigError)
     given = checks.mapping(value, name, error=ConfigError)
@@ -247,7 +251,7 @@ def _limits(value: object, name: str) -> Limits:
 
 
 def _check_together(config: Config) -> None:
-    """ConfigError for settings that cannot be beside each other."""
+    """Raise ConfigError for settings that contradict each other."""
     for rank_name, size_name in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
         rank, size = getattr(config, rank_name), getattr(config, size_name)
         if rank >= size:

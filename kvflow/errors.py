@@ -2,46 +2,45 @@
 
 Each class answers three questions by attributes: `blame`, whose fault it was; `retryable`, whether the same call with
 the same ticket may succeed later or on another engine; `memory_safe`, whether the local blocks may be reused at once.
-Of a class, `memory_safe` is False ("ask" below) where errors of it differ. An error itself knows: it is so unless
-it has a `quarantine`, the load whose bytes may still land.
+A class whose errors differ has `memory_safe` False ("ask" below). An error is memory safe unless it has a
+`quarantine`: the load whose bytes may still land.
 
     KVFlowError
-    |- InvalidInput              caller   do not retry   safe      what was passed cannot be right
-    |  |- ConfigError            caller   do not retry   safe      a Config value, or what it asks for is not there
+    |- InvalidInput              caller   do not retry   safe      the caller's input is invalid
+    |  |- ConfigError            caller   do not retry   safe      a Config value is invalid or not supported here
     |  |- LayoutError            caller   do not retry   safe      tensors do not match the described cache
-    |  |- RequestError           caller   do not retry   safe      a request or ticket that cannot be right
+    |  |- RequestError           caller   do not retry   safe      a request or ticket is invalid
     |  |  |- BlocksBusy          caller   do not retry   safe      blocks that another request is using
     |  |  |- HostBlocksBusy      caller   do not retry   safe      too few host blocks are free for another lease
-    |  |  `- PromptMismatch      caller   do not retry   safe      a ticket used for another prompt than its own
+    |  |  `- PromptMismatch      caller   do not retry   safe      the ticket is for another prompt
     |  `- UsageError             caller   do not retry   safe      a verb called in the wrong state, loop or thread
     |- RuntimeUnavailable        engine   retry          ask       this runtime is being taken out of service
-    |  |- RuntimeDraining        engine   retry          ask       it takes no new work: its owner drains it
-    |  |- CacheUnregistered      engine   retry          ask       its cache is given back: it sleeps, for example
+    |  |- RuntimeDraining        engine   retry          ask       the owner drains it: it takes no new work
+    |  |- CacheUnregistered      engine   retry          ask       its cache is unregistered: it sleeps, for example
     |  `- RuntimeClosed          engine   retry          ask       its owner has closed it
-    |- PeerError                 peer     do not retry   safe      another engine, or the way to it; named by `peer`
-    |  |- PeerUnreachable        peer     retry          safe      refused or silent, or not asked since it was
-    |  |- PeerNotReady           peer     retry          safe      it has no cache yet, or drains
-    |  |- PeerRefused            peer     do not retry   safe      it answered "no", and why
+    |- PeerError                 peer     do not retry   safe      another engine, or the network to it; see `peer`
+    |  |- PeerUnreachable        peer     retry          safe      no answer, or not asked after a failure
+    |  |- PeerNotReady           peer     retry          safe      the peer has no cache yet, or drains
+    |  |- PeerRefused            peer     do not retry   safe      the peer refused, and said why
     |  |- PeerIncompatible       peer     do not retry   safe      protocol or cache do not match; lists both values
-    |  `- ProtocolError          peer     do not retry   safe      it answered something that is no kvflow message
+    |  `- ProtocolError          peer     do not retry   safe      the answer is not a kvflow message
     |- LoadError                 nobody   do not retry   ask       one load failed after it was accepted
     |  |- LeaseExpired           nobody   do not retry   ask       the blocks may have been reused: prefill again
-    |  |- PrefillFailed          peer     retry          ask       the producer will never have all of the blocks
+    |  |- PrefillFailed          peer     retry          ask       the producer will not complete the prompt
     |  |- Overloaded             engine   retry          ask       too many loads wait already
     |  |- TransferFailed         peer     retry          ask       the transport reported a failure
-    |  |- ChecksumMismatch       peer     do not retry   ask       what was read twice is not what the producer holds
-    |  `- DeadlineExceeded       nobody   retry          ask       time ran out in `phase`: give it more
+    |  |- ChecksumMismatch       peer     do not retry   ask       bytes differ from the producer's, read twice
+    |  `- DeadlineExceeded       nobody   retry          ask       time ran out in `phase`
     |- StoreError                engine   do not retry   ask       a save or a restore failed after it was accepted
-    |  |- NotStored              nobody   do not retry   safe      nothing is stored under the key, or no more
-    |  |- EntryDamaged           engine   do not retry   ask       what was stored is torn or changed; it is removed
-    |  |- StoreFull              engine   retry          safe      all that could make room is being read or written
-    |  `- StorageFailed          engine   retry          ask       the disk, or the way to it, has failed
+    |  |- NotStored              nobody   do not retry   safe      no entry under the key, or it was evicted
+    |  |- EntryDamaged           engine   do not retry   ask       the entry is torn or changed, and is removed
+    |  |- StoreFull              engine   retry          safe      entries that could be evicted are in use
+    |  `- StorageFailed          engine   retry          ask       a file could not be read or written
     `- RuntimeBroken             kvflow   do not retry   ask       a service of the runtime died: restart the engine
        `- TransportBroken        kvflow   do not retry   ask       ... because the transport died
 
-A group that is never raised itself (KVFlowError, PeerError, LoadError, StoreError) answers with the careful value.
-Errors can be pickled: their attributes go along, but for `quarantine`, which becomes a `QuarantineNotice`; a copy keeps
-it.
+A base class that is never raised (KVFlowError, PeerError, LoadError, StoreError) has the cautious values. Errors can be
+pickled with their attributes; `quarantine` becomes a `QuarantineNotice`. A copy keeps its `quarantine`.
 """
 
 from __future__ import annotations
@@ -53,16 +52,16 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 ErrorT = TypeVar("ErrorT", bound="KVFlowError")
 
 ERROR_CHARS_MAX = 2000
-"""Longest message of an error: what peers, tickets and other packages say is in many of them."""
+"""Longest message of an error. Many contain text from peers, tickets and other packages."""
 _END_CHARS, _NOTE_CHARS = 500, 500
 COMPUTE = "compute"
 """The phase of a load that waits for its producer to compute the prompt."""
 TOKENS = ("tokens",)
-"""`PromptMismatch.parts` of prompts whose tokens differ."""
+"""`PromptMismatch.parts` for prompts with different tokens."""
 
 
 def shortened(text: str, chars_max: int = ERROR_CHARS_MAX) -> str:
-    """Return a text, without its middle if it is too long: its beginning says who, its end what to do."""
+    """Return `text`, without its middle if it is too long: the beginning names the request, the end the remedy."""
     if len(text) <= chars_max:
         return text
     end = min(_END_CHARS, chars_max // 4)
@@ -74,15 +73,15 @@ class Blame(enum.StrEnum):
     """Party at fault for an error."""
 
     CALLER = "caller"
-    """Caller of kvflow: what was passed cannot be right."""
+    """The caller of kvflow: its input is invalid."""
     ENGINE = "engine"
-    """The engine itself: it is on its way out, or has too much to do."""
+    """This engine: it is shutting down, or overloaded."""
     PEER = "peer"
     """The other engine, or the network between."""
     KVFLOW = "kvflow"
-    """kvflow itself, or what it runs on here."""
+    """kvflow, or the software below it on this machine."""
     NOBODY = "nobody"
-    """Time ran out."""
+    """No party: time ran out."""
 
 
 class Quarantine(Protocol):
@@ -96,30 +95,30 @@ class Quarantine(Protocol):
 
     @property
     def safe(self) -> bool:
-        """True if no byte can land in the blocks any more."""
+        """True if no further byte can land in the blocks."""
 
     def settled(self) -> Any:
         """Wait until the blocks are safe: with `await` in asyncio, by the call itself in `kvflow.blocking`.
 
-        Raises RuntimeBroken if that can never be known, because the transport died under the reads.
+        Raises RuntimeBroken if that can never be known, because the transport died during the reads.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineNotice:
-    """The rest of an error's `quarantine` in another process: which blocks were not safe when it was pickled."""
+    """Form of an error's `quarantine` in another process: the blocks, and whether they were safe when it was pickled."""
 
     request_id: str
     block_ids: tuple[int, ...]
     safe: bool
 
     async def settled(self) -> None:
-        """Raises UsageError: only the process that owns the blocks can tell."""
+        """Raise UsageError: only the process that owns the blocks can wait for them."""
         raise UsageError(f"request {self.request_id!r}: a quarantine is awaited in the process that owns its blocks")
 
 
 class _MemorySafe:
-    """Safety of memory: of a class, True if all its errors are memory safe; of an error, if it has no `quarantine`."""
+    """Memory safety: for a class, True if all its errors are memory safe; for an error, True without a `quarantine`."""
 
     def __init__(self, always: bool) -> None:
         self._always = always
@@ -129,22 +128,22 @@ class _MemorySafe:
 
 
 class KVFlowError(Exception):
-    """Base of all errors that kvflow raises on purpose."""
+    """Base class of all errors that kvflow raises deliberately."""
 
     blame: Blame = Blame.KVFLOW
     retryable: ClassVar[bool] = False
     """True if the same call with the same ticket may succeed later or on another engine."""
     memory_safe = _MemorySafe(False)
-    """True if local blocks may be reused at once. Asked of a class: if that is so for every error of it."""
+    """True if local blocks may be reused at once; for a class, if that holds for all its errors."""
 
     quarantine: Quarantine | None = None
-    """The load, if bytes may still land in its blocks although it has ended; await its `settled()`."""
+    """The ended load, if bytes may still land in its blocks; await its `settled()`."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(shortened(message))
 
     def add_note(self, note: str) -> None:
-        """Add a note, shortened as messages are."""
+        """Add a note, shortened like a message."""
         super().add_note(shortened(note, _NOTE_CHARS))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -155,7 +154,7 @@ class KVFlowError(Exception):
         return _unpickled, (type(self), self.args), state
 
     def __copy__(self) -> Self:
-        """A copy in the same process: its quarantine, if it has one, is the load itself."""
+        """Return a copy for this process, with the same `quarantine`."""
         error = _unpickled(type(self), self.args)
         error.__dict__.update(self.__dict__)
         if hasattr(self, "__notes__"):
@@ -166,7 +165,7 @@ class KVFlowError(Exception):
         return self.__copy__()
 
     def _retold(self, message: str, **attributes: str) -> Self:
-        """A copy with another message and some other attributes; this error is its cause."""
+        """Return a copy with another message and other `attributes`; this error is its cause."""
         error = self.__copy__()
         error.args = (shortened(message),)
         error.__dict__.update(attributes)
@@ -175,21 +174,21 @@ class KVFlowError(Exception):
 
 
 def _unpickled(kind: type[ErrorT], arguments: tuple[Any, ...]) -> ErrorT:
-    """An error as it was pickled or copied: its attributes follow, so its constructor has nothing to add."""
+    """Return a new error without calling its constructor. The caller sets its attributes."""
     error = kind.__new__(kind)
     error.args = arguments
     return error
 
 
 class InvalidInput(KVFlowError):
-    """The caller's input cannot be right; nothing was started and no memory was touched."""
+    """The caller's input is invalid. Nothing was started and no memory was touched."""
 
     blame = Blame.CALLER
     memory_safe = _MemorySafe(True)
 
 
 class ConfigError(InvalidInput):
-    """A Config value is out of range, or what it asks for is not installed or not there.
+    """A Config value is out of range, or names something that is not installed or not available.
 
     Correct the setting that the message names.
     """
@@ -198,89 +197,89 @@ class ConfigError(InvalidInput):
 class LayoutError(InvalidInput):
     """KV cache tensors do not match the described layout, or cannot be described.
 
-    Correct the layer that the message names, with what was expected and found.
+    Correct the layer that the message names; the message has the expected and the found value.
     """
 
 
 class RequestError(InvalidInput):
     """A request or ticket is malformed, or does not fit the registered cache.
 
-    Look for a bug, or for what has changed the ticket on its way: the message names the part.
+    Look for a bug, or for a router that changes tickets. The message names the invalid part.
     """
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """The error as one request met it; itself if it names that request, or a ticket's field and no request."""
+        """Return the error for one request: itself if its message names that request or a field of a ticket."""
         what = f"request {request_id!r}"
         names_it = str(self).startswith((what, "ticket: "))
         return self if names_it else self._retold(f"{what} from {engine_id!r}: {self}")
 
 
 class BlocksBusy(RequestError):
-    """Blocks are in use by another request in a way that excludes this one.
+    """Blocks are in use by another request, in a way that excludes this request.
 
-    Look for blocks that were freed before their load had settled or their lease had ended.
+    Look for blocks that the engine freed before their load had settled or their lease had ended.
     """
 
 
 class HostBlocksBusy(RequestError):
     """A lease needs more host blocks than are free.
 
-    Serve it once other leases have ended, or raise `host_buffer_bytes_max`.
+    Serve the request once other leases have ended, or raise `host_buffer_bytes_max`.
     """
 
 
 class PromptMismatch(RequestError):
-    """The ticket is of another prompt.
+    """The ticket is for another prompt.
 
     Look for a router that mixes tickets up, or for engines that tokenize differently. If `parts` is not
-    `("tokens",)`, look for a router that takes pictures or adapters off the decode request.
+    `("tokens",)`, look for a router that drops pictures or adapters from the decode request.
     """
 
     def __init__(self, message: str, *, parts: tuple[str, ...] = TOKENS) -> None:
         super().__init__(message)
         self.parts = parts
-        """What differs: ("tokens",); or, where the tokens agree, "pictures", "adapter" and others that prompts are
-        marked with. Then the request may have lost them on its way, and its prompt must not be computed either."""
+        """Parts that differ: ("tokens",); or, if the tokens are equal, marks of the prompts, such as "pictures" or
+        "adapter". The request may then have lost its marks on the way: do not compute its prompt either."""
 
 
 class UsageError(InvalidInput):
-    """A verb was called in the wrong state, such as before registration or twice, on the wrong loop or thread, or with
-    an argument that cannot be right.
+    """A verb was called in the wrong state (such as before registration, or twice), on the wrong loop or thread, or with
+    an invalid argument.
 
     Correct the call.
     """
 
 
 class RuntimeUnavailable(KVFlowError):
-    """The runtime is being taken out of service by its owner; another engine may do the work."""
+    """The runtime is being taken out of service. Another engine may do the work."""
 
     blame = Blame.ENGINE
     retryable = True
 
 
 class RuntimeDraining(RuntimeUnavailable):
-    """The runtime drains: it finishes what it has begun and takes no new work.
+    """The runtime drains: it finishes work in progress and refuses new work.
 
     Use another engine.
     """
 
 
 class CacheUnregistered(RuntimeUnavailable):
-    """The runtime's cache was unregistered by its owner, and no other is registered yet.
+    """The runtime's cache was unregistered, and no other is registered yet.
 
-    Use another engine, or register the cache of this one: it sleeps.
+    Use another engine, or wake this engine: register a cache.
     """
 
 
 class RuntimeClosed(RuntimeUnavailable):
-    """The runtime was closed by its owner.
+    """The runtime was closed.
 
     Use another engine.
     """
 
 
 class PeerError(KVFlowError):
-    """Another engine, or the way to it, failed."""
+    """Another engine, or the network to it, failed."""
 
     blame = Blame.PEER
     memory_safe = _MemorySafe(True)
@@ -298,31 +297,31 @@ class PeerError(KVFlowError):
         self.peer = peer
         """Address of the peer."""
         self.engine_id = engine_id
-        """Engine of the peer, as far as known."""
+        """Engine id of the peer, if known."""
         self.request_id = request_id
-        """Request of the load that needed the peer; "" if no load did."""
+        """Request id of the load that needed the peer; "" without a load."""
         self.retry_after_s = retry_after_s
-        """Seconds for which loads from the peer fail at once; None if the next load asks the peer again."""
+        """Seconds for which loads from the peer fail at once; None if the next load asks the peer."""
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """The failure as one request met it: waiters that share a handshake each get an error of their own."""
+        """Return the error for one request: loads that share a handshake each get their own error."""
         known = "" if self.engine_id else f" from {engine_id!r}"  # a message whose error knows the engine names it
         return self._retold(f"request {request_id!r}{known}: {self}", request_id=request_id, engine_id=engine_id)
 
 
 class PeerUnreachable(PeerError):
-    """Nobody answers at the peer's address in time, or it has failed and is not asked for a while.
+    """The peer did not answer in time, or has failed before and is not asked for a while.
 
-    Use another peer; retry this one after `retry_after_s`. The peer or the network has failed.
+    Use another peer, or retry this peer after `retry_after_s`. The peer or the network has failed.
     """
 
     retryable = True
 
 
 class PeerNotReady(PeerError):
-    """The peer is there, but has no cache yet or takes no new readers any more.
+    """The peer runs, but has no cache yet, or refuses new readers.
 
-    Use another peer, or retry soon: this one starts, sleeps or drains.
+    Use another peer, or retry soon: this peer starts, sleeps or drains.
     """
 
     retryable = True
@@ -336,16 +335,16 @@ class PeerRefused(PeerError):
 
 
 class PeerIncompatible(PeerError):
-    """The peer's protocol or cache cannot work with ours.
+    """The peer's protocol or cache is incompatible with this engine's.
 
     Correct the configuration: the message has both values. The log warns once for each address and reason.
     """
 
 
 class ProtocolError(PeerError):
-    """The peer sent bytes that are no valid kvflow message.
+    """The peer sent bytes that are not a valid kvflow message.
 
-    Check the address: another service answers there, or a broken engine.
+    Check the address: another service or a broken engine answers there.
     """
 
 
@@ -360,20 +359,20 @@ class LoadError(KVFlowError):
         self.peer = peer
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """The error as one request met it, as with a `PeerError`; itself if that is the one it names."""
+        """Return the error for one request: itself if it names that request."""
         what = f"request {request_id!r}"
         return self if self.request_id == request_id else self._retold(f"{what}: {self}", request_id=request_id)
 
 
 class LeaseExpired(LoadError):
-    """The lease did not provably cover the whole read: it ran out, was withdrawn or was used up.
+    """The lease did not provably cover the whole read: it ran out, was revoked or was used up.
 
-    Prefill again. If it is frequent, raise `lease_ttl_s`, or let fewer requests wait.
+    Prefill again. If this is frequent, raise `lease_ttl_s`, or let fewer requests wait.
     """
 
 
 class PrefillFailed(LoadError):
-    """The producer says that it will not compute the prompt, or has offered nothing in time.
+    """The producer has reported that it will not compute the prompt, or has not offered it in time.
 
     Have another engine compute the prompt.
     """
@@ -383,7 +382,7 @@ class PrefillFailed(LoadError):
 
 
 class Overloaded(LoadError):
-    """No room in this engine: as many loads wait as may, or as many peers are in use or asked. Nothing was read.
+    """This engine is at a limit: of waiting loads, of peers in use, or of peers being asked. Nothing was read.
 
     Send fewer loads (`loads_waiting_max`). If you have that many peers, raise `limits.peers_max` or
     `limits.first_contacts_max`; else look for forged tickets.
@@ -394,9 +393,9 @@ class Overloaded(LoadError):
 
 
 class TransferFailed(LoadError):
-    """The transport reported a failure while it read.
+    """The transport reported a failure during a read.
 
-    Retry, then prefill again: the peer or the network has failed.
+    Retry, then prefill again. The peer or the network has failed.
     """
 
     blame = Blame.PEER
@@ -404,10 +403,10 @@ class TransferFailed(LoadError):
 
 
 class ChecksumMismatch(LoadError):
-    """The bytes that were read differ from those that the producer holds, also after a second read.
+    """The bytes read differ from the producer's, also after a second read.
 
-    Compute the prompt again, and check the network and the memory of both machines: something changes bytes between
-    the caches, or leased blocks are written to.
+    Compute the prompt again, and check the network and the memory of both machines: bytes change between the caches,
+    or leased blocks are written.
     """
 
     blame = Blame.PEER
@@ -439,7 +438,7 @@ class StoreError(KVFlowError):
 
 
 class NotStored(StoreError):
-    """Nothing is stored under the key, or no longer: other entries needed the room.
+    """No entry is stored under the key, or it was evicted.
 
     Compute the prompt, or load it.
     """
@@ -449,14 +448,14 @@ class NotStored(StoreError):
 
 
 class EntryDamaged(StoreError):
-    """The entry is torn, of something else, or not what was saved. Its file is removed.
+    """The entry is torn, of another cache or key, or differs from the saved bytes. Its file is removed.
 
     Compute the prompt. If it happens again, check the disk.
     """
 
 
 class StoreFull(StoreError):
-    """The store has no room now: entries that could make room are being read, the others written.
+    """The store is full: entries that could be evicted are being read or written.
 
     Raise `Storage(bytes_max=...)`, or save less at once.
     """
@@ -468,21 +467,21 @@ class StoreFull(StoreError):
 class StorageFailed(StoreError):
     """A file could not be written or read.
 
-    Check the disk: the message has the system's reason.
+    Check the disk. The message has the system's reason.
     """
 
     retryable = True
 
 
 class RuntimeBroken(KVFlowError):
-    """A service task of the runtime died; `__cause__` says of what.
+    """A service task of the runtime died; `__cause__` is its error.
 
     Restart the engine, and report the cause.
     """
 
 
 class TransportBroken(RuntimeBroken):
-    """The transport can do no more work.
+    """The transport has failed for good.
 
     Restart the engine.
     """

@@ -1,4 +1,4 @@
-"""Limits: the bounds of a runtime that few users meet, each with its unit in the name; `Config` has those they do."""
+"""`Limits`: bounds of a runtime that few users change, with units in their names. `Config` has the other settings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ T = TypeVar("T", bound="DataclassInstance")
 
 _MIB = 1 << 20
 
-# Slices are what a link of the device's speed takes in about a millisecond, so that the time between an end that is
-# seen and the next read that is posted does not count.
+# A slice takes about a millisecond on a link of the device's speed. Compared with that, the time from the end of one read
+# to the post of the next is small.
 BY_DEVICE: Mapping[str, Mapping[str, int]] = {
     "cpu": {
         "slice_bytes_max": 8 * _MIB,
@@ -35,29 +35,32 @@ BY_DEVICE: Mapping[str, Mapping[str, int]] = {
         "in_flight_bytes_max": 1024 * _MIB,
     },
 }
-"""Limits where nobody has chosen, by the kind of memory that is read into."""
+"""Default limits, by the kind of memory that reads land in."""
 
 REQUEST_ID_CHARS_MAX = 1024
-"""Characters of a request id that peers take; callers here give shorter ones (`checks.GIVEN_ID_CHARS_MAX`)."""
+"""Most characters of a request id from a peer. Ids from local callers are shorter (`checks.GIVEN_ID_CHARS_MAX`)."""
 SEALS_MAX = 1 << 24
 SEAL_HOLD_S_MAX = 60.0
 WAIT_S_MAX = 3600.0
 PAYLOAD_BYTES_MAX = 1 << 16
-"""Bytes of a payload that any version may send; engines of this one take `GIVEN_PAYLOAD_BYTES_MAX`."""
+"""Most bytes of a payload in the protocol; this version accepts `GIVEN_PAYLOAD_BYTES_MAX`."""
 GIVEN_PAYLOAD_BYTES_MAX = 1 << 12
-"""Bytes of a payload that comes with a lease's end (`Lease.complete`), as given here and as taken from a peer."""
+"""Most bytes of a payload (`Lease.complete`), given locally or received from a peer."""
 QUESTION_WAIT_S = 10.0
-"""Longest time a reader's question waits for something to tell; then the answer is that there is nothing yet, and the
-reader asks again."""
+"""Longest time for which a reader's question waits for news. Then the answer is "nothing yet", and the reader asks
+again."""
 
 SealCount: TypeAlias = Annotated[int, Meta(ge=1, le=SEALS_MAX)]
 SealHold: TypeAlias = Annotated[float, Meta(gt=0, le=SEAL_HOLD_S_MAX)]
 ByDevice: TypeAlias = Count
-"""Bound that is 0 where the device decides (`BY_DEVICE`)."""
+"""Bound; 0 takes the device's default (`BY_DEVICE`)."""
 
 
 def by_device(given: T, kind: str) -> T:
-    """Limits, or a Config, with what is 0 as the device wants it; kinds that go through the host are as "cpu"."""
+    """Return `given`, Limits or a Config, with bounds of 0 replaced by the defaults for a device of `kind`.
+
+    Kinds that are not in `BY_DEVICE` are staged through the host and get the defaults of "cpu".
+    """
     defaults = BY_DEVICE.get(kind, BY_DEVICE["cpu"])
     return replace(given, **{name: value for name, value in defaults.items() if getattr(given, name, None) == 0})
 
@@ -65,42 +68,42 @@ def by_device(given: T, kind: str) -> T:
 @checks.naming_unknown
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds that are seldom changed. ConfigError names a limit that is unknown, or cannot be."""
+    """Bounds that are seldom changed. ConfigError names an unknown or invalid limit."""
 
     lease_wait_s: Seconds = 1.0
-    """Time a reader waits for a rank, not named by its ticket, to open its lease."""
+    """Time for which a reader waits until a rank that its ticket does not name opens a lease."""
     seal_hold_s: SealHold = 0.05
-    """Time blocks are kept after their lease has ended: loads that take less than half of it save a round trip."""
+    """Time for which blocks are kept after their lease has ended. Loads shorter than half of it save a round trip."""
     leases_max: SealCount = 1 << 14
-    """Leases open at once; each has a 16-byte seal that readers check."""
+    """Most leases open at once; each has a 16-byte seal that readers check."""
     loads_max: SealCount = 1 << 12
-    """Ranks read from at once, over all loads, with quarantined ones; further loads wait."""
+    """Most ranks read from at once, over all loads, including quarantined ones; further loads wait."""
     load_ranks_max: Size = 256
-    """Ranks of one engine in a load; a ticket that needs more is refused before any is asked."""
+    """Most ranks of one engine in a load; a ticket that needs more is refused before any rank is asked."""
     block_ids_max: Size = 1 << 18
-    """Block ids in a request, and in a ticket over all its ranks: the event loop judges them in one go."""
+    """Most block ids in a request, and in a ticket over all its ranks. The event loop checks them in one turn."""
 
     peer_backoff_first_s: Seconds = 0.2
-    """Time a peer is not asked after a failure; each further one in a row doubles it."""
+    """Time for which a peer is not asked after a failure; each further failure in a row doubles it."""
     peer_backoff_max_s: Seconds = 10.0
-    """Longest time a failed peer is not asked."""
+    """Longest time for which a failed peer is not asked."""
     peer_idle_s: Seconds = 600.0
-    """Time after which an unused connection is given up. Do not set it low: another one costs a handshake, and NIXL
-    keeps a file descriptor or two of each that was given up."""
+    """Time after which an unused connection is closed. Do not set it low: the next load needs a handshake, and NIXL
+    keeps one or two file descriptors of each closed connection."""
     peers_max: Size = 1024
-    """Remote ranks that are remembered; those that have never answered make room first."""
+    """Most remote ranks that are remembered; ranks that have never answered are evicted first."""
     first_contacts_max: Size = 16
-    """Peers asked at once that have never answered. Others wait, the latest first; meanwhile one that is silent for a
-    tenth of Config.handshake_timeout_s makes way."""
+    """Most peers asked at once that have never answered. Others wait, and the latest is asked first. While others wait,
+    a peer that is silent for a tenth of Config.handshake_timeout_s is given up."""
     readers_max: Size = 1024
-    """Readers that are remembered, and told when this rank closes."""
+    """Most readers that are remembered, and notified when this rank closes."""
     goodbye_timeout_s: Seconds = 1.0
-    """Longest time that draining and closing take to tell readers."""
+    """Longest time that draining and closing take to notify readers."""
     transport_close_timeout_s: Seconds = 10.0
-    """Longest time that closing waits for reads to stop, and then for a copy that still runs."""
+    """Longest time for which closing waits until reads have stopped, and then for a running copy."""
 
     slice_bytes_max: ByDevice = 0
-    """Bytes of one slice. Loads take turns by slices, so a small load waits for this much of a huge one. 0: 8 MiB for a
+    """Bytes of one slice. Loads take turns by slices, so a small load waits for one slice of a huge load. 0: 8 MiB for a
     cache in host memory, 32 MiB on CUDA."""
     slice_descriptors_max: Size = 8192
     """Descriptors in one slice."""
@@ -108,22 +111,22 @@ class Limits:
     """Slices of one load in flight: the second hides the completion latency of the first. 0: 2 for a cache in host
     memory, 32 on CUDA."""
     peer_in_flight_bytes_max: ByDevice = 0
-    """Bytes in flight from one rank, with room for small reads; more if it delivers more in a millisecond. 0: 20 MiB
-    for a cache in host memory, 160 MiB on CUDA."""
+    """Bytes in flight from one rank, with room for small reads. 0: 20 MiB for a cache in host memory, 160 MiB on CUDA,
+    or what the rank delivers in a millisecond if that is more."""
     scratch_slot_bytes_max: Size = 32 * _MIB
-    """Bytes of a scratch buffer."""
+    """Bytes of one scratch buffer."""
     scratch_slots_max: Size = 3
-    """Scratch buffers, made when first needed."""
+    """Most scratch buffers; they are allocated when first needed."""
 
     side_channel_requests_per_s_max: Size = 1000
-    """Requests a second from one peer: an engine with CURVE, else an address. More get no answer."""
+    """Requests per second from one peer: with CURVE an engine, else an IP address. Further requests get no answer."""
     side_channel_connections_max: Size = 2048
     """Connections to the side channel at once; with more, all are dropped. Keep it well above `readers_max`: after a
-    restart each reader opens one and keeps it for some seconds."""
+    restart each reader opens a connection and keeps it for some seconds."""
     digests_max: Size = 64
-    """Questions for checksums of leased blocks answered at once; further ones are refused as not ready."""
+    """Questions for checksums of leased blocks answered at once; further questions are refused as not ready."""
     notification_poll_interval_s: Seconds = 0.005
-    """Interval of looking for readers' notifications; ten times longer when none has come for a while."""
+    """Interval between polls for readers' notifications; ten times longer after a while without any."""
 
     def __post_init__(self) -> None:
         checks.settle(self, ConfigError)
