@@ -85,7 +85,7 @@ class Config:
     pp_size: RankCount = 1
     """Pipeline stages of the engine."""
     num_kv_heads: Size | None = None
-    """KV heads of the whole model; required if tp_size may exceed it. None: inferred from this rank's and the peer's."""
+    """KV heads of the whole model; required if tp_size may exceed it. None infers it from this rank and the peer."""
 
     curve_secret_key_file: Path | None = None
     """File with this engine's key, made by `kvflow keys new`. It encrypts and authenticates the side channel by ZeroMQ
@@ -172,8 +172,7 @@ class Config:
 
     @property
     def advertise_toward(self) -> str | None:
-        """Target of the route that gives the advertised address: HOST of "auto:HOST", "" for "auto"; None if the address is
-        given."""
+        """Target of the route that gives the advertised address: HOST of "auto:HOST", "" for "auto"; None without "auto"."""
         return auto_target(self.advertise_host)
 
     @property

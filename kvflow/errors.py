@@ -106,7 +106,7 @@ class Quarantine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuarantineNotice:
-    """Form of an error's `quarantine` in another process: the blocks, and whether they were safe when it was pickled."""
+    """Form of an error's `quarantine` in another process: the blocks, and whether they were safe when pickled."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -243,8 +243,8 @@ class PromptMismatch(RequestError):
 
 
 class UsageError(InvalidInput):
-    """A verb was called in the wrong state (such as before registration, or twice), on the wrong loop or thread, or with
-    an invalid argument.
+    """A verb was called in the wrong state (such as before registration, or twice), on the wrong loop or thread, or
+    with an invalid argument.
 
     Correct the call.
     """

@@ -19,8 +19,8 @@ T = TypeVar("T", bound="DataclassInstance")
 
 _MIB = 1 << 20
 
-# A slice takes about a millisecond on a link of the device's speed. Compared with that, the time from the end of one read
-# to the post of the next is small.
+# A slice takes about a millisecond on a link of the device's speed. Compared with that, the time from the end of one
+# read to the post of the next is small.
 BY_DEVICE: Mapping[str, Mapping[str, int]] = {
     "cpu": {
         "slice_bytes_max": 8 * _MIB,
@@ -103,7 +103,7 @@ class Limits:
     """Longest time for which closing waits until reads have stopped, and then for a running copy."""
 
     slice_bytes_max: ByDevice = 0
-    """Bytes of one slice. Loads take turns by slices, so a small load waits for one slice of a huge load. 0: 8 MiB for a
+    """Bytes of one slice. Loads take turns by slices, so a small load waits for one slice of a huge one. 0: 8 MiB for a
     cache in host memory, 32 MiB on CUDA."""
     slice_descriptors_max: Size = 8192
     """Descriptors in one slice."""
