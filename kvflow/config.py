@@ -172,7 +172,7 @@ class Config:
 
     @property
     def advertise_toward(self) -> str | None:
-        """Target of the route that gives the advertised address: HOST of "auto:HOST", "" for "auto"; None without "auto"."""
+        """Target of the route that gives the advertised address: HOST of "auto:HOST", "" for "auto", else None."""
         return auto_target(self.advertise_host)
 
     @property
