@@ -95,7 +95,7 @@ class Config:
 
     role: Role = "both"
     """Role of the engine: "producer" (serves blocks), "consumer" (loads blocks) or "both". Memory is registered only
-    for this."""
+    for this role."""
 
     transport: TransportName = "nixl"
     """Transport of the bytes: "nixl", or "inproc" between runtimes of one process, for tests."""

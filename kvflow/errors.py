@@ -310,7 +310,7 @@ class PeerError(KVFlowError):
 
 
 class PeerUnreachable(PeerError):
-    """The peer did not answer in time, or has failed before and is not asked for a while.
+    """No engine answered at the peer's address in time, or the peer has failed before and is not asked for a while.
 
     Use another peer, or retry this peer after `retry_after_s`. The peer or the network has failed.
     """

@@ -124,7 +124,7 @@ class Limits:
     """Connections to the side channel at once; with more, all are dropped. Keep it well above `readers_max`: after a
     restart each reader opens a connection and keeps it for some seconds."""
     digests_max: Size = 64
-    """Questions for checksums of leased blocks answered at once; further questions are refused as not ready."""
+    """Most questions for checksums of leased blocks answered at once; further questions are refused as not ready."""
     notification_poll_interval_s: Seconds = 0.005
     """Interval between polls for readers' notifications; ten times longer after a while without any."""
 
