@@ -1,1 +1,1 @@
-"""The side channel: asking, listening, keys."""
+"""The side channel: it asks peers questions, answers theirs, and keeps the keys of both."""

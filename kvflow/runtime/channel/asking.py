@@ -1,9 +1,9 @@
-"""The side channel over ZeroMQ: the end that asks, over connections that are kept for a while; `ZmqListener` answers.
+"""The side channel over ZeroMQ: the asking end, which keeps connections for a while. `ZmqListener` is the other end.
 
-ZeroMQ would silently retry a connection that fails. Its monitor reports the failure, and the question ends. Names of
-hosts are looked up before (`lookups`): ZeroMQ would look them up on its thread, which all questions share.
+ZeroMQ retries a failed connection without a word. Its monitor reports the failure, so that the question can end. Host
+names are looked up first (`lookups`), because ZeroMQ would look them up on the one thread that all questions share.
 
-With CURVE the engine that is asked must own the key that our allowlist has under its name, and it must have ours.
+With CURVE the peer must own the key that our allowlist has under its engine id, and its allowlist must have our key.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ if TYPE_CHECKING:
     from kvflow.runtime.channel.keyring import Keyring
 
 ATTEMPTS_MAX = 6
-"""Times that a question is put whose connection is closed before its answer, the first time included."""
+"""Most times that one question is sent, counting the first, if connections close before the answer."""
 
 REFUSALS_MAX = 2
-"""Times of these that nobody listens at the port: a listener that drops all connections is not bound for a moment."""
+"""Refused connections that one question survives: a listener that drops all connections has its port unbound for a
+moment."""
 
 ASK_AGAIN = BackOff(first_s=0.01, most_s=0.2)
-"""Pauses between them: a listener that had too many connections and dropped all must not get them back at once."""
+"""Pauses between attempts: a listener that dropped too many connections must not get all back at once."""
 
 _SILENT = "its process stands still or is very busy, or a firewall drops what is sent there"
 
 _CLOSED = (zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
-"""Events of a connection that the other side has closed. The second comes, too, where one side alone uses CURVE."""
+"""Events that say that the peer closed the connection. The second also comes if only one side uses CURVE."""
 
 
 class ZmqSideChannel:
-    """See `SideChannel`."""
+    """A `SideChannel` over ZeroMQ."""
 
     def __init__(self, config: Config, now_s: Callable[[], float] = SystemClock.now_s) -> None:
         self._config = config
@@ -73,7 +74,7 @@ class ZmqSideChannel:
                 return _decode(at, await self._exchange(way, request, fingerprint))
         except TimeoutError:
             raise at.failure(PeerUnreachable, f"no answer within {timeout_s} s: {_SILENT}") from None
-        except (zmq.ZMQError, OSError) as error:  # such as too few open files
+        except (zmq.ZMQError, OSError) as error:  # for example too few open files
             raise at.failure(PeerUnreachable, error.strerror or str(error)) from error
 
     def close(self) -> None:
@@ -83,9 +84,9 @@ class ZmqSideChannel:
         self._connections.abandon()
 
     async def _own_host(self) -> str:
-        """Return the host to listen at as numbers, since ZeroMQ looks names up in one version of addresses only.
+        """Return the host to listen at as a numeric address, since ZeroMQ looks names up in one IP version only.
 
-        What cannot be looked up is for ZeroMQ to judge: it knows network interfaces by their names.
+        If the lookup fails, return the name unchanged: it may be a network interface, which ZeroMQ knows by name.
         """
         host = self._config.listen_host
         if host in WILDCARDS:
@@ -97,7 +98,7 @@ class ZmqSideChannel:
             return host
 
     async def _keys(self) -> Keyring | None:
-        """Keys of this engine, read when they are first needed; None without CURVE."""
+        """Return the keys of this engine, or None without CURVE. The first call reads the files."""
         config, secret, peers = self._config, self._config.curve_secret_key_file, self._config.curve_peers_dir
         if self._keyring is None and secret is not None and peers is not None:
             from kvflow.runtime.channel.keyring import Keyring
@@ -106,7 +107,10 @@ class ZmqSideChannel:
         return self._keyring
 
     async def _way(self, at: Address) -> ListenerWay:
-        """Find the way there. Raises PeerRefused for an engine that we have no key of, PeerUnreachable for no host."""
+        """Return the numeric endpoint and the keys for the listener at `at`.
+
+        Raises PeerRefused if the allowlist has no key of the engine, PeerUnreachable if its host cannot be found.
+        """
         keyring = await self._keys()
         server_key = b""
         if keyring is not None:
@@ -123,9 +127,9 @@ class ZmqSideChannel:
     async def _exchange(self, way: ListenerWay, request: messages.Request, fingerprint: bytes) -> list[bytes]:
         """Send a question and return the frames of its answer.
 
-        A connection may end with the question on it: a kept one because its listener has restarted, any because its
-        listener has dropped all, and takes none until it has bound its port again. Then it is asked again; every
-        question may be put twice.
+        A connection may close before the answer comes: a kept one because the peer restarted, any because the listener
+        dropped all connections and refuses new ones until its port is bound again. Then send the question again. Every
+        question may therefore be answered twice by the peer.
         """
         body, at = codec.encode(request), request.target
         shared, heard = self._connections.shared(way), None
@@ -150,7 +154,7 @@ class ZmqSideChannel:
 
 
 def _failure(event: zmq.Event, at: Address, ours: str, *, curve: bool) -> PeerError:
-    """The error for a connection that failed."""
+    """Return the error for a connection to `at` that ended with `event`."""
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
         why = f"CURVE: the peer does not accept our key: has its curve_peers_dir our {ours}.public?"
         return at.failure(PeerRefused, why)
@@ -165,9 +169,9 @@ def _failure(event: zmq.Event, at: Address, ours: str, *, curve: bool) -> PeerEr
 
 
 async def _probe(endpoint: str, *, final: bool) -> bool:
-    """Connect once by plain TCP: the system says why a connection fails, ZeroMQ does not.
+    """Connect once by plain TCP, since the system says why a connection fails and ZeroMQ does not.
 
-    False if nobody listens at the port, which is raised where it is `final`.
+    Return False if the connection is refused; if `final`, raise ConnectionRefusedError instead.
     """
     host, port = split_address(endpoint, what="peer")
     try:
@@ -187,7 +191,7 @@ def _explained(at: Address) -> Iterator[None]:
     except ConnectionRefusedError as error:
         why = f"nobody listens there ({error}): the engine has ended, or has yet to open, or this is not its address"
         raise at.failure(PeerUnreachable, f"{why}{loopback_hint(at.address)}") from error
-    except (OSError, ValueError, ConfigError) as error:  # ValueError: a host that the resolver chokes on
+    except (OSError, ValueError, ConfigError) as error:  # ValueError: a host name that cannot be encoded
         raise at.failure(PeerUnreachable, str(error)) from error
 
 

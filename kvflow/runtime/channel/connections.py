@@ -1,16 +1,17 @@
-"""Connections to listeners: a new one for a first question, kept for a while for those that follow.
+"""Connections to listeners: the first question opens one, which is kept for a while for further questions.
 
-A connection belongs to the question that it was opened for until that is answered. If the answer has the question's
-number, other questions may share the connection, several at once, and it is kept for some time after the last of them.
-Where those that are kept have no room for another question, one more is kept.
-An answer goes to the question that it names; one whose question is over is dropped. A listener that does not number
-its answers gets a connection for every question.
+Until its first question is answered, a connection serves that question alone. If the answer carries the question's
+number, the connection is shared: several questions may wait on it at once, and it is kept open for `KEPT_IDLE_S` after
+the last answer. If all shared connections to a listener are full, one more is opened and kept. An answer is given to
+the question with its number; if that question has ended, the answer is dropped. If a listener does not number its
+answers, every question has a connection to itself.
 
-A question that ends without an answer, because its time is up or it was cancelled, spends its connection: questions
-that wait on it may go on, but the next one gets a new connection. So a connection that died in silence costs one
-question, as it would if none was kept.
+A question that times out or is cancelled leaves its connection spent: the questions that still wait on it may be
+answered, but new questions use other connections. So a connection that died in silence costs one question, as it would
+if no connection was kept.
 
-A kept socket has no task and no timer of its own: the loop hears of it when ZeroMQ has something for it.
+A kept socket has no task and no timer. The event loop watches its file descriptor and calls back when ZeroMQ has a
+message.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ if TYPE_CHECKING:
     from kvflow.runtime.channel.keyring import KeyPair
 
 ANSWER_BYTES_MAX = 4 << 20
-"""Bytes of an answer, which describes a whole cache or offers as many block ids as limits allow by default."""
+"""Largest answer with the default limits: enough to describe a whole cache, or offer `limits.block_ids_max` blocks."""
 _BLOCK_ID_BYTES = 8
 KEPT_IDLE_S = 5.0
-"""Time a connection to a peer is kept after its last question, for the next one."""
+"""Seconds that an unused connection is kept open for the next question."""
 KEPT_MAX = 32
-"""Connections that are kept so. The one that was not used for longest goes first; each has four open files."""
+"""Most unused connections that are kept; the least recently used is closed first. Each has four open files."""
 _TAKEN_AT_ONCE = 2 * QUESTIONS_MAX
 _NOTICED = (
     zmq.Event.CONNECT_RETRIED
@@ -54,15 +55,15 @@ _NOTICED = (
 )
 
 _MONITORS = itertools.count()
-"""Numbers for the names of monitors. None is used twice: ZeroMQ lets go of a closed one only later."""
+"""Numbers in the endpoints of monitors, never used twice: ZeroMQ frees the endpoint of a closed socket only later."""
 
 Heard: TypeAlias = "list[bytes] | zmq.Event"
-"""The frames of an answer, or what has become of the connection: all but CONNECT_RETRIED are its end."""
+"""The frames of an answer, or an event of the connection. After every event but CONNECT_RETRIED it is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerWay:
-    """Address of a listener, in numbers, and with CURVE its public key and our pair."""
+    """How to connect to a listener: its numeric endpoint, and with CURVE its public key and our key pair."""
 
     endpoint: str
     server_key: bytes = b""
@@ -76,11 +77,11 @@ class OpenQuestion:
     number: int
     heard: asyncio.Queue[Heard] = field(default_factory=asyncio.Queue)
     answered: bool = False
-    """True once an answer has come that names it."""
+    """True once an answer with this question's number has come."""
 
 
 class KeptConnection:
-    """A DEALER, its monitor, and the questions that wait on it."""
+    """A DEALER socket, its monitor, and the questions that wait for answers on it."""
 
     def __init__(
         self,
@@ -89,11 +90,11 @@ class KeptConnection:
         answer_bytes_max: int,
         over: Callable[[KeptConnection], None],
     ) -> None:
-        """Connect; `over` is called if the connection ends by itself. Raises ZMQError."""
+        """Begin to connect. `over` is called if the connection ends, but not by `close`. Raises ZMQError."""
         self.way = way
         self.waiting: dict[int, OpenQuestion] = {}
         self.spent = False
-        """True if a question over it was left without an answer."""
+        """True if a question ended without an answer; further questions use other connections."""
         self.closed = False
         self._answer_bytes_max = min(answer_bytes_max, INT64_MAX)
         self._over = over
@@ -115,25 +116,25 @@ class KeptConnection:
         for file, look in zip(self._files, (self._look, self._look_at_monitor), strict=True):
             self._loop.add_reader(file, look)
         forks.watch(self)
-        self._loop.call_soon(self._look_at_monitor)  # the loop may not be told of messages that came before
+        self._loop.call_soon(self._look_at_monitor)  # the loop may not notice messages that came before
 
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
-        """Send a question. Raises ZMQError."""
+        """Send a question and return it; its answer, or the end of the connection, is in `heard`. Raises ZMQError."""
         question = OpenQuestion(next(self._numbers))
         header = codec.encode(codec.our_header(fingerprint, question.number, self._answer_bytes_max))
-        with suppress(zmq.Again):  # it has failed already, and the monitor is about to say how
+        with suppress(zmq.Again):  # it has failed, and the monitor is about to say how
             self._socket.send_multipart([header, body], flags=zmq.NOBLOCK)
         self._asked += 1
         self.waiting[question.number] = question
-        self._look()  # sending consumes the event of messages that have come
+        self._look()  # sending resets the file descriptor that says that messages have come
         return question
 
     def forked(self) -> None:
-        """See `forks`."""
+        """Do not use the sockets in a forked child. See `forks`."""
         self.closed = True
 
     def close(self) -> None:
-        """Close its sockets. Closing twice is fine."""
+        """Close the sockets at once. Closing twice is fine."""
         if self.closed:
             return
         self.closed = True
@@ -156,18 +157,18 @@ class KeptConnection:
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, way.own.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, way.own.secret)
         told = f"inproc://failures-{next(_MONITORS)}"
-        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full one would block ZeroMQ's thread, and closing with it
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would block ZeroMQ's thread, and then `close`
         self._socket.monitor(told, _NOTICED)
         self._monitor.connect(told)
         self._socket.connect(way.endpoint)
 
     def _close_sockets(self) -> None:
-        self._socket.disable_monitor()  # before the monitor's end closes: ZeroMQ would wait for it to take an event
+        self._socket.disable_monitor()  # before its other end closes, else ZeroMQ waits for that to receive
         self._socket.close(linger=0)
         self._monitor.close(linger=0)
 
     def _look(self) -> None:
-        """Take all messages that have come, or look again soon: ZeroMQ tells the loop of a change once."""
+        """Receive all waiting messages, if many over several turns of the loop: ZeroMQ signals them only once."""
         for _ in range(_TAKEN_AT_ONCE):
             frames = None if self.closed else _received(self._socket)
             if frames is None:
@@ -179,11 +180,11 @@ class KeptConnection:
         number = _number_of(frames)
         if number:
             question = self.waiting.get(number)
-            if question is not None:  # else it was given up
+            if question is not None:  # else the question has ended
                 question.answered = True
                 question.heard.put_nowait(frames)
         elif self._asked > 1:
-            self._end(zmq.Event.DISCONNECTED)  # whose answer is unknown: each is asked again by itself
+            self._end(zmq.Event.DISCONNECTED)  # no number says which question is answered: each is asked again alone
         else:
             self._tell(frames)
 
@@ -193,7 +194,7 @@ class KeptConnection:
             if event == zmq.Event.CONNECT_RETRIED:
                 self._tell(event)
             else:
-                self._look()  # an answer and its connection's end may come together
+                self._look()  # an answer and the end of the connection may come together
                 self._end(event)
 
     def _end(self, event: zmq.Event) -> None:
@@ -207,34 +208,34 @@ class KeptConnection:
 
 
 def answer_bytes_max(limits: Limits) -> int:
-    """Return the largest answer in bytes, both as a reader takes it and as a listener sends it."""
+    """Return the size in bytes of the largest answer that a reader accepts and a listener sends."""
     return ANSWER_BYTES_MAX + _BLOCK_ID_BYTES * max(limits.block_ids_max - Limits().block_ids_max, 0)
 
 
 class Connections:
-    """All connections of one engine, to whomever it asks."""
+    """The connections of one rank to all listeners that it asks."""
 
     def __init__(self, limits: Limits) -> None:
         self._answer_bytes_max = answer_bytes_max(limits)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._open: set[KeptConnection] = set()
         self._shared: dict[ListenerWay, dict[KeptConnection, None]] = {}
-        """Connections that further questions may use, by way; the first one with room is used."""
+        """Connections that further questions may share, by listener, in order of preference."""
         self._idle: OrderedDict[KeptConnection, float] = OrderedDict()
-        """Connections that nobody uses, and since when; the oldest comes first."""
+        """Connections without a question, with the loop time at which the last one ended; the oldest comes first."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def shared(self, way: ListenerWay) -> KeptConnection | None:
-        """A connection that has answered before, and has room for a question."""
+        """Return a shared connection to this listener that has room for a question, or None."""
         for found in self._shared.get(way, ()):
             if len(found.waiting) < QUESTIONS_MAX:
                 return found
         return None
 
     def open(self, way: ListenerWay) -> KeptConnection:
-        """Open a connection, for one question. Raises OSError for too few open files, ZMQError."""
-        if why := open_files.asking_shortage(first=self._context is None):  # ZeroMQ would end the process
+        """Open a connection for one question. Raises OSError if too few open files are left, or ZMQError."""
+        if why := open_files.asking_shortage(first=self._context is None):  # ZeroMQ would abort the process
             raise OSError(errno.EMFILE, why)
         if self._context is None:
             self._context = zmq.Context()
@@ -249,7 +250,10 @@ class Connections:
 
     @contextmanager
     def asking(self, connection: KeptConnection, fingerprint: bytes, body: bytes) -> Iterator[OpenQuestion]:
-        """Ask over a connection, which is `shared` or has just been opened. Raises ZMQError."""
+        """Send a question over a connection that is shared or new, and end it with the block.
+
+        Afterwards the connection is kept or closed. Raises ZMQError.
+        """
         self._idle.pop(connection, None)
         question = None
         try:
@@ -261,21 +265,21 @@ class Connections:
             self._ended(connection, answered=question is not None and question.answered)
 
     def close(self) -> None:
-        """Keep no connection any more; those in use are closed after their last question."""
+        """Close unused connections now, and each other one after its last question."""
         self._closed = True
         for connection in list(self._idle):
             self._drop(connection)
         self._end_if_done()
 
     def abandon(self) -> None:
-        """Close all at once, without the loop, which is gone."""
+        """Close all connections at once, when the event loop no longer runs."""
         self._closed = True
         for connection in list(self._open):
             connection.close()
             self._forget(connection)
 
     def _ended(self, connection: KeptConnection, *, answered: bool) -> None:
-        """End a question: its connection is kept, or closed."""
+        """Share, keep or close a connection after a question on it has ended."""
         way = connection.way
         if not answered:
             connection.spent = True
@@ -298,7 +302,7 @@ class Connections:
         self._forget(connection)
 
     def _forget(self, connection: KeptConnection) -> None:
-        """Forget a connection that is closed."""
+        """Remove a closed connection from all tables."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
         self._share_no_more(connection)
@@ -311,7 +315,7 @@ class Connections:
             self._shared.pop(connection.way, None)
 
     def _end_if_done(self) -> None:
-        """End ZeroMQ's threads once nobody asks any more."""
+        """End ZeroMQ's threads if `close` was called and the last connection is closed."""
         if not self._closed or self._open:
             return
         if self._timer is not None:
@@ -328,7 +332,7 @@ class Connections:
             self._timer = loop.call_at(since_s + KEPT_IDLE_S, self._look_at_idle)
 
     def _look_at_idle(self) -> None:
-        """Close connections that were not used for long."""
+        """Close the connections that have been unused for `KEPT_IDLE_S`."""
         self._timer = None
         over_s = asyncio.get_running_loop().time() - KEPT_IDLE_S
         for connection, since_s in list(self._idle.items()):
@@ -339,7 +343,7 @@ class Connections:
 
 
 def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """The next message, if there is one."""
+    """Return the frames of the next message, or None if no message waits."""
     try:
         return socket.recv_multipart(flags=zmq.NOBLOCK)
     except zmq.Again:
@@ -347,7 +351,7 @@ def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
 
 
 def _number_of(frames: Sequence[bytes]) -> int:
-    """Number of the question that an answer is for; 0 if it does not say."""
+    """Return the number of the question that `frames` answer; 0 if they do not say."""
     try:
         return codec.decode_header(frames[0]).question
     except codec.WireError:

@@ -1,11 +1,11 @@
-"""Key files: an engine's own key pair, and the folder of public keys that says whom it talks to.
+"""CURVE key files: an engine's own key pair, and a folder with the public keys of the peers that it accepts.
 
-An engine `prefill-0`, all its ranks alike, holds `prefill-0.secret`; others hold `prefill-0.public`. A file is a line
-of 40 characters (Z85); lines that begin with "# " are comments. The name of a public file is all that ties a key to an
-engine, so whoever can write the folder decides who is who.
+All ranks of an engine `prefill-0` hold `prefill-0.secret`; its peers hold `prefill-0.public`. A key file has one line
+of 40 characters (Z85); lines that begin with "# " are comments. Only the name of a public key file ties the key to an
+engine, so write access to the folder is enough to impersonate any engine.
 
-The folder is read again, at most once a second, when somebody has to be looked up: engines join, leave and change keys
-without a restart. A folder that has become unreadable leaves the keys as they were. Messages never show a secret.
+A lookup reads the folder again if the last reading is more than a second old. So engines join, leave and change keys
+without a restart. If the folder cannot be read, the last keys stay valid. Error messages never show a secret.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class KeyPair:
 
 
 class _Allowlist(NamedTuple):
-    """The public keys of a folder, both ways."""
+    """The public keys of a folder: by engine id, and engine ids by key."""
 
     keys: dict[str, bytes]
     engines: dict[bytes, str]
 
 
 class Keyring:
-    """Keys of this engine, and public keys of those that it talks to."""
+    """The key pair of this engine, and the public keys of the engines that it accepts."""
 
     def __init__(self, own: KeyPair, folder: Path, allowlist: _Allowlist, now_s: Callable[[], float]) -> None:
         self.own = own
@@ -63,7 +63,7 @@ class Keyring:
 
     @classmethod
     async def read(cls, engine_id: str, secret_file: Path, folder: Path, now_s: Callable[[], float]) -> Self:
-        """Read everything, off the loop. Raises ConfigError, which names the file and what is wrong with it."""
+        """Read the secret key and the folder, in a thread. Raises ConfigError, which names the faulty file."""
         own = await asyncio.to_thread(_read_pair, secret_file)
         allowlist = await asyncio.to_thread(_read_allowlist, folder)
         if allowlist.keys.get(engine_id, own.public) != own.public:
@@ -71,17 +71,17 @@ class Keyring:
         return cls(own, folder, allowlist, now_s)
 
     async def key_of(self, engine_id: str) -> bytes | None:
-        """The engine's public key; None if it is not in the folder."""
+        """Return the public key of `engine_id`, or None if the folder has no key of that name."""
         await self._refresh()
         return self._allowlist.keys.get(engine_id)
 
     async def engine_of(self, key: bytes) -> str | None:
-        """The engine with that public key; None if it is not in the folder."""
+        """Return the id of the engine with the public key `key`, or None if the folder does not have that key."""
         await self._refresh()
         return self._allowlist.engines.get(key)
 
     async def _refresh(self) -> None:
-        """Read the folder again, if that is due. Others who look something up meanwhile find the old keys."""
+        """Read the folder again if `_READ_AGAIN_S` has passed. Lookups that run meanwhile use the old keys."""
         now_s = self._now_s()
         if now_s - self._read_at_s < _READ_AGAIN_S:
             return
@@ -93,7 +93,10 @@ class Keyring:
 
 
 def make_key_files(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write a new pair of keys and return its files, the secret one first. Raises ConfigError; overwrites nothing."""
+    """Write a new key pair to `folder` and return the files, the secret key first.
+
+    Never overwrites a file. Raises ConfigError if `name` is not a key name, or a file exists or cannot be written.
+    """
     if not is_key_name(name):
         raise ConfigError(f"name: {name[:80]!r} is no engine id that can name a file")
     public, secret = zmq.curve_keypair()
@@ -151,7 +154,7 @@ def _check_mode(path: Path, forbidden: int, what: str) -> None:
 
 
 def _read_key(file: Path, what: str) -> bytes:
-    """The key in a file; ConfigError, which does not show what the file holds, unless it is one."""
+    """Return the key in `file`. Raises ConfigError, which does not show the content, if that is not one key."""
     try:
         with open(file, "rb") as stream:
             content = stream.read(_FILE_BYTES_MAX + 1)

@@ -1,21 +1,21 @@
-"""The listening end of the side channel: a ROUTER that answers requests, and what protects it.
+"""The listening end of the side channel: a ROUTER socket that answers requests, and its protection.
 
-It trusts nothing. A message that is too large, has the wrong shape, comes too often or does not decode is counted and,
-where it can be answered, refused; it never stops the listener, and between two messages the loop has its turn. Limits
-are per peer: the engine whose key it is with CURVE, else the address it comes from.
+Nothing from outside is trusted. A message that is too large, malformed or too frequent is counted and, if possible,
+refused. No message stops the listener, and the loop runs other tasks between two messages. Rates are limited per peer:
+per engine key with CURVE, else per address.
 
-With CURVE only engines of the allowlist get as far as a message, and a request must be of the engine whose key it came
-under. ZeroMQ asks about keys by a protocol of its own (ZAP); that is answered here rather than by pyzmq's
-authenticator, whose task nobody supervises.
+With CURVE only engines of the allowlist can send messages, and a request must name the engine that owns the key of its
+connection. ZeroMQ asks which keys to accept by its own protocol (ZAP). It is answered here, since no supervisor watches
+the task of pyzmq's authenticator.
 
-The queue of messages that have come has no limit, and heartbeats are off: ZeroMQ (4.3.5) stops reading from a
-connection whose queue is full, and if the peer then resets it, a ping that was still unread aborts the process. Memory
-can be filled by a message without end too, so a flood of bytes is for CURVE, or the network, to keep out.
+The receive queue has no limit, and heartbeats are off: ZeroMQ (4.3.5) stops reading from a connection when the queue is
+full, and if the peer then resets the connection, an unread ping aborts the process. A single endless message can fill
+the memory, too. So CURVE or the network must keep out a flood of bytes.
 
-Readers connect for a question, and keep the connection for a while for the next. ZeroMQ has no limit for connections:
-when there are too many, all are dropped, and the port is bound again at once; readers ask again. The same is done when
-few open files are left. Where none is left ZeroMQ spins, as long as somebody wants to connect; then the port is bound
-again only once there are some.
+Readers keep a connection for a while after a question. ZeroMQ cannot limit the number of connections. If there are too
+many, or few open files are left, all connections are dropped and the port is bound again at once; readers then repeat
+their questions. If no open file is left, ZeroMQ spins while a client tries to connect; then the port stays unbound
+until files are free.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 
-# Of one connection. ZeroMQ hears of those that have left when half as many have, and drops an answer before it does: so
-# no more than half of them may wait.
+# Limits of one connection. ZeroMQ frees room in the queue of answers only after half of the queue has been sent, and
+# drops answers that find no room. So at most half of the queue is used: QUESTIONS_MAX answers.
 REQUEST_BYTES_MAX = 64 << 10
 _ANSWERS_WAITING_MAX = 2 * QUESTIONS_MAX
 _HEADER_BYTES_MAX = 256
 _RATED_PEERS_MAX = 1 << 10
 _LOG_LINES_PER_S = 10
 _C_INT_MAX = (1 << 31) - 1
-_KEY_PROPERTY = "User-Id"  # what `_check_keys` says: the key, in hexadecimal
+_KEY_PROPERTY = "User-Id"  # set by `_check_keys`: the key in hexadecimal
 _ZAP = "inproc://zeromq.zap.01"
 _MONITOR = "inproc://kvflow-connections"
-_LOOK_S = 1.0  # nobody tells that files are used up
-_FEW_CONNECTIONS = 4  # dropping these would give back too little
+_LOOK_S = 1.0  # no event says that open files are used up
+_FEW_CONNECTIONS = 4  # dropping so few would free too few files
 _REJECTIONS: dict[int, str] = {
     zmq.Event.HANDSHAKE_FAILED_AUTH: "its CURVE key is in no file of curve_peers_dir",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it speaks no ZeroMQ, or only one side uses CURVE, or it expects another key",
@@ -69,7 +69,7 @@ _WATCHED = sum(_REJECTIONS, zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Ev
 
 
 class ZmqListener:
-    """See `Listener`."""
+    """A `Listener` over ZeroMQ."""
 
     def __init__(
         self,
@@ -116,15 +116,15 @@ class ZmqListener:
         return ListenerStatistics(connections=self._connections, **self._counts)
 
     def forked(self) -> None:
-        """See `forks`: neither receive nor close."""
+        """Neither receive on the sockets nor close them in a forked child. See `forks`."""
         self._inherited = True
         for socket in (self._monitor, self._zap, self._socket):
             forks.silence(socket)
 
     async def serve(self) -> None:
-        """Answer requests one after the other; answering never waits, so a slow peer delays nobody.
+        """Answer requests one after another, until cancelled. Sending never waits, so a slow peer delays no other.
 
-        A reply that takes long is promised, and sent when it is there.
+        A reply that is a future is sent once it is done.
 
         Task `kvflow-listener`: from opening to closing the runtime, with a task each for `-requests`,
         `-connections`, `-files` and, with CURVE, `-keys`. If one of them dies the runtime breaks.
@@ -150,7 +150,7 @@ class ZmqListener:
         self._context.term()
 
     def _bind(self) -> str:
-        """Set the sockets up; returns the address with the real port."""
+        """Set the sockets up and bind. Return the endpoint with the real port."""
         config, socket, host = self._config, self._socket, self._host
         everywhere = host in (ANY, ANY_V6)
         for option, value in (
@@ -158,7 +158,7 @@ class ZmqListener:
             (zmq.MAXMSGSIZE, REQUEST_BYTES_MAX),
             (zmq.RCVHWM, 0),
             (zmq.SNDHWM, _ANSWERS_WAITING_MAX),
-            (zmq.ROUTER_MANDATORY, 1),  # say so when an answer is dropped
+            (zmq.ROUTER_MANDATORY, 1),  # raise if an answer is dropped
             (zmq.IPV6, int(everywhere or is_v6(host))),
             (zmq.HANDSHAKE_IVL, min(max(int(config.handshake_timeout_s * 1000), 1), _C_INT_MAX)),
         ):
@@ -169,9 +169,9 @@ class ZmqListener:
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keyring.own.secret)
             socket.setsockopt(zmq.ZAP_DOMAIN, b"kvflow")
         socket.monitor(_MONITOR, _WATCHED)
-        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full one would block ZeroMQ's thread, and closing with it
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would block ZeroMQ's thread, and then `close`
         self._monitor.connect(_MONITOR)
-        # ZeroMQ's own wildcard listens to both versions, and to version 4 alone where the host has no other.
+        # The wildcard of ZeroMQ listens to both IP versions, or to IPv4 alone if the host has no IPv6.
         socket.bind(address_at(ANY if everywhere else host, config.listen_port or "*"))
         endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(endpoint, bytes)
@@ -181,7 +181,7 @@ class ZmqListener:
         while not self._inherited:
             frames = await self._socket.recv_multipart(copy=False)
             await self._handle(frames)
-            await asyncio.sleep(0)  # neither receiving nor sending gives way while more messages are there
+            await asyncio.sleep(0)  # neither receiving nor sending yields while messages wait
 
     async def _handle(self, frames: Sequence[zmq.Frame]) -> None:
         peer = _property(frames[-1], "Peer-Address" if self._keyring is None else _KEY_PROPERTY)
@@ -206,7 +206,7 @@ class ZmqListener:
         except codec.WireError as error:
             self._drop(str(error))
             return
-        if self._keyring is not None and engine is None:  # readers keep connections, so silence would be no answer
+        if self._keyring is not None and engine is None:  # kept connections outlive their keys
             reply: Answered = refusal("your CURVE key has left our curve_peers_dir")
         else:
             reply = self._reply_to(header, body_frame, engine)
@@ -216,19 +216,19 @@ class ZmqListener:
             self._send(sender, header, reply)
 
     def _send_late(self, sender: bytes, asked: codec.Header, reply: asyncio.Future[messages.Reply]) -> None:
-        """Send a reply that was promised."""
+        """Send the reply of a future that is done."""
         if not reply.cancelled() and not self._socket.closed:
             self._send(sender, asked, reply.result())
 
     def _send(self, sender: bytes, asked: codec.Header, reply: messages.Reply) -> None:
-        """Send a reply, or drop it if its connection takes no more."""
+        """Send a reply, or a refusal if it is larger than the reader accepts. Drop it if the connection is full."""
         outcome = "answered"
         if isinstance(reply, messages.Refusal):
             outcome = "refused"
             self._log(logging.INFO, f"refused a peer's request: {reply.reason}")
         header = codec.our_header(b"", asked.question)
         frames = codec.encode_frames(header, reply)
-        most = asked.answer_bytes_max or self._answer_bytes_max  # a reader that gets more closes the connection
+        most = asked.answer_bytes_max or self._answer_bytes_max  # a reader closes the connection on a larger answer
         if (size := sum(map(len, frames))) > most:
             outcome, why = "refused", f"its answer takes {counted(size, 'byte')}, the reader takes at most {most}"
             self._log(logging.WARNING, f"refused a peer's request: {why} (its limits.block_ids_max raises that)")
@@ -236,7 +236,7 @@ class ZmqListener:
         self._post([sender, *frames], outcome)
 
     def _answer_stranger(self, answer: AnswerStranger, sender: bytes, question: bytes) -> None:
-        """Answer a reader of another make as it expects it, or not at all: another answer may make it exit."""
+        """Answer a question of another protocol in that protocol, or not at all: another answer may end the reader."""
         frames = answer(question)
         if frames is None:
             self._drop("a question of another make that has no answer")
@@ -244,7 +244,7 @@ class ZmqListener:
         self._post([sender, b"", *frames], "answered")
 
     def _post(self, frames: list[bytes], outcome: str) -> None:
-        """Send an answer, and count it as that; as dropped if its connection takes no more."""
+        """Send an answer and count it as `outcome`, or as dropped if the connection is full."""
         sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         assert isinstance(sent, asyncio.Future), "and it is done: nothing waits to be sent"
         problem = sent.exception()
@@ -275,12 +275,12 @@ class ZmqListener:
         self._log(logging.INFO, f"dropped a message on the side channel: {why}")
 
     def _log(self, level: int, text: str) -> None:
-        """Log what a peer caused: a few lines a second, however many it causes."""
+        """Log an event that a peer caused, at most `_LOG_LINES_PER_S` in all."""
         if self._log_lines.allows("", self._now_s()):
             logger.log(level, "%s", text)
 
     async def _check_keys(self, keyring: Keyring) -> None:
-        """Tell ZeroMQ whether the owner of a key may connect."""
+        """Answer ZeroMQ's questions whether a key is in the allowlist."""
         while not self._inherited:
             _, request_id, *_, key = await self._zap.recv_multipart()
             known = await keyring.engine_of(key) is not None
@@ -289,7 +289,7 @@ class ZmqListener:
             await asyncio.sleep(0)
 
     async def _watch_connections(self) -> None:
-        """Count connections, and drop all when there are too many: those that wait for an answer ask again."""
+        """Count connections, and drop all if there are too many. Readers that wait for an answer then ask again."""
         while not self._inherited:
             event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             match event:
@@ -297,7 +297,7 @@ class ZmqListener:
                     self._connections += 1
                     self._drop_too_many()
                 case zmq.Event.DISCONNECTED:
-                    self._connections = max(self._connections - 1, 0)  # may be one of those that were dropped
+                    self._connections = max(self._connections - 1, 0)  # it may be a connection that was dropped
                 case zmq.Event.CLOSED:
                     told = (self._endpoint, self._connections, self._dropping)
                     logger.warning("side channel at %s: dropped all %s connections: %s", *told)
@@ -310,7 +310,7 @@ class ZmqListener:
             await asyncio.sleep(0)
 
     async def _watch_files(self) -> None:
-        """Notice that open files are used up, also while no connection can be accepted that would tell."""
+        """Check for free open files every second: without any, no connection is accepted and no event comes."""
         while not self._inherited:
             await asyncio.sleep(_LOOK_S)
             if self._bound:
@@ -319,13 +319,13 @@ class ZmqListener:
                 self._bind_again()
 
     def _drop_too_many(self) -> None:
-        """Begin to drop all connections if there are too many."""
+        """Unbind the port, which drops all connections, if there are too many."""
         if not self._dropping and (why := self._too_many()):
             self._dropping = why
             self._socket.unbind(self._endpoint)
 
     def _too_many(self) -> str:
-        """Return why all connections have to be dropped, or ""."""
+        """Return why all connections must be dropped, or "" if they need not."""
         if self._connections > self._config.limits.side_channel_connections_max:
             return "too many at once"
         if self._connections > _FEW_CONNECTIONS:
@@ -333,7 +333,7 @@ class ZmqListener:
         return open_files.shortage(1)
 
     def _bind_again(self) -> None:
-        """Bind the port once more, if there are files for it."""
+        """Bind the port again if enough open files are left."""
         if open_files.shortage(open_files.SIDE_CHANNEL_STOPS_AT):
             return
         try:
@@ -346,7 +346,7 @@ class ZmqListener:
 
 
 def _property(frame: zmq.Frame, name: str) -> str | None:
-    """Properties of a frame's connection in ZeroMQ; None with peers that speak one of its first protocols."""
+    """Return property `name` of the connection that `frame` came over; None if the peer's ZeroMQ is too old."""
     try:
         return str(frame.get(name))
     except zmq.ZMQError:
@@ -354,7 +354,7 @@ def _property(frame: zmq.Frame, name: str) -> str | None:
 
 
 def _too_large(reply: messages.Reply, why: str) -> messages.Reply:
-    """Return what is answered in place of a reply that is larger than readers take."""
+    """Return the answer that replaces `reply`, which is larger than the reader accepts."""
     if isinstance(reply, messages.LeaseAnswer) and reply.offer is not None:
         given = counted(sum(map(len, reply.offer.block_ids)), "block id")
         reason = f"too much for an answer: {given}: {why} (limits.block_ids_max)"

@@ -1,11 +1,12 @@
-"""Addresses of hosts: those of peers, looked up by name in threads, and the one of this host that peers reach it by.
+"""Addresses of hosts: peers' names are looked up in threads, and the address of this host is chosen for tickets.
 
-A name in a forged ticket may take its resolver half a minute, and a thread in the resolver cannot be stopped. So the
-loop's executor, which the rest of the program uses, never sees one; there are only so many threads, for one lookup
-each; and names that were found before have threads of their own, so they do not wait for names of somebody's making.
+The resolver may need half a minute for a name in a forged ticket, and a thread in the resolver cannot be stopped.
+Therefore lookups do not use the loop's executor, which the rest of the program needs. Each lookup has a thread, and the
+number of threads is bounded. Names that were found before have a bound of their own, so they never wait for names in
+forged tickets.
 
-The address of this host is what `Config.advertise_host` "auto" comes to. The system's routing table knows: a UDP socket
-that is connected has an address of its own, and nothing is sent.
+The address of this host is the value of `Config.advertise_host` "auto". It comes from the system's routing table:
+connecting a UDP socket gives the socket a local address and sends nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _KNOWN_MAX = 1024
 
 
 class Lookups:
-    """Finds addresses of hosts. Belongs to one event loop."""
+    """Looks up addresses of hosts by name. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._new = asyncio.Semaphore(_NEW_AT_ONCE_MAX)
@@ -36,9 +37,10 @@ class Lookups:
         self._found: Latest[str, None] = Latest(_KNOWN_MAX)
 
     async def find(self, host: str) -> str:
-        """Return a host as numbers, IPv4 ones if it has both and there is a way to them. Raises OSError, or ValueError.
+        """Return the numeric address of `host`; an IPv4 address if `host` has one that this host has a route to.
 
-        Cancelling stops the waiting, and the thread ends when the resolver does.
+        Raises OSError or ValueError if the lookup fails. If cancelled, stop waiting; the thread ends once the resolver
+        returns.
         """
         try:
             ip_address(host)
@@ -61,13 +63,13 @@ class Lookups:
 
 
 def _chosen(entries: Sequence[tuple[Any, ...]]) -> str:
-    """Choose one of a name's addresses: of version 4 if the host has a route to one, else the first with a route."""
+    """Return an IPv4 address that this host has a route to, else any with a route, else the first."""
     by_version = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     return str(next(filter(_has_route, by_version), by_version[0])[4][0])
 
 
 def _has_route(entry: tuple[Any, ...]) -> bool:
-    """Ask the routing table, which a UDP socket does that is connected. Nothing is sent."""
+    """Return True if this host has a route to the address. Connecting a UDP socket finds that out and sends nothing."""
     family, address = entry[0], entry[4]
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
@@ -78,7 +80,7 @@ def _has_route(entry: tuple[Any, ...]) -> bool:
 
 
 def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[str]) -> None:
-    """The thread.
+    """Look `host` up, then release `room` and complete `found` on its loop. The body of a thread.
 
     Thread `kvflow-lookup <host>`: begun by a question to a host that is given by name. Ends when the resolver
     answers. Whoever asked gets its error.
@@ -86,7 +88,7 @@ def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[str]) -> None
     outcome: str | Exception
     try:
         outcome = _chosen(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
-    except Exception as error:  # noqa: BLE001 - handed to who asked
+    except Exception as error:  # noqa: BLE001 - the future raises it
         outcome = error
 
     def end() -> None:
@@ -106,7 +108,7 @@ def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[str]) -> None
 
 Target: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
 
-# Addresses that documents alone use: only a default route leads to them. The port is never used.
+# Addresses reserved for documentation: only a default route leads to them. The port is never used.
 _ANYWHERE: dict[socket.AddressFamily, tuple[Any, ...]] = {
     socket.AF_INET: ("198.51.100.1", 9),
     socket.AF_INET6: ("2001:db8::1", 9),
@@ -118,16 +120,16 @@ _FAMILIES: dict[str, list[socket.AddressFamily]] = {
     ANY_V4: [socket.AF_INET],
     ANY_V6: [socket.AF_INET6, socket.AF_INET],
 }
-"""Versions that each wildcard listens to, the preferred one first."""
+"""IP versions that each wildcard address listens to, the preferred one first."""
 
 
 async def own_host(config: Config) -> str:
-    """The host that tickets name: as it is given, or the address that routes to where `advertise_host` says.
+    """Return the host that tickets name: the configured one, or for "auto" the address that peers reach this host by.
 
-    Bounded by Config.handshake_timeout_s.
+    Waits for at most Config.handshake_timeout_s.
 
     Raises:
-        ConfigError: there is no such route, or the host's name is not known.
+        ConfigError: this host has no route to the host in `advertise_host`, or that name cannot be looked up.
     """
     toward = config.advertise_toward
     if toward is None or not config.listens_everywhere:
@@ -147,7 +149,7 @@ async def own_host(config: Config) -> str:
 
 
 async def _targets(config: Config, toward: str, families: Sequence[socket.AddressFamily]) -> list[Target]:
-    """Targets to ask the routing table for, in the order of `families`."""
+    """Return addresses of `toward`, or of any distant host if it is empty, in the order of `families`."""
     if not toward:
         return [(family, _ANYWHERE[family]) for family in families]
     loop = asyncio.get_running_loop()
@@ -161,11 +163,11 @@ async def _targets(config: Config, toward: str, families: Sequence[socket.Addres
 
 
 def _source_of(family: socket.AddressFamily, address: tuple[Any, ...]) -> str:
-    """The address that packets to another one would come from, as tickets name hosts. OSError if there is none."""
+    """Return the local address from which packets to `address` are sent. Raises OSError if peers cannot use it."""
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         asking.setblocking(False)
         asking.connect(address)
         source = str(asking.getsockname()[0])
-    if source in _UNSPECIFIED or "%" in source:  # an address of one link means nothing on another host
+    if source in _UNSPECIFIED or "%" in source:  # a link-local address means nothing on another host
         raise OSError(f"{source or 'no address'} is none that peers can connect to")
     return source

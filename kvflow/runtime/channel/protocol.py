@@ -1,4 +1,4 @@
-"""The side channel: how the ranks of engines ask each other questions. Protocols only; see `asking`."""
+"""The side channel, on which ranks of engines ask each other questions: its protocols. `asking` implements them."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.protocol import codec, messages
 
 QUESTIONS_MAX = 8
-"""Over one connection at once: a listener has room for the answers of so many."""
+"""Most questions that wait on one connection at once; a listener has room for at least as many answers."""
 
 Answered: TypeAlias = "messages.Reply | asyncio.Future[messages.Reply]"
-"""A reply, or one to come: it is sent when it is there, and others are answered meanwhile. Who promises one bounds how
-many there are, and settles each."""
+"""A reply, or a future of it. A listener sends the reply when the future is done, and answers other requests meanwhile.
+The code that returns futures bounds their number and completes each."""
 
 Answer: TypeAlias = Callable[[codec.Header, messages.Request], Answered]
 
 
 def refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
-    """Refuse a question, and say why."""
+    """Return a refusal that says `reason`. `transient`: the peer may ask again later."""
     why = printable(reason, REASON_CHARS_MAX - 3)
     return messages.Refusal(reason=why, version=codec.PROTOCOL_VERSION, transient=transient)
 
 
 AnswerStranger: TypeAlias = Callable[[bytes], "list[bytes] | None"]
-"""The frames of an answer to a reader of another make, which asks by one frame; None if it gets none."""
+"""Takes the one frame of a question of another protocol. Returns the frames of its answer, or None for no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerStatistics:
-    """Counts of a listener, in messages; `rejected` counts connections instead."""
+    """What a listener has counted: messages, but for `rejected`, `connections` and `recycled`."""
 
     answered: int
     refused: int
-    """Requests that were answered with a reason."""
+    """Requests that were answered with a refusal."""
     dropped: int
-    """Messages not answered: none of ours, or nobody took the answer."""
+    """Messages not answered: they do not decode, or the connection did not take the answer."""
     over_rate: int = 0
-    """Messages not answered because their sender asks too often."""
+    """Messages not answered because the peer asks too often."""
     rejected: int = 0
-    """Connections that never came to a message: a key that is not in the allowlist, or no peer of ours at all."""
+    """Connections that failed in the handshake: the key is not in the allowlist, or the client is no kvflow peer."""
     connections: int = 0
-    """Open now."""
+    """Connections that are open now."""
     recycled: int = 0
-    """Times that all connections were dropped: there were too many, or too few open files were left."""
+    """Times that all connections were dropped, as there were too many or too few open files were left."""
 
 
 class Listener(Protocol):
-    """A rank's side channel, bound; `port` is the real one."""
+    """The bound, answering end of a rank's side channel. `port` is the real port, never 0."""
 
     strangers: AnswerStranger | None
-    """Callback that answers messages of another make, if there is one."""
+    """Callback that answers questions of another protocol (vLLM's own connector); None: they are not treated apart."""
 
     @property
     def port(self) -> int: ...
@@ -63,33 +63,35 @@ class Listener(Protocol):
     def statistics(self) -> ListenerStatistics: ...
 
     async def serve(self) -> None:
-        """Answer until cancelled."""
+        """Answer requests until cancelled."""
 
     def close(self) -> None:
         """Stop listening at once. Closing twice is fine."""
 
 
 class SideChannel(Protocol):
-    """The channel on which ranks of engines ask each other questions."""
+    """The channel on which a rank asks peers questions and answers theirs."""
 
     async def listen(self, answer: Answer, kinds: Any = messages.CoreRequest) -> Listener:
-        """Bind this rank's address, and take requests of these `kinds` (`codec.requests_with`).
+        """Bind this rank's address and return the listener, which passes each request to `answer`.
 
-        Raises ConfigError if that is not possible, or if its keys cannot be used.
+        `kinds` are the types of requests that it decodes (`codec.requests_with`). Raises ConfigError if the address
+        cannot be bound, or the keys cannot be used.
         """
 
     async def ask(
         self, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
     ) -> messages.Reply:
-        """Send one request to its target and return the answer, a Refusal included.
+        """Send `request` to its target and return the answer, which may be a Refusal.
 
-        Raises PeerUnreachable if the port is refused or nobody answers within `timeout_s` (without it
-        Config.handshake_timeout_s), PeerRefused if one side does not accept the other's key, ProtocolError if what
-        answers is no kvflow. Cancelling gives the question up.
+        `fingerprint` comes from the asking rank's `Compatibility`. `timeout_s` defaults to Config.handshake_timeout_s.
+        Raises PeerUnreachable if the connection is refused or no answer comes within `timeout_s`, PeerRefused if one
+        side does not accept the other's key, ProtocolError if the answer is no kvflow message. Cancelling it gives
+        the question up.
         """
 
     def abandon(self) -> None:
-        """Close everything at once, without the loop, which is gone."""
+        """Close all sockets at once, when the event loop no longer runs."""
 
     def close(self) -> None:
-        """Ask nothing any more; questions under way may still be answered. Closing twice is fine."""
+        """Ask no further questions. Questions under way may still be answered. Closing twice is fine."""
