@@ -6,7 +6,6 @@ else may change.
 
 from kvflow import errors
 from kvflow.config import Config
-from kvflow.core.cache.backends import layout_for_backend
 from kvflow.core.cache.groups import CacheGroup, GroupKind
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.state import Segment, StateLayout, StateTensor
@@ -72,6 +71,5 @@ __all__ = [
     "StateTensor",
     "Ticket",
     "errors",
-    "layout_for_backend",
     "merge_tickets",
 ]

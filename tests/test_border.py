@@ -45,11 +45,11 @@ from kvflow import (
     StateTensor,
     Ticket,
     blocking,
-    layout_for_backend,
     merge_tickets,
     prefix,
     storage,
 )
+from kvflow.attention_backends import layout_for_backend
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import codec, messages

@@ -64,7 +64,7 @@ _CORE += ("parts", "runtime", "transport")
 RINGS = {
     "core": _CORE,
     "parts": ("failover", "growing", "prefix", "staging", "stock", "storage", "verify"),
-    "integrations": ("blocking", "connector", "observe", "ray", "sglang", "vllm"),
+    "integrations": ("attention_backends", "blocking", "connector", "observe", "ray", "sglang", "vllm"),
     "tools": ("bench", "cli", "doctor", "testing"),
 }
 """From the inside out, "" being `kvflow` itself. An import is one whether it is to run, to run later, or of a type."""
@@ -79,7 +79,7 @@ PARTS_THAT_NEED_PARTS = {
 
 WITHIN_RINGS = [["errors"], ["checks"], ["extras", "forks", "hosts", "limits", "logs", "parts"], ["config"], ["core"]]
 WITHIN_RINGS += [["transport"], ["runtime"], [""]]
-WITHIN_RINGS += [["blocking", "observe"], ["connector"], ["ray", "sglang", "vllm"]]
+WITHIN_RINGS += [["attention_backends", "blocking", "observe"], ["connector"], ["ray", "sglang", "vllm"]]
 WITHIN_RINGS += [["testing"], ["bench"], ["doctor"], ["cli"]]
 """Imports point up this list where they stay within a ring; what is in one row does not import each other."""
 ROW_OF = {part: row for row, parts in enumerate(WITHIN_RINGS) for part in parts}

@@ -219,7 +219,7 @@ def shapes_table() -> str:
 
 def backends_table() -> str:
     """What `layout_for_backend` knows by name; neighbours that differ in nothing but name and versions share a row."""
-    from kvflow.core.cache.backends import BACKEND_LAYOUTS, BackendLayout
+    from kvflow.attention_backends import BACKEND_LAYOUTS, BackendLayout
 
     def shape(row: BackendLayout) -> tuple[str, ...]:
         formats = ", ".join(dict.fromkeys((*row.kv_formats, *row.byte_formats)))

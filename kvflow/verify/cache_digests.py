@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.core.cache.backends import heads_are_apart
 from kvflow.core.cache.groups import LayerSet
-from kvflow.core.cache.layout import PLAIN, BlockShape
+from kvflow.core.cache.layout import PLAIN, BlockShape, heads_are_apart
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.tensors import tensors_of
 from kvflow.core.plan.block_map import split_fused

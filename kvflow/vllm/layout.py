@@ -26,8 +26,8 @@ from vllm.v1.kv_cache_interface import (
     get_kv_quant_mode,
 )
 
+from kvflow.attention_backends import layout_for_backend, rows_of
 from kvflow.checks import counted
-from kvflow.core.cache.backends import layout_for_backend, rows_of
 from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind
 from kvflow.core.cache.layout import CacheLayout, is_draft
 from kvflow.core.cache.state import StateLayout

@@ -22,6 +22,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 import kvflow
+from kvflow.attention_backends import layout_for_backend
 from kvflow.errors import PeerIncompatible
 from kvflow.sglang.pools import kv_buffers
 from tests.sglang.servers import ROOT
@@ -64,7 +65,7 @@ class VLLM:
         shape = (BLOCKS, HEADS, BLOCK, 2 * SIZE) if self.fused else (BLOCKS, 2, BLOCK, HEADS, SIZE)
         self.tensors = {f"model.layers.{at}.self_attn.attn": torch.zeros(shape) for at in range(LAYERS)}
         self.caches: Any = self.tensors
-        self.layout = kvflow.layout_for_backend(
+        self.layout = layout_for_backend(
             self.caches, backend="FLASH_ATTN", block_size=BLOCK, engine_version=version, layer_indices=range(LAYERS)
         )
         self.block_size = BLOCK

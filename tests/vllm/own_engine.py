@@ -18,6 +18,7 @@ from paged_engine.engine import Engine
 from paged_engine.weights import load_model, write_checkpoint
 
 import kvflow
+from kvflow.attention_backends import layout_for_backend
 from tests.vllm.servers import NAME, VERSION
 
 BLOCK, PAGE = 128, 16
@@ -38,7 +39,7 @@ class Foreign:
         self._size = size
 
     def layout(self) -> kvflow.CacheLayout:
-        return kvflow.layout_for_backend(
+        return layout_for_backend(
             self.tensors,
             backend="CPU_ATTN",
             block_size=BLOCK,

@@ -37,6 +37,11 @@ from kvflow.core.cache.tensors import (
 from kvflow.errors import LayoutError
 
 PLAIN = "plain"  # the kv_format of bytes that are values of the dtype and nothing else
+# vLLM's CPU kernels arrange K and V inside a block by the instruction set (_get_attn_isa).
+CPU_ISAS = ("amx", "neon", "rvv", "vec", "vec16", "vsx", "vxe")
+_FORMATS_OF_WHOLE_HEADS = frozenset(
+    ["diffkv", "rocm_x_packed", *(f"{kind}_{isa}" for kind in ("cpu", "cpu_fused") for isa in CPU_ISAS)]
+)
 
 
 class KVStyle(enum.StrEnum):
@@ -221,6 +226,13 @@ class BlockShape(NamedTuple):
     @property
     def size_bytes(self) -> int:
         return self.tokens * self.heads * self.run
+
+
+def heads_are_apart(kv_format: str, block: BlockShape) -> bool:
+    """Return whether the bytes of one head of a block mean something without those of the other heads."""
+    tokens_in_line = block.tokens == 1 or block.token_stride == block.run
+    heads_in_line = block.heads == 1 or block.head_stride == block.tokens * block.run
+    return kv_format in _FORMATS_OF_WHOLE_HEADS and tokens_in_line and heads_in_line
 
 
 def _infer_style(name: str, layer: LayerCache) -> KVStyle:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvflow.checks import counted, is_name
-from kvflow.core.cache.backends import heads_are_apart
+from kvflow.core.cache.layout import heads_are_apart
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import Rank

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvflow.core.cache.backends import BACKEND_LAYOUTS, BackendLayout, known_backends, layout_for_backend, rows_of
+from kvflow.attention_backends import BACKEND_LAYOUTS, BackendLayout, known_backends, layout_for_backend, rows_of
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.regions import map_regions
 from kvflow.errors import LayoutError

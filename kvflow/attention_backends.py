@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvflow import checks
-from kvflow.core.cache.layout import PLAIN, BlockShape, CacheLayout, KVStyle
+from kvflow.core.cache.layout import CPU_ISAS, PLAIN, CacheLayout, KVStyle
 from kvflow.core.cache.tensors import NAME_CHARS_MAX, KVCaches, checked_caches
 from kvflow.errors import LayoutError
 
@@ -75,9 +75,6 @@ class BackendLayout:
         return f"{self.style} {self.order} ({self.versions})"
 
 
-# What vLLM's CPU kernels do to K and V inside a block depends on the instruction set (_get_attn_isa).
-_CPU_ISAS = ("amx", "neon", "rvv", "vec", "vec16", "vsx", "vxe")
-
 # What the bytes may mean: of any dtype, and of uint8 and int8 where that is something else.
 _FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plain": ((PLAIN,), ()),
@@ -90,8 +87,8 @@ _FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "shuffle": ((PLAIN, "rocm_shuffle"), ()),
     "x_packed": (("rocm_x_packed",), ()),
     "interleaved": (("rocm_x_packed", "rocm_interleaved_v"), ()),
-    "cpu": (tuple(f"cpu_{isa}" for isa in _CPU_ISAS), ()),
-    "cpu_fused": (tuple(f"cpu_fused_{isa}" for isa in _CPU_ISAS), ()),
+    "cpu": (tuple(f"cpu_{isa}" for isa in CPU_ISAS), ()),
+    "cpu_fused": (tuple(f"cpu_fused_{isa}" for isa in CPU_ISAS), ()),
 }
 
 # What to do first to a tensor as the engine has it.
@@ -228,18 +225,6 @@ KVCacheManager - blocks_first HND HND plain - 001541bad83b84ae4c5c4a279e464572d5
     ),
 )
 """Rows of all backends, in the order above."""
-
-
-_OF_WHOLE_HEADS = frozenset(
-    ["diffkv", "rocm_x_packed", *(name for key in ("cpu", "cpu_fused") for name in _FORMATS[key][0])]
-)
-
-
-def heads_are_apart(kv_format: str, block: BlockShape) -> bool:
-    """True if each head's bytes of a block mean something without the other heads'."""
-    tokens_in_line = block.tokens == 1 or block.token_stride == block.run
-    heads_in_line = block.heads == 1 or block.head_stride == block.tokens * block.run
-    return kv_format in _OF_WHOLE_HEADS and tokens_in_line and heads_in_line
 
 
 def known_backends() -> tuple[str, ...]:
