@@ -4,7 +4,8 @@
 
 Data is in docs/data: `handover.jsonl` and `stale.json` are recorded by docs/site/record.py, `transfer.json` is what
 `dev.py bench transfer --json` writes, `fleet.json` what the fleet bench writes. The states are the tables of
-`kvflow.core.policy.states`. Pictures go to docs/pictures; a test draws them anew and compares. Plain SVG, no library.
+`kvflow.core.policy.states` and `kvflow.connector.request_states`. Pictures go to docs/pictures; a test draws them again
+and compares. Plain SVG, no library.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from xml.sax.saxutils import escape
 
-from kvflow.core.policy.states import CONSUMER_TABLE, LEASE_TABLE, PEER_TABLE, PRODUCER_TABLE, TRANSFER_TABLE
+from kvflow.connector.request_states import CONSUMER_TABLE, PRODUCER_TABLE
+from kvflow.core.policy.states import (
+    LEASE_TABLE,
+    PEER_TABLE,
+    TRANSFER_TABLE,
+)
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 

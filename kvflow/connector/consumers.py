@@ -19,10 +19,14 @@ from typing import Any
 from kvflow.connector.computed_here import ComputedHere
 from kvflow.connector.paged_groups import PagedGroups
 from kvflow.connector.parameters import Dialect, others_in
+from kvflow.connector.request_states import CONSUMER_TABLE, ConsumerEvent, ConsumerState, request_blocks_held
 from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import EngineRequest, GivenTables, Matched, Receive, Release, Sharing, Step
 from kvflow.core.policy.latest import Latest
-from kvflow.core.policy.states import CONSUMER_TABLE, ConsumerEvent, ConsumerState, fire, knows, request_blocks_held
+from kvflow.core.policy.states import (
+    fire,
+    knows,
+)
 from kvflow.core.protocol.prompts import check_alike, check_prompt, marks_of
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import TOKENS, PromptMismatch, RequestError, UsageError

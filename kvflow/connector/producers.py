@@ -20,11 +20,15 @@ import msgspec
 from kvflow.checks import counted
 from kvflow.connector.paged_groups import PagedGroups
 from kvflow.connector.parameters import Dialect, awaited_in, name_of, rendezvous_in
+from kvflow.connector.request_states import PRODUCER_TABLE, ProducerEvent, ProducerState, request_blocks_held
 from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import Decline, EngineRequest, Finished, GivenTables, Grow, Save, Step, TablesOf
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.latest import Latest
-from kvflow.core.policy.states import PRODUCER_TABLE, ProducerEvent, ProducerState, fire, knows, request_blocks_held
+from kvflow.core.policy.states import (
+    fire,
+    knows,
+)
 from kvflow.core.protocol.prompts import marks_of, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.logs import logger_of

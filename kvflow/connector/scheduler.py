@@ -28,9 +28,9 @@ from kvflow.connector.paged_groups import PagedGroup, PagedGroups
 from kvflow.connector.parameters import OWN_DIALECT, Dialect
 from kvflow.connector.prefix_questions import PrefixQuestions
 from kvflow.connector.producers import ProducerBook
+from kvflow.connector.request_states import ConsumerState, ProducerState, request_blocks_held
 from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import EngineRequest, Finished, GivenTables, Matched, Sharing, Step, TablesOf
-from kvflow.core.policy.states import ConsumerState, ProducerState, request_blocks_held
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch, UsageError
 

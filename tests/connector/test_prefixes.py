@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from kvflow.connector.cached_prompts import CachedPrompts
 from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.prefix_questions import PrefixOutcome, PrefixQuestions, source_in
+from kvflow.connector.request_states import ProducerState
 from kvflow.connector.scheduler import PagedGroup
 from kvflow.connector.step import CachedBlocks, Question, Step
 from kvflow.connector.worker import FailedLoad
 from kvflow.core.cache.groups import GroupFacts
-from kvflow.core.policy.states import ProducerState
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError
 from kvflow.prefix.keys import prefix_keys

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvflow.connector.parameters import Dialect, params_of_several, producer_params
 from kvflow.connector.prefix_questions import PrefixQuestions
+from kvflow.connector.request_states import ConsumerState, ProducerState
 from kvflow.connector.scheduler import (
     ConnectorScheduler,
     Finished,
@@ -25,7 +26,6 @@ from kvflow.connector.scheduler import (
 from kvflow.connector.scheduler import EngineRequest as Request
 from kvflow.connector.step import Grow, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
-from kvflow.core.policy.states import ConsumerState, ProducerState
 from kvflow.core.protocol.prompts import MarkKeys, check_prompt, marked_by_keys, prompt_digest, with_marks
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError

@@ -9,26 +9,28 @@ from typing import Any, get_args
 
 import pytest
 
-from kvflow.core.policy.states import (
+from kvflow.connector.request_states import (
     CONSUMER_TABLE,
-    LEASE_TABLE,
-    PEER_TABLE,
     PRODUCER_TABLE,
-    TRANSFER_TABLE,
     ConsumerEvent,
     ConsumerState,
+    ProducerEvent,
+    ProducerState,
+    request_blocks_held,
+)
+from kvflow.core.policy.states import (
+    LEASE_TABLE,
+    PEER_TABLE,
+    TRANSFER_TABLE,
     IllegalTransition,
     LeaseEvent,
     LeaseState,
     PeerEvent,
     PeerState,
-    ProducerEvent,
-    ProducerState,
     TransferEvent,
     TransferState,
     fire,
     knows,
-    request_blocks_held,
     transfer_blocks_safe,
 )
 from tests.support.tests_support import each
