@@ -1,1 +1,1 @@
-"""Remote engines: who they are, how they are reached."""
+"""Remote engines: handshakes with their ranks, connections to them, and the way from a ticket to both."""

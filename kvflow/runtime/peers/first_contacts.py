@@ -1,7 +1,7 @@
 """First contacts: peers that have never answered are asked in turns, a few at a time (`core.policy.contacts`).
 
-Forged tickets can name any number of such peers. A peer that has answered before needs no turn, so it does not wait
-behind them.
+Forged tickets can name any number of peers that never answer. A peer that has answered before needs no turn, so it
+does not wait behind peers from forged tickets.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 
 def patience_s(config: Config) -> float:
-    """Time for a peer that has never answered while others wait for its turn."""
+    """Return the seconds after which an unanswered first contact must give up its turn if others wait for a turn."""
     return config.handshake_timeout_s / 10
 
 
 def overloaded(peer: Address, why: str) -> Overloaded:
-    """The error for a peer for which this engine has no room; `Overloaded.of_request` names the request."""
+    """Return the error for a load that this rank has no capacity to ask `peer` for. `of_request` adds the request."""
     return Overloaded(f"{peer}: {why}", request_id="", peer=peer.address)
 
 
 class FirstContacts:
-    """Gives turns to first contacts. Belongs to one event loop."""
+    """Gives turns to first contacts, at most `limits.first_contacts_max` at once. Belongs to one event loop."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -46,10 +46,10 @@ class FirstContacts:
         return self._contacts.under_way
 
     async def ask(self, peer: Address, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None]) -> T:
-        """Wait for a turn, then put a question to a peer; `begin` is told the turn when it has come.
+        """Wait for a turn, call `begin` with it, then await `question` and return its result.
 
-        Raises Overloaded if no turn comes within Config.handshake_timeout_s, and PeerUnreachable if others wait and the
-        peer has had time enough. Cancelling gives the turn, or the place in the queue, back.
+        Raises Overloaded if no turn comes within Config.handshake_timeout_s, and PeerUnreachable if others wait for a
+        turn and `peer` has not answered within `patience_s`. If cancelled, give up the turn or the place in the queue.
         """
         loop = asyncio.get_running_loop()
         contact = self._contacts.ask(loop.time())
@@ -77,7 +77,7 @@ class FirstContacts:
             self._end(contact)
 
     def look(self) -> None:
-        """Preempt a contact if one is due. Also to be called when a contact is not wanted any more."""
+        """Preempt a contact if one is due. Call this also when `Contact.wanted` becomes False."""
         now_s = asyncio.get_running_loop().time()
         leaving = self._contacts.make_way(now_s)
         if leaving is not None and not self._bounds[leaving].expired():
@@ -96,7 +96,7 @@ class FirstContacts:
         next_one = self._contacts.end(contact, asyncio.get_running_loop().time())
         if next_one is not None:
             bound, granted = self._bounds[next_one], self._granted[next_one]
-            if not bound.expired():  # else it has just given up, and gives the turn back when it runs
+            if not bound.expired():  # else its wait has just timed out, and its task will give the turn back
                 bound.reschedule(None)
             if not granted.done():
                 granted.set_result(None)

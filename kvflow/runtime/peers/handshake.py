@@ -1,7 +1,8 @@
-"""The handshake: ask a rank who it is, judge all that it says, and only then let the transport see its metadata.
+"""The handshake: ask a rank for its metadata, check all of it, and only then pass it to the transport.
 
-The transport's side of a connection is an agent: added once, and never removed under a read that runs. An answer is
-judged before any of it is used, and no text of a peer gets into our messages unbounded.
+In the transport a connection is a remote agent, which is added once and never removed while a read from it runs. Every
+answer is checked before any of it is used. A peer's text enters our messages and logs only printable and cut to a
+length.
 """
 
 from __future__ import annotations
@@ -44,20 +45,21 @@ _DIFFERENCES_MAX = 2000
 
 
 class Handshakes:
-    """Asks peers on behalf of one rank."""
+    """Shakes hands with peers and asks them questions, for one registered cache."""
 
     def __init__(self, cache: RegisteredCache, telling: Telling) -> None:
         self._config = cache.config
         self._side_channel = cache.side_channel
         self._local = cache.local
         self.telling = telling
-        """The way in which ranks are told of their leases."""
+        """The notifications to ranks about their leases, as each new connection gets them."""
         self.agents = cache.agents
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
-        """Shake hands with a peer. Gives the connection that there is if the peer has not restarted.
+        """Shake hands with `peer` and return the connection; the open one if the peer has not restarted.
 
-        Raises a PeerError, or TimeoutError. Cancelling leaves no trace in the transport.
+        Raises a PeerError, Overloaded if too few open files are left, or TimeoutError after
+        Config.handshake_timeout_s. If cancelled, leave no trace in the transport.
         """
         async with asyncio.timeout(self._config.handshake_timeout_s):
             at = peer.at
@@ -79,7 +81,7 @@ class Handshakes:
             return connection
 
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
-        """Put a question to a peer; its refusal is raised. It is waited for as `SideChannel.ask` does."""
+        """Ask `peer` a question and return its answer. Raises a PeerError if it refuses, else as `SideChannel.ask`."""
         fingerprint = self._local.compatibility.fingerprint()
         reply = await self._side_channel.ask(request, fingerprint=fingerprint, timeout_s=timeout_s)
         if isinstance(reply, messages.Refusal):
@@ -88,10 +90,10 @@ class Handshakes:
 
 
 class Agents:
-    """Agents that the transport knows, by names that are unique per incarnation of a rank: open, or changing.
+    """The remote agents in the transport, by name: open, or just being added or removed.
 
-    One is removed when no peer uses its connection, even if two addresses lead to it, and the last load that held it
-    has left. It is added again only after that.
+    An agent's name is unique per incarnation of a rank. An agent is removed once no peer uses its connection (two
+    addresses may lead to one rank) and no load holds it. The same agent is added again only after its removal.
     """
 
     def __init__(self, cache: RegisteredCache) -> None:
@@ -101,22 +103,23 @@ class Agents:
         self._changing: dict[AgentName, asyncio.Future[None]] = {}
 
     async def find(self, agent: AgentName) -> Connection | None:
-        """Find the agent's open connection. None if it has to be added, which is possible at once then."""
+        """Return the open connection of `agent`, after any change under way. None: the caller may add the agent now."""
         while (change := self._changing.get(agent)) is not None:
             await asyncio.wait([change])
         return self._open.get(agent)
 
     async def add(self, at: Address, connection: Connection, metadata: bytes) -> None:
-        """Add the agent of a rank to the transport, right after `find`. Raises a PeerError.
+        """Add the agent of the rank at `at` to the transport. Call this right after `find` has returned None.
 
-        Cancelling leaves the agent unknown.
+        Raises a PeerError if the transport refuses `metadata`, or names another agent. If cancelled, remove the agent
+        again.
         """
         agent = connection.agent
         change = self._begin(agent)
         try:
             name = await self._transport.add_peer(metadata)
         except asyncio.CancelledError:
-            self._remove_soon(connection, change)  # the transport may be in the middle of it
+            self._remove_soon(connection, change)  # the transport may be adding it
             raise
         except BaseException as error:
             self._finish(agent, change)
@@ -133,13 +136,13 @@ class Agents:
             raise at.failure(ProtocolError, f"agent name: expected {agent!r}, got {words(name)!r}")
 
     def leave(self, connection: Connection) -> None:
-        """Give the connection back to the transport once no load holds it."""
+        """Remove the connection's agent from the transport once no load holds the connection."""
         if self._open.get(connection.agent) is connection:
             del self._open[connection.agent]
             self._remove_soon(connection, self._begin(connection.agent))
 
     async def gone(self, agents: Collection[AgentName], timeout_s: float) -> bool:
-        """Wait until the transport has forgotten the agents that are being removed. True if it has in time."""
+        """Wait until the agents that are being removed are gone. Return False if that takes longer than `timeout_s`."""
         changes = [self._changing[agent] for agent in agents if agent in self._changing]
         if not changes:
             return True
@@ -149,13 +152,13 @@ class Agents:
     def _remove_soon(self, connection: Connection, change: asyncio.Future[None]) -> None:
         try:
             task = self._spawn(self._remove(connection), name=f"kvflow-remove {connection.agent}")
-        except RuntimeUnavailable:  # the closing transport forgets everybody
+        except RuntimeUnavailable:  # the transport closes, and removes all agents
             self._finish(connection.agent, change)
         else:
             task.add_done_callback(lambda _: self._finish(connection.agent, change))
 
     async def _remove(self, connection: Connection) -> None:
-        """Have the transport forget a connection's agent, once no read uses it.
+        """Remove the connection's agent from the transport once no load holds the connection.
 
         Task `kvflow-remove <agent>`: begun when a connection is given up. Ends when its last load has left, and the
         transport has forgotten it.
@@ -173,7 +176,7 @@ class Agents:
 
 
 def _refused(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerError:
-    """The error for a peer that said no."""
+    """Return the error for a refusal by `peer`."""
     if refusal.compatibility is not None:
         differences = ours.compatibility.differences(refusal.compatibility) or [words(refusal.reason)]
         if refusal.cache_shares:
@@ -198,7 +201,7 @@ def _incompatible(peer: Address, differences: list[str]) -> PeerIncompatible:
 
 
 def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
-    """Check everything a peer says of itself before any of it is used. Raises a PeerError."""
+    """Check the metadata of `peer` before any of it is used, and return its regions. Raises a PeerError."""
     if metadata.engine_id != peer.engine_id:
         who = f"expected engine {peer.engine_id!r}, found {words(metadata.engine_id)!r}"
         raise peer.failure(PeerRefused, f"{who}{loopback_hint(peer.address)}")
@@ -220,7 +223,7 @@ def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[
 
 
 def problems_of(rank: Rank, metadata: messages.Metadata, regions: Sequence[Regions], ours: LocalRank) -> list[str]:
-    """Reasons why blocks of a rank, by what it says of itself, cannot be read into ours: one text for each rule."""
+    """Return why blocks of a rank with this metadata cannot be read into our cache: one text for each broken rule."""
     first = metadata.cache_shares[0]
     found = topology.differences(ours.cache_shares, metadata.cache_shares)
     found += _different("rank (pp, tp)", rank[1:], (first.pp_rank, first.tp_rank))
@@ -244,7 +247,7 @@ def _different(name: str, ours: object, theirs: object) -> list[str]:
 
 
 def _opaque(regions: Regions, kv_format: str) -> str:
-    """Facts that have to be equal on both sides, of blocks that cannot be taken apart, or only into heads."""
+    """Return what must be equal on both sides if blocks are opaque, or can be split into heads only."""
     tokens, heads, run, *strides = regions.block
     parts = " and ".join(regions.parts)
     if heads_are_apart(kv_format, regions.block):
@@ -254,5 +257,5 @@ def _opaque(regions: Regions, kv_format: str) -> str:
 
 
 def _head_bytes(regions: Regions) -> int:
-    """Bytes of one head of one token over all parts."""
+    """Return the bytes of one head of one token, over all parts."""
     return regions.block.run * len(regions.parts)

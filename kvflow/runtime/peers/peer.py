@@ -1,4 +1,4 @@
-"""One rank of a remote engine as a reader knows it: its connection, its failures, its handshake."""
+"""One rank of a remote engine, as a reader knows it: its connection, its failures and its handshake."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ INCARNATIONS_MAX = 64
 WORDS_MAX = 300
 _ERROR_CHARS_MAX = 500
 _QUESTIONS_AT_ONCE_MAX = 8
-_DIGESTS_AT_ONCE_MAX = 4  # half of what a producer takes from one reader by default
+_DIGESTS_AT_ONCE_MAX = 4  # half of what a producer accepts from one reader by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRank:
-    """The facts of this rank that it tells peers and compares with theirs; complete once a cache is registered.
+    """The facts of this rank that it sends to peers and compares with theirs. Made when a cache is registered.
 
-    There is a cache share and a table of regions for each set of layers that look alike.
+    `cache_shares` and `regions` have one entry for each set of layers of the same shape.
     """
 
     reader: str
@@ -56,7 +56,7 @@ class LocalRank:
 
 
 class Connection:
-    """A peer after its handshake, shared by all loads: what we read from it, and what we report to it."""
+    """A peer after its handshake: what loads read from it and report to it. All loads share it."""
 
     def __init__(
         self,
@@ -75,16 +75,16 @@ class Connection:
         self.told_groups = told_groups(metadata.groups)
         of_group = {share.group: one.num_blocks for share, one in zip(metadata.cache_shares, regions, strict=True)}
         self.num_blocks = tuple(of_group[at] for at in range(len(self.groups)))
-        """Blocks of each of its groups."""
+        """Number of blocks of each group at the peer."""
         self.whole = tuple(group.whole for group in self.groups)
-        """True for groups whose blocks hold a prompt from its first token on."""
+        """By group: True if its blocks hold a prompt from the first token on (no window, no state)."""
         self.block_maps = block_maps = tuple(_block_maps(metadata, local, regions))
-        """Block maps of what we read from it, for each pair of sets of layers; none if we only report to it."""
+        """Block maps for reads from the peer, one for each pair of sets of layers; none if loads only report to it."""
         self.report_share = topology.report_share(local.cache_shares, metadata.cache_shares)
         self.staged = metadata.staged
         self.quick_read_max_s = quick_read_max_s(metadata.seals.hold_s)
-        # Seals lie in host memory on both sides; a read is of one kind of memory on each. A staged rank's seal has to
-        # be seen before anything is read.
+        # A seal can be read along with blocks only if those are in host memory on both sides, as seals are: one read
+        # has one kind of memory on each side. The seal of a staged rank must be seen before anything is read.
         self.carries_seals = (
             len(block_maps) > 0
             and not self.staged
@@ -93,21 +93,21 @@ class Connection:
         self.seals_address, self.seal_count = metadata.seals.address, metadata.seals.count
         self.telling = telling
         self.users = 0
-        """Loads that keep the transport's side of it alive."""
+        """Number of loads that hold the connection: its agent stays in the transport."""
         self.left: asyncio.Event | None = None
-        """Set when the last of them has left, once somebody waits for that."""
+        """Set when the last load has left. Made by the first wait for that."""
         self.complete_with: Sequence[Connection] = ()
-        """Itself and others that were found to have all layers of ours together."""
+        """The last connections, this one first, that were found to have all of our layers between them."""
         self.straight: bool | None = None
-        """True if what is read from it goes straight into the cache, whatever it is; None: not known yet."""
+        """True if every read from the peer goes straight into the cache, without buffers; None: not yet computed."""
         self.alike: RegionMap | None = None
-        """Set with `straight` where `match_few` may plan what is read from it."""
+        """Set along with `straight` if `match_few` may plan reads from the peer."""
 
     def __repr__(self) -> str:
         return f"<Connection {self.agent}, {counted(self.users, 'load')}>"
 
     async def idle(self) -> None:
-        """Wait until no load holds it."""
+        """Wait until no load holds the connection."""
         while self.users:
             if self.left is None or self.left.is_set():
                 self.left = asyncio.Event()
@@ -116,29 +116,29 @@ class Connection:
 
 @dataclass(slots=True, eq=False)
 class Handshake:
-    """A handshake under way. All who need the peer meanwhile wait for its future."""
+    """A handshake under way. Every load that needs the peer meanwhile waits for `future`."""
 
     future: asyncio.Future[Connection]
     since_s: float
     task: asyncio.Task[None] | None = None
     contact: Contact | None = None
-    """Turn of a first contact, if it needs one and has it."""
+    """The turn of a first contact, once the handshake has it; None also if it needs none."""
     waiters: int = 0
 
     def add_waiters(self, count: int) -> None:
-        """Count so many waiters more, or fewer."""
+        """Add `count`, which may be negative, to the number of waiters."""
         self.waiters += count
         if self.contact is not None:
             self.contact.wanted = self.waiters > 0
 
     def begin(self, contact: Contact) -> None:
-        """Begin, since its turn has come."""
+        """Note the turn that the handshake now has."""
         self.contact = contact
         self.add_waiters(0)
 
 
 class Peer:
-    """One rank of a remote engine, by the address of its side channel."""
+    """One rank of a remote engine at one side channel address: its state, connection, failures and handshake."""
 
     def __init__(self, address: Address, now_s: float) -> None:
         self.engine_id, self.rank, self.address = address
@@ -146,32 +146,32 @@ class Peer:
         self.label = f"{self.engine_id} ({self.rank}) at {self.address}"
         self.state = PeerState.UNKNOWN
         self.met = False
-        """True once it was connected."""
+        """True once the peer has been connected."""
         self.current: Connection | None = None
         self.handshake: Handshake | None = None
         self.circuit = NEVER_FAILED
         self.last_error = ""
         self.last_kind: type[PeerError] = PeerUnreachable
-        """Class of the last failure that made it wait: what does not fit is no matter of time."""
+        """Class of the last failure that began a back-off; loads that fail during the back-off raise it again."""
         self.delivered = False
-        """True once a load has read from it well."""
+        """True once a load has read fresh bytes from the peer."""
         self.used_s = now_s
         self.leases_kept = 0
-        """Leases of it that we keep: until they are read or given back it is not idle."""
+        """Number of the peer's leases that this rank renews. The peer is not idle until they are read or given back."""
         self.tried_incarnations: set[str] = set()
-        """Incarnations of tickets that have asked for it since it was last connected."""
+        """Incarnations, named by tickets, for which the peer was asked since it was last connected."""
         self.past_incarnations: deque[str] = deque(maxlen=INCARNATIONS_MAX)
         self.questions = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
-        """Bounds the questions to it at once, and so the sockets that they take if it is silent."""
+        """Bounds the concurrent questions to the peer, and so the sockets that a silent peer takes."""
         self.digest_questions = asyncio.Semaphore(_DIGESTS_AT_ONCE_MAX)
-        """Bounds the questions for digests to it, which take long to answer."""
+        """Bounds the concurrent questions for digests, which take the peer long to answer."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.engine_id} at {self.address}: {self.state}>"
 
     @property
     def busy(self) -> bool:
-        """True if a load uses it or waits for it, or its leases are kept."""
+        """True if a load holds or awaits the connection, or leases of the peer are renewed."""
         used = self.current is not None and self.current.users > 0
         return used or self.handshake is not None or self.leases_kept > 0
 
@@ -180,11 +180,11 @@ class Peer:
         logger.info("peer %s at %s: %s -> %s%s", self.engine_id, self.address, before, self.state, why and f" ({why})")
 
     def note_error(self, why: str) -> None:
-        """Remember what failed, without the peer's name in front."""
+        """Remember `why` as the last error, without the peer's name in front."""
         self.last_error = why.removeprefix(f"{self.at}: ")[:_ERROR_CHARS_MAX]
 
     def usable(self, incarnation: str | None) -> Connection | None:
-        """The connection, unless a ticket of this incarnation shows that it may be outdated."""
+        """Return the connection; None if it may be outdated, as a ticket names another, unknown incarnation."""
         if self.current is None or incarnation is None or incarnation in self.past_incarnations:
             return self.current
         return self.current if self.current.incarnation == incarnation else None
@@ -192,25 +192,25 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """One rank of the producer in one load: connected, its lease, and the proof for all that is read of it."""
+    """One connected producer rank in one load: its lease, and the proof for all bytes read from it."""
 
     peer: Peer
     connection: Connection
     lease: RankLease
     seal_address: int
-    """Address of the lease's seal at the producer."""
+    """Address of the lease's seal in the producer's memory."""
     proof: Proof
     tables: Sequence[BlockIds] = ()
-    """The lease's blocks, by group, if some of them are read."""
+    """Block ids of the lease, by group; empty if no block is read."""
     chunks: dict[BlockMap, list[Chunks]] = field(default_factory=dict)
-    """Chunks to read, with that rank's block ids, group after group."""
+    """Chunks to read, with block ids of the producer, by block map."""
     word: int = -1
-    """The word of ours that its seal is fetched to."""
+    """Index of the local word that the seal is read into; -1: none yet."""
 
 
 @contextmanager
 def held(sources: Sequence[Source]) -> Iterator[None]:
-    """Keep connections open in the transport while the block waits, or claims them."""
+    """Hold the connections of `sources`, so that their agents stay in the transport, until the block ends."""
     for source in sources:
         source.connection.users += 1
     try:
@@ -226,7 +226,7 @@ ReadTicket: TypeAlias = Callable[[Ticket | Mapping[str, Any]], Ticket]
 
 
 class Resolver(Protocol):
-    """The way from a ticket to its ranks, connected, with their leases: for engines of our own make `reach.Reach`."""
+    """The way from a ticket to its connected ranks and their leases. For kvflow engines that is `reach.Reach`."""
 
     @property
     def read_ticket(self) -> ReadTicket: ...
@@ -237,25 +237,25 @@ class Resolver(Protocol):
 
 
 class Telling(Protocol):
-    """The way in which a producer is told what becomes of its leases. Its handshake chooses it. Never waits."""
+    """Notifies producers which of their leases are needed or read. Chosen by the handshake. Never waits."""
 
     heartbeat_s: float | None
-    """Seconds in which it wants to hear of a lease that is needed; None: by the lease's ttl."""
+    """Seconds between two `needed` notifications that the producer expects; None: it depends on the lease's `ttl_s`."""
 
     def needed(self, sources: Sequence[Source]) -> int:
-        """Tell one rank that we still need these leases of it. Returns their number."""
+        """Notify a rank that this rank still needs these leases, all of that rank. Return their number."""
 
     def read(self, source: Source) -> None:
-        """Tell a rank that we need a lease's blocks no more."""
+        """Notify the rank of `source` that this rank has finished with the blocks of its lease."""
 
 
 def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> dict[str, int]:
-    """Count the blocks of each group."""
+    """Return the number of blocks in each of `tables`, by group name."""
     return {group.name: len(ids) for group, ids in zip(groups, tables, strict=True)}
 
 
 def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
-    """The block maps of a rank, for each pair of sets that have layers in common."""
+    """Yield the block maps of a rank, one for each pair of sets that have layers in common."""
     for at, where, mine, theirs in topology.in_common(ours.cache_shares, metadata.cache_shares):
         source = topology.source_at(mine, theirs)
         if source is not None and source.heads:
@@ -275,17 +275,17 @@ def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[
 
 
 def told_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:
-    """Groups of an engine as tickets name them: none where there is only one, of full attention."""
+    """Return groups as tickets name them: none if the only group has full attention."""
     return () if len(groups) == 1 and groups[0].whole else groups
 
 
 def words(text: str, chars_max: int = WORDS_MAX) -> str:
-    """A peer's words as they may stand in our messages and logs: printable, and not too many."""
+    """Return text from a peer, fit for our messages and logs: printable, and at most `chars_max` characters."""
     return printable(text, chars_max)
 
 
 def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> None:
-    """PeerIncompatible unless a rank's engine is cut, and its layers are grouped, as the ticket says."""
+    """Raise PeerIncompatible if the parallelism or the groups of the connected rank differ from the ticket's."""
     if ticket.groups != connection.told_groups:
         told, has = ([f"{one.name} ({one.kind})" for one in groups] for groups in (ticket.groups, connection.groups))
         raise peer.at.failure(PeerIncompatible, f"groups: the ticket says {shown(told)}, the rank {shown(has)}")
@@ -297,11 +297,12 @@ def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> Non
 
 
 def expendable(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:
-    """The peer to evict for another one: the oldest of those never met, else the least recently used of the rest.
+    """Return the peer to evict when another needs room, or None.
 
-    A first contact older than `asked_before_s` is presumed dead. Of those that were met the lost ones go before those
-    that are connected, which a load may have been given that does not hold it yet, unless they were used before
-    `used_before_s`.
+    First choice is the oldest peer that was never connected and is not being asked. A first contact that began before
+    `asked_before_s` is presumed dead and may be evicted, too. Otherwise return the least recently used peer that is not
+    busy, disconnected peers first. A connected peer is evicted only if it was last used before `used_before_s`: a load
+    that was just given its connection may not hold it yet.
     """
     strangers = [peer for peer in peers if not peer.met]
     asked = ((one, one.handshake) for one in strangers if one.handshake)

@@ -1,4 +1,4 @@
-"""Prewarming: handshakes before the first load, for users who know which engines they will read from."""
+"""Prewarming: handshakes before the first load, with engines that are known to be read from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def prewarm(
     listed = None if isinstance(engines, str | bytes | Mapping) else answer(lambda: tuple(engines))
     if listed is None:
         raise RequestError(f"prewarm: expected PeerAddresses and tickets, got {shown(engines)}")
-    # Decode engines that start together have the same list: each begins somewhere else, or they would meet at each one.
+    # Decode engines that start together have the same list. Each begins at another place, to spread their handshakes.
     start = reach.spread % len(listed) if len(listed) > _AT_ONCE_MAX else 0
     in_turn = (*listed[start:], *listed[:start])
     found = await for_each(in_turn, partial(_prewarm_one, reach, peers), _AT_ONCE_MAX)
@@ -44,7 +44,7 @@ async def _prewarm_one(
             wanted = reach.whereabouts(ticket)
             peer = peers.get(first_to_ask(ticket, wanted))
             check_parallelism(ticket, peer, await peers.connect(peer, None))
-        for address in wanted:  # one after the other, and none after one that failed
+        for address in wanted:  # one after another; the first failure ends it
             await peers.connect(peers.get(address), None)
     except RuntimeBroken:
         raise

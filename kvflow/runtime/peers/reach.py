@@ -1,12 +1,12 @@
 """The way from a ticket to the ranks that its load reads from or reports to: their connections and their leases.
 
-A ticket names one or more ranks of an engine. The parallelism of both engines decides which of its ranks concern us
-(`core.plan.ranks`). Those whose lease the ticket does not name are asked for it: a rank answers a `LeaseRequest` once
-there is something that the reader does not know, or after some seconds.
+A ticket names one or more ranks of an engine. The parallelism of both engines decides which ranks the load needs
+(`core.plan.ranks`). If the ticket does not name a rank's lease, the rank is asked for it. The rank answers a
+`LeaseRequest` as soon as it knows something that the reader does not, or after some seconds.
 
-Tickets are not signed, so they are believed step by step. A ticket that cannot be right is refused before anybody is
-asked. Then one rank is asked how its engine is cut. Only if its answer agrees with the ticket the others are asked, a
-few at a time, and no more of them once one has failed.
+Tickets are not signed, so trust grows in steps. An impossible ticket is refused before any rank is asked. Then one rank
+is asked for its engine's parallelism. Only if the answer agrees with the ticket, the other ranks are asked, a few at a
+time. The first failure ends that.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 VISITS_AT_ONCE_MAX = 8
-"""Ranks of one engine that are connected, or told, at once, for one ticket."""
+"""Ranks of one engine that are visited at once for one ticket."""
 
 _QUESTIONS_AT_ONCE_MAX = 16
 _PLANS_MAX = 256
@@ -62,7 +62,7 @@ _PLANS_MAX = 256
 def _compared(
     ours: tuple[int, ...], stages: tuple[tuple[int, ...], ...], *, whole: bool
 ) -> tuple[str, Collection[int], Collection[int]]:
-    """The fault of a producer (`topology.missing_layers`), and the layers of a draft that only we have, or only it."""
+    """Return what is wrong with a producer's layers ("" if nothing), and draft layers that only we have, or only it."""
     left_out = topology.left_out(ours, [layer for layers in stages for layer in layers])
     of_ours = left_out & {*ours}
     return topology.missing_layers(ours, stages, whole=whole), of_ours, left_out - of_ours if whole else ()
@@ -73,35 +73,34 @@ Found = Callable[[Source], None]
 
 
 _Reached: TypeAlias = tuple[Peer, Connection, Source | None]
-"""A rank that is connected; its lease if we know it, and need it."""
+"""A connected rank, and its source if its lease is needed and known."""
 
 
 class Reach:
-    """Finds the sources of loads."""
+    """Finds the sources of a load: its ticket's ranks, connected, with their leases. A `Resolver`."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         config, local, peers = cache.config, cache.local, cache.peers
         self._config = config
         self._clock = cache.clock
         self.read_ticket: ReadTicket = partial(read_ticket, block_ids_max=config.limits.block_ids_max)
-        """Checks a ticket that was given to us. RequestError names what is wrong with it."""
+        """Decodes and checks a ticket from a caller. Raises RequestError, which says what is wrong."""
         self._local = local
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
         self.spread = zlib.crc32(local.reader.encode())
-        """A number that differs between ranks and incarnations: so each begins with another one of many engines."""
+        """A number that differs between ranks and incarnations, so that each begins a long list at another place."""
         self._plans: Latest[tuple[Parallelism, int], RankPlan] = Latest(_PLANS_MAX)
         self._lacking_drafts: Latest[tuple[str, str], None] = Latest(_PLANS_MAX)
-        """The engines and addresses of which `_warn_of_drafts` has warned."""
+        """Engine ids and addresses that `_warn_of_drafts` has warned about."""
 
     async def reach(self, ticket: Ticket, found: Found) -> list[Source]:
-        """Reach every rank that a load with a checked ticket reads from or reports to; they have all layers of ours.
+        """Return the sources for a checked ticket: every rank that its load reads from or reports to.
 
-        `found` gets each one as soon as it is known, while others are still waited for. Raises a PeerError,
-        LeaseExpired if a rank has restarted or its lease is over, PrefillFailed if a rank that is asked for its lease
-        says that there will be none, Overloaded if there is no room for more peers, or RequestError if the ticket
-        cannot be right, or a rank's address cannot be known. Cancelling stops the waiting; handshakes that have begun
-        go on.
+        Together they have all layers of this rank. `found` is called with each source as soon as it is known. Raises a
+        PeerError; LeaseExpired if a rank restarted or its lease has ended; PrefillFailed if a rank answers that the
+        prompt will not be computed; Overloaded if there is no room for another peer; RequestError if the ticket is
+        impossible, or the address of a rank cannot be derived. If cancelled, stop waiting; handshakes under way go on.
         """
 
         async def visit(at: Address) -> _Reached:
@@ -131,9 +130,10 @@ class Reach:
         return [source for *_, source in reached if source is not None]
 
     def reach_at_once(self, ticket: Ticket, found: Found) -> list[Source] | None:
-        """Reach where nothing has to be waited for: the ticket names the lease of every rank, and all are connected.
+        """Return the same as `reach` without waiting, if the ticket names every rank's lease and all are connected.
 
-        None, and `found` was not called, if it is not so, or if anything is wrong.
+        Otherwise, or if anything is wrong with the ticket, return None without a call of `found`. Raises
+        PeerIncompatible if the ranks do not have all layers of this rank.
         """
         parallelism, engine_id, known = ticket.parallelism, ticket.engine_id, self._peers.known
         plan = self._plans.get((parallelism, ticket.dp_rank))
@@ -167,7 +167,7 @@ class Reach:
         return sources
 
     def _check_layers(self, ticket: Ticket, reached: Sequence[tuple[Peer, Connection]]) -> None:
-        """PeerIncompatible unless these ranks have all layers of ours."""
+        """Raise PeerIncompatible unless these ranks together have all layers of this rank."""
         stages: dict[int, Mapping[str, tuple[int, ...]]] = {}
         for peer, connection in reached:
             stages[peer.rank.pp] = connection.layers
@@ -182,7 +182,7 @@ class Reach:
                 self._warn_of_drafts(ticket, of_ours, of_theirs)
 
     def _warn_of_drafts(self, ticket: Ticket, ours: Collection[int], theirs: Collection[int]) -> None:
-        """Warn of layers of a draft model that one side has, once for each engine and address."""
+        """Warn, once for each engine and address, that only one side has some layers of a draft model."""
         known = (ticket.engine_id, ticket.address)
         if known in self._lacking_drafts:
             return
@@ -195,9 +195,10 @@ class Reach:
         )
 
     async def standing(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
-        """Ask a rank that the ticket does not name about its lease, for `limits.lease_wait_s`. Raises a PeerError.
+        """Ask a rank for the lease of the ticket's request, for at most `limits.lease_wait_s`. Raises a PeerError.
 
-        The first question does not wait: so few are under way to one rank, whatever the number of its requests.
+        The first question is answered at once, and few run at a time. If the rank has no lease yet, a question waits
+        there.
         """
         self._peers.check_wait(peer, None)
         give_up_s = asyncio.get_running_loop().time() + self._config.limits.lease_wait_s
@@ -212,7 +213,7 @@ class Reach:
         return answer if answer.state is not Told.WAITING else await self._peers.ask_until(peer, question, give_up_s)
 
     async def find_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
-        """Ask a rank that the ticket does not name for its lease. Raises a PeerError, LeaseExpired, PrefillFailed."""
+        """Return the lease of the ticket's request at a rank. Raises a PeerError, LeaseExpired or PrefillFailed."""
         answer = await self.standing(ticket, peer)
         who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
         if answer.state is Told.FAILED:
@@ -231,10 +232,11 @@ class Reach:
         return lease
 
     async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Visit the ranks that a checked ticket concerns: one that it names, and then the others, a few at a time.
+        """Await `visit` for each rank that a checked ticket needs, and return the results in the order of the ranks.
 
-        A visit that raises ends the walk: others that have begun are cancelled, and none begins any more. Raises as
-        `whereabouts` does. Cancelling cancels the visits that have begun.
+        One rank that the ticket names goes first, then the others, a few at a time. If a visit raises, the visits under
+        way are cancelled and no other begins. Raises as `whereabouts` and `visit` do. Cancelling cancels the visits
+        under way.
         """
         ranks = self.whereabouts(ticket)
         if not ranks:
@@ -246,26 +248,26 @@ class Reach:
         return [results[at] for at in ranks]
 
     def whereabouts(self, ticket: Ticket) -> list[Address]:
-        """The ranks that a checked ticket may concern, and where they listen.
+        """Return the addresses of the ranks that a load with a checked ticket may need.
 
-        Nobody is asked, so some may hold nothing of what we hold. There is none if the ticket's engine does not go
-        with ours. RequestError if the ticket cannot be right, or an address cannot be known.
+        No rank is asked, so some may turn out to share no layer with this rank. Empty if the ticket's engine is not
+        compatible. Raises RequestError if the ticket is impossible or an address cannot be derived.
         """
         ranks = self.ranks_of(ticket.parallelism, ticket.dp_rank, f"ticket of request {ticket.request_id!r}")
         return [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
 
     def ranks_of(self, parallelism: Parallelism, dp_rank: int, what: str) -> Sequence[Rank]:
-        """The ranks of an engine cut like this that we read from or report to. RequestError if none can be."""
+        """Return the ranks to reach at an engine of this parallelism. Raises RequestError if it is impossible."""
         plan = self._plan(parallelism, dp_rank)
         if plan.impossible:
             raise RequestError(f"{what}: {plan.impossible}")
         return plan.ranks
 
     async def ranks_at(self, engine: PeerAddress, *, every_rank: bool = False) -> list[Address]:
-        """The ranks that loads from an engine need, and where they listen, by how one of its ranks says that it is cut.
+        """Connect one rank of `engine`, and return the addresses of the ranks that loads from that engine need.
 
-        With `every_rank` those that only other ranks of ours need, too. Raises as `Peers.connect` does, and
-        RequestError.
+        `every_rank`: return all ranks, also those that only other ranks of this engine need. Raises as
+        `Peers.connect`, or RequestError if the addresses cannot be derived.
         """
         host, port = split_address(engine.address, what="address")
         here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
@@ -285,7 +287,7 @@ class Reach:
         return wanted
 
     def source(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source:
-        """A connected rank, and its lease. LeaseExpired if that is of another incarnation; RequestError."""
+        """Return the source for a lease. Raises LeaseExpired for another incarnation, RequestError if it is wrong."""
         self._check_incarnation(ticket, peer, connection, lease.incarnation)
         if not 0 <= lease.seal_index < connection.seal_count:
             seals = f"{peer.label} has {counted(connection.seal_count, 'seal')}"
@@ -295,9 +297,9 @@ class Reach:
     def told(
         self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease, tables: Sequence[Sequence[int]]
     ) -> Source:
-        """The source of a lease that the rank itself has told of, and its blocks, by group.
+        """Return the source for a lease that `peer` itself described, after checking its block `tables`, by group.
 
-        LeaseExpired if it is of another incarnation; ProtocolError if it cannot be right: that is no caller's fault.
+        Raises LeaseExpired for another incarnation, ProtocolError if it is wrong, since the caller is not to blame.
         """
         counts = connection.num_blocks
         if tables and len(tables) != len(counts):
@@ -311,15 +313,18 @@ class Reach:
             raise wrong_lease(peer.at, error) from error
 
     async def check(self, ticket: Ticket) -> None:
-        """PeerIncompatible if the ticket's parallelism does not go with ours, once its first rank has answered."""
+        """Raise PeerIncompatible if the ticket's parallelism does not fit ours.
+
+        The first rank that the ticket names is connected before that, since a failed handshake names every difference.
+        """
         plan = self._plan(ticket.parallelism, ticket.dp_rank)
         if plan.problems and not plan.impossible:  # `whereabouts` refuses what is impossible
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
-            await self.connected(ticket, Address(ticket.engine_id, first, ticket.address))  # its answer names them all
+            await self.connected(ticket, Address(ticket.engine_id, first, ticket.address))  # names all differences
             raise self._incompatible(ticket, plan.problems)
 
     def _plan(self, parallelism: Parallelism, dp_rank: int) -> RankPlan:
-        """Plan of the ranks of an engine that is cut like this. Plans are remembered: there are few ways to cut one."""
+        """Return the plan of the ranks to reach at an engine of this parallelism. Plans are cached."""
         found = self._plans.get((parallelism, dp_rank))
         if found is None:
             found = plan_ranks(self._local.cache_shares, parallelism, dp_rank, self._config.limits.load_ranks_max)
@@ -327,7 +332,7 @@ class Reach:
         return found
 
     async def connected(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
-        """A rank, and its connection, made if need be. Raises as `Peers.connect` does."""
+        """Return the rank at `at` and its connection, which is made if there is none. Raises as `Peers.connect`."""
         named, peer = ticket.find(at.rank), self._peers.get(at)
         return peer, await self._peers.connect(peer, named.incarnation if named else None, ticket.request_id)
 
@@ -349,7 +354,7 @@ class Reach:
 
 
 def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
-    """A connected rank and its lease, with what vouches for it."""
+    """Return the source for a lease, with a `SealProof` for its bytes."""
     proof = SealProof(
         grows=connection.staged or lease.pending,
         quick_read_max_s=connection.quick_read_max_s if lease.held else 0.0,
@@ -359,7 +364,7 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
 
 
 def lease_told(at: Address, lease: RankLease) -> RankLease:
-    """Return the lease of a rank's answer, with the rank and address that were asked. ProtocolError if it is none."""
+    """Return the lease in an answer, with the rank and address of `at`. Raises ProtocolError if it is malformed."""
     if not lease.lease_id or not is_name(lease.incarnation, INCARNATION_CHARS_MAX):
         what = f"lease_id of {counted(len(lease.lease_id), 'character')}, incarnation {words(lease.incarnation, 80)!r}"
         raise at.failure(ProtocolError, f"the lease that it tells of cannot be right: {what}")
@@ -369,7 +374,7 @@ def lease_told(at: Address, lease: RankLease) -> RankLease:
 
 
 def wrong_lease(at: Address, error: RequestError) -> PeerError:
-    """Error of a rank that tells of a lease that cannot be right."""
+    """Return the error for a rank that answered with an impossible lease."""
     return at.failure(ProtocolError, f"the lease that it tells of cannot be right: {error}")
 
 
@@ -379,5 +384,5 @@ def expired(ticket: Ticket, peer: Peer, why: str) -> LeaseExpired:
 
 
 def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
-    """The rank to ask before the others: the first of those that the ticket names itself."""
+    """Return the rank to ask first: the first of `ranks` that the ticket names, else the first."""
     return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])

@@ -1,12 +1,12 @@
 """Peers: one object per remote rank, one handshake at a time for each, connections shared by all loads.
 
-A handshake runs in a task of its own, so a load that gives up does not take it away from the others that wait. A peer
-that fails is backed off from (`core.policy.circuit`): loads that need it fail at once, without a packet. A ticket of an
-incarnation that was not tried yet may try at once: it shows that the peer lived after it had failed.
+A handshake has a task of its own, so a load that gives up does not end it for other loads. After a failure a peer is in
+back-off (`core.policy.circuit`): loads that need it fail at once, without a packet. If a ticket names an incarnation
+that was not tried yet, the peer is asked in spite of that, since the ticket shows that it restarted after the failure.
 
-An address in a ticket proves nothing, so peers that have never answered are asked a few at a time
-(`first_contacts`), and they are the first to be evicted when there are `Limits.peers_max`. Peers that no load
-has used for `Limits.peer_idle_s` are evicted as well, by a timer that exists as long as there are any.
+An address in a ticket proves nothing. So peers that have never answered are asked a few at a time (`first_contacts`),
+and are the first to be evicted when `Limits.peers_max` is reached. A timer also evicts peers that no load has used for
+`Limits.peer_idle_s`; it runs while there are peers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.005, 0.2
-_UNREACHABLE_MAX = 3  # failures in a row: a listener that has too many connections drops all of them
+_UNREACHABLE_MAX = 3  # failures in a row: a listener that has too many connections drops all
 _MISFITS_MAX = 1024
 
 T = TypeVar("T")
@@ -60,24 +60,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerStatistics:
-    """One rank of a remote engine, as it is now."""
+    """The current state of one peer: one rank of a remote engine."""
 
     engine_id: str
     rank: Rank
     address: str
     state: PeerState
     failures: int
-    """Failures in a row."""
+    """Failures since the last success."""
     retry_after_s: float
-    """Seconds for which loads from it fail at once; 0 if the next one may ask it."""
+    """Seconds for which loads that need the peer fail at once; 0 if the next load may ask it."""
     last_error: str
-    """The last failure, since it was last connected; "" if nothing did."""
+    """The last failure since the peer was last connected; "" if nothing failed."""
     met: bool
-    """True once it was connected. Before that there may be no such rank: any ticket can name an address."""
+    """True once the peer has been connected. Until then it may not exist, since a ticket can name any address."""
 
 
 class Handshaking(Protocol):
-    """Questions to peers, and handshakes with them; see `handshake.Handshakes`."""
+    """Handshakes with peers, and questions to them: what `handshake.Handshakes` does."""
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection: ...
 
@@ -85,7 +85,7 @@ class Handshaking(Protocol):
 
 
 class Peers:
-    """All peers of a runtime."""
+    """All peers of one registered cache: connects, asks, backs off from and evicts them."""
 
     def __init__(self, cache: RegisteredCache, handshakes: Handshaking) -> None:
         config = cache.config
@@ -98,9 +98,9 @@ class Peers:
         self._token_hex = cache.token_hex
         self._contacts = FirstContacts(config)
         self.known: dict[tuple[str, Rank, str], Peer] = {}
-        """Peers by `Address`; only looked at from outside."""
+        """Peers by `Address`. Other modules only read it."""
         self._misfits: Latest[tuple[str, str], None] = Latest(_MISFITS_MAX)
-        """The addresses and reasons of which `note_incompatible` has warned."""
+        """Addresses and reasons that `note_incompatible` has warned about."""
         self._sweep_alarm = Alarm(cache.clock, self._sweep)
         self._closed = False
 
@@ -122,7 +122,7 @@ class Peers:
         )
 
     def get(self, at: Address) -> Peer:
-        """The one object for this peer. Overloaded if there are `Limits.peers_max` others and all in use."""
+        """Return the one object for the peer at `at`. Raises Overloaded if `Limits.peers_max` others are all in use."""
         peer = self.known.get(at)
         if peer is None:
             self._make_room(at)
@@ -132,15 +132,15 @@ class Peers:
         return peer
 
     async def connect(self, peer: Peer, incarnation: str | None, request_id: str | None = None) -> Connection:
-        """The peer's connection, made if need be; all who ask meanwhile share one handshake.
+        """Return the connection to `peer`, after a handshake if there is none. Concurrent calls share one handshake.
 
-        With the incarnation of a ticket, a connection to another one is not taken before the peer was asked once;
-        None takes any. `request_id` is for peers that drain: they connect readers of open leases only. Raises a
-        PeerError, or Overloaded. Cancelling stops the waiting; a handshake that has begun goes on as long as it is in
-        nobody's way.
+        If `incarnation`, which comes from a ticket, is not that of the connection, the peer is asked once more first;
+        None accepts any incarnation. `request_id` lets a draining peer see that the reader has an open lease. Raises a
+        PeerError, or Overloaded. If cancelled, stop waiting; the handshake goes on until another first contact needs
+        its turn.
         """
         while True:
-            if peer.state is PeerState.CLOSED:  # forgotten meanwhile: a rank may take long to tell its lease
+            if peer.state is PeerState.CLOSED:  # evicted while its rank took long to answer
                 peer = self.get(peer.at)
             peer.used_s = self._clock.now_s()
             connection = peer.usable(incarnation)
@@ -152,7 +152,7 @@ class Peers:
             handshake.add_waiters(1)
             try:
                 connection = await asyncio.shield(handshake.future)
-            except PeerNotReady:  # if it is another request's, ask for ours
+            except PeerNotReady:  # if the handshake was for another request, ask for this one
                 if ours:
                     raise
             else:
@@ -163,9 +163,9 @@ class Peers:
                 self._note_waiters(peer, handshake)
 
     async def find_lease(self, peer: Peer, question: messages.ReaderRequest) -> messages.LeaseAnswer:
-        """Ask a rank about a lease by a question that does not wait, of the core or a part.
+        """Ask `peer` about a lease by a question that it answers at once, and return the answer.
 
-        A peer that does not answer counts as failed, and its connection as broken. Raises a PeerError, or Overloaded.
+        If the peer does not answer, its connection counts as broken. Raises a PeerError, or Overloaded.
         """
         connection = peer.current
         async with peer.questions:
@@ -182,10 +182,10 @@ class Peers:
     async def ask_until(
         self, peer: Peer, question: messages.LeaseRequest, give_up_s: float = math.inf
     ) -> messages.LeaseAnswer:
-        """Ask until there is something to tell; if there is nothing by `give_up_s`, the state is WAITING.
+        """Repeat a question about a lease until the answer has news; at loop time `give_up_s` return the last answer.
 
-        `give_up_s` is a time of the loop's. Raises a PeerError; PeerUnreachable if the peer has not answered the last
-        question, or several ones in a row. Cancelling stops the asking.
+        The state of an answer without news is WAITING. Raises a PeerError; PeerUnreachable if the last question, or
+        several in a row, had no answer. Cancelling stops the questions.
         """
         loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
         while True:
@@ -210,7 +210,7 @@ class Peers:
                 pause_s = _PAUSE_FIRST_S
 
     async def _ask(self, peer: Peer, question: messages.Request, *kinds: type[T], timeout_s: float | None = None) -> T:
-        """Put a question, in turn. ProtocolError for an answer of another kind; raises a PeerError, or Overloaded."""
+        """Ask `peer`, in turn, and return the answer. Raises a PeerError, or Overloaded."""
         reply = await self._in_turn(peer, partial(self.handshakes.ask, peer, question, timeout_s))
         if not isinstance(reply, kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
@@ -218,7 +218,7 @@ class Peers:
         return reply
 
     async def tell(self, peer: Peer, word: messages.ReleaseRequest | messages.DeclineRequest) -> messages.Ack:
-        """Tell a rank something, without a connection. Raises a PeerError, or Overloaded."""
+        """Send a release or decline to a rank over the side channel. Raises a PeerError, or Overloaded."""
         self.check_wait(peer, None)
         async with peer.questions:
             return await self._ask(peer, word, messages.Ack)
@@ -226,33 +226,33 @@ class Peers:
     async def ask_digests(
         self, peer: Peer, question: messages.DigestRequest
     ) -> messages.Digests | messages.LeaseAnswer:
-        """Ask a rank for digests of blocks that it leases to us; it answers about the lease if that has ended.
+        """Ask a rank for digests of leased blocks. If the lease has ended, return its state instead.
 
-        Raises a PeerError.
+        Raises a PeerError, or Overloaded.
         """
         async with peer.digest_questions:
             return await self._ask(peer, question, messages.Digests, messages.LeaseAnswer)
 
     def succeeded(self, sources: Sequence[Source], *, fresh: bool) -> None:
-        """Forget failures of these ranks, since bytes were read from all of them. `fresh`: whether the bytes count."""
+        """Note that reads from these ranks succeeded: their failures are forgotten. `fresh`: the bytes proved fresh."""
         now_s = self._clock.now_s()
         for source in sources:
             source.peer.circuit, source.peer.used_s = NEVER_FAILED, now_s
             source.peer.delivered |= fresh
 
     def backs_off(self, ticket: Ticket) -> bool:
-        """True if a rank that the ticket names has failed and is not asked for now."""
+        """Return True if a rank that the ticket names is in back-off."""
         now_s = self._clock.now_s()
         places = (((ticket.dp_rank, one.pp_rank, one.tp_rank), one.address) for one in ticket.ranks)
         peers = (self.known.get((ticket.engine_id, Rank(*rank), address)) for rank, address in places)
         return any(peer.circuit.wait_s(now_s) > 0 for peer in peers if peer is not None)
 
     def delivered(self, engine_id: str) -> bool:
-        """Return whether a load has ever read well from any rank of an engine."""
+        """Return whether any rank of an engine has ever delivered fresh bytes to a load."""
         return any(peer.engine_id == engine_id and peer.delivered for peer in self.known.values())
 
     def failed(self, connection: Connection, why: str) -> None:
-        """Use a connection for no new load, since a read failed. Idempotent: other reads fail with it."""
+        """Drop a connection after a failed read; new loads shake hands again. Idempotent: other reads fail, too."""
         for peer in self._users_of(connection):
             waits = self._counted(peer, after_failed_read) > 0
             peer.last_kind = PeerUnreachable
@@ -260,7 +260,7 @@ class Peers:
             self._disconnect(peer, "back_off" if waits else "break", why)
 
     def said_goodbye(self, goodbye: messages.Goodbye) -> None:
-        """Drop the connection to a peer that closes, if it is to that very incarnation."""
+        """Drop the connection to the incarnation that says goodbye, if there is one."""
         for peer in self.known.values():
             connection = peer.current
             if peer.at[:2] == goodbye.sender[:2] and connection and connection.incarnation == goodbye.incarnation:
@@ -275,15 +275,15 @@ class Peers:
 
         handshakes = [peer.handshake.future for peer in chosen() if peer.handshake is not None]
         if handshakes:
-            await asyncio.wait(handshakes)  # bounded by handshake_timeout_s, and as much for a turn
+            await asyncio.wait(handshakes)  # bounded: handshake_timeout_s for a turn, and as long again
         agents = [peer.current.agent for peer in chosen() if peer.current is not None]
         for peer in chosen():
-            if peer.handshake is None:  # a handshake that was begun just now is from scratch anyway
+            if peer.handshake is None:  # a handshake that began meanwhile starts from scratch anyway
                 self._drop(peer, "forgotten")
         return await self._agents.gone(agents, self._config.handshake_timeout_s)
 
     async def aclose(self) -> None:
-        """Forget all peers. Loads have ended before, and the task group has ended handshakes."""
+        """Drop all peers. Loads and handshakes have ended before."""
         self._closed = True
         self._sweep_alarm.set(math.inf)
         for peer in list(self.known.values()):
@@ -294,7 +294,7 @@ class Peers:
         handshake = Handshake(asyncio.get_running_loop().create_future(), self._clock.now_s())
         body = self._run_handshake(peer, incarnation, request_id, handshake)
         handshake.task = self._spawn(body, name=f"kvflow-handshake {peer.address}")
-        # Here rather than in the task: one that is cancelled before its first step never runs.
+        # Not in the task's body, which never runs if the task is cancelled before its first step.
         handshake.task.add_done_callback(
             lambda _: self._no_handshake(
                 peer, handshake, RuntimeClosed("the runtime closed, or its cache was unregistered")
@@ -307,7 +307,7 @@ class Peers:
         return handshake
 
     def check_wait(self, peer: Peer, incarnation: str | None) -> None:
-        """Error of the kind that the peer failed with last, if it must not be asked yet."""
+        """If `peer` is in back-off and `incarnation` is not new, raise an error of the class of its last failure."""
         wait_s = peer.circuit.wait_s(self._clock.now_s())
         tried = peer.tried_incarnations
         may_try = incarnation is not None and incarnation not in tried and len(tried) < INCARNATIONS_MAX
@@ -319,7 +319,7 @@ class Peers:
     async def _in_turn(
         self, peer: Peer, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None] = lambda _: None
     ) -> T:
-        """Ask a peer. One that has never answered needs a turn, which `begin` is given."""
+        """Await `question`. If `peer` has never answered, wait for a turn first, and call `begin` with it."""
         if peer.met:
             return await question()
         return await self._contacts.ask(peer.at, question, begin)
@@ -327,7 +327,7 @@ class Peers:
     async def _run_handshake(
         self, peer: Peer, incarnation: str | None, request_id: str | None, handshake: Handshake
     ) -> None:
-        """Body of the handshake's task: settles its future, unless it is cancelled.
+        """Shake hands and complete the handshake's future. If cancelled, leave the future to the task's done callback.
 
         Task `kvflow-handshake <address>`: begun by the first load that needs a peer. Ends with the answer,
         `handshake_timeout_s` after its turn at the latest, or when nobody waits for it and others need its
@@ -352,17 +352,17 @@ class Peers:
             handshake.future.set_result(connection)
 
     def _no_handshake(self, peer: Peer, handshake: Handshake, error: KVFlowError) -> None:
-        """End a handshake with an error. No effect if its waiters have an outcome already."""
+        """End a handshake with an error. No effect if its future is done."""
         future = handshake.future
         if future.done():
             return
         peer.handshake = None
         self._not_connected(peer, error)
         future.set_exception(error)
-        future.exception()  # seen: everybody who waited may have given up
+        future.exception()  # retrieved here, since every waiter may have given up
 
     def _note_waiters(self, peer: Peer, handshake: Handshake) -> None:
-        """Note that a waiter of a handshake has gone. A handshake that waits for its turn ends with its last waiter."""
+        """After a waiter has left: end the handshake if no waiter is left and it has no turn yet."""
         if handshake.waiters or handshake.future.done():
             return
         if not peer.met and handshake.contact is None:
@@ -371,13 +371,13 @@ class Peers:
             self._contacts.look()
 
     def _give_up(self, peer: Peer, handshake: Handshake, why: str) -> None:
-        """End a handshake; that is no failure of the peer."""
+        """End a handshake without counting a failure of the peer."""
         self._no_handshake(peer, handshake, overloaded(peer.at, why))
         if handshake.task is not None:
             handshake.task.cancel()
 
     def _connected(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
-        """Take a new connection. Other incarnations, of the ticket or of the last connection, are over."""
+        """Use a new connection. If the ticket or the last connection has another incarnation, that one is past."""
         before, past = peer.current, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
         past.extend(other for other in others if other is not None and other not in past)
@@ -386,13 +386,13 @@ class Peers:
         peer.met = True
         peer.tried_incarnations = {connection.incarnation}
         peer.last_error = ""
-        if not connection.block_maps:  # nothing will be read from it, which would end a row of failures
+        if not connection.block_maps:  # no read will ever reset its failures
             peer.circuit = NEVER_FAILED
         if before is not None and before is not connection:
             self._leave(before)
 
     def _not_connected(self, peer: Peer, error: KVFlowError) -> None:
-        """Note a failed handshake. It counts if it is the peer's own fault."""
+        """Note a failed handshake. It counts as a failure if the peer is at fault, and is more than not ready."""
         event: PeerEvent = "postpone"
         if isinstance(error, PeerError) and not isinstance(error, PeerNotReady):
             event = "back_off"
@@ -404,24 +404,24 @@ class Peers:
         self._disconnect(peer, event, str(error))
 
     def note_incompatible(self, error: PeerIncompatible) -> None:
-        """Warn of a peer that no load can read from, once for each address and reason."""
+        """Warn, once for each address and reason, that no load can read from a peer."""
         known = (str(error.peer), str(error))
         if known not in self._misfits:
             logger.warning("%s; every load from it fails until the configuration of one side is changed", error)
         self._misfits[known] = None
 
     def _counted(self, peer: Peer, after: Callable[..., Circuit]) -> float:
-        """Count a failure of a peer. Returns for how long it is not asked now."""
+        """Count a failure of a peer. Return the seconds of its back-off."""
         now_s, chance = self._clock.now_s(), int(self._token_hex(4), 16) / (1 << 32)
         peer.circuit = after(peer.circuit, self._back_off, now_s=now_s, chance=chance)
         return peer.circuit.wait_s(now_s)
 
     def _users_of(self, connection: Connection) -> list[Peer]:
-        """Peers that connect by it: two, if two addresses lead to one rank."""
+        """Return the peers that have this connection: two if two addresses lead to one rank."""
         return [peer for peer in self.known.values() if peer.current is connection]
 
     def _disconnect(self, peer: Peer, event: PeerEvent, why: str) -> None:
-        """Take the peer's connection away. If a handshake is under way, that decides about the state."""
+        """Take the peer's connection away and fire `event`, unless a handshake will decide on the state."""
         connection, peer.current = peer.current, None
         if peer.handshake is None:
             peer.fire(event, why)
@@ -433,12 +433,12 @@ class Peers:
             self._agents.leave(connection)
 
     def _drop(self, peer: Peer, why: str) -> None:
-        """Forget a peer that has no handshake."""
+        """Forget a peer that has no handshake under way."""
         del self.known[peer.at]
         self._disconnect(peer, "close", why)
 
     def _make_room(self, newcomer: Address) -> None:
-        """Evict a peer if there are `Limits.peers_max`. Overloaded if all are in use."""
+        """If there are `Limits.peers_max` peers, evict one for `newcomer`. Raises Overloaded if all are in use."""
         if len(self.known) < self._config.limits.peers_max:
             return
         now_s = self._clock.now_s()
@@ -455,7 +455,7 @@ class Peers:
         self._sweep_alarm.set(self._clock.now_s() + self._config.limits.peer_idle_s / 4)
 
     def _sweep(self) -> None:
-        """Callback of the alarm: evict peers that were idle for long enough."""
+        """Evict the peers that no load has used for `Limits.peer_idle_s`. Called by the alarm."""
         now_s, idle_s = self._clock.now_s(), self._config.limits.peer_idle_s
         for peer in list(self.known.values()):
             if not peer.busy and peer.used_s <= now_s - idle_s:

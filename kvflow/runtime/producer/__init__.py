@@ -1,1 +1,1 @@
-"""The producer's side: leases, farewells."""
+"""The producer's side: leases and their blocks, answers to readers, goodbyes."""

@@ -1,8 +1,8 @@
-"""The blocks of a lease: blocks, a seal and, with host staging, host blocks, taken all together or not at all.
+"""The memory of a lease: blocks, a seal and, with host staging, host blocks, all taken together or not at all.
 
-A lease may be open before all of it can be read: its prompt is still being computed or, with host staging, is copied
-to the host span by span. Its readable tokens grow from the prompt's first one on, in all groups alike, and its seal
-says how many are missing. Blocks that a copy reads are given back only after the copy.
+A lease may be open before all of its tokens can be read: the prompt is still being computed or, with host staging, is
+copied to the host span by span. The readable tokens grow from the first token of the prompt, in all groups alike, and
+the seal holds the number of missing tokens. Blocks that a copy reads are given back only after the copy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OnError: TypeAlias = "Callable[[BaseException], None]"
 
 @dataclass(slots=True, eq=False)
 class _Advance:
-    """Tokens that are computed once an event has happened, and all advances before it."""
+    """The number of tokens that are computed once an event and all earlier advances have happened."""
 
     tokens: int
     watch: Watch | None
@@ -44,43 +44,43 @@ class _Advance:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HeldBlocks:
-    """Blocks, seal and host blocks of one lease."""
+    """The blocks, seal and host blocks of one lease, and how many of its tokens can be read."""
 
     lease_id: str
     tables: tuple[BlockIds, ...]
-    """Blocks by group."""
+    """Block ids, by group."""
     entries: BlockIds
-    """Blocks as the ledger counts them."""
+    """The same blocks as entries of the ledger."""
     seal_index: int
     host_tables: tuple[BlockIds, ...] | None
-    """Host blocks that peers read, with host staging."""
+    """Ids of the host blocks that peers read, by group; None without host staging."""
     taken_on_host: list[tuple[BlockIds, ...]] = field(default_factory=list)
-    """Host blocks by the extension that took them, as they are given back."""
+    """Host blocks in the lots in which they were taken, and are given back: at the opening, and by each extension."""
     num_tokens: int
     offered_tokens: int
-    """Tokens that the blocks hold in the end: all, or those of full blocks only."""
+    """Tokens that the blocks hold in the end: all tokens, or only those in full blocks."""
     counts: tuple[int, ...]
-    """Blocks in the end, by group."""
+    """Number of blocks in the end, by group."""
     extends: bool
-    """True while more blocks are to follow."""
+    """True while the lease waits for more blocks from `Lease.extend`."""
     advances: deque[_Advance] = field(default_factory=deque)
-    """Advances still to come, in order."""
+    """Advances that have not taken effect yet, in order."""
     computed: int = 0
-    """Tokens that are computed."""
+    """Number of computed tokens."""
     staged: int = 0
-    """Tokens that are in host blocks."""
+    """Number of tokens in host blocks."""
     copying: bool = False
     closed: bool = False
     failed: bool = False
-    """True once the seal says that the prompt has failed."""
+    """True once the seal says that the prompt cannot be computed."""
     history: History | None = None
-    """Computed tokens by time, of a lease that grows."""
+    """The number of computed tokens over time; None if all were computed when the lease was opened."""
     on_error: OnError | None = None
-    """Callback told why the missing tokens will never be there."""
+    """Called with the error if the missing tokens will never be readable."""
     on_there: Callable[[], None] | None = None
-    """Callback told when more tokens can be read."""
+    """Called when more tokens can be read."""
     on_free: Callable[[], None] | None = None
-    """Callback told when they are free; set once they are to be given back."""
+    """Called when the blocks are free; set by `OfferedBlocks.give_back`."""
 
     def fail(self, error: BaseException) -> None:
         assert self.on_error is not None, "it was opened"
@@ -88,43 +88,46 @@ class HeldBlocks:
 
     @property
     def readable(self) -> tuple[BlockIds, ...]:
-        """The blocks that peers read, by group: its own, or the host blocks that stand for them."""
+        """Ids of the blocks that peers read, by group: blocks of the cache or, with host staging, host blocks."""
         return self.tables if self.host_tables is None else self.host_tables
 
     @property
     def told(self) -> int:
-        """Tokens computed by now, or once events have happened."""
+        """Number of tokens announced as computed, now or once their events have happened."""
         return self.advances[-1].tokens if self.advances else self.computed
 
     @property
     def missing(self) -> int:
-        """Tokens that cannot be read yet."""
+        """Number of tokens that peers cannot read yet."""
         return self.num_tokens - (self.computed if self.host_tables is None else self.staged)
 
 
 class OfferedBlocks:
-    """The blocks of one rank, as its leases take them and give them back."""
+    """Takes blocks, seals and host blocks of one rank for leases, and gives them back."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._groups = cache.local.groups
         self._ledger = cache.ledger
         self._seals = cache.seals
         self._staging = cache.memory.staging
-        """Host blocks of each group; none if peers read the cache itself."""
+        """Host buffers, by group; none if peers read the cache itself."""
         self._copy_thread = cache.resources.copy_thread
         self._stage_unit = math.lcm(*(group.block_size for group in self._groups))
-        """Tokens that are whole blocks of every group."""
+        """Smallest number of tokens that fills whole blocks in every group."""
         self._stage_step = self._stage_unit * max(cache.config.limits.slice_bytes_max // max(self._unit_bytes(), 1), 1)
-        """Tokens that are copied at once."""
+        """Number of tokens that one copy to the host takes."""
 
     def extends(self, block_ids: object, num_tokens: int, what: str) -> bool:
-        """Return True if `block_ids` do not cover all full blocks of `num_tokens`. RequestError if they cannot be."""
+        """Return True if `block_ids` do not cover all full blocks of `num_tokens`. Raises RequestError for a bad id."""
         tables, _ = self._ledger.find(block_ids, f"{what}: block_ids")
         groups = zip(self._groups, tables, strict=True)
         return any(group.whole and len(ids) < num_tokens // group.block_size for group, ids in groups)
 
     def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str, *, extends: bool) -> HeldBlocks:
-        """Take what a lease needs; with `extends` more blocks follow. Raises RequestError, and changes nothing then."""
+        """Take the blocks, a seal and any host blocks for a lease. `extends`: more blocks will follow by `extend`.
+
+        Raises RequestError, or BlocksBusy, with nothing taken.
+        """
         tables, entries = self._ledger.find(block_ids, f"{what}: block_ids")
         counts, offered_tokens = tuple(map(len, tables)), num_tokens
         if extends:
@@ -159,12 +162,12 @@ class OfferedBlocks:
         )
 
     def give_up(self, held: HeldBlocks) -> None:
-        """Give back what was taken for a lease that was never opened."""
+        """Give back everything that was taken for a lease that is not opened after all."""
         self._seals.give_back(held.seal_index)
         self._free(held, lambda: None)
 
     def extend(self, held: HeldBlocks, block_ids: object, what: str) -> None:
-        """Take more blocks for a lease. Raises RequestError, and changes nothing then."""
+        """Take more blocks for a lease. Raises RequestError, or BlocksBusy, with nothing changed."""
         more, _ = self._ledger.find(block_ids, f"{what}: block_ids")
         tables = tuple(np.concatenate(both) for both in zip(held.tables, more, strict=True))
         self._check_room(tuple(map(len, tables)), held.counts, held.num_tokens, what)
@@ -181,11 +184,11 @@ class OfferedBlocks:
         held.tables, held.entries, held.extends = tables, entries, _few(tables, held.counts)
 
     def holds(self, held: HeldBlocks) -> int:
-        """Tokens of the prompt that the lease's blocks have room for, in all groups."""
+        """Return the number of tokens that the lease's blocks have room for in every group."""
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
 
     def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
-        """RequestError if there are fewer blocks than that: nobody could ever extend the lease to its end."""
+        """Raise RequestError if the cache has fewer blocks than `counts`: the lease could never be completed."""
         self._ledger.check_there(counts, f"{what}: num_tokens {tokens}")
         for group, count, buffers in zip(self._groups, counts, self._staging, strict=False):
             if count > buffers.pool.size:
@@ -194,7 +197,7 @@ class OfferedBlocks:
                 raise RequestError(f"{what}: num_tokens {tokens} needs {needs}, {there_are}")
 
     def _check_room(self, counts: tuple[int, ...], most: tuple[int, ...], tokens: int, what: str) -> None:
-        """RequestError if these are more blocks than a lease that is extended has in the end."""
+        """Raise RequestError if `counts`, the blocks given so far, exceed `most`, the blocks in the end."""
         for group, count, needed in zip(self._groups, counts, most, strict=True):
             if count > needed:
                 given = f"{counted(count, 'block id')}{self._of(group)}"
@@ -202,9 +205,9 @@ class OfferedBlocks:
                 raise RequestError(f"{what}: {given} in all, expected at most {needs}")
 
     def _check_counts(self, counts: tuple[int, ...], num_tokens: int, what: str) -> int:
-        """RequestError unless so many blocks of each group can hold so many tokens of a prompt, and its windows.
+        """Return the number of tokens that these blocks hold, at most `num_tokens`.
 
-        How many of them they do hold.
+        Raises RequestError if a group has too many blocks, or too few for its window.
         """
         tokens = num_tokens
         for group, count in zip(self._groups, counts, strict=True):
@@ -235,7 +238,7 @@ class OfferedBlocks:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
 
     def advance(self, held: HeldBlocks, tokens: int, ready: DeviceEvent | None) -> None:
-        """Advance to so many tokens, computed once `ready` has happened, or now."""
+        """Advance a lease to `tokens` computed tokens, now or once `ready` has happened. `grow` sets the seal."""
         if ready is None and not held.advances:
             held.computed = tokens
             return
@@ -245,7 +248,7 @@ class OfferedBlocks:
             advance.watch = self._copy_thread.watch(ready, partial(self._happened, held, advance))
 
     def grow(self, held: HeldBlocks) -> None:
-        """Set the seal: from now on readers find the lease, and may read what is computed by now."""
+        """Set the seal to the number of missing tokens, so that readers read the other tokens. Begin a copy if due."""
         if held.history is not None:
             held.history.note(held.computed)
         if not held.closed:
@@ -256,7 +259,7 @@ class OfferedBlocks:
                 self._stage_next(held, held.host_tables)
 
     def _happened(self, held: HeldBlocks, advance: _Advance, error: BaseException | None) -> None:
-        """Note that an event has happened. If that will never be known the lease fails."""
+        """Note that the event of `advance` has happened. If its watch failed with `error`, the lease fails."""
         if held.closed:
             return
         if error is not None:
@@ -268,7 +271,7 @@ class OfferedBlocks:
         self.grow(held)
 
     def close(self, held: HeldBlocks, *, failed: bool) -> None:
-        """Wipe the seal, or have it say that the prompt has failed: no read that looks at it from now on succeeds."""
+        """Wipe the seal, or if `failed` set it to FAILED. No read that checks the seal after this succeeds."""
         held.closed = True
         for advance in held.advances:
             if advance.watch is not None:
@@ -280,7 +283,10 @@ class OfferedBlocks:
             self._seals.give_back(held.seal_index)
 
     def give_back(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
-        """Free the blocks, which no read can take for good any more, once no copy reads them; then call `on_free`."""
+        """Free the blocks once no copy reads them, then call `on_free`.
+
+        Call this only after `close` and the hold, when no read can succeed with these blocks.
+        """
         if held.failed:
             self._seals.retire(held.seal_index)
         held.on_free = on_free
@@ -288,7 +294,7 @@ class OfferedBlocks:
             self._free(held, on_free)
 
     def _take_host_blocks(self, what: str, tables: Sequence[BlockIds], undo: ExitStack) -> tuple[BlockIds, ...]:
-        """Host blocks for a lease; HostBlocksBusy if there are not enough now."""
+        """Return host blocks for `tables`; `undo` gives them back. Raises HostBlocksBusy if too few are free."""
         found = []
         for ids, buffers in zip(tables, self._staging, strict=True):
             host_ids = buffers.pool.take_nowait(len(ids)) if len(ids) else ids
@@ -302,7 +308,7 @@ class OfferedBlocks:
         return tuple(found)
 
     def _stage_next(self, held: HeldBlocks, host_tables: tuple[BlockIds, ...]) -> None:
-        """Copy the next computed tokens of all groups to the host, unless that is under way."""
+        """Copy the next computed tokens of all groups to the host, unless a copy is under way."""
         if held.copying:
             return
         upto = self._stage_upto(held)
@@ -330,14 +336,14 @@ class OfferedBlocks:
         self._copy_thread.submit(partial(run_all, copies), copied)
 
     def _stage_upto(self, held: HeldBlocks) -> int:
-        """Tokens that are on the host after the next copy: whole blocks of all groups, until all are computed."""
+        """Return the number of tokens on the host after the next copy: whole blocks of all groups, finally all."""
         upto = held.staged + self._stage_step
         if upto >= held.num_tokens <= held.computed:
             return held.num_tokens
         return min(upto, held.computed) // self._stage_unit * self._stage_unit
 
     def _unit_bytes(self) -> int:
-        """Host memory that a unit of staging takes, without state, which comes with the last token."""
+        """Return the host memory of `_stage_unit` tokens, without recurrent state, which comes with the last token."""
         size_bytes = 0
         for group, buffers in zip(self._groups, self._staging, strict=False):
             if group.kind is not GroupKind.STATE:
@@ -345,7 +351,7 @@ class OfferedBlocks:
         return size_bytes
 
     def _free(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
-        """Free the blocks: the producer may reuse them (invariant I3)."""
+        """Free the blocks and host blocks: the producer may reuse them from here (invariant I3)."""
         self._ledger.release(held.entries)
         for taken in held.taken_on_host:
             for host_ids, buffers in zip(taken, self._staging, strict=True):
@@ -355,12 +361,12 @@ class OfferedBlocks:
 
 
 def _few(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
-    """True if more blocks are to come, in some group."""
+    """Return True if some group has fewer blocks than in the end."""
     return any(len(ids) < count for ids, count in zip(tables, counts, strict=True))
 
 
 def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) -> slice:
-    """Blocks of a group that hold some of these tokens; what is offered of it ends with token `num_tokens`."""
+    """Return the part of a group's `count` blocks that holds `tokens`; the blocks end with token `num_tokens`."""
     first = 0 if group.whole else max(-(-num_tokens // group.block_size) - count, 0)
     begin, end = (min(max(-(-edge // group.block_size) - first, 0), count) for edge in (tokens.start, tokens.stop))
     return slice(begin, end)

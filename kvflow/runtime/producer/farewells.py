@@ -1,8 +1,8 @@
-"""Goodbyes: the readers that have connected to us are told when we close, so that they drop their connections at once.
+"""Goodbyes: a closing producer asks the readers that have connected to it to drop their connections at once.
 
-Goodbyes are best effort, on the side channel: a reader that is not told finds out when its next read or handshake
-fails. Readers give their addresses themselves, and may lie. So at most `Limits.readers_max` are remembered, and only
-one `Goodbye` is ever sent to each.
+Goodbyes are best effort, on the side channel: without one, a reader's next read or handshake fails. Readers supply
+their own addresses, and may lie. So at most `Limits.readers_max` readers are remembered, and each address gets at most
+one `Goodbye`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AT_ONCE_MAX = 16
 
 
 class Farewells:
-    """Readers to say goodbye to."""
+    """The readers that have connected to this rank, and the goodbyes to them."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._config = cache.config
@@ -44,14 +44,17 @@ class Farewells:
         return len(self._callers)
 
     def remember(self, caller: Address) -> None:
-        """Tell this reader when we go; the one that has not asked for longest makes room. No effect for nonsense."""
+        """Remember a reader for `tell`. Beyond `Limits.readers_max`, forget the reader that asked least recently.
+
+        No effect if `caller` cannot be an address.
+        """
         if not _could_be(caller):
             logger.info("reader not remembered: goodbyes cannot be sent to %.100r", caller)
             return
         self._callers[caller] = None
 
     async def tell(self) -> None:
-        """Say goodbye to all readers, within `Limits.goodbye_timeout_s`. Those that cannot be reached are forgotten."""
+        """Say goodbye to all readers, within `Limits.goodbye_timeout_s`. Forget readers that cannot be reached."""
         bound_s = self._config.limits.goodbye_timeout_s
         try:
             async with asyncio.timeout(bound_s):

@@ -1,6 +1,6 @@
-"""A lease: the request that it is made for, the lease while it is open, and the handle that its owner has.
+"""A lease: the request that opens it (`ServeRequest`), its state while open (`OpenLease`), and its handle (`Lease`).
 
-`serving` holds all of them.
+`serving` owns all open leases.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServeRequest:
-    """Offer `block_ids`, in prompt order, which hold the first `num_tokens` tokens of a prompt.
+    """An offer of blocks: `block_ids`, in prompt order, hold the first `num_tokens` tokens of a prompt.
 
-    For a cache of several groups they are a list for each, in order, or by the groups' names. A group with a window
-    gives the prompt's last blocks, at least those that hold tokens of the window.
+    If the cache has several groups, `block_ids` is one list per group, in order, or a mapping from group name to list.
+    A group with a window offers the last blocks of the prompt, at least all blocks that hold tokens of the window.
 
-    The last block may be partly filled. Engines that offer full blocks only may give fewer blocks than the tokens
-    need; no blocks at all is legal too (a prompt shorter than one block). `ttl_s` defaults to Config.lease_ttl_s;
-    the lease is over once `reader_count` engines have read: how many ranks each of them has, its readers say.
-    Lists may be arrays, numbers may be numpy's: the ticket has them as Python's own.
+    The last block may be partly filled. An engine that offers only full blocks may give fewer blocks than the tokens
+    need, and none for a prompt shorter than a block. `ttl_s` defaults to Config.lease_ttl_s. The lease ends as READ
+    once `reader_count` engines have read it; each engine counts when all of its ranks have read. Lists may be arrays
+    and numbers may be numpy's; the ticket has Python's own types.
     """
 
     request_id: str
@@ -51,22 +51,22 @@ class ServeRequest:
     ttl_s: Seconds | None = None
     reader_count: Size = 1
     traceparent: Traceparent = ""
-    """Trace context (W3C) of the request, for the ticket and the records of both sides."""
+    """W3C trace context of the request. It goes into the ticket and into the records of both sides."""
     prompt: Sequence[int] | None = None
-    """Token ids of the prompt: with them a load that gives its own fails if it is of another prompt."""
+    """Token ids of the prompt. A load that gives its own `prompt` then fails if the prompts differ."""
     ready: GivenEvent = None
-    """An event after which the blocks hold the prompt, such as a CUDA event behind its forward pass: until then readers
-    wait. **Without it the bytes have to be there when the lease is opened**; a device that still computes them has to
-    be waited for first."""
+    """An event after which the blocks hold the prompt, for example a CUDA event behind the forward pass. Readers wait
+    until it has happened. **Without `ready` the blocks must hold the prompt when the lease is opened**: if the device
+    still computes, synchronize first."""
     computed_tokens: Count | None = None
-    """Tokens that are computed by now, or once `ready` has happened; `Lease.advance` tells of more. A load
-    begins at once and reads what is there. None: all of them. RequestError if the blocks of all tokens are more than
-    the cache has: nobody could ever complete the lease."""
+    """Tokens that are computed now, or once `ready` has happened; call `Lease.advance` when there are more. A load
+    begins at once and reads the computed tokens. None: all tokens. `serve_blocks` raises RequestError if the cache has
+    fewer blocks than all tokens need, since that lease could never be completed."""
     extends: bool = False
-    """True if more blocks follow by `Lease.extend`, until they hold all tokens; only with `computed_tokens`. Where they
-    are fewer than the full blocks of the tokens that goes without saying."""
+    """True if `Lease.extend` will add blocks until they hold all tokens. Needs `computed_tokens`. Implied if
+    `computed_tokens` is given and `block_ids` do not cover every full block of `num_tokens`."""
     payload: bool = False
-    """True if a payload comes with the lease's end, such as the first token: loads wait for `Lease.complete`."""
+    """True if `Lease.complete` will give a payload, for example the first token. Loads wait for that call."""
 
 
 TokenCount: TypeAlias = Annotated[int, Meta(ge=0, le=FAILED - 1)]
@@ -74,29 +74,29 @@ TokenCount: TypeAlias = Annotated[int, Meta(ge=0, le=FAILED - 1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingStatistics:
-    """Leases open now, how others ended, and notifications that changed nothing."""
+    """Open leases, ended leases by outcome, and counts of readers' notifications and questions."""
 
     open_leases: int
     read: int
     expired: int
     revoked: int
     failed: int
-    """Leases whose prompts could not be computed."""
+    """Leases that ended because the prompt could not be computed."""
     renewals: int
-    """Renewals by readers."""
+    """Renewals of leases by readers."""
     late_notifications: int
     duplicate_notifications: int
     malformed_notifications: int
     digests: int = 0
-    """Questions of readers for digests of leased blocks that were answered."""
+    """Answered questions of readers for digests of leased blocks."""
     digests_refused: int = 0
     late_reads: int = 0
-    """Reads of stock readers, who look at no seal, that they have told of when the lease was over: what they have read
-    may be another prompt's."""
+    """Reads that stock readers reported after the lease had ended. They do not check seals, so the bytes that they read
+    may belong to another prompt."""
 
 
 class LeaseOutcome(enum.StrEnum):
-    """End of a lease; in every case the blocks may be reused."""
+    """How a lease ended. After each outcome the blocks may be reused."""
 
     READ = "read"
     EXPIRED = "expired"
@@ -106,24 +106,24 @@ class LeaseOutcome(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class OpenLease:
-    """A lease that is open or holds its blocks: its entry in the book, its blocks, and the future of its end."""
+    """A lease that is open or still holds its blocks: its entry in the lease book, its blocks and its outcome."""
 
     entry: LeaseEntry
     ticket: Ticket
     held: HeldBlocks
     outcome: asyncio.Future[LeaseOutcome]
     payload: bytes | None
-    """The payload; None if it is promised and not given yet."""
+    """The payload, empty if none was promised; None while a promised payload has not been given."""
     reason: str = ""
-    """The reason why its prompt could not be computed."""
+    """Why the prompt could not be computed; "" if it could."""
 
     @property
     def complete(self) -> bool:
-        """True once readers have nothing to wait for any more."""
+        """True once all tokens can be read and the payload, if promised, is given."""
         return not self.held.missing and self.payload is not None
 
     def is_of(self, num_tokens: int, blocks_digest: bytes) -> bool:
-        """Return whether the lease is of these blocks and tokens: those of its ticket, or all that it has by now."""
+        """Return whether the lease has this number of tokens and these blocks, either when it was opened or now."""
         ticket, tables = self.ticket, self.held.tables
         if ticket.num_tokens != num_tokens or ticket.blocks_digest == blocks_digest:
             return ticket.num_tokens == num_tokens
@@ -133,12 +133,12 @@ class OpenLease:
         return messages.digest_of(ids if len(ids) > 1 else ids[0]) == blocks_digest
 
     def lease(self) -> RankLease:
-        """Return the lease for a reader that does not have the ticket."""
+        """Return the ticket's entry for this rank, for a reader that has another rank's ticket or none."""
         own, held = self.ticket.first, self.held
         return msgspec.structs.replace(own, pending=held.computed < held.num_tokens or self.ticket.extends)
 
     def offer(self, queued_bytes: int = 0) -> messages.Offer:
-        """Return the content of the ticket for a reader that does not have it."""
+        """Return the offer in the ticket, for a reader without the ticket. `queued_bytes` is copied into it."""
         ticket = self.ticket
         return messages.Offer(
             num_tokens=ticket.num_tokens,
@@ -151,14 +151,14 @@ class OpenLease:
 
 
 class Lease:
-    """The producer's promise to keep blocks until they have been read. Await it for its `LeaseOutcome`.
+    """A producer's promise to keep blocks until they have been read. Await it for its `LeaseOutcome`.
 
-    Cancelling a task that awaits a lease leaves the lease as it is.
+    Cancelling a task that awaits a lease does not change the lease.
     """
 
     def __init__(self, opened: OpenLease, serving: Serving) -> None:
         self.ticket = opened.ticket
-        """The ticket for its readers, as it was when the lease was opened: they ask for what has come since."""
+        """The ticket for readers, made when the lease was opened. Readers ask for blocks that were added later."""
         self._opened = opened
         self._entry = opened.entry
         self._outcome = opened.outcome
@@ -177,17 +177,17 @@ class Lease:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Blocks of the lease by now; those of the first group, if there are several."""
+        """Current block ids of the lease; of the first group if the cache has several groups."""
         return self.block_tables[0]
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Blocks of the lease by now, by group."""
+        """Current block ids of the lease, by group."""
         return tuple(tuple(ids.tolist()) for ids in self._opened.held.tables)
 
     @property
     def state(self) -> LeaseState:
-        """Offered, or how it has ended; its blocks are free a moment later, when it is `done`."""
+        """Whether the lease is offered, or how it ended. After the end its blocks stay held until `done` is True."""
         return self._entry.state
 
     @property
@@ -196,11 +196,11 @@ class Lease:
 
     @property
     def readers_done(self) -> int:
-        """Ranks of consumers that need the blocks no more."""
+        """Number of consumer ranks that have finished with the blocks."""
         return len(self._entry.readers)
 
     async def wait(self) -> LeaseOutcome:
-        """Wait until the blocks may be reused: the same as awaiting the lease.
+        """Wait until the blocks may be reused. The same as awaiting the lease; cancelling it does not change the lease.
 
         Returns:
             How the lease ended.
@@ -211,13 +211,13 @@ class Lease:
         return await self
 
     def revoke(self) -> Lease:
-        """Withdraw the offer: no later load can succeed. No effect on a lease that has ended.
+        """End the lease as REVOKED: no load of it can succeed after this call. No effect on a lease that has ended.
 
-        A reader in the middle of a read gets LeaseExpired, never a success.
+        A load that is reading the blocks now fails with LeaseExpired.
 
         Returns:
-            The lease: `await lease.revoke()` gives how it ended once its blocks are free, which is READ if its readers
-            were faster.
+            The lease. `await lease.revoke()` waits until the blocks are free and gives the outcome, which is READ if
+            the readers finished first.
 
         Raises:
             UsageError: off the runtime's loop.
@@ -227,19 +227,19 @@ class Lease:
         return self
 
     def fail(self, reason: str = "") -> Lease:
-        """End the lease as FAILED: its prompt will never be computed. Its readers end at once, with PrefillFailed.
+        """End the lease as FAILED, since its prompt will never be computed. Loads of it fail at once: PrefillFailed.
 
-        For a prefill that broke, so that the request goes elsewhere; nobody waits for its time to be over then. An
-        engine of several ranks fails all of its leases. No effect on a lease that has ended.
+        Call it after a failed prefill, so that readers need not wait for the deadline and the request can run
+        elsewhere. An engine of several ranks calls it on each rank. No effect on a lease that has ended.
 
         Args:
-            reason: for logs, records and readers' errors, as far as these learn of it.
+            reason: goes into logs, records and, if the reader asks this rank, the reader's error.
 
         Returns:
-            The lease: its blocks are free when awaiting it returns, as after `revoke`.
+            The lease. As after `revoke`, its blocks are free once awaiting it returns.
 
         Raises:
-            RequestError: `reason` is no text.
+            RequestError: `reason` is not a text.
             UsageError: off the runtime's loop.
         """
         self._require_here("fail()")
@@ -247,73 +247,72 @@ class Lease:
         return self
 
     def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
-        """Say that the first `num_tokens` tokens are computed in all groups: once `ready` has happened, or now.
+        """Announce that the first `num_tokens` tokens are computed in all groups, now or once `ready` has happened.
 
-        For leases that were opened with `computed_tokens`. Readers take what is there, and end when all is. A group's
-        state belongs to the prompt's last token. An advance takes effect after all earlier ones, and none on a lease
-        that has ended.
+        For a lease that was opened with `computed_tokens`. Readers read the computed tokens as they are announced, and
+        finish when all tokens are. Recurrent state is read with the last token. Each advance takes effect after all
+        earlier advances. No effect on a lease that has ended.
 
         Args:
-            num_tokens: how many are computed by then, from the first one on.
-            ready: an event behind the step that computes them. **Without it the bytes have to be there.**
+            num_tokens: number of computed tokens, from the first token of the prompt.
+            ready: an event behind the step that computes them. **Without it the blocks must hold them now.**
 
         Raises:
-            RequestError: fewer tokens than were told before, more than the lease has or its blocks hold (`extend`), or
-                what is no event.
+            RequestError: `num_tokens` is less than an earlier call gave, more than the lease has, or more than its
+                blocks hold (see `extend`), or `ready` is not an event.
             UsageError: off the runtime's loop.
         """
         self._require_here("advance()")
         self._serving.growing(self.request_id).advance(self._opened, num_tokens, ready)
 
     def extend(self, block_ids: GivenBlockIds) -> None:
-        """Add the blocks that follow, in prompt order, to a lease that was opened with fewer than its tokens need.
+        """Add the next blocks, in prompt order, to a lease that was opened with fewer blocks than its tokens need.
 
-        They are the lease's from now on. In the end a group has as many as hold all tokens; one with a window, as many
-        as hold the tokens of the window at the prompt's end. No effect on a lease that has ended. Readers that know
-        fewer blocks ask for them.
+        The lease then holds these blocks, too. In the end each group has the blocks that hold all tokens; a group with
+        a window has only the blocks that hold the window at the end of the prompt. Readers ask for the added blocks. No
+        effect on a lease that has ended.
 
         Args:
-            block_ids: the further blocks only, given as in `ServeRequest.block_ids`.
+            block_ids: the added blocks only, in the form of `ServeRequest.block_ids`.
 
         Raises:
-            RequestError: the ids cannot be right, or are more than the tokens need; with host staging also if there are
-                not enough host blocks now. The lease is as it was then.
-            BlocksBusy: a block is being loaded.
+            RequestError: the block ids are wrong, or more than the tokens need, or, with host staging, too few host
+                blocks are free. The lease is unchanged.
+            BlocksBusy: one of the blocks is being loaded.
             UsageError: off the runtime's loop.
         """
         self._require_here("extend()")
         self._serving.growing(self.request_id).extend(self._opened, block_ids)
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
-        """Say that all tokens are computed: once `ready` has happened, or now. Every load of the lease gets `payload`.
+        """Announce that all tokens are computed, now or once `ready` has happened, and give `payload` to every load.
 
-        The same as `advance` to the last token, and the end of what a lease has to tell that was opened with
-        `ServeRequest.payload`: `LoadReport.payload` has it, and no load of it ends before. kvflow does not look into
-        it. An engine of several ranks gives each of them the same. No effect on a lease that has ended.
+        The same as `advance` to the last token. If the lease was opened with `ServeRequest.payload`, its loads wait for
+        this call, and `LoadReport.payload` is `payload`, which kvflow does not interpret. An engine of several ranks
+        gives the same payload on each rank. No effect on a lease that has ended.
 
         Args:
-            payload: such as the first token with its logprobs, at most 4 KiB.
+            payload: at most 4 KiB, for example the first token and its logprobs.
             ready: see `advance`.
 
         Raises:
-            RequestError: there is a payload, and none was promised, or it is too large, or another one was given
-                before; or what `advance` raises.
+            RequestError: `payload` was not promised, is too large, or differs from an earlier one; or as `advance`.
             UsageError: off the runtime's loop.
         """
         self._require_here("complete()")
         self._serving.growing(self.request_id).complete(self._opened, payload, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
-        """Count the lease's time from now on, as if it were offered now with that `ttl_s`.
+        """Start the lease's time again, as if the lease were opened now with `ttl_s`.
 
-        For engines that offer a prompt before its ticket is out, such as before the step that completes it. A lease
-        never ends earlier by that; one that has ended stays so.
+        For an engine that opens a lease some time before it sends the ticket, for example before the last step of the
+        prefill. The lease never ends earlier than without this call. No effect on a lease that has ended.
 
         Args:
-            ttl_s: Config.lease_ttl_s if None.
+            ttl_s: seconds from now; None: Config.lease_ttl_s.
 
         Raises:
-            RequestError: `ttl_s` is no time.
+            RequestError: `ttl_s` is not a valid number of seconds.
             UsageError: off the runtime's loop.
         """
         self._require_here("restart()")
@@ -322,5 +321,5 @@ class Lease:
         )
 
     def _require_here(self, what: str) -> None:
-        if asyncio._get_running_loop() is not self._outcome.get_loop():  # in few steps: engines advance often
+        if asyncio._get_running_loop() is not self._outcome.get_loop():  # fewer steps: engines advance often
             require_loop(self._outcome.get_loop(), f"lease of request {self.request_id!r}: {what}")

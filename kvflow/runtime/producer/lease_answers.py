@@ -1,28 +1,28 @@
-"""Answers about leases: a lease is opened, has more blocks, is complete, or is over.
+"""Answers about leases: whether a lease is open, has more blocks, is complete, has failed or has ended.
 
-Readers put one question (`messages.LeaseRequest`), which waits until there is something to tell.
+Readers ask one kind of question (`messages.LeaseRequest`). It waits until the answer has news.
 
-| known here of the request | the reader knows no lease | the reader knows a lease |
+| state of the request on this rank | the reader knows no lease | the reader knows a lease |
 |---|---|---|
-| its open lease is the one that is meant | open: the lease, and the offer if it is not known | see below |
-| its open lease is another one, or of other blocks | ended | ended |
-| its offer was of nothing | complete: the offer | ended |
-| it is declined, or its lease has failed | failed: the reason | failed: the reason |
-| its lease has ended lately | ended | ended |
-| it has come to another engine | failed: the rendezvous there | ended |
-| no lease is opened any more | refused | ended |
-| nothing | the question waits | ended |
+| the lease that the reader means is open | open: the lease, and the offer if the reader lacks it | see below |
+| another lease, or a lease of other blocks, is open | ended | ended |
+| the lease had no blocks | complete: the offer | ended |
+| the request is declined, or its lease has failed | failed: the reason | failed: the reason |
+| the lease ended lately | ended | ended |
+| the request went to another engine | failed: the pending ticket of that engine | ended |
+| this rank opens no further leases | refused | ended |
+| none of these | the question waits | ended |
 
-Of the lease that a reader knows these are told: it is complete, with its payload; it has blocks that the reader does
-not know; no more tokens are missing than the reader has asked for. If none of them is so, the question waits.
+If the reader knows the lease, the answer has news in three cases: the lease is complete (the answer has its payload),
+it has blocks that the reader does not know, or at most `missing_max` tokens are missing. Otherwise the question waits.
 
-A question that waits is settled exactly once: by an event of its request, by its reader's time, or by the end of the
-registration. Where there is no room for a question it is answered at once that there is nothing yet, and its reader
-asks again a little later. So whoever fills the room with questions slows others down, but keeps nobody from an answer
-that is there.
+A waiting question is answered exactly once: by an event of its request, by the end of its `wait_s`, or by the end of
+the registration. If there is no room for another waiting question, the answer comes at once and says that there is no
+news; the reader asks again a little later. So a reader that floods this rank with questions delays other readers, but
+never keeps an existing answer from them.
 
-An answer proves nothing: the seal says whether a lease has covered a read. But it is the only way to a payload, and to
-blocks that no ticket names.
+An answer proves nothing: only the seal says whether a lease has covered a read. But payloads, and blocks that no ticket
+names, come by answers only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from kvflow.runtime.clock import Clock, Timer
 from kvflow.runtime.producer.lease import OpenLease
 
 WAITING_MAX = 1 << 14
-"""Questions that wait at once; those beyond are answered at once, and asked again a little later."""
+"""Most questions that wait; any further question is answered at once, and asked again a little later."""
 OF_READER_MAX = 1 << 12
 OF_REQUEST_MAX = 256
 _NOTES_MAX = 1 << 12
@@ -53,16 +53,16 @@ _ENDED = messages.LeaseAnswer(state=Told.ENDED)
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """A question that waits."""
+    """A question that waits, and the future of its answer."""
 
     question: messages.LeaseRequest
     reply: asyncio.Future[messages.Reply]
     timer: Timer | None = None
-    """Ends the wait with the answer that there is nothing yet."""
+    """Ends the wait, with an answer without news."""
 
 
 class LeaseAnswers:
-    """Answers to questions about leases, and the questions that wait for one."""
+    """Answers readers' questions about leases, and keeps the questions that wait."""
 
     def __init__(
         self,
@@ -71,30 +71,33 @@ class LeaseAnswers:
         open_lease: Callable[[str], OpenLease | None],
         served: Callable[[str], bool],
     ) -> None:
-        """`open_lease` finds that of a request; `served` says whether one of it has ended lately."""
+        """Take the two lookups by request id that answers need.
+
+        `open_lease` returns the open lease of a request; `served` returns whether a lease of it ended lately.
+        """
         self._open_lease = open_lease
         self._served = served
         self._clock = clock
         self._of_request: dict[str, dict[_Question, None]] = {}
-        """Questions that wait, by request, in the order in which they came."""
+        """Waiting questions by request, in order of arrival."""
         self._of_reader: Counter[str] = Counter()
         self.waiting = 0
-        """Questions that wait now."""
+        """Number of waiting questions."""
         self._incarnation = incarnation
         self._notes: Latest[str, messages.LeaseAnswer] = Latest(_NOTES_MAX)
-        """Replies to late readers of requests without a lease: a few thousand of the last ones."""
+        """Answers to late questions: for the last few thousand requests that were declined, failed or had no blocks."""
         self._elsewhere = Latest[str, messages.LeaseAnswer](_NOTES_MAX)
-        """Replies to readers of requests that have come to another engine, by that engine's word."""
+        """Answers for requests that went to another engine, as that engine reported."""
         self.turned_away = ""
-        """The reason why no lease is opened any more; "" while some are."""
+        """Why this rank opens no further leases; "" while it does."""
 
     def answer(self, question: messages.LeaseRequest) -> Answered:
-        """Answer a question now, or promise to. Raises WireError for a question that cannot be right."""
+        """Return the answer, or a future of it if the question must wait. Raises WireError if it is impossible."""
         reply = self._now(question)
         return self._wait(question) if reply is None else reply
 
     def opened(self, found: OpenLease, *, nothing: bool) -> None:
-        """Tell readers of a lease that was opened. `nothing`: the lease has no blocks; readers get an empty offer."""
+        """Answer readers that wait for this lease. `nothing`: the lease has no blocks; readers get an empty offer."""
         request_id = found.ticket.request_id
         self._notes.pop(request_id, None)
         if nothing:
@@ -103,20 +106,20 @@ class LeaseAnswers:
             self.tell(request_id)
 
     def decline(self, request_id: str, reason: str) -> None:
-        """Tell readers that the request's prompt cannot be computed, those that wait and those that ask later."""
+        """Answer readers, waiting and later ones, that the prompt of a request cannot be computed."""
         self._note(request_id, _failed(reason))
 
     def came_elsewhere(self, question: messages.DeclineRequest) -> messages.Ack:
-        """Send readers that wait for a request on to the engine that it has come to, as far as nothing is known here.
+        """Send readers of a request on to the engine that the request went to, as `question` says.
 
-        A request that is served, was served, or is declined here stays what it is.
+        Changes nothing for a request that is served, was served or is declined here.
         """
         self._elsewhere[question.request_id] = _failed(question.reason, question.instead)
         self.tell(question.request_id)
         return messages.Ack(incarnation=self._incarnation)
 
     def tell(self, request_id: str) -> None:
-        """Answer the questions about a request that have an answer now, since something has happened to it."""
+        """Answer the waiting questions about a request that have news now. Call this after each change of its lease."""
         if request_id not in self._of_request:
             return
         for waiting in list(self._of_request[request_id]):
@@ -125,7 +128,7 @@ class LeaseAnswers:
                 self._end(waiting, reply)
 
     def turn_away(self, why: str) -> None:
-        """Turn away everybody who waits for a lease, as no more are opened."""
+        """Open no further leases: refuse readers that wait for a lease, now and later, with the reason `why`."""
         self.turned_away = why
         for request_id in list(self._of_request):
             self.tell(request_id)
@@ -135,7 +138,7 @@ class LeaseAnswers:
         self.tell(request_id)
 
     def _now(self, question: messages.LeaseRequest) -> messages.Reply | None:
-        """The answer, if there is something to tell; see the table above."""
+        """Return the answer by the table of the module, or None if the question must wait."""
         request_id = question.request_id
         found = self._open_lease(request_id)
         if question.lease_id is not None:
@@ -156,7 +159,7 @@ class LeaseAnswers:
         return None
 
     def _news(self, question: messages.LeaseRequest, found: OpenLease | None) -> messages.LeaseAnswer | None:
-        """The answer about a lease that the reader knows."""
+        """Return the answer about a lease that the reader knows, or None if there is no news."""
         if found is None or found.held.lease_id != question.lease_id:
             noted = self._notes.get(question.request_id)
             return noted if found is None and noted is not None and noted.state is Told.FAILED else _ENDED
@@ -172,7 +175,7 @@ class LeaseAnswers:
         return messages.LeaseAnswer(state=Told.OPEN, more_block_ids=more)
 
     def _wait(self, question: messages.LeaseRequest) -> Answered:
-        """Promise an answer; or give one at once, if there is no room to wait."""
+        """Return a future of the answer; or, if the question may not wait, an answer without news."""
         reader = messages.asked_by(question)
         others = self._of_request.get(question.request_id, ())
         room = self.waiting < WAITING_MAX and len(others) < OF_REQUEST_MAX

@@ -1,20 +1,20 @@
-"""Serving: carries out the lease book's decisions: takes and gives back blocks, has the timer, makes handles.
+"""Serving: carries out the decisions of the lease book. It takes and frees blocks, runs the timer and makes handles.
 
-An engine of several ranks serves a request on each of them, under the same id: each rank's lease is its own, and
-readers that were given another rank's ticket find it by the request (`find`).
+An engine of several ranks serves a request on each rank under the same request id. Each rank has a lease of its own. A
+reader with another rank's ticket finds the lease by the request id (`open_lease`).
 
-A lease is in the book, and its seal set, before `serve` returns, so a fast reader can never beat it. Whatever ends it
-wipes the seal at once; the blocks are given back after the hold (invariant I3). A lease whose blocks cannot be staged
-has failed. Late, duplicate and malformed notifications are counted and change nothing.
+A lease is in the book and its seal is set before `serve` returns, so even the fastest reader finds both. Every end of a
+lease wipes the seal at once; the blocks are given back after the hold (invariant I3). If the blocks of a lease cannot
+be staged, it fails. Late, duplicate and malformed notifications are counted and change nothing.
 
-No read that reports success can touch blocks that were given back, because it has found the seal intact:
-- either after its last byte had landed: then the wipe came later, and the blocks came back later still;
-- or at a moment t of the read, and the whole read took less than half of the hold: the wipe came after t, so the blocks
-  came back a hold after t at the earliest, when the read had ended (`core.protocol.proof`). Readers of a lease without
-  a hold, which says so, look after the last byte only.
-The second way needs a hold that is never shorter than promised. A loop may round timers, so the one timer for all
-leases only has the book look at the clock. A read that loses this race may take any time: its memory stays registered,
-its bytes are thrown away, and its load is LeaseExpired.
+No successful read has touched blocks that were given back, since the read found the seal intact:
+- either after its last byte had landed: then the seal was wiped later, and the blocks were given back later still;
+- or at some time t during the read, and the whole read took less than half of the hold: then the seal was wiped after
+  t, so the blocks were given back at t plus the hold at the earliest, after the end of the read
+  (`core.protocol.proof`). A lease without a hold says so, and its readers check only after the last byte.
+The second case needs a hold that is never shorter than promised. Since the loop may round timers, the one timer for all
+leases only makes the book look at the clock. A read that loses this race may take any time: its memory stays
+registered, its bytes are discarded, and its load fails with LeaseExpired.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 INTRODUCTION = "introduction"
-"""Request id of introductions."""
+"""Request id in the tickets that `Runtime.introduce` makes."""
 
 
 class Serving:
-    """All open leases of a runtime."""
+    """Opens, tracks and ends all leases of one registered cache."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        """Nothing of it refers to the cache: handles of leases lead to it, and must not keep tensors."""
+        """Keep no reference to `cache`: handles of leases refer to this object, and must not keep tensors alive."""
         config = cache.config
         self._config = config
         self._rank = cache.rank
@@ -83,16 +83,16 @@ class Serving:
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
-        """Questions for digests by their end; counted by `verify.Verifying`."""
+        """Counts of answered and refused questions for digests, kept by `verify.Verifying`."""
         self._late_reads = 0
         self.news = LeaseAnswers(cache.clock, cache.incarnation, self.open_lease, self._book.served)
         self._growing: Any = None
-        """The part that leases grow by, once it was asked for."""
+        """The part for leases that grow, once a lease has needed it."""
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._lease_facts = _lease_facts(cache)
         self._ticket_facts = _ticket_facts(cache)
-        """Fields that are equal in all tickets of this rank, found once."""
+        """Fields that are equal in all tickets of this rank, computed once."""
 
     @property
     def statistics(self) -> ServingStatistics:
@@ -109,13 +109,14 @@ class Serving:
 
     @property
     def open_requests(self) -> list[str]:
-        """Requests whose leases are open, or still hold their blocks."""
+        """Ids of the requests with a lease that is open or still holds its blocks."""
         return [entry.request_id for entry in self._offers]
 
     def serve(self, request: ServeRequest, *, holds: bool = True, alone: bool = False) -> Lease:
-        """Open a lease. Raises RequestError or UsageError, and changes nothing then.
+        """Open a lease and return its handle. Raises RequestError or UsageError, with nothing changed.
 
-        `holds`: its blocks are held for a moment after its end. `alone`: exactly one reader rank will read this lease.
+        `holds`: the blocks stay held for `limits.seal_hold_s` after the end of the lease. `alone`: exactly one reader
+        rank will read this lease.
         """
         ids_max = self._config.limits.block_ids_max
         request = checks.settled_request(request, ServeRequest, "serve_blocks", ids_max)
@@ -149,7 +150,7 @@ class Serving:
         nothing = len(held.entries) == 0 and not held.extends and not request.payload
         self.news.opened(opened, nothing=nothing)
         if nothing:
-            self._end(entry, "all_read")  # nobody will report a read
+            self._end(entry, "all_read")  # no reader will report a read
         elif entry.expires_s < self._alarm.due_s:
             self._alarm.set(entry.expires_s)
         return Lease(opened, self)
@@ -169,7 +170,7 @@ class Serving:
         )
 
     def _make_ticket(self, request: ServeRequest, held: HeldBlocks, digest: str, holds: bool) -> Ticket:
-        """Make the ticket of a lease that is about to be opened."""
+        """Return the ticket of a lease that is about to be opened."""
         first, *more = map(np.ndarray.tolist, held.tables)
         host = [*map(np.ndarray.tolist, held.host_tables or ())]
         ttl_s, extends = request.ttl_s, request.extends or held.extends
@@ -197,7 +198,7 @@ class Serving:
         return made
 
     def _take(self, request: ServeRequest) -> HeldBlocks:
-        """Take the blocks and the seal of a lease. Raises RequestError, and changes nothing then."""
+        """Check `request`, and take the blocks and the seal of its lease. Raises RequestError, with nothing taken."""
         what, tokens, computed = f"request {request.request_id!r}", request.num_tokens, request.computed_tokens
         ready, lease_id = request.ready, self._token_hex(LEASE_ID_CHARS // 2)
         awaited = None if ready is None or has_happened(ready, f"{what}: ready") else ready
@@ -212,7 +213,7 @@ class Serving:
             self.growing(request.request_id)
         held = self._blocks.take(request.block_ids, tokens, what, lease_id, extends=extends)
         if extends and (count := sum(held.counts)) > (most := self._config.limits.block_ids_max):
-            self._blocks.give_up(held)  # no reader takes such a ticket
+            self._blocks.give_up(held)  # no reader accepts a ticket of that size
             needs = f"num_tokens {tokens} needs {counted(count, 'block')}"
             raise RequestError(f"{what}: {needs}, at most {most} (limits.block_ids_max)")
         if computed is not None and computed > (holds := self._blocks.holds(held)):
@@ -223,7 +224,7 @@ class Serving:
         return held
 
     def on_notification(self, payload: bytes) -> None:
-        """Take a reader's notification about leases."""
+        """Decode and apply a reader's notification about leases: they were read, or are still needed."""
         try:
             if len(payload) > notifications.NOTIFICATION_BYTES_MAX:
                 raise codec.WireError(f"{counted(len(payload), 'byte')}")
@@ -241,14 +242,14 @@ class Serving:
                     self._renew(lease_id, reader)
 
     def known(self, lease_id: str, request_id: str) -> OpenLease | None:
-        """An open lease, for a reader that knows its secret."""
+        """Return the open lease with this lease id, which only its readers know, and request id; else None."""
         entry = self._book.find(lease_id)
         if entry is None or not entry.is_open or entry.request_id != request_id:
             return None
         return self._offers[entry]
 
     def open_lease(self, request_id: str) -> OpenLease | None:
-        """The open lease of a request."""
+        """Return the open lease of a request, or None."""
         entry = self._book.serving(request_id)
         return None if entry is None else self._offers[entry]
 
@@ -259,35 +260,35 @@ class Serving:
         self.news.decline(request_id, reason)
 
     def lease_id_of(self, request_id: str) -> str | None:
-        """The open lease for a request, for readers that know its name only; None if there is none."""
+        """Return the lease id of the open lease of a request, or None."""
         entry = self._book.serving(request_id)
         return None if entry is None else entry.lease_id
 
     def note_late_read(self) -> None:
-        """Count a read by a reader that looks at no seal, after its lease had ended."""
+        """Count a read that was reported after its lease had ended, by a reader that checks no seal."""
         self._late_reads += 1
 
     def serves(self, request_id: str | None) -> bool:
-        """True if there is an open lease for the request."""
+        """Return True if the request has an open lease."""
         return self._book.serving(request_id) is not None
 
     def release(self, question: messages.ReleaseRequest) -> messages.Ack:
-        """Note that a reader without a connection needs a lease no more. WireError if its cache shares are wrong."""
+        """Apply a release of a lease that came over the side channel. Raises WireError for wrong cache shares."""
         check_cache_shares(question.cache_shares)
         problems = topology.differences(self._local.cache_shares, question.cache_shares)
         if problems:
             raise codec.WireError("; ".join(problems))
         share = topology.report_share(question.cache_shares, self._local.cache_shares)
-        if share.numerator > 0:  # else other readers release it
+        if share.numerator > 0:  # else other ranks of the reader release it
             self._note_read(question.lease_id, question.reader, (share.numerator, share.denominator))
         return messages.Ack(incarnation=self._incarnation)
 
     async def drained(self) -> None:
-        """Wait until no lease is open."""
+        """Wait until no lease is open or holds blocks."""
         await self._all_ended.wait()
 
     def close(self) -> None:
-        """Revoke what is still open, and tell readers that wait for leases that there will be none."""
+        """Revoke all open leases, and refuse readers that wait for a lease."""
         self.news.turn_away("it is closing, or gives its cache back")
         for entry in list(self._offers):
             self._end(entry, "revoke")
@@ -316,7 +317,7 @@ class Serving:
             self._end(entry, "fail")
 
     def growing(self, request_id: str) -> Any:
-        """Return the part that leases grow by. RequestError if it is not there."""
+        """Return the part for leases that grow. Raises RequestError if it is not installed."""
         if self._growing is None:
             needing = part("growing", f"request {request_id!r}: a lease that grows")
             self._growing = needing.GrowingLeases(self._blocks, self.news.tell, self._config.limits.block_ids_max)
@@ -331,13 +332,13 @@ class Serving:
         self.fail(entry, f"{type(error).__name__}: {checks.said(error)}")
 
     def _end(self, entry: LeaseEntry, event: LeaseEvent) -> None:
-        """End a lease, unless it has ended."""
+        """End a lease by `event`. No effect if it has ended."""
         if self._book.end(entry, event, self._clock.now_s()):
             self._ended(entry)
             self._look_later()
 
     def _ended(self, entry: LeaseEntry) -> None:
-        """Wipe the seal of a lease that the book has ended. Its blocks are given back after the hold."""
+        """Wipe the seal of a lease that the book has ended, and answer its readers. The hold follows, if it has one."""
         offer, failed = self._offers[entry], entry.state is LeaseState.FAILED
         self._blocks.close(offer.held, failed=failed)
         if failed:
@@ -345,19 +346,19 @@ class Serving:
         else:
             self.news.tell(entry.request_id)
         nothing = entry.state is LeaseState.READ and len(offer.held.entries) == 0 and not offer.payload
-        level = logging.DEBUG if nothing else logging.INFO  # a lease of nothing ends as it begins
+        level = logging.DEBUG if nothing else logging.INFO  # a lease without blocks ends as it begins
         logger.log(level, "lease %s: offered -> %s", entry.request_id, entry.state)
         if not entry.holds_blocks:
             self._blocks.give_back(offer.held, partial(self._settle, entry))
 
     def _look_later(self) -> None:
-        """Have the book looked at when it next has something to do; once before that does not matter."""
+        """Set the alarm for the next time at which the book has something to do. An early alarm does no harm."""
         next_s = self._book.next_s
         if next_s is None or next_s < self._alarm.due_s:
             self._alarm.set(math.inf if next_s is None else next_s)
 
     def _look(self) -> None:
-        """Callback of the alarm, which may be early or late: do whatever is due by the clock."""
+        """Expire leases and give blocks back, if due by the clock. Called by the alarm, which may be early or late."""
         now_s = self._clock.now_s()
         for entry in self._book.expire(now_s):
             self._ended(entry)
@@ -366,7 +367,7 @@ class Serving:
         self._look_later()
 
     def _settle(self, entry: LeaseEntry) -> None:
-        """Settle a lease whose blocks are free: wake who awaits it, and tell the observers how it has ended."""
+        """Complete the outcome of a lease, now that its blocks are free, and pass its record to the observers."""
         offer, outcome = self._offers.pop(entry), LeaseOutcome(entry.state)
         offer.outcome.set_result(outcome)
         self._outcomes[outcome] += 1
