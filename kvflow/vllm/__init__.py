@@ -1,7 +1,8 @@
-"""kvflow for vLLM, loaded by name: `kv_connector` "KVFlowConnector", and `kv_connector_module_path` "kvflow.vllm".
+"""kvflow's connector for vLLM: `kv_connector` "KVFlowConnector", `kv_connector_module_path` "kvflow.vllm".
 
-An installed kvflow is a plugin of vLLM's, and the name alone will do: vLLM finds `register` by the entry point
-`vllm.general_plugins` and calls it in each of its processes, so it imports nothing of vLLM's that is heavy.
+If kvflow is installed as a package, the connector's name is enough: vLLM finds `register` by the entry point
+`vllm.general_plugins` and calls it in each of its processes. Importing this module therefore imports no heavy module of
+vLLM.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _NAME = "KVFlowConnector"
 
 
 def register() -> None:
-    """Tell vLLM the connector's name. MultiConnector and vLLM's metrics find connectors by name only."""
+    """Register KVFlowConnector with vLLM by name. MultiConnector and vLLM's metrics find connectors by name only."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if _NAME not in KVConnectorFactory._registry:

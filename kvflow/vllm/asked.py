@@ -1,8 +1,8 @@
-"""vLLM's requests as `connector.scheduler` asks about them: above all, what tells their prompts apart.
+"""vLLM's requests in the form that `connector.scheduler` takes, with everything that distinguishes their prompts.
 
-vLLM finds a block in its prefix cache by its tokens and by all else that makes it another one (`extra_keys` in
-`vllm.v1.core.kv_cache_utils`): adapter, pictures and where they begin, cache salt, embeddings. A ticket's prompt is
-told apart by the same.
+vLLM's prefix cache distinguishes blocks by their tokens and by further keys (`extra_keys` in
+`vllm.v1.core.kv_cache_utils`): adapter, pictures and their positions, cache salt, embeddings. kvflow compares the
+prompts of tickets by the same keys.
 """
 
 from __future__ import annotations
@@ -25,23 +25,27 @@ _SAMPLE = re.compile(r"([0-9]{1,9})_")
 
 
 def names_pictures(vllm_config: VllmConfig) -> bool:
-    """True if a picture's identifier says what is in it. Where vLLM caches nothing of pictures, it numbers them."""
+    """Return whether the identifier of a picture depends on the picture's content.
+
+    If vLLM caches neither processed pictures nor prefixes, it only numbers the pictures.
+    """
     pictures = vllm_config.model_config.multimodal_config
     cached = pictures is None or pictures.mm_processor_cache_gb != 0
     return bool(cached or vllm_config.cache_config.enable_prefix_caching)
 
 
 def spreads_samples(vllm_config: VllmConfig) -> bool:
-    """True if this is one of several engines of a server (data parallel), which only the engine's id tells."""
+    """Return whether this engine is one of several in a data-parallel server. Only its engine id shows that."""
     engine_id, rank = vllm_config.kv_transfer_config.engine_id, vllm_config.parallel_config.data_parallel_index
     return str(engine_id).endswith(f"_dp{rank}")
 
 
 def sharing_of(request_id: str, *, spread: bool) -> Sharing:
-    """Requests that have the ticket of this one, too: vLLM makes n samples of a prompt requests "0_ID" to "n-1_ID".
+    """Return how the request `request_id` shares its ticket with other requests.
 
-    With samples `spread` over several engines, each of which has its own scheduler, only the first one's engine uses
-    the ticket. A request that is no sample and has such an id loses nothing: its producer is told a step later.
+    vLLM turns n samples of a prompt into requests "0_ID" to "n-1_ID" with the same ticket. `spread`: the samples may be
+    on several engines, each with its own scheduler; then only the engine of sample 0 uses the ticket. If a request has
+    an id of this form and is no sample, its producer is notified one step later; nothing else changes.
     """
     sample = _SAMPLE.match(request_id)
     if sample is None:
@@ -50,7 +54,7 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
 
 
 def asked(request: Request, *, names_pictures: bool) -> EngineRequest:
-    """Return the facts of a request that the scheduler's half asks for: its tokens only if it has parameters."""
+    """Return `request` as an `EngineRequest`, with prompt tokens only if the request has `kv_transfer_params`."""
     params, tokens = request.kv_transfer_params, None
     if params is not None:
         tokens = tokens_of(request, request.num_prompt_tokens, names_pictures=names_pictures)
@@ -58,10 +62,11 @@ def asked(request: Request, *, names_pictures: bool) -> EngineRequest:
 
 
 def tokens_of(request: Request, num_tokens: int, *, names_pictures: bool) -> Sequence[int] | None:
-    """Return the request's first tokens: those of its prompt, then those of its answer.
+    """Return the first `num_tokens` tokens of the request's prompt and answer.
 
-    They are marked with all else that vLLM takes into the hashes of their blocks. None if that says nothing, since
-    identifiers of pictures do not name what is in them (`names_pictures`).
+    The tokens are marked with all further keys that vLLM includes in block hashes. Return None if the request has
+    pictures and their identifiers do not depend on their content (not `names_pictures`): the tokens then do not
+    identify the prompt.
     """
     if request.mm_features and not names_pictures:
         return None

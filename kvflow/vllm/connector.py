@@ -1,13 +1,15 @@
 """KVFlowConnector: kvflow as vLLM's KV connector (KVConnectorBase_V1), for producers, consumers and both.
 
-vLLM makes one object in its scheduler and one in each worker. Each translates vLLM's calls: the scheduler's for a
-`connector.scheduler.ConnectorScheduler`, a worker's for a `connector.worker.ConnectorWorker` on a runtime with a thread
-of its own. A worker's step never waits for a transfer, and transfers go on while no step runs.
+vLLM makes one connector object in its scheduler and one in each worker. The scheduler's object passes vLLM's calls to a
+`connector.scheduler.ConnectorScheduler`. A worker's object passes them to a `connector.worker.ConnectorWorker` over a
+runtime with its own thread. A worker's step never waits for a transfer, and transfers continue while no step runs.
 
-Where a model has windows or state, the prefill side leaves the prompt's last token to the decode side. That computes it
-in any case, for its logits, from what was there before it: a state cannot be turned back by a token, and a window's
-first block is given back with the last token. Refused at the start are kinds of caches that are not known (see
-`layout`), and caches on a device that the transport cannot reach.
+If a model has windows or recurrent state, the prefill engine computes the prompt without its last token. The decode
+engine computes that token in any case, for its logits, and needs the cache as it was before that token: a state cannot
+be rolled back by one token, and vLLM frees a window's first block with the last token.
+
+The connector refuses to start with kinds of caches that it does not know (see `layout`), and with caches on a device
+that the transport cannot reach.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ if TYPE_CHECKING:
 
 logger = logger_of("vllm.kvflow")
 
-# vLLM 0.33 and later tell workers before other memory is mapped where the cache lies, and after.
+# vLLM 0.33 and later call workers before the addresses of the cache are mapped to other memory, and afterwards.
 _TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "release_kv_caches")
 _PREFIX_SETTINGS = "share_prefixes, prefix_peers or prefix_events"
 _ANY_GRAMMAR = StructuredOutputsParams(json_object=True)
@@ -82,32 +84,32 @@ _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPP
 
 @dataclass(frozen=True)
 class KVFlowMetadata(KVConnectorMetadata):
-    """One step's work, on its way from the scheduler to the workers."""
+    """One step's work, sent from the scheduler to the workers."""
 
     step: Step
     cards: tuple[bytes, ...] = ()
-    """Cards of the workers for readers of another make, for whichever of them is asked: see `stock.engine_ranks`."""
+    """Cards of all workers for stock readers, since a reader may ask any worker: see `stock.engine_ranks`."""
 
 
 @dataclass(frozen=True)
 class KVFlowIntroduction(KVConnectorHandshakeMetadata):
-    """A worker's introduction, on its way to the scheduler."""
+    """A worker's introduction, sent to the scheduler."""
 
     ticket: Ticket
     card: bytes = b""
-    """The worker's card for readers of another make, if it has any."""
+    """The worker's card for stock readers; empty without `stock_peers`."""
 
 
 @dataclass(frozen=True)
 class KVFlowNews(KVConnectorWorkerMetadata):
-    """News of workers, on the way to the scheduler with a step's results."""
+    """Reports of workers, sent to the scheduler with a step's results."""
 
     introductions: tuple[KVFlowIntroduction, ...] = ()
-    """Those of workers that have registered their caches anew."""
+    """Introductions of workers that have registered their caches again."""
     found: Mapping[str, tuple[Ticket, ...]] = field(default_factory=dict)
-    """What peers offer to each request that they were asked for."""
+    """Tickets that peers offer, by the request that peers were asked for."""
     refused: tuple[tuple[str, PromptMismatch], ...] = ()
-    """Requests whose prompts differ from what was offered in more than tokens, and must not be computed."""
+    """Requests with the tokens of the offered prompt but other pictures, adapter or salt: they must not be computed."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowNews:
         others = cast(KVFlowNews, other)
@@ -123,27 +125,27 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = CacheHitSource.P2P
     _cards: tuple[bytes, ...] = ()
-    """Cards of the workers, until they have left with a step; the scheduler's."""
+    """Scheduler: cards of the workers that the next step will carry."""
     _names_pictures = True
-    """True if identifiers of pictures say what is in them (see `asked`); the scheduler's."""
+    """Scheduler: True if identifiers of pictures depend on their content (see `asked`)."""
     _recomputes = False
-    """True if vLLM computes what has failed to load; the scheduler's."""
+    """Scheduler: True if vLLM computes a prompt that has failed to load."""
     _spreads_samples = False
-    """True if vLLM gives samples of a prompt to several engines; the scheduler's."""
+    """Scheduler: True if vLLM distributes the samples of a prompt over several engines."""
     _prefixes: RequestPrefixes | None = None
-    """Prefixes of requests, if they are shared or pulled; the scheduler's."""
+    """Scheduler: prefixes of requests; None if they are neither shared nor pulled."""
     _shares = False
-    """True if prefixes are shared; a worker's."""
+    """Worker: True if peers may read prefixes from this engine's cache."""
     _asks = True
-    """True for the rank that asks peers for all ranks; a worker's."""
+    """Worker: True on the one rank that asks peers for the whole engine."""
     _pulls = False
-    """True if peers are asked for prefixes; a worker's."""
+    """Worker: True if peers are asked for prefixes."""
     _news = KVFlowNews()
-    """News that leave with the next step's results; a worker's."""
+    """Worker: reports that the results of the next step will carry."""
     _device: Device | None = None
-    """Device of the cache, where events follow steps; None on the CPU; a worker's."""
+    """Worker: device of the cache, on which events are recorded; None on the CPU."""
     _ranks: EngineRanks | None = None
-    """With `stock_peers`, cards that the ranks have shown each other; a worker's."""
+    """Worker: with `stock_peers`, the cards of this engine's ranks."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -205,12 +207,12 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads before tokens, where there are heads: a rank's share of them is contiguous in a block then."""
+        """Return the layout with heads before tokens: a rank's heads are contiguous in a block. None for MLA."""
         return None if vllm_config.model_config is None or vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, vllm_config: VllmConfig) -> bool:
-        """True: vLLM calls `release_kv_caches` and `restore_kv_caches` around a sleep, where it knows them."""
+        """Return True: a vLLM that has `release_kv_caches` and `restore_kv_caches` calls them around a sleep."""
         return True
 
     # --- the scheduler's role
@@ -232,7 +234,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefixes.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """True if a step has to be made for us even without a request: vLLM asks before it goes idle."""
+        """Return True if workers need a step even without a request. vLLM calls this before it goes idle."""
         return self._prefixes is not None and self._prefixes.must_tell
 
     def on_new_request(self, request: Request) -> None:
@@ -257,32 +259,32 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.note_computed_here("log probabilities of its prompt are asked for")
 
     def _fails(self, request: Request) -> bool:
-        """Fail a request that must neither be loaded nor computed. Return whether it is one."""
+        """If `request` must neither be loaded nor computed, fail it. Return whether it failed."""
         error = self._scheduler.refusal(request.request_id)
         if error is not None:
             logger.error("request %s fails, and is not computed here: %s", request.request_id, error)
-            # vLLM has no call for that. A waiting request whose grammar cannot be compiled ends without a step for it,
-            # and with an error for its client, whatever the policy for failed loads is.
+            # vLLM has no call to fail a request. If the grammar of a waiting request cannot be compiled, vLLM ends the
+            # request without a step and returns an error to the client, under any policy for failed loads.
             request.structured_output_request = StructuredOutputRequest(_ANY_GRAMMAR, error)
             request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         return error is not None
 
     def _on_rejected(self, request: Request) -> None:
-        """Give back the ticket of a refused or failed HTTP request: it comes in a request that is aborted at once."""
+        """Give back the ticket of a refused or failed HTTP request, which vLLM adds only to abort it at once."""
         try:
             self._scheduler.reject(asked(request, names_pictures=self._names_pictures))
         except RequestError as error:
             logger.debug("request %s: it was rejected, and has no ticket: %s", request.request_id, error)
 
     def _ends_before_last_token(self, request: Request) -> bool:
-        """Have a prompt's offer end before its last token. False if that is not possible."""
+        """Make the offer of `request` end before the prompt's last token. Return False if that is not possible."""
         if not self._scheduling.withhold_last_token:
             return _without_last_token(request)
         request.max_tokens = 1
         return bool(request.num_prompt_tokens > 1)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._fails(request):  # its load has found that out, and the policy would be to compute it
+        if self._fails(request):  # its load found the mismatch; under the policy "recompute" vLLM would compute it
             return None, False
         return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
 
@@ -300,7 +302,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
         step = self._scheduler.build_step(scheduled, preempted=preempted, block_ids=block_ids)
         if self._prefixes is not None:
-            # Another connector may load in the step itself, and fail: what it loads is told when the step is over.
+            # Another connector may load within the step, and fail: its blocks are shared only after the step.
             done = {} if scheduler_output.has_sync_kv_loads else scheduled
             self._prefixes.build_step(step, done, preempted=preempted, block_ids=block_ids)
         cards, self._cards = self._cards, ()
@@ -320,7 +322,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._introduce(workers)
 
     def _introduce(self, workers: Sequence[KVFlowIntroduction]) -> None:
-        """Introduce all workers. Their cards leave with the next step, before any ticket of theirs can."""
+        """Introduce `workers`, all of this engine. The next step carries their cards, before any ticket leaves."""
         self._scheduler.introduce(merge_tickets([worker.ticket for worker in workers]))
         self._cards = tuple(worker.card for worker in workers if worker.card)
 
@@ -340,13 +342,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(group.at for group in self._groups)
 
     def _transferred(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
-        """The block tables of a request that belong to groups that are transferred."""
+        """Return those of a request's block tables that belong to transferred groups."""
         return tuple(tables[group.at] for group in self._groups)
 
     def reset_cache(self) -> bool:
-        """End all leases: blocks hold nothing valid any more, after new weights for example.
+        """End all leases: the blocks are no longer valid, for example after new weights.
 
-        The scheduler hears nothing else before the workers sleep, so where they can, their ranks are forgotten, too.
+        This call is the scheduler's only notice before workers sleep. If sleep mode is enabled and vLLM calls the
+        workers around it, also forget the ranks.
         """
         self._scheduler.withdraw_all()
         if self._vllm_config.model_config.enable_sleep_mode and _TELLS_OF_SLEEP:
@@ -362,7 +365,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if given not in (device, "cpu"):
             raise ConfigError(f"KVFlowConnector: kv_buffer_device is {given!r}, the cache is on {device!r}")
         if model.enable_sleep_mode and device != "cpu" and not _TELLS_OF_SLEEP:
-            # Other memory is mapped to the same addresses then, and what is registered is that of before.
+            # After a sleep the same addresses are mapped to other memory; the old memory would still be registered.
             raise ConfigError(f"KVFlowConnector: sleep mode with a cache on {device!r} would offer memory that is gone")
         groups = cache_groups(kv_caches, self._groups, self._vllm_config, kv_format=self._kv_format)
         self._split = groups[0].split
@@ -384,11 +387,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.share([registered(one, size // split) for one, split in facts], size)
 
     def release_kv_caches(self) -> None:
-        """Unregister the cache, before other memory is mapped there, or none: nothing is read or written there then."""
+        """Unregister the cache before vLLM unmaps its memory: after this call nothing is read or written there."""
         self._runtime.unregister()
 
     def restore_kv_caches(self) -> None:
-        """Register the cache that is mapped again. The scheduler asks with its next step who we are now."""
+        """Register the cache that vLLM has mapped again. The scheduler's next step asks for a new introduction."""
         self._register()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -402,12 +405,12 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return KVFlowIntroduction(self._worker.introduction(), card)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """End reads of blocks that will change: first in a step, before anything is written or computed."""
+        """End reads of blocks that this step will change. vLLM calls this before the step writes anything."""
         step = cast(KVFlowMetadata, kv_connector_metadata).step
         self._worker.prepare(step if self._asks else msgspec.structs.replace(step, questions=[]))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Note the event that a step's loads wait for: the device has done what it was told before the forward pass."""
+        """Record the event that the step's loads wait for: the device has done all work from before this step."""
         super().bind_connector_metadata(connector_metadata)
         if self.role is KVConnectorRole.WORKER:
             self._before_step = self._event()
@@ -415,21 +418,21 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 self._ranks.show(cards)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin everything but the saves: nothing of it concerns blocks that this step computes."""
+        """Begin the step's work except for saves. This part of it concerns no blocks that the step computes."""
         prepared: dict[str, Any] = {"reused": (), "recall": [], "questions": []}
         step = msgspec.structs.replace(self._step, save=[], grow=[], cached_blocks=[], **prepared)
         self._worker.begin(step, after=self._before_step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request is scheduled after its load."""
+        """Do nothing: a request is scheduled only after its load."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Nothing to save: readers take blocks from where they are."""
+        """Do nothing: readers read blocks directly from the cache."""
 
     def wait_for_save(self) -> None:
-        """Begin the saves: the step's forward passes were submitted, and tickets leave when their results are there."""
+        """Begin the step's saves. The forward pass is submitted; tickets leave only with the results of the step."""
         step = Step(save=self._step.save, grow=self._step.grow, cached_blocks=self._step.cached_blocks)
         self._worker.begin(step, ready=self._event())
 
@@ -441,7 +444,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         while self._late_reads:
             self._late_reads.popleft()
             self._stats.data["late_reads"].append("stock")
-        if len(self._groups) == 1:  # else vLLM cannot tell whose they are, and the whole prompt is computed again
+        if len(self._groups) == 1:  # with several, vLLM cannot assign a block to a group: it computes the whole prompt
             failed = (block for one in found.failed.values() for block in one.block_tables[0])
             self._failed_blocks.update(block // self._split for block in failed)
         return KVConnectorTransferResults(
@@ -453,7 +456,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return taken
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
-        """Notes of this object, the scheduler's or a worker's, since the last call."""
+        """Return the counts that this connector object has noted since the last call; None if there are none."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, KVFlowStats()
@@ -464,7 +467,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._runtime.close()
 
     def _event(self) -> DeviceEvent | None:
-        """An event that happens once the device has done its work so far; None if it has, as a CPU always has."""
+        """Record an event that happens once the device has done all submitted work. Return None on the CPU."""
         return None if self._device is None else record_event(self._device)
 
     @property
@@ -489,7 +492,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _scheduled(output: SchedulerOutput) -> dict[str, int]:
-    """Return the tokens that each request of the step will have computed."""
+    """Return for each request of the step how many of its tokens will be computed after the step."""
     cached = output.scheduled_cached_reqs
     before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -497,7 +500,7 @@ def _scheduled(output: SchedulerOutput) -> dict[str, int]:
 
 
 def _log_as_vllm() -> None:
-    """Send kvflow's lines where vLLM's go, unless somebody has said otherwise."""
+    """Send kvflow's log lines to vLLM's handlers, unless the logger `kvflow` is configured already."""
     ours, theirs = logging.getLogger("kvflow"), logging.getLogger("vllm")
     if not ours.handlers and ours.level == logging.NOTSET:
         for handler in theirs.handlers:
@@ -507,7 +510,7 @@ def _log_as_vllm() -> None:
 
 
 def _without_last_token(request: Request) -> bool:
-    """Have a prompt computed but for its last token, and no further. False if that is not possible."""
+    """Remove the last prompt token of `request`, and have one token generated. Return False if not possible."""
     cut = request.num_prompt_tokens > 1 and request.prompt_token_ids is not None
     if not cut or request.get_skip_reading_prefix_cache():
         return False

@@ -1,4 +1,4 @@
-"""vLLM's KV cache in kvflow's words: its groups of layers, their windows, and how its tensors are laid out."""
+"""vLLM's description of its KV cache, translated for kvflow: groups of layers, their windows, layouts of tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-_POOL = "vllm"  # all groups take their block ids from it
+_POOL = "vllm"  # the one pool that all groups take block ids from
 _UNUSUAL = (HiddenStateCacheSpec, SinkFullAttentionSpec)
 _FP8 = {
     "fp8": torch.float8_e4m3fn,
@@ -50,18 +50,18 @@ _FP8 = {
 
 @dataclass(frozen=True)
 class Group:
-    """One of vLLM's groups that is transferred: its place among a request's block tables, its layers and its facts."""
+    """A group of layers in vLLM that is transferred. `at` is the index of its table in a request's block tables."""
 
     at: int
     specs: Mapping[str, KVCacheSpec]
-    """The spec of each layer."""
+    """The spec of each layer, by name."""
     facts: GroupFacts
     recycles: bool
-    """True if its layers need less than the whole prompt, so that blocks of its beginning may be given back."""
+    """True if the layers need less than the whole prompt, so that vLLM may free blocks at the prompt's beginning."""
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """The groups that vLLM transfers. ConfigError naming the layers of one that kvflow cannot carry."""
+    """Return the groups that vLLM transfers. ConfigError names layers that kvflow cannot transfer."""
     transferred = kv_cache_config.transfer_group_ids
     found = tuple(_group(at, kv_cache_config.kv_cache_groups[at]) for at in transferred)
     if not found:
@@ -89,7 +89,7 @@ def _group(at: int, group: KVCacheGroupSpec) -> Group:
 
 
 def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
-    """The kind of a layer's attention, and its window in tokens as kvflow counts it."""
+    """Return the kind of a layer's attention, and its window in tokens as kvflow counts it."""
     if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
         raise ConfigError(f"{what}: tokens_per_state is {spec.tokens_per_state}: compressed tokens are not transferred")
     match spec:
@@ -98,7 +98,7 @@ def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
         case MambaSpec():
             return GroupKind.STATE, 0
         case SlidingWindowSpec():
-            # A token attends to itself, too, and vLLM keeps what the next one needs, not what the last one needed.
+            # vLLM's window includes the token itself. vLLM keeps what the next token needs, not what the last needed.
             return GroupKind.SLIDING, max(spec.sliding_window - 1, 1)
         case ChunkedLocalAttentionSpec():
             return GroupKind.CHUNKED, spec.attention_chunk_size
@@ -108,7 +108,7 @@ def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
 
 
 def _hidden_window(spec: KVCacheSpec) -> bool:
-    """True if a layer attends to a window although its whole prompt is kept: the hybrid cache manager is off."""
+    """Return True if a layer attends to a window but keeps the whole prompt: the hybrid cache manager is off."""
     return isinstance(spec, FullAttentionSpec) and (
         spec.sliding_window is not None or spec.attention_chunk_size is not None
     )
@@ -121,9 +121,9 @@ def cache_groups(
     *,
     kv_format: str | None,
 ) -> list[CacheGroup]:
-    """A rank's caches, as they are registered.
+    """Return a rank's caches as groups to register.
 
-    Where kernels take smaller blocks than vLLM's, the kernels' are registered, several to one of vLLM's.
+    If kernels use smaller blocks than vLLM, register the kernels' blocks, several for each block of vLLM.
     Raises LayoutError if kvflow does not know how an attention backend lays out its blocks.
     """
     numbers = _layer_numbers(
@@ -165,15 +165,15 @@ def cache_groups(
 
 
 def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dict[str, int]:
-    """Number each layer as the other engine does, whatever other layers are there: a stage of a pipeline has some, and
-    a draft model may be on one side only.
+    """Return a number for each layer name, the same as on the other engine.
 
-    The number is that in the layer's name. Layers of one number, such as an attention and the indexer beside it, are
-    told apart by the order of their names. A draft model's layers are numbered apart: their names say so, or their
-    numbers go on behind the model's own, of which there are `model_layers`.
+    The engines may have different layers: a pipeline stage has only some, and a draft model may be on one side only.
+    So the number comes from the layer's name. Layers with the same number, such as an attention layer and its indexer,
+    are distinguished by the order of their names. Layers of a draft model get a range of their own. A layer belongs to
+    a draft model if its name says so, or if its number is `model_layers` (the model's own layers) or more.
 
     Raises:
-        LayoutError: more layers than there are numbers for.
+        LayoutError: a number is too large, or too many layers have the same.
     """
     by_number: defaultdict[tuple[bool, int], list[str]] = defaultdict(list)
     for name in sorted(names):
@@ -192,7 +192,7 @@ def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dic
 
 
 def _state(group: Group) -> MambaSpec:
-    """The spec that all layers of a group with state have. LayoutError if they differ."""
+    """Return the spec that all layers of a group with state share. LayoutError if their specs differ."""
     first, *others = group.specs.values()
     if not isinstance(first, MambaSpec) or any(other != first for other in others):
         raise LayoutError(f"layers {', '.join(group.specs)}: their state differs: {[first, *others]}")
@@ -200,14 +200,17 @@ def _state(group: Group) -> MambaSpec:
 
 
 def _model_groups(group: Group, vllm_config: VllmConfig) -> int | None:
-    """Mamba 2's groups of heads in the model, which a rank's shapes do not tell where one group is on all ranks."""
+    """Return the model's number of Mamba 2 head groups; None if unknown.
+
+    A rank's tensor shapes do not show the number if a single group is replicated on all ranks.
+    """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(group.specs))
     found = {getattr(getattr(layer, "norm", None), "n_groups", None) for layer in layers.values()}
     return found.pop() if len(found) == 1 else None
 
 
 def _attention(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmConfig) -> torch.Tensor:
-    """A layer's cache as its backend has it, with a dtype that tells what the bytes are."""
+    """Return a layer's cache in the shape that its backend uses, with a dtype that says what the bytes are."""
     if vllm_config.model_config.use_mla and cache.dim() == 4 and cache.shape[1] == 1:
         cache = cache.squeeze(1)
     if group.facts.block_size % cache.shape[-2]:
@@ -220,14 +223,14 @@ def _attention(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmCo
 
 
 def _split(caches: Mapping[str, torch.Tensor], group: Group) -> int:
-    """Blocks of a group's kernels that are one of vLLM's: all its layers have the same, or one is refused."""
+    """Return how many kernel blocks make one block of vLLM. If layers differ in it, `_layout_of` refuses one."""
     return max((group.facts.block_size // cache.shape[-2] for cache in caches.values()), default=1)
 
 
 def _alike(
     caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Layers of one group by backend and shape, which one layout describes."""
+    """Yield a group's layers by backend, shape and dtype: one layout describes each set."""
     found: defaultdict[tuple[str, torch.Size, torch.dtype], dict[str, torch.Tensor]] = defaultdict(dict)
     for name, cache in caches.items():
         (backend,) = get_current_attn_backends(vllm_config, [name])
@@ -259,7 +262,7 @@ def _layout_of(
 
 
 def _cpu_format(kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> str | None:
-    """CPU kernels order the bytes of a block as their instruction set likes it."""
+    """Return the CPU backend's format: the order of a block's bytes depends on the instruction set. None if unknown."""
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(kv_caches))
     found = {getattr(layer, "isa", None) for layer in layers.values()}
     formats = [name for row in rows_of("CPU_ATTN", vllm.__version__) for name in row.kv_formats]
@@ -267,7 +270,7 @@ def _cpu_format(kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> 
 
 
 def _quantized_format(backend: str, vllm_config: VllmConfig) -> str | None:
-    """Meaning of a quantized cache's bytes, where vLLM's name for the cache's dtype is the table's name for it."""
+    """Return the format of a quantized cache: vLLM's name of its dtype, if the table of backends has that name."""
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     known = {name for row in rows_of(backend, vllm.__version__) for name in (*row.kv_formats, *row.byte_formats)}
     return cache_dtype if get_kv_quant_mode(cache_dtype).value and cache_dtype in known else None

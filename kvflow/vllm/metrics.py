@@ -1,6 +1,6 @@
-"""vLLM's own metrics of kvflow: its log line per interval, and its Prometheus endpoint.
+"""kvflow's numbers in vLLM's own metrics: vLLM's log line per interval, and its Prometheus endpoint.
 
-Workers note what has ended; vLLM carries the notes to its frontend and adds up those of all ranks.
+Connector objects note loads and leases that have ended. vLLM sends the notes to its frontend and adds up all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SECONDS_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 _BYTES_BUCKETS = [float(1 << power) for power in range(12, 36, 2)]
 _ABANDONED = "Abandoned"
 
-# What is noted of loads and leases, by its key in the notes, and the metrics that show it.
+# The metrics by the key of their values in `KVFlowStats.data`.
 _HISTOGRAMS = {
     "load_seconds": ("Duration of loads that succeeded.", _SECONDS_BUCKETS),
     "load_wire_seconds": ("... of which bytes were under way.", _SECONDS_BUCKETS),
@@ -48,7 +48,7 @@ _COUNTERS = {
 
 @dataclass
 class KVFlowStats(KVConnectorStats):
-    """Loads and leases of one interval, as JSON types."""
+    """Loads, leases and questions of one interval, in JSON types."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -58,7 +58,7 @@ class KVFlowStats(KVConnectorStats):
         self.data: dict[str, list[Any]] = {key: [] for key in (*_HISTOGRAMS, *_COUNTERS)}
 
     def note(self, results: Results) -> None:
-        """Add what a worker reports to have ended."""
+        """Add the loads, leases and questions that a worker reports as ended."""
         data = self.data
         for report in results.loaded.values():
             data["load_seconds"].append(report.total_s)
@@ -79,7 +79,7 @@ class KVFlowStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Numbers of the log line."""
+        """Return the numbers of vLLM's log line, by their labels."""
         seconds, sizes = sorted(self.data["load_seconds"]), self.data["load_bytes"]
         outcomes = Counter(self.data["lease_outcomes"])
         return {
@@ -97,7 +97,7 @@ class KVFlowStats(KVConnectorStats):
 
 
 class KVFlowPromMetrics(KVConnectorPromMetrics):
-    """vllm:kvflow_*, each with vLLM's labels of an engine."""
+    """The Prometheus metrics `vllm:kvflow_*`, with vLLM's labels for each engine."""
 
     def __init__(
         self,

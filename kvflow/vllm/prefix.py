@@ -1,8 +1,8 @@
-"""Prefixes, on vLLM's scheduler's side: keys of its requests, its block pool, and what it asks of its peers.
+"""Shared prefixes on the side of vLLM's scheduler: prefix keys of requests, vLLM's block pool, questions to peers.
 
-vLLM's pool can watch a block (`BlockPool.unpin_blocks`): it calls back when it hands the block out for something else,
-or forgets all it has cached. So blocks that requests have are watched, and what is told of them leaves with the very
-step that may write there. The pool's own bookkeeping is as it would be without: nothing is pinned for peers.
+vLLM's pool can watch a block (`BlockPool.unpin_blocks`): it calls back when it hands the block out for other content,
+or drops its whole cache. kvflow watches the blocks of requests. The notice that a block is reused leaves with the step
+that may write to the block. The pool's own bookkeeping does not change: no block is pinned for peers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logger_of("vllm.kvflow")
 
 
 def why_not(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
-    """The reason why prefixes of this cache can be neither shared nor pulled; empty if they can."""
+    """Return why prefixes of this cache can be neither shared nor pulled; "" if they can."""
     sizes = {group.facts.block_size for group in groups}
     if any(group.facts.kind is GroupKind.STATE for group in groups):
         return "the model has state per request, which blocks do not hold"
@@ -52,13 +52,13 @@ def why_not(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
 
 
 def known_peers(extra: Extra) -> tuple[str, ...]:
-    """Return `prefix_peers` as plain addresses. ConfigError for what is none, or if there are too many."""
+    """Return `prefix_peers` as plain addresses. ConfigError if one is no address, or if there are too many."""
     checks.count(extra.prefix_peers or (), "prefix_peers", most=PEERS_MAX, error=ConfigError)
     return tuple(plain_address(peer, what="prefix_peers") for peer in extra.prefix_peers or ())
 
 
 def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
-    """Return the peers that a worker asks. ConfigError if they cannot be."""
+    """Return the peers that a worker asks for prefixes. ConfigError if an address or a setting is invalid."""
     parallel = vllm_config.parallel_config
     return PrefixPeers(
         prefixes=Prefixes(),
@@ -71,7 +71,7 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
 
 
 class RequestPrefixes:
-    """The keys of vLLM's requests, for blocks that hold their prompts and for questions to peers."""
+    """Prefix keys of vLLM's requests, for sharing the blocks that hold their prompts and for asking peers."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class RequestPrefixes:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
     ) -> None:
-        """ConfigError if prefixes are to be pulled, and that cannot be done without harm."""
+        """Raise ConfigError if prefixes are to be pulled, but `kv_role` or `kv_load_failure_policy` does not fit."""
         transfer = vllm_config.kv_transfer_config
         if extra.pulls_prefixes and not transfer.is_kv_consumer:
             raise ConfigError(f"prefix_peers: kv_role is {transfer.kv_role!r}, which loads nothing: kv_both does")
@@ -105,7 +105,7 @@ class RequestPrefixes:
         )
 
     def bind(self, pool: BlockPool) -> None:
-        """Watch the blocks of a pool, if prefixes are shared."""
+        """If prefixes are shared, watch the blocks of `pool`."""
         if not self._shares:
             return
         if not hasattr(pool, "unpin_blocks"):
@@ -125,11 +125,11 @@ class RequestPrefixes:
 
     @property
     def must_tell(self) -> bool:
-        """True if the workers have to be told something, even without a request."""
+        """True if the workers need a step even without a request, to stop sharing reused blocks."""
         return self._cached_prompts is not None and self._cached_prompts.must_tell
 
     def add(self, request: Request) -> None:
-        """Take a request that has come. Peers are asked unless it has a ticket of a prefill engine."""
+        """Add a new request. If it has no ticket of a prefill engine, also ask peers for its prefix."""
         params = request.kv_transfer_params
         asks = self._pulls and not self._scheduling.takes(params or {})
         if self._cached_prompts is None and not asks:
@@ -153,12 +153,12 @@ class RequestPrefixes:
     def build_step(
         self, step: Step, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
-        """Put into a step which blocks hold prompts."""
+        """Add to `step` which blocks hold prompts after it, and which were reused."""
         if self._cached_prompts is not None:
             self._cached_prompts.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """Take a request that has ended, and still has its blocks."""
+        """Note that `request` has ended. `block_ids` are the blocks that it still has."""
         if self._cached_prompts is not None:
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self._cached_prompts.finished(

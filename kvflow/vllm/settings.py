@@ -1,7 +1,8 @@
-"""vLLM's configuration as kvflow's: which rank this is, and what `kv_connector_extra_config` asks for.
+"""kvflow's settings from vLLM's configuration: each rank's `Config`, and the keys of `kv_connector_extra_config`.
 
-Keys of `kv_connector_extra_config` are fields of `kvflow.Config`, except those that vLLM itself knows (`_FROM_VLLM`),
-and fields of `Extra`. Nothing is guessed: an unknown key or a value of the wrong type is a ConfigError that names it.
+The keys of `kv_connector_extra_config` are the fields of `Extra`, and those of `kvflow.Config` except the fields that
+vLLM itself sets (`_FROM_VLLM`). Nothing is guessed: an unknown key or a value of the wrong type is a ConfigError that
+names the key.
 """
 
 from __future__ import annotations
@@ -28,30 +29,30 @@ if TYPE_CHECKING:
 logger = logger_of("vllm.kvflow")
 
 _FROM_VLLM = ("engine_id", "tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size", "num_kv_heads", "role")
-# The system chooses the ports: tickets name those of all ranks. A peer that is only slow is waited for, since its
-# failure would be a request's, but no longer than leaves the load time for its next source.
+# The system chooses the ports, since tickets name the ports of all ranks. The handshake timeout is long enough for a
+# slow peer, since a failed handshake fails requests, and short enough that the load has time for its next source.
 _DEFAULTS = {"listen": "tcp://127.0.0.1:0", "drain_timeout_s": 1.0, "handshake_timeout_s": 10.0}
 
-# A stock reader looks at nothing: what it reads late is wrong, so it is kept long, and freed when it has been read.
+# A stock reader cannot detect that it reads too late, so its leases are long. They end early once they are read.
 _STOCK_DEFAULTS = {"lease_ttl_s": 120.0}
 
 
 class StockExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of `stock_peers`: see docs/stock.md. Times are seconds."""
+    """Values of the key `stock`, for `stock_peers`: see docs/stock.md. Times are in seconds."""
 
     hashes: tuple[str, ...] = ()
-    """Compatibility hashes of engines that are read from, beside that of this engine as the installed vLLM makes it."""
+    """Compatibility hashes of further engines to read from, besides the hash that the installed vLLM computes."""
     serve_hash: str = ""
-    """Hash that readers are shown; this engine's own if it is empty."""
+    """Compatibility hash to show to stock readers; if empty, this engine's own."""
     serve_version: str = ""
-    """Version of vLLM that those readers run; the installed one if it is empty."""
+    """vLLM version of the stock readers; if empty, the installed version."""
     tp_sizes: tuple[int, ...] = ()
     lease_s: float = 30.0
     router_s: float = 5.0
 
 
 class EventsExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one of `prefix_events`: see `kvflow.prefix.kv_events.EventSource`."""
+    """An entry of the key `prefix_events`: the fields of `kvflow.prefix.kv_events.EventSource`."""
 
     holder: str
     endpoint: str
@@ -60,31 +61,31 @@ class EventsExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Extra(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings beside those of kvflow.Config."""
+    """Keys of `kv_connector_extra_config` that are no fields of kvflow.Config. Documented in docs/vllm.md."""
 
     fetch_tokens_min: Size = 1
     full_blocks_only: bool = False
     release_failed_loads: bool = True
-    """True if the offer of a load that has failed is given back; False where a router uses its parameters again."""
+    """True to give the offer back when a load fails; False if a router retries with the same parameters."""
     kv_format: str | None = None
-    """Meaning of the cache's bytes, for attention backends with several formats (see `layout_for_backend`)."""
+    """Format of the cache's bytes, for attention backends with several formats (see `layout_for_backend`)."""
     stock_peers: bool = False
-    """True if engines with vLLM's own NixlConnector are read from, and served."""
+    """True to read from, and to serve, engines with vLLM's own NixlConnector."""
     stock: StockExtra = StockExtra()
     share_prefixes: bool = False
-    """True if peers may read prefixes out of this engine's cache."""
+    """True to let peers read prefixes from this engine's cache."""
     prefix_peers: tuple[str, ...] | None = None
-    """Addresses of engines, one of each, that are asked for the prefix of a prompt that no prefill engine offers. With
-    an empty list only those are asked that a router names, with None nobody."""
+    """Addresses of engines to ask for prefixes of prompts without a ticket, one address for each engine. (): ask only
+    peers that a router names. None: ask no peer."""
     prefix_events: tuple[EventsExtra, ...] = ()
-    """Engines whose KV events say who is to be asked; each `holder` is the engine's address, as in `prefix_peers`."""
+    """Engines whose KV events show which prefixes they hold. `holder` is the engine's address, as in `prefix_peers`."""
     prefix_tokens_min: Size = 256
-    """With fewer tokens than this that are not cached, nobody is asked."""
+    """Least number of uncached prompt tokens for which peers are asked."""
     prefix_wait_s: Seconds = 0.05
-    """Longest time that a question may take."""
+    """Seconds after which a question to peers ends without an answer."""
     recompute_s_per_token: Seconds | None = None
-    """Time to compute a token here: whatever takes longer to pull is computed. With None, all that is found is
-    pulled."""
+    """Seconds to compute a token here: a prefix that takes longer to pull is computed. None: pull every prefix that
+    is found."""
 
     @property
     def uses_prefixes(self) -> bool:
@@ -105,12 +106,12 @@ _SETTINGS = PluginSettings(
 
 
 def extra_of(vllm_config: VllmConfig) -> Extra:
-    """The keys that kvflow.Config does not know. Raises ConfigError for any key that nobody knows."""
+    """Return the keys that are no fields of kvflow.Config. Raises ConfigError for a key that is unknown to both."""
     return _SETTINGS.own_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, Extra)
 
 
 def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
-    """One rank's Config. Raises ConfigError."""
+    """Return the Config of one rank. Raises ConfigError."""
     parallel, model, transfer = vllm_config.parallel_config, vllm_config.model_config, vllm_config.kv_transfer_config
     extra = extra_of(vllm_config)
     stock = _STOCK_DEFAULTS if extra.stock_peers else {}
@@ -132,7 +133,7 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
 
 
 def warn_of_side_channel(vllm_config: VllmConfig) -> None:
-    """Warn of NixlConnector's variables where they are set in place of `listen`, which this connector reads."""
+    """Warn if NixlConnector's environment variables are set, but not `listen`: this connector reads only `listen`."""
     given = vllm_config.kv_transfer_config.kv_connector_extra_config
     found = [f"{name}={os.environ[name]}" for name in _NIXL_VARIABLES if os.environ.get(name)]
     if found and "listen" not in given:
@@ -145,7 +146,7 @@ def warn_of_side_channel(vllm_config: VllmConfig) -> None:
 
 
 def _check_outputs(vllm_config: VllmConfig) -> None:
-    """Refuse auxiliary outputs: those of a prompt's tokens stay at the engine that has computed them. ConfigError."""
+    """Raise ConfigError if routed experts are returned: for a prompt they stay at the engine that computed it."""
     holders = (getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config"))
     if any(getattr(holder, "enable_return_routed_experts", False) for holder in holders):
         raise ConfigError(
@@ -155,20 +156,23 @@ def _check_outputs(vllm_config: VllmConfig) -> None:
 
 
 def _staging(buffer_device: str) -> dict[str, str]:
-    """vLLM's own setting: a buffer on the CPU for a cache that is not."""
+    """Return the `staging` setting: "always" if vLLM asks for a CPU buffer for a cache on another device."""
     on_cpu = buffer_device == "cpu" and current_platform.device_type != "cpu"
     return {"staging": "always"} if on_cpu else {}
 
 
 def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
-    """None where the tensors tell: one rank has all heads of each layer, be they as many in all layers or not."""
+    """Return the model's number of KV heads; None if the tensors show it.
+
+    With one rank, or with MLA, each rank has all heads of a layer, also if layers differ in their number.
+    """
     if vllm_config.model_config.use_mla or vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
     return vllm_config.model_config.get_total_num_kv_heads() or None
 
 
 def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> SchedulingConfig:
-    """Return the settings of the scheduler's half. Raises ConfigError."""
+    """Return the settings of the `ConnectorScheduler`. Raises ConfigError."""
     _check_outputs(vllm_config)
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
     recycles = any(group.recycles for group in groups)
@@ -177,7 +181,7 @@ def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> Schedulin
         block_size=groups[0].facts.block_size,
         groups=tuple(group.facts for group in groups),
         leave_last_token=recycles,
-        # Stock readers take blocks that are full for cached, last tokens included: they have to be computed.
+        # Stock readers treat full blocks as cached, including the last token, so the prefill side has to compute it.
         withhold_last_token=extra.stock_peers and recycles and not has_state,
         lease_ttl_s=config_of(vllm_config, tp_rank=0, pp_rank=0).lease_ttl_s,
         fetch_tokens_min=extra.fetch_tokens_min,

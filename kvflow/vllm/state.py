@@ -1,8 +1,8 @@
-"""The tensors of a layer's state in vLLM, and how tensor-parallel ranks cut it.
+"""The tensors of a layer's recurrent state in vLLM, and how tensor-parallel ranks divide them.
 
-vLLM hands over a slot as bytes: the last inputs of a convolution, the recurrent state, then padding. For vLLM's own
-kinds it is known which of them belong to which head, so engines of different tensor-parallel sizes can hand over. Of
-other kinds a rank's slot is whole, and both engines need the same size.
+vLLM stores a slot as bytes: the last inputs of a convolution, the recurrent state, then padding. For the kinds of state
+that vLLM defines itself, this module knows which bytes belong to which head, so engines with different tensor-parallel
+sizes can exchange them. For other kinds a rank's slot moves whole, and both engines need the same tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvflow.errors import LayoutError
 
 
 def state_tensors(spec: MambaSpec, tp_size: int, *, model_groups: int | None) -> tuple[StateTensor, ...]:
-    """The tensors of a slot, in their order. `model_groups`: Mamba 2's groups of heads in the model, if known."""
+    """Return the tensors of a slot in order. `model_groups`: the model's number of Mamba 2 head groups, if known."""
     axis = 0 if is_conv_state_dim_first() else 1
     match spec.mamba_type, spec.shapes:
         case _, _ if spec.tp_replicated:
@@ -47,7 +47,7 @@ def state_tensors(spec: MambaSpec, tp_size: int, *, model_groups: int | None) ->
 
 
 def slots_of(cache: torch.Tensor, spec: MambaSpec) -> tuple[torch.Tensor, ...]:
-    """A layer's tensors (slots, ...) in the bytes (B, 1, 1, C) that vLLM hands over."""
+    """Return views of a layer's tensors, each (slots, ...), into `cache`, vLLM's bytes (B, 1, 1, C)."""
     if cache.dim() != 4 or cache.shape[1:3] != (1, 1):
         raise LayoutError(f"state: expected (B, 1, 1, C), got {tuple(cache.shape)}")
     slots = cache[:, 0, 0, :].view(torch.uint8)
@@ -70,10 +70,10 @@ def _recurrent(heads: int, tp_size: int) -> StateTensor:
 
 
 def _shared(name: str, units: int, size: int, tp_size: int) -> Segment:
-    """A segment of so many units of each rank, no two of them the same."""
+    """Return a segment of which each rank has `units` units, different on each rank."""
     return Segment(name=name, size=units * size, units=units, model_units=units * tp_size)
 
 
 def _grouped(name: str, entries: int, size: int, model_groups: int) -> Segment:
-    """A segment of Mamba 2's groups: a model with one group has it on every rank."""
+    """Return a segment of Mamba 2 head groups. If the model has one group, every rank has a copy of it."""
     return Segment(name=name, size=entries, units=entries // size, model_units=model_groups)

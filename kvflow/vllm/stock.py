@@ -1,4 +1,4 @@
-"""Stock peers (`stock_peers`) of an engine, as vLLM's own configuration and code describe them."""
+"""Settings for stock peers (`stock_peers`), from vLLM's configuration and vLLM's own code for its NixlConnector."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNTELLABLE = re.compile(r"[^!-+\--~]|:")
 
 
 def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str], None]) -> StockPeers:
-    """The engines that one rank gets on with; its own hash is the one that the installed vLLM makes. ConfigError."""
+    """Return one rank's `StockPeers`, with the compatibility hash of the installed vLLM. Raises ConfigError."""
     backend = get_current_attn_backends(vllm_config)[0].get_name()
     own, given = compute_nixl_compatibility_hash(vllm_config, backend), extra.stock
     shown = given.serve_hash or own
@@ -43,7 +43,10 @@ def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str]
 
 
 def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Dialect:
-    """The scheduler's dialect: it reads both kinds of parameters, and writes what both read. Raises ConfigError."""
+    """Return a dialect that reads kvflow's and stock parameters, and writes parameters that both kinds can read.
+
+    Raises ConfigError if the model or a setting rules stock peers out.
+    """
     if scheduling.has_state:
         raise ConfigError("stock_peers: the model has state per request, which is not exchanged with stock engines")
     if scheduling.full_blocks_only:
