@@ -1,7 +1,8 @@
-"""Bounds of the fields of messages and tickets. Decoding checks them, so that nothing larger is ever looked at.
+"""Bounds of the fields of messages and tickets. Decoding checks them, so no code ever handles a value out of bounds.
 
-They say what no peer of ours would send, whatever its cache: that a value is right here is for who uses it to judge,
-against the cache that it is about. Each field of each message has one; a test looks.
+A value out of bounds is one that no kvflow peer sends, whatever its cache. A value within bounds may still be wrong:
+the code that uses it checks it against the cache in question. Every field of every message has a bound; a test checks
+that.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ FACT_CHARS_MAX = 1 << 14
 REASON_CHARS_MAX = 4096
 INCARNATION_CHARS_MAX = 256
 LEASE_ID_CHARS = 32
-NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
+NO_LEASE_ID = "0" * LEASE_ID_CHARS  # lease id that a wiped seal shows
 OFFER_PART_CHARS = 8
 TRACEPARENT = r"\A(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z"
-"""W3C trace context: version, trace id, span id and flags; or none."""
+"""Pattern of a W3C trace context (version, trace id, span id and flags), or of an empty text."""
 ENTRIES_MAX = 1 << 24
-"""Block ids in one table."""
+"""Most block ids in one block table."""
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
 
 Count: TypeAlias = checks.Count
 Missing: TypeAlias = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
-"""Count of tokens that are missing; -1 stands for none."""
+"""Count of missing tokens; -1: no count is given."""
 Size: TypeAlias = checks.Size
 RankCount: TypeAlias = config.RankCount
 RankIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
 LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=LAYERS_MAX)]
 SealCount: TypeAlias = limits.SealCount
 SealAddress: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX - 16 * SEALS_MAX)]
-"""Address of a table of seals, of 16 bytes each."""
+"""Address of a table of 16-byte seals, all of which lie below 2**63."""
 DeviceIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Word32: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Word64: TypeAlias = Annotated[int, Meta(ge=0)]
-"""64 bits: MessagePack has no larger numbers."""
+"""Unsigned number of 64 bits. No upper bound is needed: MessagePack has no larger numbers."""
 
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_FINITE_MAX)]
 Wait: TypeAlias = Annotated[float, Meta(ge=0, le=WAIT_S_MAX)]
@@ -60,13 +61,13 @@ Incarnation: TypeAlias = Annotated[str, Meta(max_length=INCARNATION_CHARS_MAX, p
 PromptDigest: TypeAlias = Annotated[
     str, Meta(max_length=32 + 8 * 34, pattern=r"\A(?:[0-9a-f]{32}(?::[a-z_]{1,16}=[0-9a-f]{16}){0,8})?\Z")
 ]
-"""Digest of a prompt's tokens, and of each kind of mark; "" if it is not told."""
+"""Digest of a prompt's tokens and of each kind of mark (`core.protocol.prompts`); "" if the producer gives none."""
 LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
-"""Lease id as readers send it: any text, since one that is not ours names no lease."""
+"""Lease id as readers send it: any text, since an unknown id just finds no lease."""
 TicketLeaseId: TypeAlias = Annotated[
     str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
 ]
-"""Lease id of a ticket; "" of a rank that has to be asked."""
+"""Lease id in a ticket: the hexadecimal digits of a seal that is not wiped; "" if the rank has to be asked."""
 Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]
 
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]

@@ -1,1 +1,1 @@
-"""The cache of one engine: its layout, its memory, its groups."""
+"""The KV cache of one rank: its layout, its memory and its groups of layers."""

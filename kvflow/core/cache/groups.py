@@ -1,12 +1,12 @@
-"""Groups: layers whose blocks are found by one block table, and which tokens of a prompt those blocks hold.
+"""Groups: layers that share a block table, and which tokens of a prompt their blocks hold.
 
-Most models have one group: every layer attends to the whole prompt, so one list of block ids per request says it all.
-Where some layers attend to a window only, an engine keeps the window's blocks for them and gives those layers a block
-table of their own. Groups may take their blocks from one pool, as an engine does that lays all layers over the same
-memory, or from pools of their own.
+Most models have one group: every layer attends to the whole prompt, so a request needs one list of block ids. If some
+layers attend only to a window, an engine keeps only the window's blocks for these layers, and gives them a block table
+of their own. Groups may take their blocks from one pool, if the engine lays all layers over the same memory, or from
+separate pools.
 
-A group may hold layers that look different, such as some with fewer heads. Layers that look alike are a `LayerSet`:
-that is what is registered, compared with a peer's and planned.
+Layers of a group may look different; some may have fewer heads, for example. Layers of a group that look alike are a
+`LayerSet`, the unit that is registered, compared with a peer and planned.
 """
 
 from __future__ import annotations
@@ -43,32 +43,31 @@ GROUPS_MAX = 64
 SETS_MAX = 64
 WINDOW_MAX = 1 << 31
 DEFAULT_NAME = "kv"
-"""Name of the one group of a cache that was registered as a dict."""
+"""Name of the only group of a cache that was registered as a dict of layers."""
 
 
 class GroupKind(enum.StrEnum):
-    """Part of a prompt's tokens that the layers of a group attend to, and so which blocks there are to move."""
+    """Which tokens of a prompt the layers of a group attend to. It decides which blocks are offered and loaded."""
 
     FULL = "full"
     """All tokens."""
     SLIDING = "sliding"
     """The last `window` tokens."""
     CHUNKED = "chunked"
-    """Tokens since the last multiple of `window`: chunked local attention."""
+    """The tokens since the last multiple of `window`: chunked local attention."""
     STATE = "state"
-    """No tokens: there is a state per request, of the last token that was computed."""
+    """No tokens: the layers keep a state per request, after the last computed token."""
 
 
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A group as its peers know it. `window` is in tokens, 0 where there is none; a state's block size is 1.
-
-    LayoutError if a group cannot have these facts.
-    """
+    """The properties of a group that peers exchange. LayoutError if no group can have these values together."""
 
     name: Name
     block_size: Count
+    """Tokens of a block; 1 for state."""
     kind: GroupKind = GroupKind.FULL
     window: Count = 0
+    """Tokens of the window; 0 if the group has none."""
 
     def __post_init__(self) -> None:
         windowed = self.kind is GroupKind.SLIDING or self.kind is GroupKind.CHUNKED
@@ -80,17 +79,18 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def whole(self) -> bool:
-        """True if the blocks hold a prompt from its first token on; else they hold its end."""
+        """True if the group's blocks hold a prompt from its first token on; False if they hold only its end."""
         return self.kind is GroupKind.FULL
 
     def blocks_needed(self, tokens: int) -> int:
-        """Number of blocks that matter once `tokens` of a prompt are computed."""
+        """Return how many blocks a request needs in this group once `tokens` tokens of its prompt are computed."""
         return -(-tokens // self.block_size) - self.first_needed(tokens) // self.block_size
 
     def first_needed(self, tokens: int) -> int:
-        """The first token that matters once `tokens` are computed.
+        """Return the first token that the group still needs once `tokens` tokens are computed.
 
-        The last of them may be computed again, to get its logits: what it attends to is part of it.
+        The reader may compute the last token again, to get its logits. So the tokens that the last one attends to
+        are needed, too.
         """
         match self.kind:
             case GroupKind.FULL:
@@ -104,7 +104,10 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequence[int], num_tokens: int) -> int:
-    """Tokens of a prompt that the first `known` blocks of each group hold, if there are `counts` in the end."""
+    """Return how many tokens of a prompt the first `known[i]` blocks of each group i hold.
+
+    `counts`: the blocks of each group once all `num_tokens` tokens are computed.
+    """
     tokens = num_tokens
     for group, have, count in zip(groups, known, counts, strict=True):
         if have < count:
@@ -114,15 +117,18 @@ def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequ
 
 
 class LayerSet(NamedTuple):
-    """Layers of one group that look alike: their tensors, and how these look. Of state, one segment of the tensors."""
+    """Layers of one group that look alike; for state, one segment of the layers' tensors."""
 
     group: int
+    """Index of the group."""
     caches: Mapping[str, LayerCache]
+    """Tensors of the layers, by name."""
     layout: CacheLayout | StatePart
+    """Layout of all these layers."""
 
     @property
     def regions(self) -> Regions:
-        """The regions of these layers. LayoutError where they are not as the layout says."""
+        """The regions of these layers. LayoutError if a tensor does not match the layout."""
         if isinstance(self.layout, CacheLayout):
             return map_regions(self.layout, self.caches)
         self.layout.layout.check(self.caches)
@@ -142,28 +148,38 @@ class LayerSet(NamedTuple):
 class CacheGroup:
     """Layers of a cache that share a block table.
 
-    `layers` are their tensors by name, as `Runtime.register_kv_caches` takes them for a cache of one group. `layout` is
-    theirs, or there are several, each of some of the layers, if they do not all look alike. With a `window` (in tokens)
-    the layers attend to that many last tokens, or with kind "chunked" to those since its last multiple; only blocks of
-    the window are offered and loaded. Groups with the same `pool` have their block ids in common: a block is in the
-    table of one group at a time, and the groups' tensors may be the same memory. By default a group has a pool of its
-    own. Where an engine's kernels take smaller blocks than its pool hands out, `split` of the group's blocks, one
-    behind the other, are one of the pool's. `num_kv_heads` is the model's for these layers, where it is not
-    Config.num_kv_heads.
+    LayoutError names the group if its values contradict each other or the tensors.
 
-    With a `StateLayout` the group holds state per request: a slot is its block, and requests name one.
+    Example, for a model with full attention and a sliding window:
 
-    Raises LayoutError naming the group if the facts cannot be right.
+        groups = [
+            CacheGroup("full", full_layers, CacheLayout.infer(full_layers, order="NHD", block_size=16)),
+            CacheGroup("window", others, CacheLayout.infer(others, order="NHD", block_size=16), window=1024),
+        ]
+        await runtime.register_kv_caches(groups)
     """
 
     name: str
+    """Name of the group, the same at its peers."""
     layers: KVCaches = field(repr=False)
+    """Tensors of the layers by name, as `Runtime.register_kv_caches` takes them for a cache of one group."""
     layout: CacheLayout | StateLayout | Sequence[CacheLayout]
+    """Layout of the layers. If they do not all look alike: several layouts, each for some of the layers. With a
+    `StateLayout` the group holds state per request: its blocks are slots, and a request names one slot."""
     window: int | None = None
+    """Tokens of the window that the layers attend to; None for all tokens. Only blocks of the window are offered and
+    loaded."""
     kind: GroupKind | str | None = None
+    """Which tokens the layers attend to. Default: "state" for a StateLayout, "sliding" with a `window`, else "full".
+    With "chunked" the layers attend to the tokens since the last multiple of `window`."""
     pool: str | None = None
+    """Name of the pool of block ids; by default the group has its own. Groups with the same pool share block ids: a
+    block is in the table of one group at a time, and the groups' tensors may be the same memory."""
     num_kv_heads: int | None = None
+    """KV heads of the whole model in these layers, if not `Config.num_kv_heads`."""
     split: int = 1
+    """Blocks of this group in one block of the pool, one behind the other, for engines whose kernels use smaller blocks
+    than their pool hands out."""
 
     def __post_init__(self) -> None:
         settle = partial(object.__setattr__, self)
@@ -190,13 +206,13 @@ class CacheGroup:
 
     @property
     def layouts(self) -> tuple[CacheLayout | StateLayout, ...]:
-        """The layouts of the group, one or several."""
+        """The layouts of the group, as a tuple."""
         assert isinstance(self.layout, tuple), "settled"
         return self.layout
 
     @property
     def sets(self) -> tuple[tuple[Mapping[str, LayerCache], CacheLayout | StateLayout], ...]:
-        """The layers of each layout."""
+        """For each layout: its layers' tensors, and the layout."""
         return tuple(({name: self.layers[name] for name in one.layer_names}, one) for one in self.layouts)
 
     @property
@@ -213,7 +229,7 @@ class CacheGroup:
 
     @property
     def block_size_bytes(self) -> int:
-        """Bytes of one block over all layers; a tensor that several layers share counts once."""
+        """Bytes of one block over all layers. A tensor that several layers share counts once."""
         size = 0
         for caches, layout in self.sets:
             if isinstance(layout, CacheLayout):
@@ -254,7 +270,11 @@ def _layouts(layers: KVCaches, layout: object, what: str) -> tuple[CacheLayout |
 
 
 def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | None) -> tuple[CacheGroup, ...]:
-    """Cache as groups; a dict of layers with its layout is one group of full attention. Raises LayoutError."""
+    """Return a cache as groups: a dict of layers with its `layout` becomes one group of full attention.
+
+    Raises:
+        LayoutError: groups contradict each other, or the tensors do not match `layout`.
+    """
     if not isinstance(kv_caches, tuple | list):
         if layout is None:
             raise LayoutError("layout: a cache that is given as a dict of layers needs one")
@@ -284,9 +304,10 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
 
 
 def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ...]:
-    """All sets of layers, group by group, of a rank of an engine with so many tensor-parallel ranks.
+    """Return all sets of layers of a rank, group by group; its engine has `tp_size` tensor-parallel ranks.
 
-    LayoutError if there are more than peers look at.
+    Raises:
+        LayoutError: the sets are more than a peer accepts (`SETS_MAX`).
     """
     found = tuple(one for at, group in enumerate(groups) for one in sets_of(at, group.sets, tp_size))
     if len(found) > SETS_MAX:
@@ -297,7 +318,7 @@ def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ..
 def sets_of(
     group: int, layers: Iterable[tuple[Mapping[str, LayerCache], CacheLayout | StateLayout]], tp_size: int
 ) -> Iterator[LayerSet]:
-    """The sets of layers of one group."""
+    """Yield the sets of layers of group `group`; `layers` has its tensors and layouts, as in `CacheGroup.sets`."""
     for caches, layout in layers:
         for part in (layout,) if isinstance(layout, CacheLayout) else state_parts(layout, tp_size):
             yield LayerSet(group, caches, part)
@@ -313,10 +334,11 @@ def _check_different(values: Sequence[object], what: str) -> None:
 
 
 def check_sets_apart(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
-    """LayoutError if a load of one set of layers may write into another.
+    """Raise LayoutError if a load into one set of layers could write into another set.
 
-    Sets of one group may have their blocks in common rows, each its own bytes of every row. Groups of one pool may lie
-    over the same rows, since a block is one group's at a time. Pools share nothing.
+    Sets of one group may interleave in the same rows of memory, if each has bytes of its own in every row. Groups of
+    one pool may use the same bytes, since a block belongs to one group at a time. Groups of different pools must not
+    overlap.
     """
     for (ours, regions), (theirs, others) in itertools.combinations(sets, 2):
         for at, where in zip(*np.nonzero(_meet(_extents(regions), _extents(others))), strict=True):
@@ -337,7 +359,7 @@ def check_sets_apart(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
 
 
 def _extents(regions: Regions) -> npt.NDArray[np.int64]:
-    """The first byte of each region, and one past its last."""
+    """Return the first byte of each region, and the byte after its last, as two rows."""
     bases = regions.bases.astype(np.int64)
     ends = bases + (regions.num_blocks - 1) * regions.strides.astype(np.int64) + regions.block_size_bytes
     return np.stack((bases, ends))

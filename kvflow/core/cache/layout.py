@@ -1,14 +1,14 @@
 """The layout of one rank's KV cache in memory: which bytes belong to (layer, K or V, block).
 
-A cache is a dict of layer name to tensor, or to a (K, V) pair of tensors. Four ways to hold K and V are known
-(`KVStyle`); the last axes are tokens, heads and head elements in either order (NHD or HND). Strides are
-read from the tensors, so permuted views, padded blocks and layers that share one storage all work, as long
-as the bytes of one block of one region are dense and the elements of a head lie together.
+A cache is a dict of layer names to tensors, or to (K, V) pairs of tensors. `KVStyle` lists the supported ways to hold K
+and V. The last axes are tokens, heads and head elements, in the order NHD or HND. Strides are read from the tensors.
+So permuted views, padded blocks and layers that share one storage work, if the bytes of a block are dense within a
+region and the elements of a head lie together.
 
-The canonical form is a list of regions (`core.cache.regions`): one for each layer and part (K, V, or the one latent or
-fused part), each a base address and a block stride, and one `BlockShape` that says where a token's heads lie in any
-block. A tensor that stacks K and V next to each other in a block is two regions too; `block_map` fuses neighbours again
-where both sides allow it.
+A layout leads to a list of regions (`core.cache.regions`), one for each layer and part. The parts of a layer are K and
+V, or its one latent or fused part. A region is a base address and a block stride; one `BlockShape` says where the
+tokens and heads lie in every block. If K and V are neighbours in a block they are still two regions: `block_map` joins
+neighbours again where both sides allow it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvflow.core.cache.tensors import (
 )
 from kvflow.errors import LayoutError
 
-PLAIN = "plain"  # the kv_format of bytes that are values of the dtype and nothing else
+PLAIN = "plain"  # kv_format of bytes that are values of the dtype and nothing else
 # vLLM's CPU kernels arrange K and V inside a block by the instruction set (_get_attn_isa).
 CPU_ISAS = ("amx", "neon", "rvv", "vec", "vec16", "vsx", "vxe")
 _FORMATS_OF_WHOLE_HEADS = frozenset(
@@ -45,7 +45,7 @@ _FORMATS_OF_WHOLE_HEADS = frozenset(
 
 
 class KVStyle(enum.StrEnum):
-    """Place of K and V in a layer. B blocks, N tokens of a block, H heads, D head elements (N and H may be swapped)."""
+    """How a layer holds K and V. B: blocks, N: tokens of a block, H: heads, D: head elements; N, H in either order."""
 
     KV_FIRST = "kv_first"  # one tensor (2, B, N, H, D)
     BLOCKS_FIRST = "blocks_first"  # one tensor (B, 2, N, H, D)
@@ -54,7 +54,7 @@ class KVStyle(enum.StrEnum):
     MLA = "mla"  # one tensor (B, N, D): the latent of multi-head latent attention
 
 
-# The axes in front of a block's own, per style; "kv" has two entries.
+# The axes of each style in front of the axes within a block; axis "kv" has two entries, K and V.
 _OUTER_AXES: dict[KVStyle, tuple[str, ...]] = {
     KVStyle.KV_FIRST: ("kv", "block"),
     KVStyle.BLOCKS_FIRST: ("block", "kv"),
@@ -65,7 +65,7 @@ _OUTER_AXES: dict[KVStyle, tuple[str, ...]] = {
 _INNER_AXES: dict[str, tuple[str, ...]] = {"NHD": ("token", "head", "dim"), "HND": ("head", "token", "dim")}
 _MLA_INNER_AXES = ("token", "dim")
 
-# The index of a layer in its model is the one number among the words of its name, as in "model.layers.12.self_attn".
+# A layer's index in its model is the only number among the words of its name, as in "model.layers.12.self_attn".
 _LAYER_INDEX = re.compile(r"(?:^|[._/])(\d+)(?=[._/]|$)")
 _DRAFT = re.compile(r"(?:^|[._/])(?:draft|eagle|mtp|nextn|speculat)")
 
@@ -81,27 +81,34 @@ _PARTS: dict[KVStyle, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """The shape of one rank's cache, equal for all its layers.
+    """The shape of one rank's KV cache, equal for all its layers; usually made by `CacheLayout.infer`.
 
-    `order` is the order of the axes in the tensors' shape; `memory_order` is the one their strides give. `dtype` is
-    the name without a package ("float16"). For MLA `num_kv_heads` is 1 and `head_size` the latent's size; for
-    FUSED `head_size` is the last axis, that is K and V of a head together. `layer_indices` says which layers of the
-    model these are: a rank of a pipeline holds some. `kv_format` names what the bytes mean where they are more than
-    values of `dtype`, such as scales inside a block; both sides must have the same.
+    LayoutError names a field with an invalid value.
     """
 
     layer_names: LayerNames
+    """Names of the layers, in the order of the dict of tensors."""
     layer_indices: WholeNumbers
+    """Index of each layer in the model; a pipeline stage holds some of the model's layers."""
     kv_format: PlainName
+    """Meaning of the bytes: "plain" for values of `dtype` and nothing else. Other formats have, for example, scales
+    inside a block. Both sides of a load must have the same format."""
     style: Style
     order: PlainName
+    """Order of the axes in the tensors' shape: "NHD" or "HND"."""
     memory_order: PlainName
+    """Order of the axes by the tensors' strides: "NHD" or "HND"."""
     dtype: PlainName
+    """Name of the dtype without a package, such as "float16"."""
     itemsize: Size
+    """Bytes of one element."""
     num_blocks: Size
     block_size: Size
+    """Tokens of one block."""
     num_kv_heads: Size
+    """KV heads of this rank; 1 for MLA."""
     head_size: Size
+    """Elements on the last axis: of a head, of K and V of a head together (FUSED), or of the latent (MLA)."""
 
     def __post_init__(self) -> None:
         checks.settle(self, LayoutError)
@@ -115,22 +122,22 @@ class CacheLayout:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of a layer's regions."""
+        """Names of the regions of each layer, such as ("K", "V")."""
         return _PARTS[self.style]
 
     @property
     def latent(self) -> bool:
-        """True if there is one latent part in place of K and V."""
+        """True if a layer has one latent part in place of K and V (MLA)."""
         return self.style is KVStyle.MLA
 
     @property
     def kv_head_size(self) -> int:
-        """Elements of K, or of V, or of the latent, of one head of one token."""
+        """Elements of one head of one token: of K, or of V, or of the latent."""
         return self.head_size // 2 if self.style is KVStyle.FUSED else self.head_size
 
     @property
     def block_shape(self) -> BlockShape:
-        """The shape of a block of a region: where its tokens and heads lie."""
+        """Shape of one block within a region: where its tokens and heads lie."""
         run = self.head_size * self.itemsize
         tokens, heads = self.block_size, self.num_kv_heads
         token_stride, head_stride = (heads * run, run) if self.memory_order == "NHD" else (run, tokens * run)
@@ -152,24 +159,26 @@ class CacheLayout:
         layer_indices: Sequence[int] | None = None,
         kv_format: str = PLAIN,
     ) -> CacheLayout:
-        """Read the layout off the tensors.
+        """Read the layout from the shapes and strides of the tensors.
 
         Args:
-            kv_caches: the layers, by name.
-            order: names the axes of the tensors' shape, "NHD" or "HND".
-            block_size: in tokens; checked against the shape.
-            style: needed only where shapes do not tell: a 5-axis tensor whose first two axes are both 2.
-            layer_indices: the numbers in the layers' names ("model.layers.12.self_attn") by default, or their
-                positions if some name has none or several. Those of a draft model, which are told by a word of their
-                names ("draft", "eagle", "mtp", "nextn", "speculat..."), count from 16384 on; the other side may lack
-                them.
-            kv_format: what the bytes mean, for caches that are not plain elements.
+            kv_caches: the layers' tensors, by layer name.
+            order: order of the axes in the tensors' shape, "NHD" or "HND".
+            block_size: tokens of a block; must equal the tensors' token axis.
+            style: how layers hold K and V. Needed only for 5-axis tensors whose first two axes both have size 2;
+                other shapes show their style.
+            layer_indices: index of each layer in the model. By default the number in its name
+                ("model.layers.12.self_attn"), or the layers' positions if a name has no number or several. Layers of a
+                draft model, recognized by "draft", "eagle", "mtp", "nextn" or "speculat..." in their names, count from
+                16384 on; the other side of a load may lack them.
+            kv_format: meaning of the bytes, if they are not plain values of the dtype.
 
         Returns:
             A layout for `Runtime.register_kv_caches`.
 
         Raises:
-            LayoutError: names the layer and both values.
+            LayoutError: the tensors have no layout that kvflow supports, or not the given one. The message names the
+                layer and both values.
         """
         kv_caches = checked_caches(kv_caches)
         block_size = checks.whole(block_size, "block_size", least=1, error=LayoutError)
@@ -190,13 +199,13 @@ class CacheLayout:
         return layout
 
     def check(self, kv_caches: KVCaches) -> None:
-        """Compare tensors with this layout.
+        """Check that tensors match this layout.
 
         Args:
-            kv_caches: by layer name the layer's tensor or tensors, in the layout's order of layers.
+            kv_caches: the layers' tensors by layer name, in the layout's order of layers.
 
         Raises:
-            LayoutError: a tensor is not as this layout says; it names the layer, and both values.
+            LayoutError: a tensor does not match. The message names the layer and both values.
         """
         kv_caches = checked_caches(kv_caches)
         if tuple(kv_caches) != self.layer_names:
@@ -212,7 +221,7 @@ class CacheLayout:
 
 
 class BlockShape(NamedTuple):
-    """The shape of a block of a region: how many tokens and KV heads, and where they lie in it. All in bytes.
+    """The shape of one block within a region: its tokens and KV heads, and where they lie. Sizes and strides in bytes.
 
     Token t of head h begins at `t * token_stride + h * head_stride` and has `run` bytes.
     """
@@ -220,6 +229,7 @@ class BlockShape(NamedTuple):
     tokens: Count
     heads: Count
     run: Count
+    """Bytes of one head of one token; they are contiguous."""
     token_stride: Count
     head_stride: Count
 
@@ -229,7 +239,10 @@ class BlockShape(NamedTuple):
 
 
 def heads_are_apart(kv_format: str, block: BlockShape) -> bool:
-    """Return whether the bytes of one head of a block mean something without those of the other heads."""
+    """Return True if each head of a block is one contiguous piece that has a meaning without the other heads.
+
+    Then blocks of `kv_format` can be read head by head, although their bytes are not plain values.
+    """
     tokens_in_line = block.tokens == 1 or block.token_stride == block.run
     heads_in_line = block.heads == 1 or block.head_stride == block.tokens * block.run
     return kv_format in _FORMATS_OF_WHOLE_HEADS and tokens_in_line and heads_in_line
@@ -315,7 +328,7 @@ def _layout_of_layer(
 
 
 def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> str:
-    """The order of a block's axes that strides give, NHD or HND; axes of one entry do not matter."""
+    """Return the order of the axes by strides, "NHD" or "HND". Axes of size 1 do not matter."""
     axes = axes_of(style, order)
     stride = dict(zip(axes, tensor.stride(), strict=True))
     size = dict(zip(axes, tensor.shape, strict=True))
@@ -332,14 +345,14 @@ def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> 
 
 
 def is_draft(name: str) -> bool:
-    """Return whether a layer is a draft model's, by a word of its name such as "draft_model", "eagle" or "mtp"."""
+    """Return True if a layer's name has a word for a draft model, such as "draft_model", "eagle" or "mtp"."""
     return _DRAFT.search(name) is not None
 
 
 def layer_numbers(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[int, ...]:
-    """Numbers of these layers in the model: as given, else by their names, else by position.
+    """Return the index of each layer in the model: as `given`, else by the layers' names, else by their positions.
 
-    A draft model's layers are numbered by themselves, from FIRST_DRAFT_LAYER on.
+    Layers of a draft model are numbered separately, from FIRST_DRAFT_LAYER on.
     """
     if given is not None:
         return whole_numbers(given, "layer_indices")

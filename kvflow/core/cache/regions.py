@@ -1,7 +1,7 @@
-"""The memory of a cache: its regions, which are what plans are made of, and the spans to register.
+"""The memory of a cache: its regions, from which plans are made, and the spans to register.
 
-A region is one layer's K, V, fused or latent part: a base address and a block stride, checked to be dense inside a
-block. What a block looks like inside is the layout's `BlockShape`.
+A region is one layer's K, V, fused or latent part: a base address and a block stride. The bytes of a block within a
+region are checked to be dense. The inside of a block is described by the layout's `BlockShape`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Device(NamedTuple):
-    """The device of some memory: a kind such as "cpu" or "cuda", and its number among its kind (0 for the CPU)."""
+    """The device of some memory: its kind, such as "cpu" or "cuda", and its number among devices of that kind.
+
+    The CPU has number 0.
+    """
 
     kind: Name
     number: DeviceIndex
@@ -31,16 +34,16 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regions:
-    """The regions of a cache: for region i, block b starts at `bases[i] + b * strides[i]`. All in bytes.
+    """The regions of a cache: in region i, block b starts at `bases[i] + b * strides[i]`. All in bytes.
 
-    Regions are ordered by layer, then by part; `num_blocks` and the shape of a block are the same for all.
+    Regions are ordered by layer, then by part. All have the same `num_blocks` and the same shape of a block.
     """
 
     bases: UInt64Array
     strides: UInt64Array
     block: BlockShape
     parts: tuple[str, ...]
-    """The regions of each layer: K and V, KV (fused), or latent."""
+    """Names of the regions of each layer: ("K", "V"), ("KV",) if fused, ("latent",), or the rows of a state segment."""
     num_blocks: int
     device: Device
 
@@ -49,24 +52,26 @@ class Regions:
 
     @property
     def block_size_bytes(self) -> int:
-        """Bytes of one block of one region; the bytes are dense."""
+        """Bytes of one block in one region; the bytes are dense."""
         return self.block.size_bytes
 
     @property
     def first_of(self) -> tuple[int, ...]:
-        """For each region the first one that is the same memory: itself, but for layers that share a tensor."""
+        """For each region, the index of the first region in the same memory. It is its own index unless layers share a
+        tensor.
+        """
         found: dict[int, int] = {}
         return tuple(found.setdefault(base, at) for at, base in enumerate(self.bases.tolist()))
 
     @property
     def distinct(self) -> Regions:
-        """The regions, without those that are the same memory as an earlier one."""
+        """These regions without each region that is the same memory as an earlier region."""
         kept = [at for at, first in enumerate(self.first_of) if at == first]
         return self if len(kept) == len(self) else replace(self, bases=self.bases[kept], strides=self.strides[kept])
 
     @property
     def distinct_layers(self) -> tuple[int, ...]:
-        """Positions of the layers, without those whose regions are all the same memory as an earlier layer's."""
+        """Positions of the layers, without each layer that has all its regions in common with an earlier layer."""
         parts, first_of = len(self.parts), self.first_of
         found: dict[tuple[int, ...], int] = {}
         for layer in range(len(self) // parts):
@@ -76,14 +81,18 @@ class Regions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A contiguous piece of memory to register: the smallest that holds some regions."""
+    """A contiguous piece of memory to register: the extent of one tensor, or of several that overlap."""
 
     address: int
     size_bytes: int
 
 
 def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
-    """Find every region of `kv_caches`; raises LayoutError where a block's bytes are not dense."""
+    """Return the regions of `kv_caches`.
+
+    Raises:
+        LayoutError: the tensors do not match `layout`, the bytes of a block are not dense, or regions overlap.
+    """
     layout.check(kv_caches)
     device = device_of(kv_caches.items())
     bases: list[int] = []
@@ -106,8 +115,9 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
 
 
 def _check_owners(regions: Regions, layout: CacheLayout) -> None:
-    """LayoutError if a draft's layer comes before one of the model's that has the same memory: memory is read for its
-    first layer only, and a draft's may be missing on the other side.
+    """Raise LayoutError if a layer of a draft model comes before a layer of the model in the same memory.
+
+    Memory that layers share is read for the first of these layers only, and the other side may lack a draft's layers.
     """
     parts, indices = len(regions.parts), layout.layer_indices
     for at, first in enumerate(regions.first_of):
@@ -117,7 +127,7 @@ def _check_owners(regions: Regions, layout: CacheLayout) -> None:
 
 
 def map_spans(layers: Iterable[tuple[str, LayerCache]]) -> tuple[Span, ...]:
-    """The memory to register: one span per tensor of the named layers, overlapping ones joined.
+    """Return the memory to register: one span for each tensor of the named layers, with overlapping spans joined.
 
     Tensors that only touch stay apart: they may be separate allocations, which some devices cannot register as one.
     """
@@ -132,7 +142,7 @@ def map_spans(layers: Iterable[tuple[str, LayerCache]]) -> tuple[Span, ...]:
 
 
 def device_of(layers: Iterable[tuple[str, LayerCache]]) -> Device:
-    """The one device that holds all tensors of the named layers; LayoutError if there are several."""
+    """Return the device that holds all tensors of the named layers. LayoutError if they lie on several devices."""
     found = {
         Device(tensor.device.type, tensor.device.index or 0): name
         for name, layer in layers
@@ -145,7 +155,7 @@ def device_of(layers: Iterable[tuple[str, LayerCache]]) -> Device:
 
 
 def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:
-    """(tensor, offset of the part in bytes) for each part of a layer."""
+    """Return (tensor, offset in bytes within the tensor) for each part of a layer."""
     tensors = tensors_of(name, layer)
     if style not in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST):
         return [(tensor, 0) for tensor in tensors]
@@ -155,7 +165,7 @@ def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[Te
 
 
 def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> int:
-    """The distance of two blocks; checks that the bytes inside a block are dense."""
+    """Return the distance of two blocks in bytes. LayoutError if a block is not dense, or blocks overlap."""
     axes = axes_of(layout.style, layout.order)
     stride = dict(zip(axes, tensor.stride(), strict=True))
     size = dict(zip(axes, tensor.shape, strict=True))
@@ -179,10 +189,10 @@ def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> i
 
 
 def _check_apart(regions: Regions, layer_names: tuple[str, ...]) -> None:
-    """LayoutError if two regions share bytes: a load of one would write into the other.
+    """Raise LayoutError if two regions share bytes, since a load into one would write into the other.
 
-    Blocks of one region may lie between those of another. Layers that are the same tensor, as where a model uses one
-    layer's KV for several, are one memory that is read and written alike.
+    Blocks of one region may lie between blocks of another. Several layers may also be the same tensor, as in models
+    that use one layer's KV for several layers: they are read and written as one.
     """
     order = np.argsort(regions.bases, kind="stable")
     bases, strides = regions.bases[order].astype(np.int64), regions.strides[order].astype(np.int64)
@@ -204,7 +214,7 @@ def _check_apart(regions: Regions, layer_names: tuple[str, ...]) -> None:
 
 
 def _extent(name: str, tensor: TensorLike) -> tuple[int, int]:
-    """(first byte, one past the last byte) of a tensor."""
+    """Return the addresses of a tensor's first byte and of the byte after its last."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = address_of(name, tensor)
     return (start, start + (reach + 1) * tensor.element_size())

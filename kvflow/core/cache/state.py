@@ -1,13 +1,15 @@
-"""State per request: what Mamba and linear attention keep in place of a KV cache, as sets of layers to be planned.
+"""State per request, which Mamba and linear attention keep in place of a KV cache, in the planner's terms.
 
-Each layer has some tensors (slots, ...), such as the last inputs of a convolution and a recurrent state, and a request
-has one slot in all of them. Tensor-parallel ranks slice a tensor along one of its axes, whose entries may be of several
-kinds one behind the other: Mamba 2's convolution has x, then B, then C, and each is sliced by itself. So a *segment* is
-to a slot what K or V is to a block: some units, as many on each rank as its share of the model's, each a run of bytes.
+Each layer has some tensors of shape (slots, ...), such as the last inputs of a convolution and a recurrent state. A
+request has one slot: the same index in all these tensors. Tensor-parallel ranks slice a tensor along one axis. Its
+entries may be of several kinds, one kind behind the other, and each kind is sliced by itself: Mamba 2's convolution has
+x, then B, then C. The entries of one kind are a *segment*. A segment is to a slot what K or V is to a block. A segment
+has units, each a run of bytes, and each rank holds its share of the model's units.
 
-The planner knows blocks of tokens and heads. A slot is a block of one token, a segment's units are its heads, and where
-the sliced axis is not the outermost of a slot each row in front of it is a region of its own. The state after a prompt
-is the block of the prompt's last token, so a group of it is one with a window of one token.
+The planner knows only blocks of tokens and heads. To the planner a slot is a block of one token, and the units of a
+segment are heads. If the sliced axis is not the outermost axis of a slot, each row in front of it is a region of its
+own. The state after a prompt is the block of the prompt's last token, so a group with state is planned like a group
+with a window of one token.
 """
 
 from __future__ import annotations
@@ -42,16 +44,20 @@ ROWS_MAX = 1 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Entries of a sliced axis that belong together. `units` are this rank's, of `model_units` in the model.
+    """Entries of a tensor's sliced axis that are distributed over tensor-parallel ranks together.
 
-    A unit is what ranks do not share out, such as a head or a group of heads. With fewer units in the model than ranks
-    neighbours hold the same one, as with KV heads. `size` is in entries of the axis, and a multiple of `units`.
+    A unit is the smallest piece that a rank holds, such as a head or a group of heads. If the model has fewer units
+    than ranks, neighbouring ranks hold the same unit, as with KV heads. LayoutError if `size` is no multiple of
+    `units`.
     """
 
     name: WireName
     size: Size
+    """Entries of the axis on this rank."""
     units: Size
+    """Units on this rank."""
     model_units: Size
+    """Units in the whole model."""
 
     def __post_init__(self) -> None:
         checks.settle(self, LayoutError)
@@ -61,14 +67,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
-    """A tensor of each layer: `axis` of its slot (0 is the first behind the slots) is sliced into segments.
+    """One of the state tensors that each layer has, and how tensor-parallel ranks slice it.
 
-    Without segments every rank's slot is whole: both engines need the same tensor-parallel size.
+    Without segments the tensor is not sliced; then both engines need the same tensor-parallel size.
     """
 
     name: WireName
     axis: Count = 0
+    """The sliced axis of a slot; 0 is the first axis after the slots."""
     segments: Segments = ()
+    """Segments of that axis, in order; their sizes add up to it."""
 
     def __post_init__(self) -> None:
         checks.settle(self, LayoutError)
@@ -78,16 +86,25 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """The layout of a group with state per request, equal for all of its layers."""
+    """The layout of a group with state per request, equal for all its layers; usually made by `StateLayout.infer`.
+
+    LayoutError names a field with an invalid value.
+    """
 
     layer_names: LayerNames
+    """Names of the layers, in the order of the dict of tensors."""
     layer_indices: WholeNumbers
+    """Index of each layer in the model."""
     tensors: StateTensors
+    """The tensors that each layer has, in order."""
     shapes: Shapes
-    """Shape of a slot of each tensor."""
+    """Shape of one slot of each tensor."""
     dtypes: LayerNames
+    """Dtype of each tensor, by its name without a package."""
     itemsizes: WholeNumbers
+    """Bytes of an element of each tensor."""
     num_slots: Size
+    """Slots of every tensor."""
 
     def __post_init__(self) -> None:
         checks.settle(self, LayoutError)
@@ -109,18 +126,20 @@ class StateLayout:
         *,
         layer_indices: Sequence[int] | None = None,
     ) -> StateLayout:
-        """Read the layout off the tensors.
+        """Read the layout from the shapes and strides of the tensors.
 
         Args:
-            caches: By layer name a tuple of tensors (slots, ...), or one tensor; all layers alike.
-            tensors: What each tensor of a layer is, in their order.
-            layer_indices: Which layers of the model these are; by default as `CacheLayout.infer` has it.
+            caches: the state by layer name: a tuple of tensors of shape (slots, ...), or one tensor. All layers look
+                alike.
+            tensors: descriptions of the tensors of a layer, in their order.
+            layer_indices: index of each layer in the model; the default is that of `CacheLayout.infer`.
 
         Returns:
-            A layout that `check` accepts these tensors for.
+            A layout for a `CacheGroup`.
 
         Raises:
-            LayoutError: It names the layer or tensor, and both values.
+            LayoutError: the tensors do not match `tensors` or each other. The message names the layer or tensor, and
+                both values.
         """
         layers = checked_caches(caches)
         described: tuple[StateTensor, ...] = checks.checked(tensors, "tensors", StateTensors, LayoutError)
@@ -139,13 +158,14 @@ class StateLayout:
         return layout
 
     def check(self, caches: KVCaches) -> None:
-        """Compare tensors with this layout.
+        """Check that tensors match this layout.
 
         Args:
-            caches: by layer name a tuple of tensors (slots, ...), or one tensor, in the layout's order of layers.
+            caches: the state by layer name, in the layout's order of layers: a tuple of tensors of shape (slots, ...),
+                or one tensor.
 
         Raises:
-            LayoutError: a tensor is not as this layout says, or a slot's bytes are not dense.
+            LayoutError: a tensor does not match, or the bytes of a slot are not dense.
         """
         layers = checked_caches(caches)
         if tuple(layers) != self.layer_names:
@@ -168,14 +188,14 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """Segment of a tensor of all layers, with the properties that the planner needs of a layout."""
+    """One segment of one state tensor in all layers, with the properties that the planner needs of a layout."""
 
     layout: StateLayout
     at: int
-    """Index of the tensor."""
+    """Index of the tensor among the tensors of a layer."""
     segment: Segment
     start: int
-    """Start of the segment on the axis."""
+    """First entry of the segment on the sliced axis."""
     kv_format: ClassVar[str] = PLAIN
     latent: ClassVar[bool] = False
     block_size: ClassVar[int] = 1
@@ -199,29 +219,29 @@ class StatePart:
 
     @property
     def num_kv_heads(self) -> int:
-        """Units of the segment, counted as heads are."""
+        """Units of the segment on this rank: the planner's heads."""
         return self.segment.units
 
     @property
     def rows(self) -> int:
-        """Entries of the axes in front of the sliced one: each is a region."""
+        """Rows in front of the sliced axis; each row is a region."""
         return math.prod(self.layout.shapes[self.at][: self.layout.tensors[self.at].axis])
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of a layer's regions."""
+        """Names of the regions of each layer."""
         return tuple(f"{self.name}.{row}" for row in range(self.rows))
 
     @property
     def block_shape(self) -> BlockShape:
-        """A row of the segment, whose units lie one behind the other."""
+        """Shape of one row of the segment: one token, with the units as heads one behind the other."""
         shape, axis = self.layout.shapes[self.at], self.layout.tensors[self.at].axis
         inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.at]
         run = self.segment.size // self.segment.units * inner
         return BlockShape(1, self.segment.units, run, self.segment.units * run, run)
 
     def places(self, caches: Mapping[str, LayerCache]) -> list[tuple[int, int]]:
-        """(address of slot 0, bytes from slot to slot) of each region, layer by layer, row by row."""
+        """Return (address of slot 0, bytes from one slot to the next) of each region, layer by layer, row by row."""
         shape, axis = self.layout.shapes[self.at], self.layout.tensors[self.at].axis
         inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.at]
         row_bytes = shape[axis] * inner
@@ -236,7 +256,7 @@ class StatePart:
 
 
 def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
-    """All segments of all tensors, for a rank of an engine with so many tensor-parallel ranks."""
+    """Return a part for each segment of each tensor in `layout`. The engine has `tp_size` tensor-parallel ranks."""
     found = []
     for at, (tensor, shape) in enumerate(zip(layout.tensors, layout.shapes, strict=True)):
         start = 0
@@ -247,12 +267,12 @@ def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
 
 
 def _whole(shape: tuple[int, ...], axis: int, tp_size: int) -> Segment:
-    """A slot that is not sliced is one unit of each rank, of which no two are the same."""
+    """Return the segment of a tensor that is not sliced: one unit on each rank, different on all ranks."""
     return Segment(name="all", size=shape[axis], units=1, model_units=tp_size)
 
 
 def _facts(name: str, layer: LayerCache, described: Sequence[StateTensor]) -> tuple[TensorLike, ...]:
-    """A layer's tensors; LayoutError unless they can be what is said of them."""
+    """Return the tensors of layer `name`. LayoutError if they do not match `described`."""
     tensors = tensors_of(name, layer)
     if len(tensors) != len(described):
         raise LayoutError(f"layer {name!r}: expected {counted(len(described), 'tensor')}, got {len(tensors)}")

@@ -1,8 +1,8 @@
-"""A KV cache as its engine hands it over: tensors by layer name, and which of them can be one.
+"""A KV cache as its engine passes it to kvflow: tensors by layer name. This module checks which tensors can hold one.
 
-Tensors are read through `TensorLike`, so nothing here needs torch. A tensor can hold a cache if its bytes lie in memory
-of its own, where a transport may read and write them: not sparse, quantized, nested or part of a gradient's graph, and
-with nothing pending (a lazy conjugate or negative) between the bytes and the values.
+Tensors are read through `TensorLike`, so nothing here needs torch. A tensor can hold a cache if a transport may read
+and write its bytes in memory: it is dense, and not quantized, nested, complex or part of a gradient's graph. No lazy
+operation, such as a pending negation, may stand between its bytes and its values.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvflow.errors import LayoutError
 
 LAYERS_MAX = 1 << 15
 FIRST_DRAFT_LAYER = LAYERS_MAX // 2
-"""Number of the first layer of a draft model. Layers from here on may be missing on one side of a load."""
+"""Index of the first layer of a draft model. One side of a load may lack layers with this index or a higher one."""
 NAMED_LAYERS_MAX = 1 << 10
-"""Numbers that layers of a model have in their names. Where several have the same one, such as an attention and its
-indexer, the number of the nth in the model's cache is that in its name plus n times this."""
+"""Upper bound of the numbers in the names of a model's layers. If several layers have the same number, such as an
+attention and its indexer, the nth of these layers (from 0) has as its index that number plus n times this bound."""
 NAME_CHARS_MAX = 1024
 
 
@@ -34,7 +34,7 @@ class DeviceLike(Protocol):
 
 
 class TensorLike(Protocol):
-    """The part of torch.Tensor that a layout reads."""
+    """The attributes of torch.Tensor that kvflow reads."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -75,7 +75,7 @@ def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
 
 
 def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
-    """The layers by name, in a dict of our own; LayoutError unless their bytes lie in memory of their own."""
+    """Return the layers by name, in a new dict. LayoutError if a tensor cannot hold a KV cache."""
     layers: dict[str, Any] = dict(checks.mapping(kv_caches, "kv_caches", error=LayoutError))
     if not 0 < len(layers) <= LAYERS_MAX:
         raise LayoutError(f"kv_caches: expected at least one layer and at most {LAYERS_MAX}, got {len(layers)}")
@@ -88,9 +88,9 @@ def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
 
 _DENSE = "torch.strided"
 _ADDRESSED = ("cpu", "cuda")
-"""Kinds of devices whose tensors always have addresses. Others' are looked at where they are needed: not if blocks are
-staged."""
-# What torch says of tensors whose elements are not simply there, one after the other, for everybody to write.
+"""Kinds of devices on which every tensor has an address. On other devices an address is required only where it is
+used: staged blocks need none."""
+# Attributes of torch tensors that have no plain elements in memory which a transport may write.
 _UNFIT = ("is_nested", "is_quantized", "is_complex", "is_neg", "requires_grad")
 
 
@@ -108,7 +108,7 @@ def _check_tensor(name: str, tensor: TensorLike) -> None:
 
 
 def address_of(name: str, tensor: TensorLike) -> int:
-    """Return where a tensor of a layer lies. LayoutError if it does not say, as the tensors of some devices do not."""
+    """Return the address of a tensor of layer `name`. LayoutError if it has none, as on some devices."""
     address = answer(partial(_address, tensor))
     if not address and 0 not in tensor.shape:
         raise LayoutError(f"layer {name!r}: its tensor of shape {tuple(tensor.shape)} has no memory (data_ptr)")
@@ -116,12 +116,12 @@ def address_of(name: str, tensor: TensorLike) -> int:
 
 
 def memory_of(tensor: TensorLike) -> object:
-    """Return a name of a tensor's memory, which tensors share that are one: its address or, without one, itself."""
+    """Return a key that is equal for tensors in the same memory: the address, or the object's id if it has none."""
     return answer(partial(_address, tensor)) or ("tensor", id(tensor))
 
 
 def has_addresses(layers: KVCaches) -> bool:
-    """Return whether all tensors say where they lie."""
+    """Return True if all tensors have addresses."""
     tensors = [tensor for name, layer in layers.items() for tensor in tensors_of(name, layer)]
     return all(answer(partial(_address, tensor)) for tensor in tensors)
 
@@ -131,6 +131,6 @@ def _address(tensor: TensorLike) -> int:
 
 
 def _is(tensor: TensorLike, what: str) -> bool:
-    """Property of a tensor, by a method or an attribute; False if the tensor has neither."""
+    """Return the truth of a tensor's method or attribute `what`; False if the tensor has neither."""
     said = getattr(tensor, what, False)
     return bool(said() if callable(said) else said)

@@ -1,1 +1,1 @@
-"""Plans of reads: ranks, blocks, pieces, descriptors."""
+"""Plans of reads: which ranks, which blocks, which pieces of a block, which descriptors."""

@@ -1,9 +1,10 @@
-"""Pairing of regions, once per peer: which of ours are read from which of theirs, in which pieces of a block.
+"""The map from a peer's regions to the local ones, made once per peer: which regions pair, and in which pieces.
 
-Both sides describe a block by strides (`layout.BlockShape`), so NHD and HND, head slices, K and V together or apart
-and layers split differently are all one question: which runs of bytes are contiguous on both sides? The answer is a
-few `RegionMap`s: bases of region pairs, and offsets of the pieces inside a *chunk*, the tokens of the smaller of both
-blocks. Its cost and memory grow with regions and with pieces, never with blocks.
+Both sides describe a block by strides (`layout.BlockShape`). So NHD and HND, head slices, K and V together or apart,
+and layers that are split differently are all one question: which runs of bytes are contiguous on both sides? The answer
+is a few `RegionMap`s, each with the bases of region pairs and the offsets of the pieces inside a *chunk*. A chunk has
+the tokens of a block on the side with the smaller blocks. Time and memory grow with the regions and the pieces, never
+with the number of blocks.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from kvflow.core.plan.topology import HeadSource
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
-_TAILS_MAX = 64  # lengths of partly filled chunks that a block map remembers
+_TAILS_MAX = 64  # partly filled chunks of a block map for which region maps are kept, by their number of tokens
 _ROWS_KEPT_MAX = 1 << 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionMap:
-    """Pairs of regions with equal strides on each side, and the pieces of a chunk. Everything in bytes.
+    """Pairs of regions with equal strides on each side, and the pieces of a chunk. Sizes and offsets in bytes.
 
-    Piece p of chunk part s of block b of pair r is read from `remote_bases[r] + b * remote_stride + s * remote_step +
-    remote_offsets[p]`, and likewise on our side. All pieces have `piece_size` bytes.
+    In block b of region pair r, piece p of chunk s is read from `remote_bases[r] + b * remote_stride + s * remote_step
+    + remote_offsets[p]`, and lands at the local address of the same form. Every piece has `piece_size` bytes.
     """
 
     local_bases: Int64Array
@@ -39,7 +40,7 @@ class RegionMap:
     local_stride: int
     remote_stride: int
     local_step: int
-    """Step from one chunk of a block to the next."""
+    """Distance from one chunk of a block to the next."""
     remote_step: int
     local_offsets: Int64Array
     remote_offsets: Int64Array
@@ -49,12 +50,12 @@ class RegionMap:
     tokens: int = 0
     """Tokens of a chunk."""
     usual: bool = False
-    """True if its chunks are whole, and not tails."""
+    """True for full chunks, False for a partly filled last chunk."""
     pieces: int = field(init=False)
-    """Descriptors that one chunk takes, unless it is joined with its neighbours."""
+    """Descriptors of one chunk, if no piece is joined with a neighbour."""
     chunk_size_bytes: int = field(init=False)
     first_rows: Int64Array | None = field(init=False)
-    """`rows`, kept where they are few and used often: to make them takes longer than to use them."""
+    """Result of `rows()`, kept if it is small and of full chunks, because making it takes longer than using it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pieces", len(self.local_bases) * len(self.local_offsets))
@@ -66,7 +67,7 @@ class RegionMap:
         return len(self.local_bases)
 
     def rows(self) -> Int64Array:
-        """The rows of `Descriptors.table` for part 0 of block 0, of the shape (2, regions, 1, pieces, 3)."""
+        """Return the rows of `Descriptors.table` for chunk 0 of block 0, with the shape (2, regions, 1, pieces, 3)."""
         rows = np.empty((2, len(self.local_bases), 1, len(self.local_offsets), 3), dtype=np.int64)
         rows[0, :, 0, :, 0] = self.local_bases[:, None] + self.local_offsets
         rows[1, :, 0, :, 0] = self.remote_bases[:, None] + self.remote_offsets
@@ -76,12 +77,21 @@ class RegionMap:
 
 
 class BlockMap:
-    """The pieces to read from one peer. `groups(tokens)` are the region maps for the first `tokens` tokens of chunks.
+    """The pieces to read from one peer for one set of layers.
 
-    `local_layers` and `remote_layers` are those of the regions of both sides, in order, `heads` says which heads come
-    from that peer. `opaque` blocks mean more than values at strides: they are equal on both sides and always read
-    whole. `local_set` is the index of our set of layers; `of_groups` are the groups, ours and theirs, whose block ids
-    are taken.
+    `groups(tokens)` returns the region maps that read the first `tokens` tokens of each chunk.
+
+    Args:
+        local: the local regions.
+        remote: the peer's regions.
+        heads: the KV heads to read from the peer.
+        local_layers: layers of the local regions, in order.
+        remote_layers: layers of the peer's regions, in order.
+        opaque: the bytes are not plain values at strides. Then blocks look the same on both sides and are always read
+            whole.
+        local_set: index of the local set of layers.
+        local_group: index of the local group with the block table of these layers.
+        remote_group: index of the peer's group with the block table of these layers.
     """
 
     def __init__(
@@ -101,7 +111,7 @@ class BlockMap:
         self.local_set, self.local_group, self.remote_group = local_set, local_group, remote_group
         self.of_groups = (local_group, remote_group)
         self.remote_whole = remote
-        """Regions of the peer as they are, with K and V of a fused cache together."""
+        """The peer's regions as the peer has them: fused K and V are not split."""
         positions = {layer: index for index, layer in enumerate(remote_layers)}
         wanted = set(local.distinct_layers)
         self.places = tuple(
@@ -109,8 +119,8 @@ class BlockMap:
             for index, layer in enumerate(local_layers)
             if layer in positions and index in wanted
         )
-        """(our position, their position) of each layer to read, in our order. Of layers that share a tensor here it is
-        the first, from whichever rank has it; so a rank may have nothing for us."""
+        """(local position, remote position) of each layer to read, in local order. Of local layers that share a tensor
+        only the first is read, from the rank that has it. So a rank may have nothing to read."""
         self.opaque = opaque
         self.heads = heads
         self.local, self.remote = ours, theirs
@@ -120,7 +130,7 @@ class BlockMap:
 
     @property
     def token_size_bytes(self) -> int:
-        """Bytes of one token that come from this peer."""
+        """Bytes of one token that are read from this peer."""
         return int(self._rows.shape[1]) * self.heads.heads * self.local.block.run
 
     def _make_groups(self, tokens: int) -> tuple[RegionMap, ...]:
@@ -134,9 +144,9 @@ class BlockMap:
             rows, sizes = _fuse(rows, size)
         keys = zip(rows[1].tolist(), rows[3].tolist(), sizes.tolist(), strict=True)
         groups = []
-        for stride, their_stride, piece_size in sorted(set(keys)):  # np.unique loads numpy.ma, 80 ms of the first load
+        for stride, their_stride, piece_size in sorted(set(keys)):  # np.unique imports numpy.ma, 80 ms at first
             chosen = (rows[1] == stride) & (rows[3] == their_stride) & (sizes == piece_size)
-            # Tails share the bases where they can: a rank has a thousand peers, and chunks of many lengths from each.
+            # Tails share the bases if they can: a rank may have a thousand peers, each with tails of many lengths.
             bases = rows[::2] if rows is self._rows and chosen.all() else rows[::2, chosen]
             groups.append(
                 RegionMap(
@@ -159,14 +169,14 @@ class BlockMap:
 
 
 def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
-    """Regions of both sides with the same parts: fused K and V are taken apart where one side has them apart."""
+    """Return both sides' regions with equal parts: if one side has K and V fused, split them on that side."""
     if local.parts == remote.parts:
         return local, remote
     return split_fused(local), split_fused(remote)
 
 
 def split_fused(regions: Regions) -> Regions:
-    """Split fused regions into K and V, each half of every head."""
+    """Return fused regions split into K and V, each with one half of every head; other regions unchanged."""
     if regions.parts != ("KV",):
         return regions
     half = regions.block.run // 2
@@ -180,15 +190,15 @@ def split_fused(regions: Regions) -> Regions:
 
 
 def regions_of(layers: Sequence[int], parts: int) -> Int64Array:
-    """The regions of layers, by their positions, part by part."""
+    """Return the region indices of the layers at positions `layers`; each layer has `parts` regions in a row."""
     found: Int64Array = (np.array(layers, dtype=np.int64)[:, None] * parts + np.arange(parts)).ravel()
     return found
 
 
 def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[tuple[int, int]]) -> Int64Array:
-    """(our base, our stride, their base, their stride) of each pair of regions, in the order of our memory.
+    """Return (local base, local stride, remote base, remote stride) of each region pair, ordered by local address.
 
-    Layers may share a part of their tensors, such as K alone: it is read for the first of them.
+    If layers share a region, such as K but not V, only the first layer's is read.
     """
     ours_at = regions_of([ours for ours, _ in places], len(local.parts))
     theirs_at = regions_of([theirs for _, theirs in places], len(local.parts))
@@ -204,10 +214,10 @@ def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[t
 
 
 def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tuple[Int64Array, Int64Array, int]:
-    """Offsets of the pieces of `tokens` tokens of `heads` heads on both sides, and the size of one.
+    """Return the local and the remote offsets of the pieces in `tokens` tokens of `heads` heads, and a piece's size.
 
-    A piece begins as one head of one token and grows along an axis while that axis goes on where the piece ends, on
-    both sides. What is left of the axes is counted out.
+    A piece starts as one head of one token. It takes in a whole axis (tokens or heads) if that axis is contiguous with
+    the piece on both sides. Each entry of the remaining axes is a piece of its own.
     """
     size = ours.run
     axes = [(tokens, ours.token_stride, theirs.token_stride), (heads, ours.head_stride, theirs.head_stride)]
@@ -224,10 +234,11 @@ def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tu
 
 
 def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
-    """Join region pairs of one piece that are neighbours in every block of both sides; also each one's size.
+    """Join region pairs that are neighbours in every block on both sides. Return the pairs, and each pair's size.
 
-    Fusing keeps to one registered span: a fused block is no longer than the stride, so the memory of its regions
-    overlaps, and memory that overlaps is registered as one (see `regions.map_spans`).
+    Each pair has one piece of `size` bytes. A joined pair never crosses a registered span: its bytes in a block are no
+    longer than the block stride, so its regions overlap in memory, and `regions.map_spans` registers overlapping memory
+    as one span.
     """
     fused: list[list[int]] = []
     for pair in rows.T.tolist():
@@ -243,7 +254,7 @@ def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
 
 
 def _continues(row: list[int], after: list[int]) -> bool:
-    """True if the pair `after` lies right behind `row` in each block of both sides."""
+    """Return True if pair `after` lies right behind pair `row` in each block, on both sides."""
     local_base, local_stride, remote_base, remote_stride, length = row
     return (
         after[0] == local_base + length

@@ -1,10 +1,10 @@
-"""Descriptors of a load, made of its block ids: the bytes to read, from where to where, as numpy arrays.
+"""From the block ids of a load to its descriptors: arrays of remote addresses, local addresses and sizes.
 
-`match_chunks` maps chunks of tokens of the remote blocks to places in the local ones, for any two block sizes and a
-partly filled last block. `plan_read` multiplies the chunks by the region pairs that `block_map` found for the peer, and
-joins what is contiguous on both sides. Both work by array operations, which for two blocks take longer than the rest of
-the planning. So `match_few` and `read_few` plan the common small load in one go; a property test holds their
-descriptors equal. Block ids are checked before they become addresses (invariant I8).
+`match_chunks` pairs chunks of tokens in remote blocks with chunks in local blocks, for any two block sizes and a partly
+filled last block. `plan_read` makes descriptors of these chunks in each region pair of the peer's `block_map`, and
+joins reads that are contiguous on both sides. Both use array operations, which for two blocks would take longer than
+the rest of the planning. So `match_few` and `read_few` plan the common small load without them; a property test checks
+that their descriptors are equal. Block ids are checked before they become addresses (invariant I8).
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from kvflow.errors import RequestError
 
 BlockIds: TypeAlias = Int64Array
 GivenBlockIds: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
-"""Block ids of a request: a list, or one for each group of layers, in order or by the groups' names."""
+"""Block ids of a request: a list, or a list for each group of layers, in order or by the groups' names."""
 
-_MANY = 1 << 10  # block ids, from which on array operations are faster
+_MANY = 1 << 10  # number of block ids from which array operations are faster
 FEW = 1 << 5
-"""Number of blocks up to which array operations are slower than Python's."""
+"""Number of blocks up to which plain Python is faster than array operations."""
 
 
 @dataclass(slots=True)
 class Descriptors:
-    """Reads to make: `sizes[i]` bytes from `remote[i]` on the peer to `local[i]` here; `size_bytes` in all.
+    """Reads to make: `sizes[i]` bytes from address `remote[i]` on the peer to address `local[i]` here.
 
-    `table` has the shape (2, n, 3): for the local and the remote side a row (address, size, device index) per read.
-    That is what NIXL takes, so nothing is copied on the way. Each side is one kind of memory. Nobody changes one; it
-    is not frozen because making a frozen one takes three times as long, and each slice is one.
+    Treat as immutable. The class is not frozen because a frozen dataclass takes three times as long to make, and each
+    slice makes one.
     """
 
     table: UInt64Array
+    """Array of shape (2, n, 3): for the local and the remote side a row (address, size, device index) per read. NIXL
+    takes it in this form, without a copy."""
     size_bytes: int
+    """Bytes of all reads."""
     local_device: Device
     remote_device: Device
 
@@ -54,7 +56,7 @@ class Descriptors:
         local_device: Device,
         remote_device: Device,
     ) -> Descriptors:
-        """Descriptors made from columns."""
+        """Return descriptors made from columns: addresses on both sides, and sizes in bytes."""
         length = np.asarray(sizes, dtype=np.uint64)
         table = np.empty((2, len(length), 3), dtype=np.uint64)
         table[0, :, 0], table[1, :, 0], table[:, :, 1] = local, remote, length
@@ -66,17 +68,17 @@ class Descriptors:
 
     @property
     def local(self) -> UInt64Array:
-        """Local addresses."""
+        """Local address of each read."""
         return self.table[0, :, 0]
 
     @property
     def remote(self) -> UInt64Array:
-        """Remote addresses."""
+        """Remote address of each read."""
         return self.table[1, :, 0]
 
     @property
     def sizes(self) -> UInt64Array:
-        """Lengths in bytes."""
+        """Bytes of each read."""
         return self.table[0, :, 1]
 
     def join(self, other: Descriptors) -> Descriptors:
@@ -87,12 +89,12 @@ class Descriptors:
         )
 
     def part(self, start: int, stop: int, size_bytes: int) -> Descriptors:
-        """The descriptors from `start` to `stop`, which are so many bytes."""
+        """Return the descriptors from `start` to `stop`; the caller knows that they have `size_bytes` bytes."""
         return Descriptors(self.table[:, start:stop], size_bytes, self.local_device, self.remote_device)
 
 
 class Piece(NamedTuple):
-    """A piece to read: addresses and bytes."""
+    """One read: the local address, the remote address and the size."""
 
     local: int
     remote: int
@@ -100,8 +102,8 @@ class Piece(NamedTuple):
 
 
 def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> BlockIds:
-    """Turn block ids into an array; RequestError names the first that is no integer, out of range or repeated."""
-    if type(block_ids) in (list, tuple) and len(block_ids) > num_blocks:  # before each is looked at
+    """Return block ids as an array. RequestError names an id that is no integer, out of range or repeated."""
+    if type(block_ids) in (list, tuple) and len(block_ids) > num_blocks:  # before any id is looked at
         given = counted(len(block_ids), "block id")
         raise RequestError(f"{what}: {given}, but the cache has {counted(num_blocks, 'block')}")
     if type(block_ids) in (list, tuple) and set(map(type, block_ids)) <= {int}:
@@ -109,7 +111,7 @@ def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> 
             return np.empty(0, dtype=np.int64)
         if len(block_ids) >= _MANY:
             return _many_ids(block_ids, num_blocks, what)
-        # By built-ins: on a load's critical path, with cold caches, they beat array operations.
+        # Built-in functions: for few ids and with cold caches they are faster than array operations.
         if min(block_ids) >= 0 and max(block_ids) < num_blocks and len(set(block_ids)) == len(block_ids):
             return np.array(block_ids, dtype=np.int64)
     return _judge_block_ids(block_ids, num_blocks, what)
@@ -124,7 +126,7 @@ def _many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
 
 
 def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence[Sequence[int]]:
-    """Block ids by group as requests take them: those of one group are a plain list."""
+    """Return block tables as requests take block ids: the only table itself, or a list of tables."""
     return tables[0] if len(tables) == 1 else tables
 
 
@@ -133,7 +135,7 @@ def _judge_block_ids(block_ids: Sequence[int] | BlockIds, num_blocks: int, what:
     outside = (ids < 0) | (ids >= num_blocks)
     if outside.any():
         raise RequestError(f"{what}: block id {ids[outside][0]} is not in 0..{num_blocks - 1}")
-    seen = np.zeros(num_blocks, dtype=bool)  # of a million ids sorting takes thirty times as long
+    seen = np.zeros(num_blocks, dtype=bool)  # with a million ids sorting takes thirty times as long
     seen[ids] = True
     if np.count_nonzero(seen) != len(ids):
         ordered = np.sort(ids)
@@ -143,27 +145,30 @@ def _judge_block_ids(block_ids: Sequence[int] | BlockIds, num_blocks: int, what:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Chunk i goes from part `remote_parts[i]` of block `remote_ids[i]` to part `local_parts[i]` of `local_ids[i]`.
+    """Chunks of tokens to read: where each lies in the remote and in the local blocks.
 
-    A part counts chunks inside a block; None stands for parts that are all 0, as with equal block sizes. As
-    `match_chunks` makes them, `remote_ids` are positions among the offered blocks, the same for all ranks of an
-    engine; `locate` puts one rank's blocks in.
+    Chunk i is read from chunk `remote_parts[i]` of block `remote_ids[i]`, and lands in chunk `local_parts[i]` of block
+    `local_ids[i]`.
     """
 
     local_ids: BlockIds
     local_parts: Int64Array | None
+    """Position of each chunk within its local block; None if all are 0, because local blocks have one chunk."""
     remote_ids: BlockIds
+    """Remote block of each chunk. `match_chunks` gives positions among the offered blocks, which are the same for all
+    ranks of the producer; `locate` replaces them by the block ids of one rank."""
     remote_parts: Int64Array | None
+    """Position of each chunk within its remote block; None if all are 0."""
     tokens: int
     """Tokens to read of each chunk."""
     first: int = 0
-    """Number of chunk 0 within the prompt, as `match_chunks` makes them: in prompt order."""
+    """Index of the first chunk within the prompt, for chunks in prompt order, as `match_chunks` returns them."""
 
     def __len__(self) -> int:
         return len(self.local_ids)
 
     def select(self, index: slice | Int64Array) -> Chunks:
-        """A part of the chunks."""
+        """Return the chunks at `index`."""
         ours, theirs = self.local_parts, self.remote_parts
         return Chunks(
             self.local_ids[index],
@@ -175,16 +180,16 @@ class Chunks:
         )
 
     def between(self, start: int, stop: int) -> Chunks:
-        """Chunks `start` to `stop` of the prompt; only for chunks in prompt order."""
+        """Return those of chunks `start` to `stop` of the prompt that are here. Only for chunks in prompt order."""
         begin, end = (min(max(edge - self.first, 0), len(self)) for edge in (start, stop))
         return replace(self.select(slice(begin, end)), first=self.first + begin)
 
     def to(self, local_ids: BlockIds) -> Chunks:
-        """Chunks with other blocks of ours."""
+        """Return the same chunks with other local blocks."""
         return replace(self, local_ids=local_ids)
 
     def locate(self, block_ids: BlockIds) -> Chunks:
-        """Chunks with the ids of a rank's blocks in place of positions."""
+        """Return the chunks with a rank's `block_ids` in place of positions among the offered blocks."""
         ours, theirs = self.local_parts, self.remote_parts
         return Chunks(self.local_ids, ours, block_ids[self.remote_ids], theirs, self.tokens, self.first)
 
@@ -200,12 +205,22 @@ def match_chunks(
     whole: bool = True,
     what: str = "load",
 ) -> tuple[Chunks, ...]:
-    """Chunks that fill `local_ids`, the last of our blocks that the offered tokens take, as `room` has checked.
+    """Return the chunks that fill the local blocks: the full chunks, then a partly filled last chunk.
 
-    `offered` blocks hold the prompt from its first token on, `num_tokens` says how far; those of a window (not
-    `whole`) hold the prompt's end up to there. One block size divides the other. Tokens before `needed_from` are read
-    where they are offered. Gives the full chunks and, if the last one is filled partly, that one, as far as there are
-    any. Raises RequestError if there are more local blocks than the tokens take, or more are needed than are offered.
+    Each of the two is left out if it is empty. One block size divides the other.
+
+    Args:
+        local_ids: the local blocks to fill. They end with the block of the last offered token (`room.check_place`).
+        offered: number of offered blocks.
+        local_block_size: tokens of a local block.
+        remote_block_size: tokens of an offered block.
+        num_tokens: tokens of the prompt up to the end of the offer.
+        needed_from: first token that has to be read; earlier tokens are read only if they are offered.
+        whole: the offered blocks hold the prompt from its first token on; else, as of a window, its end.
+        what: beginning of an error's message.
+
+    Raises:
+        RequestError: the local blocks hold more than the tokens, or a token that is needed is not offered.
     """
     if not len(local_ids):
         return ()
@@ -235,7 +250,7 @@ def match_chunks(
 
 
 def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = None) -> Descriptors:
-    """Descriptors that fill `chunks` in every region pair, `head` in front."""
+    """Return the descriptors that read `chunks` in the region pairs of all `groups`, with `head` as the first read."""
     plan = _cross(groups[0], chunks, head)
     for pairs in groups[1:]:
         plan = plan.join(_cross(pairs, chunks, None))
@@ -243,7 +258,7 @@ def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = 
 
 
 def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
-    """Every region pair times every run of chunks times every piece, region by region, behind the row of `head`."""
+    """Return descriptors for `head`, then for each region pair, each run of chunks and each piece, in that order."""
     local, remote = chunks.local_ids * pairs.local_stride, chunks.remote_ids * pairs.remote_stride
     if chunks.local_parts is not None:
         local += chunks.local_parts * pairs.local_step
@@ -278,7 +293,7 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
 
 
 def _joined(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int64Array, Int64Array, Int64Array | int]:
-    """Pieces of `size` bytes with those joined that follow each other on both sides: starts, and the size of each."""
+    """Join pieces of `size` bytes that follow each other on both sides. Return both starts and the sizes."""
     follows = (local[1:] - local[:-1] == size) & (remote[1:] - remote[:-1] == size)
     if not follows.any():
         return local, remote, size
@@ -286,11 +301,13 @@ def _joined(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int64Arra
     return local[starts], remote[starts], size * np.diff(starts, append=len(local))
 
 
-# --- a few whole blocks, alike on both sides: the common load, in one go
+# --- the common small load: a few full blocks of equal size on both sides
 
 
 def alike(block_map: BlockMap) -> RegionMap | None:
-    """The one map of regions where blocks of both sides are of one size, and each is one piece in each region."""
+    """Return the region map for `match_few` and `read_few`. None unless blocks of both sides have equal sizes, one map
+    covers all regions, and a block is one piece in each region.
+    """
     if block_map.local.block.tokens != block_map.remote.block.tokens:
         return None
     pairs = block_map.groups(block_map.chunk_tokens)
@@ -301,9 +318,10 @@ def alike(block_map: BlockMap) -> RegionMap | None:
 def match_few(
     local_ids: BlockIds, offered: Sequence[int], block_tokens: int, cached_tokens: int, num_tokens: int
 ) -> list[tuple[int, int]] | None:
-    """Return (their block, ours) for the offered blocks from token `cached_tokens` on, in the order of their memory.
+    """Return (remote block, local block) for the offered blocks from token `cached_tokens` on, sorted by remote block.
 
-    None where that is for `match_chunks` to say: the last block is not full, or ours are more or fewer.
+    None if only `match_chunks` can plan the load: the last block is not full, or `local_ids` are not exactly the blocks
+    for these tokens.
     """
     tokens = min(num_tokens, len(offered) * block_tokens)
     last = tokens // block_tokens
@@ -314,7 +332,10 @@ def match_few(
 
 
 def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], head: Piece | None) -> Descriptors:
-    """A slice that fills the blocks in every pair of regions, `head` in front; what follows itself is one read."""
+    """Return one slice that reads `blocks` in every region pair, with `head` as the first read.
+
+    Blocks that are neighbours on both sides become one read.
+    """
     assert pairs is not None, "these blocks are alike"
     assert pairs.first_rows is not None, "so these are kept"
     local_stride, remote_stride, size = pairs.local_stride, pairs.remote_stride, pairs.piece_size

@@ -1,4 +1,4 @@
-"""The ranks of a producer's engine that a load concerns: which they are follows from how both engines are cut."""
+"""The ranks of a producer's engine that a load has to reach, by the parallelism of both engines."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from kvflow.core.plan.topology import CacheShare, Parallelism, Rank, differences
 
 
 class RankPlan(NamedTuple):
-    """The ranks to reach, by the parallelism of the producer's engine, for one of its replicas."""
+    """The ranks of one replica of the producer's engine that a load has to reach, or why it cannot."""
 
     impossible: str
-    """The reason why no engine that we could read from is cut like this; "" if one may be."""
+    """Reason why no engine that serves this model has the parallelism; "" if one may have it."""
     problems: tuple[str, ...]
-    """Differences for which one that is cut like this does not go with ours."""
+    """Differences that make an engine with this parallelism incompatible with the local one."""
     ranks: tuple[Rank, ...]
-    """The ranks that we read from or report to."""
+    """The ranks that this rank reads from or reports to."""
 
 
 def plan_ranks(ours: Sequence[CacheShare], parallelism: Parallelism, dp_rank: int, ranks_max: int) -> RankPlan:
-    """Plan which ranks to reach. They are counted before there is a list of them: a ticket can say a million.
+    """Plan which ranks of replica `dp_rank` a load has to reach, at most `ranks_max`.
 
-    A ticket says what kinds of layers there are, not which layers: each of ours is looked at beside each of theirs that
-    it could be, so that there may be ranks with which we turn out to have nothing to do. A draft's layers are left out
-    on both sides: they may be on ours only.
+    The ranks are counted before they are listed, because a forged ticket can claim a million. A ticket names the kinds
+    of the engine's layers, but not which layers are of which kind. So each local kind is paired with each remote kind
+    that could be the same, and some planned ranks may turn out to have nothing to read. Layers of a draft model are
+    left out, because the producer may lack them.
     """
     stages = stages_max(ours)
     if parallelism.pp_size > stages:

@@ -1,4 +1,7 @@
-"""Checks that local blocks are for just the tokens of an offer: where they begin is said, and not counted."""
+"""Checks that the local blocks of a load match the tokens of an offer.
+
+The request says at which token its blocks begin (`cached_tokens`); that is never derived from the number of blocks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from kvflow.errors import RequestError
 def check_room(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached_tokens: int, tokens: int, what: str, which: str
 ) -> None:
-    """RequestError if local blocks, which begin at token `cached_tokens`, go beyond the blocks that `tokens` fill."""
+    """Raise RequestError if local blocks from token `cached_tokens` on are more than `tokens` tokens fill.
+
+    `what` begins the message; `which` names the tokens in it.
+    """
     for group, ids in zip(groups, tables, strict=True):
         size = group.block_size
         first, filled = cached_tokens // size if group.whole else 0, -(-tokens // size)
@@ -34,25 +40,26 @@ def check_place(
     whose: str,
     kind: type[RequestError] = RequestError,
 ) -> None:
-    """Raise an error with both numbers unless the local blocks are for just the offered tokens from `cached_tokens` on.
+    """Check that the local blocks hold exactly the offered tokens from `cached_tokens` on.
 
-    The blocks of a group that holds a prompt from its first token on begin with the block of token `cached_tokens`, and
-    have to end with that of the last offered token. A window's blocks, and a state, belong to the last offered token.
-    So that token has to be known from elsewhere than the offer: from the blocks of other groups, where these are not
-    larger, or by `told`, the tokens of the prompt as the caller has said them.
+    In a group that holds a prompt from its first token on, the blocks begin with the block of token `cached_tokens` and
+    must end with the block of the last offered token. The blocks of a window, and a state, are those of the last
+    offered token whatever their number. So the caller must have confirmed that token: by the blocks of another group,
+    if its block size divides this group's, or by the expected tokens `told`.
 
     Args:
         groups: the local groups.
-        tables: the local blocks of each.
+        tables: the local blocks of each group.
         cached_tokens: tokens of the prompt in front of the local blocks.
         tokens: offered tokens.
-        told: tokens that the caller expects; None if it has not said so.
+        told: tokens that the caller expects; None if it gave no number.
         what: beginning of the message.
-        whose: the producer, as the message names it.
-        kind: the error where blocks and offer end at different tokens.
+        whose: name of the producer in the message.
+        kind: error class if blocks and offer end at different tokens.
 
     Raises:
-        RequestError: or `kind`, a subclass of it.
+        RequestError: blocks and offer do not match; of class `kind` if they end at different tokens. The message has
+            both numbers.
     """
     if not any(map(len, tables)):
         return

@@ -1,4 +1,4 @@
-"""Slices of reads. Loads take turns slice by slice, so a slice is as large as a small load may have to wait for."""
+"""Slices of reads. Loads take turns by slices, so the size of a slice bounds how long a small load waits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import Chunks, Descriptors, Piece, plan_read
 
-_PLANNED_AT_ONCE = 1 << 13  # descriptors; a slice alone costs some 15 us, and many more are out of the cache
-_MANY = 1 << 10  # chunks, from which on it pays to sort by small keys
+# Number of descriptors: planning a slice alone costs some 15 us, and many more do not fit the CPU's cache.
+_PLANNED_AT_ONCE = 1 << 13
+_MANY = 1 << 10  # chunks from which sorting by small keys is faster
 
 
 def plan_slices(
@@ -21,24 +22,24 @@ def plan_slices(
     descriptors_max: int,
     head: Piece | None = None,
 ) -> Iterator[Descriptors]:
-    """Plan reads in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, each when asked for.
+    """Yield the reads in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, planned when needed.
 
-    `head` is one more piece to read, between the same devices; it comes first in the first slice and does not count.
-    Chunks are taken in the order of their remote ids: reading a peer's memory in order is a few per cent faster than
-    writing our own in order (shared memory).
+    `head` is one more piece to read, between the same devices. It is the first read of the first slice, and does not
+    count towards the bounds. Chunks are sorted by their remote ids: reading remote memory in order is a few per cent
+    faster than writing local memory in order (measured over shared memory).
     """
     for block_map, some in reads:
         groups = block_map.groups(some.tokens)
         if len(some) > 1:
             parts = some.remote_parts
             keys = some.remote_ids if parts is None else some.remote_ids * (1 << 32) + parts
-            short = len(some) > _MANY and keys.max() < 1 << 16  # numpy sorts these by radix, ten times as fast
+            short = len(some) > _MANY and keys.max() < 1 << 16  # numpy sorts 16-bit keys by radix, ten times as fast
             order = keys.astype(np.uint16 if short else np.int64, copy=False).argsort(kind="stable")
-            some = some.select(order)  # by its place in the peer's memory
+            some = some.select(order)  # by place in the peer's memory
         chunk_bytes, pieces, joins = 0, 0, False
         for pairs in groups:
             chunk_bytes, pieces = chunk_bytes + pairs.chunk_size_bytes, pieces + pairs.pieces
-            joins = joins or len(pairs.local_offsets) == 1  # then it may take far fewer descriptors
+            joins = joins or len(pairs.local_offsets) == 1  # joined chunks may take far fewer descriptors
         step = max(bytes_max // chunk_bytes if joins else min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
         start, stop = 0, step  # the first slice is planned alone, so that it can be posted soon
         while start < len(some):
@@ -59,7 +60,7 @@ def plan_slices(
 
 
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:
-    """Cut a plan into slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order."""
+    """Yield a plan in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order."""
     if len(descriptors) <= descriptors_max and descriptors.size_bytes <= bytes_max:
         if len(descriptors):
             yield descriptors
@@ -67,7 +68,7 @@ def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int
     pieces = _split_large(descriptors, bytes_max)
     count, sizes = len(pieces), pieces.sizes
     size = int(sizes[0])
-    if size == int(sizes.min()) == int(sizes.max()):  # the usual case, without a search for each slice
+    if size == int(sizes.min()) == int(sizes.max()):  # the usual case needs no search for each slice
         step = max(min(bytes_max // size, descriptors_max), 1)
         for start in range(0, count, step):
             stop = min(start + step, count)
@@ -84,7 +85,7 @@ def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int
 
 
 def _split_large(descriptors: Descriptors, bytes_max: int) -> Descriptors:
-    """Replace each descriptor above `bytes_max` by pieces of at most that size."""
+    """Return the descriptors with each larger than `bytes_max` split into pieces of at most that size."""
     limit = np.uint64(bytes_max)
     if not (descriptors.sizes > limit).any():
         return descriptors

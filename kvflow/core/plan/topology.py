@@ -1,25 +1,25 @@
-"""The topology of a read: two engines' ranks, the layers and KV heads that they share, and who has to be told.
+"""The topology of a read: which ranks of two engines share layers and KV heads, and which ranks report to which.
 
 An engine's ranks form a grid: pipeline stages (`pp`) split the layers, tensor-parallel ranks (`tp`) split the KV heads.
-Rank r of n holds heads r*H/n to (r+1)*H/n of the model's H. With more ranks than heads each head is held by n/H
-neighbours; the latent cache of MLA counts as one head, which all ranks hold. So one rule covers them all: a reader
-takes each of its heads once, from one of the ranks that hold it, and the readers of a head spread over its holders.
+Rank r of n holds heads r*H/n to (r+1)*H/n of the model's H heads. If ranks outnumber heads, n/H neighbours hold the
+same head. The latent cache of MLA counts as one head, which all ranks hold. So one rule covers all cases: a reader
+takes each of its heads once, from one of the ranks that hold the head, and the readers of a head spread over its
+holders.
 
-A rank holds layers of several kinds where the model has them: those of another group (a sliding window beside full
-attention) or with another number of heads. Each kind is a `CacheShare` of its own and finds its sources by itself; what
-two ranks have in common is the union over the kinds, layer by layer, so the two engines may group their layers
-differently.
+A rank may hold layers of several kinds: of different groups (a sliding window beside full attention), or with different
+numbers of heads. Each kind is a `CacheShare` and has its own sources. What two ranks have in common is found layer by
+layer, over all kinds, so the two engines may group their layers differently.
 
-A lease is released by reports: each reader reports a *share* of the lease as read (`ReportShare`), and when the shares
-add up to 1 the lease ends, whatever the parallelism of the readers' engine. The producer needs to know nothing about
-its readers. A replica that nobody reads from still has to be released: the first reader of the nearest lower replica
-that is read does it. So every rank of the producer has at least one reader that reports to it.
+A lease ends by reports: each reader reports a *share* of the lease as read (`ReportShare`), and the lease ends when the
+shares add up to 1, whatever the parallelism of the readers' engine. The producer needs to know nothing about its
+readers. A replica of heads that has no reader still needs a report: it comes from the first reader of the nearest lower
+replica with readers. So at least one reader reports to every rank of the producer.
 
-Layers of a draft model (numbers from FIRST_DRAFT_LAYER on) may be on one side only, because only one engine speculates:
-they are left out of a load, and the text stays right, since a draft only proposes tokens. So they count nowhere where
-engines have to agree: not in the shares that are reported, nor in what a ticket says of its engine. Nothing is lost by
-that: who reads from a rank, and how many do, follows from the numbers of ranks alone, whatever heads a layer has, so
-whoever reads a draft's layers from a rank reads, and reports, some of the model's own.
+One side may have layers of a draft model (with numbers from FIRST_DRAFT_LAYER on) that the other side lacks, because
+only one engine speculates. A load leaves them out. The generated text stays right, since a draft only proposes tokens.
+So these layers do not count where engines have to agree: neither in reported shares nor in the parallelism that a
+ticket states. No report is lost by that. Which ranks read from a rank follows from the numbers of ranks alone, whatever
+heads a layer has. So a rank that reads a draft's layers also reads, and reports, layers of the model itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 
 
 class Rank(NamedTuple):
-    """A rank's place in its engine."""
+    """The place of a rank in its engine: data-parallel replica, pipeline stage, tensor-parallel rank; each from 0."""
 
     dp: Count
     pp: Count
@@ -53,19 +53,19 @@ class Rank(NamedTuple):
 
     @classmethod
     def of(cls, config: Config) -> Rank:
-        """The rank that a config describes.
+        """Return the rank that a config describes.
 
         Args:
-            config: its dp_rank, pp_rank and tp_rank are taken.
+            config: settings of the rank; only dp_rank, pp_rank and tp_rank are used.
 
         Returns:
-            That rank.
+            The rank.
         """
         return cls(config.dp_rank, config.pp_rank, config.tp_rank)
 
 
 class Parallelism(NamedTuple):
-    """The parallelism of an engine, as far as its tickets say; the fields are those of a `CacheShare`."""
+    """The parallelism of an engine, as its tickets state it. Fields mean the same as in a `CacheShare`."""
 
     tp_size: int
     pp_size: int
@@ -73,24 +73,24 @@ class Parallelism(NamedTuple):
     kv_heads: int
     model_kv_heads: int
     more: tuple[tuple[int, int, int], ...] = ()
-    """(block_size, kv_heads, model_kv_heads) of the further kinds of layers, if there are several."""
+    """(block_size, kv_heads, model_kv_heads) of each further kind of layers."""
 
     def ranks(self, dp_rank: int) -> list[Rank]:
-        """All ranks of one replica."""
+        """Return all ranks of replica `dp_rank`."""
         return [Rank(dp_rank, *place) for place in itertools.product(range(self.pp_size), range(self.tp_size))]
 
     @property
     def kinds(self) -> Iterator[dict[str, int]]:
-        """The cut of each kind of layers, as fields of a `CacheShare`."""
+        """The values for each kind of layers, as fields of a `CacheShare`."""
         for kind in (self[2:5], *self.more):
             yield dict(zip(self._fields, (*self[:2], *kind), strict=False))
 
 
 class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
-    """The share of one rank in its model's layers of one kind, and how its engine is cut. Two sides may differ in all.
+    """The layers of one kind that one rank holds, and the parallelism of its engine.
 
-    `kv_heads` is this rank's; `model_kv_heads` is the model's, or 0 if the engine did not say. Layers of one kind have
-    their blocks in common (`group`) and as many heads as each other.
+    Layers of one kind have the same block table (`group`) and the same number of heads. The two sides of a load may
+    differ in all fields; `differences` decides whether a load is possible.
     """
 
     tp_rank: RankIndex
@@ -98,32 +98,40 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     pp_rank: RankIndex
     pp_size: RankCount
     layers: Layers
+    """Indices of the layers in the model."""
     kv_heads: Size
+    """KV heads of this rank."""
     model_kv_heads: Count
+    """KV heads of the model; 0 if the engine did not state them."""
     latent: bool
+    """True for MLA."""
     block_size: Size
+    """Tokens of a block."""
     dtype: Fact = ""
     kv_format: Fact = PLAIN
     group: Count = 0
-    """Index of the rank's group whose block ids say where the layers' blocks are."""
+    """Index of the rank's group with the block table of these layers."""
     part: Fact = ""
-    """The segment and tensor of state per request; its units are counted as heads are."""
+    """Name of a segment of state per request, the units of which count as heads; "" for a KV cache."""
 
     @property
     def plain(self) -> bool:
-        """True if its bytes are values at strides of tokens and heads, and nothing else."""
+        """True if the bytes are plain values at strides of tokens and heads."""
         return self.kv_format == PLAIN and not self.part
 
     @property
     def kv_head_slots(self) -> int:
-        """KV heads over all tensor-parallel ranks, replicas counted."""
+        """KV heads over all tensor-parallel ranks; a head held by several ranks counts several times."""
         return self.kv_heads * self.tp_size
 
 
 def cache_share_of(
     layout: CacheLayout | StatePart, config: Config, *, model_kv_heads: int | None, group: int = 0
 ) -> CacheShare:
-    """The share of the rank that a config describes in this cache, or in a segment of its layers' state."""
+    """Return the share of a rank, with parallelism from `config` and layers from `layout`.
+
+    `group`: index of the layers' group.
+    """
     return CacheShare(
         tp_rank=config.tp_rank,
         tp_size=config.tp_size,
@@ -142,43 +150,45 @@ def cache_share_of(
 
 
 def of_model(shares: Sequence[CacheShare]) -> Sequence[CacheShare]:
-    """Return the shares that hold layers of the model itself, and not of a draft; all if none does."""
+    """Return the shares with layers of the model itself. If all shares are of a draft model, return all."""
     return [share for share in shares if min(share.layers) < FIRST_DRAFT_LAYER] or shares
 
 
 def parallelism_of(shares: Sequence[CacheShare]) -> Parallelism:
-    """The parallelism of the engine of a rank that holds these."""
+    """Return the parallelism of an engine from the shares of one of its ranks."""
     first = shares[0]
     kinds = dict.fromkeys((one.block_size, one.kv_heads, one.model_kv_heads) for one in of_model(shares))
     return Parallelism(first.tp_size, first.pp_size, *next(iter(kinds)), tuple(kinds)[1:])
 
 
 class HeadSource(NamedTuple):
-    """A tensor-parallel rank of the producer, as a rank of the consumer sees it."""
+    """A tensor-parallel rank of the producer from which a reader reads heads, or to which it only reports."""
 
     tp_rank: int
+    """Tensor-parallel rank of the producer."""
     local_start: int
-    """First of our KV heads that come from there."""
+    """Index of the reader's first KV head that is read from there."""
     remote_start: int
-    """Index of its first KV head to read."""
+    """Index of the producer rank's first KV head to read."""
     heads: int
-    """Heads to read; 0 if we only report to it."""
+    """Number of heads to read; 0 if the reader only reports to the rank."""
     reporters: int
-    """Ranks of our stage that report to it, this one included."""
+    """Ranks of the reader's pipeline stage that report to the rank, the reader included."""
 
 
 class ReportShare(NamedTuple):
-    """Share of a rank's lease that we report as read, as a fraction. 0/1: this rank needs no release from us."""
+    """Share of a rank's lease that one reader reports as read, as a fraction. 0/1: no report is needed."""
 
     numerator: int
     denominator: int
 
 
 def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
-    """The model's KV heads, from what both sides know of them; 1 for MLA, whose latent is held whole by every rank.
+    """Return the number of the model's KV heads; 1 for MLA, because every rank holds the whole latent.
 
-    Said by one side, it is that. Else each side's slots (heads times ranks) are a multiple of it, and the smaller
-    number is right: with one head on each rank of both sides every multiple of the truth leads to the same bytes.
+    If a side states the number, use it. Otherwise heads times ranks of each side is a multiple of the number, and the
+    smaller product is used. If it is too large, both sides have one head on each rank, and every multiple of the right
+    number leads to the same bytes.
     """
     if ours.latent:
         return 1
@@ -186,20 +196,21 @@ def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
 
 
 def stages_max(ours: Sequence[CacheShare]) -> int:
-    """Largest number of pipeline stages of an engine with our model: each has one layer at least.
+    """Return the most pipeline stages that an engine with the same model can have.
 
-    A rank of one stage knows all layers; one of several knows its own only.
+    Each stage has at least one layer. If the local engine has one stage, its rank knows all layers. Otherwise the bound
+    is RANKS_MAX.
     """
     return len({layer for share in ours for layer in share.layers}) if ours[0].pp_size == 1 else RANKS_MAX
 
 
 def heads_held(share: CacheShare, kv_heads: int) -> range:
-    """KV heads of the model's `kv_heads` that a rank holds; one for MLA's latent."""
+    """Return which of the model's `kv_heads` heads a rank holds; range(1) for MLA's latent."""
     return range(1) if share.latent else _heads(share.tp_rank, share.tp_size, kv_heads)
 
 
 def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
-    """Layers that a rank holds, by the part of state that it holds of them."""
+    """Return the layers of a rank by `CacheShare.part`: "" for the KV cache, else a segment of state."""
     found: dict[str, tuple[int, ...]] = {}
     for share in shares:
         found[share.part] = found.get(share.part, ()) + share.layers
@@ -209,7 +220,7 @@ def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
 def in_common(
     ours: Sequence[CacheShare], theirs: Sequence[CacheShare]
 ) -> Iterator[tuple[int, int, CacheShare, CacheShare]]:
-    """(our position, their position, ours, theirs) of the shares that have layers in common."""
+    """Yield (index in `ours`, index in `theirs`, local share, remote share) for shares with common layers."""
     for at, mine in enumerate(ours):
         for where, other in enumerate(theirs):
             if mine.part == other.part and not set(mine.layers).isdisjoint(other.layers):
@@ -217,7 +228,7 @@ def in_common(
 
 
 def differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> list[str]:
-    """Reasons why blocks cannot be planned between two ranks, one "field: ours X, theirs Y" each; empty if they can."""
+    """Return why no load between two ranks can be planned, each reason as "field: ours X, theirs Y"; [] if one can."""
     pairs = [pair[2:] for pair in in_common(ours, theirs)] or [(ours[0], theirs[0])]
     found = [_apart("tp_size", ours[0].tp_size, theirs[0].tp_size)]
     found += (_apart("block_size", mine.block_size, other.block_size) for mine, other in pairs)
@@ -247,9 +258,9 @@ def _layer_differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare])
 
 
 def left_out(ours: Collection[int], theirs: Collection[int]) -> frozenset[int]:
-    """Return the layers of a draft model that only one of two sides has: loads leave them out.
+    """Return the layers of a draft model that only one side has; loads leave them out.
 
-    None are, unless both have layers of the model itself in common.
+    If the sides have no layer of the model itself in common, no layer is left out.
     """
     if min({*ours} & {*theirs}, default=FIRST_DRAFT_LAYER) >= FIRST_DRAFT_LAYER:
         return frozenset()
@@ -263,9 +274,10 @@ _HINT = (
 
 
 def _hint(apart: Collection[int], common: Collection[int]) -> str:
-    """Say how a draft's layers are marked, if layers that one side lacks may be some: behind all others, not marked.
+    """Return a hint how to mark layers of a draft model, if the layers `apart` may be some; else "".
 
-    Unmarked they are never left out: they may as well be layers that one side has forgotten.
+    They may be if they come after all `common` layers and are not marked. Unmarked layers are never left out, because
+    one side may have forgotten to register them.
     """
     return _HINT if common and max(common) < min(apart) and max(apart) < FIRST_DRAFT_LAYER else ""
 
@@ -289,9 +301,9 @@ def _heads_word(share: CacheShare) -> str:
 
 @lru_cache(maxsize=4096)
 def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[HeadSource, ...]:
-    """Producer's ranks that rank `tp_rank` of `tp_size` reads from or reports to, in order.
+    """Return the producer's tensor-parallel ranks that rank `tp_rank` of `tp_size` reads from or reports to, in order.
 
-    Sizes are such that `differences` found nothing wrong with them.
+    Only for sizes in which `differences` finds nothing wrong.
     """
     mine = _heads(tp_rank, tp_size, kv_heads)
     holders = range(mine.start * their_tp_size // kv_heads, -(-mine.stop * their_tp_size // kv_heads))
@@ -308,21 +320,22 @@ def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) 
 
 
 def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
-    """The tensor-parallel ranks of each of their stages that we read from or report to."""
+    """Return the producer's tensor-parallel ranks that the local rank reads from or reports to, in each stage."""
     return head_sources(ours.tp_rank, ours.tp_size, theirs.tp_size, kv_heads_of_model(ours, theirs))
 
 
 def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
-    """Source of ours that is the rank with the share `theirs`; None if we neither read from it nor report to it."""
+    """Return the source that is the rank with share `theirs`; None if nothing is read from or reported to that rank."""
     return next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
 
 
 def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> ReportShare:
-    """Share that we report to a rank when we are done with its lease.
+    """Return the share of a producer rank's lease that the local rank reports as read.
 
-    Counted in layers, each divided by its reporters: the stages of one engine split its layers, so the shares of all
-    who report to a rank add up to 1. A rank that has no layer of ours is released by others. Layers of a draft model,
-    which readers may lack, are not counted, unless the rank has no others.
+    The share counts common layers, each divided by the number of its reporters. The stages of the reader's engine split
+    the layers, so the shares of all reporters add up to 1. If the ranks have no layer in common the share is 0, and
+    other readers report. Layers of a draft model do not count, since readers may lack them, unless the producer rank
+    has no other layers.
     """
     held = {layer for share in theirs for layer in share.layers}
     counted = {layer for layer in held if layer < FIRST_DRAFT_LAYER} or held
@@ -336,9 +349,9 @@ def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> Re
 
 
 def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:
-    """The fault of a producer whose stages hold these layers, for a rank that needs `ours`; "" if nothing.
+    """Return why a rank with layers `ours` cannot be filled from a producer's `stages`; "" if it can.
 
-    `whole` says that ours are all layers of the model.
+    `stages`: the layers of each pipeline stage. `whole`: `ours` are all layers of the model.
     """
     if len(stages) == 1 and stages[0] == ours:
         return ""
@@ -357,7 +370,7 @@ def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whol
 
 
 def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:
-    """The model's KV heads that a rank holds."""
+    """Return which of the model's `kv_heads` heads a tensor-parallel rank holds."""
     if tp_size <= kv_heads:
         each = kv_heads // tp_size
         return range(tp_rank * each, (tp_rank + 1) * each)
@@ -366,18 +379,18 @@ def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:
 
 
 def _reporters(theirs: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[range, bool]:
-    """The ranks that report to rank `theirs`, and whether they read from it, too.
+    """Return the ranks that report to the producer's rank `theirs`, and whether they also read from it.
 
-    The readers of a head are spread evenly over its holders, which are replicas of each other: reader j of n takes
-    holder j*m/n of m, so that rank i reads from rank i if the sizes are equal. A replica that nobody reads from is
-    released by the first reader of the nearest lower one that is read.
+    The readers of a head are spread evenly over the head's holders: reader j of n takes holder j*m/n of m. So rank i
+    reads from rank i if the sizes are equal. If a holder has no reader, the first reader of the nearest lower holder
+    with readers reports to it.
     """
     held = _heads(theirs, their_tp_size, kv_heads)
     readers, holders = max(tp_size // kv_heads, 1), max(their_tp_size // kv_heads, 1)
-    each = max(kv_heads // tp_size, 1)  # heads of a rank of ours
-    sharers = range(held.start * readers // each, -(-held.stop * readers // each))  # ours with a head in common
+    each = max(kv_heads // tp_size, 1)  # heads of one reader rank
+    sharers = range(held.start * readers // each, -(-held.stop * readers // each))  # reader ranks with a head in common
     holder = theirs % holders
-    last = min(readers - 1, ((holder + 1) * readers - 1) // holders)  # the last reader of it or of one before it
+    last = min(readers - 1, ((holder + 1) * readers - 1) // holders)  # last reader of this holder, or of one before it
     served = last * holders // readers
     first = -(-served * readers // holders)
     if holders == 1:
@@ -392,5 +405,5 @@ def _divides(a: int, b: int) -> bool:
 
 
 def _layers_text(layers: Sequence[int]) -> str:
-    """Layer numbers in short: "4 (0, 1, 2, 3)"."""
+    """Return the number of layers and their first numbers, such as "4 (0, 1, 2, 3)"."""
     return f"{len(layers)} ({few(sorted(layers), 6)})"
