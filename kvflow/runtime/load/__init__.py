@@ -1,1 +1,1 @@
-"""Loads: what kind one is, where its bytes come from, the flight that carries them, and the one place where it ends."""
+"""Loads: which kind a load is, where its bytes come from, its flight, and the one place where it ends."""

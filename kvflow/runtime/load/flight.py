@@ -1,16 +1,17 @@
-"""One load's bytes: a flight owns what it has claimed, posts reads, and knows when the last one has stopped.
+"""The flight of a load: it owns what the load has claimed, posts reads, and knows when the last read has stopped.
 
-Posted reads cannot be taken back (NIXL: releasing a handle does not stop the bytes). So a load that ends early waits
-here for its posted reads, up to a bound. Past the bound the blocks are quarantined, and the flight outlives the load
-until they are safe (invariant I1). Blocks, words for seals and connections are given back in one place: `_give_back`.
+A posted read cannot be taken back (NIXL: releasing a handle does not stop the bytes). So a load that ends early waits
+here for its posted reads, up to a bound. After that bound its blocks are quarantined, and the flight outlives the load
+until the blocks are safe (invariant I1). Blocks, words for seals and connections are given back in one place:
+`_give_back`.
 
-Most reads go straight into the cache. The others go through buffers, in copy groups (`CopyGroup`): reads from one
-or several ranks and, when the last of them has landed, a copy on the copy thread. A copy that runs cannot be taken back
-either, so it counts as a read.
+Most reads go straight into the cache. The others go through buffers, in copy groups (`CopyGroup`): reads from one or
+several ranks and, when the last of these reads has landed, a copy on the copy thread. A running copy cannot be taken
+back either, so it counts as a read.
 
-Every read needs a permit before it is posted, and keeps it until it has stopped, quarantined or not. There is no
-deadlock: a permit is asked for when the read can be posted at once, so its holder waits for nobody; and no holder of a
-permit asks for words or buffers, which a load may hold while it waits.
+Every read needs a permit before it is posted, and keeps the permit until the read has stopped, quarantined or not. This
+cannot deadlock: a permit is requested only when its read can be posted at once, so the holder of a permit waits for
+nothing. And no holder of a permit asks for words or buffers, which a load may hold while it waits.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from kvflow.runtime.tasks import require_loop
 from kvflow.transport.base import ReadEnded, TransportError
 
 HeadOf: TypeAlias = Callable[[Source], Piece]
-"""Address of a rank's seal, and our word for it: `Flight.head`."""
+"""A function that returns the piece that fetches a source's seal: the seal's address, and the local word for it
+(`Flight.head`)."""
 
 
 class Read(NamedTuple):
@@ -48,37 +50,37 @@ class Read(NamedTuple):
 
 
 class CopyGroup(NamedTuple):
-    """Reads that belong together, and what happens when all have landed."""
+    """Reads that go into the same buffers, and what follows when all have landed."""
 
     reads: Sequence[Read]
     copy: Callable[[], None] | None = None
     """Runs on the copy thread once all reads have landed."""
     release: Callable[[], None] | None = None
-    """Runs on the loop once nothing can touch the group's buffers any more."""
+    """Runs on the loop when nothing can touch the group's buffers again."""
     on_land: Callable[[float, float], None] | None = None
-    """Callback told, once the group is in the cache, that time and the time at which its first read was posted."""
+    """Called when the group is in the cache, with the time now and the time at which its first read was posted."""
 
 
-# Steps that each load goes through, looked up once.
+# Transitions of every load, looked up once.
 _READING = fire(TRANSFER_TABLE, TransferState.PENDING, "post")
 _LANDED = fire(TRANSFER_TABLE, TransferState.READING, "land")
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A copy group that was begun: how many of its reads are under way, and whether it is worth copying."""
+    """A copy group that has begun: how many of its reads are under way, and whether it is still worth copying."""
 
     group: CopyGroup
-    pending: int = 1  # the beginning counts as one
+    pending: int = 1  # posting the group counts as one until it is finished
     intact: bool = True
     begun_s: float = math.inf
 
 
 class Flight:
-    """The bytes of one load into blocks of ours, and all that it has claimed for them.
+    """The reads and copies of one load into local blocks, and everything that the load has claimed for them.
 
-    It claims the blocks in the ledger when it is made (BlocksBusy if it cannot), holds its sources' connections and has
-    a word for the seal of each. It gives everything back when the blocks are safe.
+    A flight claims its blocks in the ledger when it is made; BlocksBusy if it cannot. It holds the connections of its
+    sources, and has a word for the seal of each source. When the blocks are safe, it gives everything back.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Flight:
         priority: int,
         resources: FlightResources,
     ) -> None:
-        """A flight that was admitted: each source has a word (`SealSlots.take`), which is the flight's from now on."""
+        """Make the flight of an admitted load. It takes over the words of its sources (`SealSlots.take`)."""
         try:
             resources.ledger.begin_load(ids)
         except BlocksBusy:
@@ -99,28 +101,28 @@ class Flight:
         self.state = TransferState.PENDING
         self.post_s = self.queued_s = 0.0
         self.heard_s = 0.0
-        """Time at which one of its reads has ended last, or began while there was none."""
+        """Time at which a read last ended, or at which a read began while none was under way."""
         self.descriptor_count = self.size_bytes = 0
         self.waits = False
-        """True while a read waits for its permit, or did so when it was cancelled."""
+        """True while a read waits for its permit, and after such a wait was cancelled."""
         self.failed: Source | None = None
-        """The source whose read failed first."""
+        """Source of the first read that failed."""
         self._ids = ids
         self._sources = sources
         self._priority = priority
         self._resources = resources
         self.on_safe: Callable[[Flight], None] | None = None
-        """Callback told once the blocks are safe, if somebody wants to know."""
+        """Called with the flight when the blocks are safe; None if nothing needs to know."""
         self._under_way = 0
-        """Reads and copies that cannot be taken back."""
+        """Number of reads and copies under way, which cannot be taken back."""
         self._lost: list[_Running] = []
         self._copies = 0
         self._looks: dict[Source, Descriptors] = {}
-        """Reads that fetch nothing but a seal: a lease that grows is looked at again and again."""
+        """Descriptors of reads that fetch only a seal, by source: the seal of a growing lease is fetched many times."""
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
-        """Future of who waits until the blocks are safe, or until that can never be known."""
+        """Ends when the blocks are safe, or fails when that can never be known; None until a task waits for it."""
         for source in sources:
             source.connection.users += 1
 
@@ -129,18 +131,18 @@ class Flight:
 
     @property
     def safe(self) -> bool:
-        """True once no byte can land in the blocks any more."""
+        """True when no further byte can land in the blocks."""
         return transfer_blocks_safe(self.state)
 
     @property
     def lost(self) -> BaseException | None:
-        """The reason why it will never be known when its last read has stopped; None unless that is so."""
+        """Error that says why it can never be known when the last read has stopped; None if it can be known."""
         return self._end.exception() if self._end is not None and self._end.done() else None
 
     async def settled(self) -> None:
-        """Return once the blocks are safe. RuntimeBroken if that can never be known because the transport died.
+        """Wait until the blocks are safe. RuntimeBroken if that can never be known because the transport died.
 
-        UsageError on another loop.
+        UsageError on another event loop.
         """
         if not self.safe:
             ending = self._ending()
@@ -154,19 +156,20 @@ class Flight:
 
     @property
     def moving(self) -> bool:
-        """True while more is under way than looks at seals."""
+        """True while more reads and copies are under way than fetches of seals."""
         return self._under_way > sum(source.proof.looking for source in self._sources)
 
     def head(self, source: Source) -> Piece:
-        """Address of a source's seal, and the word of ours that it is fetched to."""
+        """Return the piece that fetches a source's seal: its address at the producer, and the local word for it."""
         slots = self._resources.seal_slots
         return Piece(slots.address + source.word * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
 
     async def fly(self, reads: Iterable[Read]) -> bool:
-        """Read straight into the cache. True if the seals vouch for all of it (`core.protocol.proof` says why).
+        """Read straight into the cache. Return True if the leases covered the whole read (see `core.protocol.proof`).
 
-        A seal is fetched with the first read from its rank: if it is broken nothing further is posted. Raises the first
-        TransportError or CopyFailed, or RuntimeBroken; `stop` has to follow. Cancelling posts no more.
+        The seal of a rank is fetched with the first read from it, or right after. If a seal shows that its lease has
+        ended, nothing further is posted. Raises the first TransportError or CopyFailed, or RuntimeBroken; then call
+        `stop`. If cancelled, posts nothing further.
         """
         if self.state is TransferState.PENDING:
             self.state = _READING
@@ -180,7 +183,7 @@ class Flight:
         return await self._look_again(again) if fresh and again else fresh
 
     async def fly_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
-        """Read copy groups, each as soon as it is given; else as `fly`."""
+        """Read copy groups, each as soon as `groups` yields it. Otherwise the same as `fly`."""
         if self.state is TransferState.PENDING:
             self.state = _READING
         try:
@@ -194,15 +197,16 @@ class Flight:
         return await self._look_again(again) if fresh and again else fresh
 
     def land(self) -> None:
-        """End the flight well: every posted byte has landed, and no more are posted."""
+        """End the flight after success: every posted byte has landed, and nothing further will be posted."""
         assert self.state is TransferState.READING, "it has flown"
         self.state = _LANDED
         self._give_back()
 
     async def stop(self, grace_s: float) -> bool:
-        """End the flight whatever it is doing: wait up to `grace_s` for posted reads. True if the blocks are safe.
+        """End the flight in any state. Wait up to `grace_s` for posted reads. Return whether the blocks are safe.
 
-        Cancellation is held back here, and nowhere else: a cancel that arrives while it waits is raised at its end.
+        Blocks that are not safe are quarantined. Cancellation is held back here, and nowhere else: if the waiting task
+        is cancelled, CancelledError is raised at the end of the wait.
         """
         cancelled = False
         if self.state in (TransferState.PENDING, TransferState.READING):
@@ -229,9 +233,9 @@ class Flight:
             self.nudge()
 
     async def below(self, count: int, *, copies_beside: int = 0) -> None:
-        """Wait until fewer than `count` reads and copies are under way, not counting up to `copies_beside` copies.
+        """Wait until fewer than `count` reads and copies are under way, without counting up to `copies_beside` copies.
 
-        Raises what has gone wrong once all have stopped.
+        If the flight has failed, wait until all have stopped, then raise the error.
         """
         while self._under_way >= (1 if self._error else count + min(self._copies, copies_beside)):
             self._progress = asyncio.get_running_loop().create_future()
@@ -242,14 +246,14 @@ class Flight:
             raise self._error
 
     async def changed(self) -> None:
-        """Wait until a read or a copy has ended, or `nudge` was called. Raises what has gone wrong, as `below`."""
+        """Wait until a read or a copy has ended, or `nudge` was called. If the flight has failed, raise as `below`."""
         if self._error is None and (self._end is None or not self._end.done()):
             self._progress = asyncio.get_running_loop().create_future()
             await self._progress
         await self.below(self._under_way + 1)
 
     def nudge(self) -> None:
-        """Wake who waits: a read or a copy has ended, perhaps the last one."""
+        """Wake the waiting task: a read or a copy has ended. After the last one of a stopping flight, give all back."""
         if self._progress is not None and not self._progress.done():
             self._progress.set_result(None)
         stopping = self.state is TransferState.STOPPING or self.state is TransferState.QUARANTINED
@@ -258,19 +262,19 @@ class Flight:
             self._give_back()
 
     def fail(self, error: TransportError | RuntimeBroken, source: Source) -> None:
-        """Fail as if one of its reads had failed, for another reason."""
+        """Fail the flight for another reason than a read, as if a read from `source` had failed with `error`."""
         if self._error is None:
             self._error, self.failed = error, source
         self.nudge()
 
     async def look(self, source: Source) -> None:
-        """Fetch a source's seal by a read of its own. Returns when that is posted; raises as `fly`."""
+        """Post a read that fetches only the seal of `source`. Return when it is posted; raises as `fly`."""
         if (seal := self._looks.get(source)) is None:
             seal = self._looks[source] = fetch_seal(self.head(source))
         await self._send(source, seal, None, fetches_seal=True)
 
     def _judge(self) -> tuple[bool, list[Source]]:
-        """Judge after the last read: True if no source's proof calls it stale; and the sources to look at once more."""
+        """Return whether no proof calls its finished read stale, and the sources with a seal to fetch once more."""
         now_s = self._resources.clock.now_s()
         fresh, again = True, []
         for source in self._sources:
@@ -281,19 +285,19 @@ class Flight:
         return fresh, again
 
     async def _look_again(self, sources: Sequence[Source]) -> bool:
-        """Look at the seals once more: True if their leases are open now, when every byte has landed."""
+        """Fetch the seals of `sources` again, after the last byte has landed. Return whether their leases are open."""
         for source in sources:
             await self.look(source)
         await self.below(1)
         return all(source.proof.after(None) is Step.FRESH for source in sources)
 
     async def _post_group(self, group: CopyGroup) -> bool:
-        """Post a group's reads when there is room; False if a lease turned out to be over. Its end needs no waiting."""
+        """Post a group's reads as there is room, without waiting for their end. Return False if a lease has ended."""
         running = _Running(group)
         begun = False
         try:
             for read in group.reads:
-                # Reads do not wait for copies, up to as many: more would be in the way of other loads' copies.
+                # Up to `reads_max` copies do not hold reads up. More copies would delay the copies of other loads.
                 await self.below(self._resources.reads_max, copies_beside=self._resources.reads_max)
                 if not await self._post(read, running):
                     return False
@@ -303,7 +307,7 @@ class Flight:
         return True
 
     async def _post(self, read: Read, running: _Running | None) -> bool:
-        """Post a read when it has a permit; False if its source's lease turned out to be over."""
+        """Post a read when it has a permit. Return False, and post nothing, if the lease of its source has ended."""
         source, descriptors, carries_seal = read
         proof = source.proof
         if proof.before() is Step.STALE:
@@ -316,7 +320,7 @@ class Flight:
     async def _send(
         self, source: Source, descriptors: Descriptors, running: _Running | None, *, fetches_seal: bool
     ) -> None:
-        """Post a read when it has a permit. Raises what has gone wrong meanwhile."""
+        """Post a read when it has a permit. If the flight has failed meanwhile, raise its error instead."""
         resources, agent = self._resources, source.connection.agent
         size_bytes, count = descriptors.size_bytes, descriptors.table.shape[1]
         permit = resources.queue.ask((size_bytes, count, 1), agent, self._priority)
@@ -361,7 +365,7 @@ class Flight:
         fetches_seal: bool,
         event: ReadEnded | RuntimeBroken,
     ) -> None:
-        """Callback of the poller: a read has stopped, or it will never be known when."""
+        """Callback of the poller: a read has stopped or, with RuntimeBroken, it can never be known when it stops."""
         resources = self._resources
         self._under_way -= 1
         if isinstance(event, RuntimeBroken):
@@ -384,11 +388,11 @@ class Flight:
         self.nudge()
 
     def _note_lost(self, error: RuntimeBroken) -> None:
-        """Settle who waits: the poller has ended, so it will never be known when these bytes have stopped."""
+        """Fail the waiters: the poller has ended, so it can never be known when the bytes under way stop."""
         end = self._ending()
         if not end.done():
             end.set_exception(error)
-            end.exception()  # seen: there may be nobody who waits
+            end.exception()  # mark it as retrieved: there may be no waiter
         self.nudge()
 
     def _ending(self) -> asyncio.Future[None]:
@@ -397,7 +401,7 @@ class Flight:
         return self._end
 
     async def _hold(self, grace_s: float) -> bool:
-        """Wait for the last read to stop, or `grace_s`. True if a cancel arrived meanwhile."""
+        """Wait until the last read has stopped, at most `grace_s`. Return True if the task was cancelled meanwhile."""
         loop, end = asyncio.get_running_loop(), self._ending()
         deadline_s = loop.time() + grace_s
         cancelled = False
@@ -409,7 +413,7 @@ class Flight:
         return cancelled
 
     def _ended(self, running: _Running, *, intact: bool) -> None:
-        """End one part of a group. After the last one its copy runs, or its buffers are given back."""
+        """Note the end of one part of a group. After the last part, start the group's copy or give its buffers back."""
         running.intact = running.intact and intact
         running.pending -= 1
         if running.pending:
@@ -442,7 +446,7 @@ class Flight:
         self.nudge()
 
     def _give_back(self) -> None:
-        """Give back what was claimed. Called once, when no byte can land any more."""
+        """Give everything that was claimed back. Called once, when no further byte can land."""
         resources = self._resources
         resources.ledger.end_load(self._ids)
         resources.seal_slots.give_back(self._sources)

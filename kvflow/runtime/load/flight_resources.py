@@ -1,11 +1,11 @@
-"""Resources that all flights of one registration share: the poller, slots that seals are fetched to, the throttle.
+"""Resources that all flights of one registration share: the poller, words that seals are fetched to, the load throttle.
 
-The `Poller` is the one task that takes events from the transport. When it ends, for whatever reason, it settles every
-flight, so nobody waits on a transport that nobody listens to any more (invariant I7). When a cache is unregistered,
-reads are settled once the transport has been closed, which waits for them.
+The `Poller` is the only task that takes events from the transport. When it ends, for whatever reason, it settles every
+flight, so no flight waits for events that nothing delivers (invariant I7). When a cache is unregistered, reads are
+settled after the transport has closed, since closing waits for them.
 
-`SealSlots` and `LoadThrottle` decide when a load may begin: it needs a slot for each seal that it fetches, and a burst
-of loads begins over many turns of the loop.
+`SealSlots` and `LoadThrottle` decide when a load may begin. A load needs a word for each seal that it fetches, and a
+burst of loads begins over many turns of the loop.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
 
 Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
-"""Callback told how a read has ended; RuntimeBroken if that will never be known."""
+"""Callback for the end of a read; gets RuntimeBroken if that end can never be known."""
 
 TURN_S = 1e-3
-"""Time in which a few loads may start; others wait for their turn."""
+"""Time in which a few loads (`_TURN_LOADS`) may start; others wait for their turn."""
 _TURN_LOADS = 3
 _PAUSE_MAX_S = 5e-3
 
-_IN_ALL_MAX = (1 << 17, 512)  # descriptors and reads in flight, beside Config.in_flight_bytes_max
+_IN_ALL_MAX = (1 << 17, 512)  # descriptors and reads in flight in all, beside Config.in_flight_bytes_max
 _OF_PEER_MAX = (1 << 15, 128)  # the same, from one rank
-_AHEAD_S = 1e-3  # to see the end of a read and to post another one takes no longer
+_AHEAD_S = 1e-3  # longest time from the end of a read until another one is posted
 
 
 class Posts(Protocol):
-    """The object that posts reads: the `Poller`, and the moves of a store."""
+    """An object that posts reads: the `Poller`, or a store for the moves of its files."""
 
     @property
     def behind(self) -> bool: ...
@@ -52,13 +52,13 @@ class Posts(Protocol):
 
 
 class Poller:
-    """Posts reads and dispatches events. `run` is the poller task's body."""
+    """The object that posts reads to the transport and dispatches its events. `run` is the body of the poller task."""
 
     def __init__(self, transport: Transport, on_notification: Callable[[bytes], None]) -> None:
         self._transport = transport
         self._on_notification = on_notification
         self._under_way: dict[PostedRead, Told] = {}
-        """Callback of each read."""
+        """Callback of each read under way."""
         self._cause: BaseException | None = None
         self._ended = self._patient = False
 
@@ -68,16 +68,16 @@ class Poller:
         return self._transport.behind
 
     def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None:
-        """Post a read (see `Transport.post_read`); `told` is called once, when it ends."""
+        """Post a read (see `Transport.post_read`); its end calls `told`, once. RuntimeBroken after `run` has ended."""
         if self._ended:
             raise RuntimeBroken("the transfer poller has ended") from self._cause
         self._under_way[self._transport.post_read(agent, descriptors)] = told
 
     async def run(self) -> None:
-        """Dispatch events until cancelled or until the transport breaks, which raises TransportBroken.
+        """Dispatch events until cancelled, or until the transport breaks, which raises TransportBroken.
 
-        Task `kvflow-poller`: one for a registration, to its end. If it dies, or another task cancels it,
-        waiters of posted reads are told, and the runtime breaks.
+        Task `kvflow-poller`: one for a registration, to its end. If it dies, or another task cancels it, the waiters of
+        posted reads get TransportBroken, and the runtime breaks.
         """
         try:
             await self._transport.run(self._dispatch)
@@ -90,11 +90,11 @@ class Poller:
                 self.settle(stopped=False)
 
     def wait_for_transport(self) -> None:
-        """Leave reads to the transport, which is about to be closed and waits for them: they are not lost yet."""
+        """When `run` ends, do not fail the reads under way: the transport will be closed, which waits for them."""
         self._patient = True
 
     def settle(self, *, stopped: bool) -> None:
-        """Fail all reads under way. They have `stopped`, or it is not known whether they have."""
+        """Fail all reads under way. `stopped`: they are known to have stopped; otherwise each gets TransportBroken."""
         under_way, self._under_way = self._under_way, {}
         for posted, told in under_way.items():
             if stopped:
@@ -112,15 +112,15 @@ class Poller:
 
 
 class SealSlots:
-    """Words of host memory that seals are fetched to, and the loads that wait for some.
+    """Words of host memory that seals are fetched to, and the loads that wait for words.
 
-    A load is admitted when each rank that it reads from has a word. A smaller priority goes first, equal ones in the
-    order in which they came; no load overtakes the first one.
+    A load is admitted when each rank that it reads from has a word. A smaller priority goes first, equal ones in order
+    of arrival. No load overtakes the head of the queue.
     """
 
     def __init__(self, count: int) -> None:
         self.table = SealTable(count)
-        """Seals as they were fetched."""
+        """The words, each with the seal that was last fetched to it."""
         self.address = self.table.address(0)
         """Address of the first word."""
         self._free = list(range(count - 1, -1, -1))
@@ -130,7 +130,7 @@ class SealSlots:
 
     @property
     def waiting(self) -> int:
-        """Number of loads that wait."""
+        """Number of loads that wait for words."""
         return sum(not turn.done() for *_, turn in self._queue)
 
     @property
@@ -138,7 +138,7 @@ class SealSlots:
         return self.table.count - len(self._free)
 
     def take(self, sources: Sequence[Source]) -> bool:
-        """Give each source a word: True if there are enough, and nobody waits."""
+        """Give each source a word. Return False, and do nothing, if too few words are free or another load waits."""
         if self._queue or len(self._free) < len(sources):
             return False
         for source in sources:
@@ -146,7 +146,7 @@ class SealSlots:
         return True
 
     async def wait(self, sources: Sequence[Source], priority: int) -> None:
-        """Return once each source has a word. Cancelling gives the words, or the place in the queue, back."""
+        """Wait until each source has a word. If cancelled, give back the words, or the place in the queue."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (priority, next(self._numbers), sources, turn))
         try:
@@ -159,7 +159,7 @@ class SealSlots:
             raise
 
     def give_back(self, sources: Sequence[Source]) -> None:
-        """Take words back: wipe them, and admit loads that wait."""
+        """Take the words of `sources` back, wipe them, and admit loads that wait."""
         for source in sources:
             self.table.words[source.word] = 0
             self._free.append(source.word)
@@ -179,27 +179,27 @@ class SealSlots:
 
 
 class LoadThrottle:
-    """Bound on the loads that start at once: a burst starts over many turns of the loop, and never holds it.
+    """A bound on loads that start at once: a burst starts over many turns of the loop, and never blocks the loop.
 
-    Starting a load takes a tenth of a millisecond, in which nothing else runs. A load that comes alone does not wait.
-    While many reads wait to be started no load begins, so that the loop is idle at times: the thread that starts reads
-    gets Python's lock at once from an idle loop, but only after a tenth of a second from a busy one.
+    Starting a load takes a tenth of a millisecond, in which nothing else runs. A single load does not wait. While many
+    reads wait to be started, no load begins, so that the loop is idle at times: the thread that starts reads gets
+    Python's lock at once from an idle loop, but only after a tenth of a second from a busy one.
     """
 
     def __init__(self, poller: Posts) -> None:
         self.paused = False
-        """True while loads wait until fewer reads do: `resume` once that may be so."""
+        """True while loads wait until fewer reads wait. Call `resume` when that may be so."""
         self._poller = poller
         self._next_turn: asyncio.Handle | None = None
         self._since_s = -math.inf
         self._left = 0
         """Loads that may still start at once, until `TURN_S` after `_since_s`."""
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
-        """Heap of loads by priority, then those that had a turn before, then in the order in which they came."""
+        """Heap of waiting loads: by priority, then loads that had a turn already, then by order of arrival."""
         self._numbers = itertools.count()
 
     def at_once(self, now_s: float) -> bool:
-        """True if a load may start now; else its turn has to `come`."""
+        """Return whether a load may start now. If not, it has to wait for its turn with `come`."""
         if self._waiting:
             return False
         if now_s - self._since_s >= TURN_S:
@@ -208,7 +208,7 @@ class LoadThrottle:
         return self._left >= 0
 
     async def come(self, priority: int, *, again: bool = False) -> None:
-        """Return when it is the load's turn. A smaller `priority` goes first; of equals, one that had a turn before."""
+        """Wait for the load's turn. A smaller `priority` goes first; of equals, a load that had a turn (`again`)."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._next_turn = asyncio.get_running_loop().call_soon(self._next)
@@ -216,7 +216,7 @@ class LoadThrottle:
         await turn
 
     def _next(self) -> None:
-        """Start a few loads in this turn of the loop. Whatever else is ready runs before the next few."""
+        """Start a few loads in this turn of the loop. Everything else that is ready runs before the next few."""
         for _ in range(min(_TURN_LOADS, len(self._waiting))):
             *_, turn = heapq.heappop(self._waiting)
             if not turn.done():
@@ -230,7 +230,7 @@ class LoadThrottle:
             self._next_turn = loop.call_soon(self._next)
 
     def resume(self) -> None:
-        """Go on while `paused`, since a load is over, unless too many reads still wait."""
+        """If `paused`, go on starting loads, because a load has ended. No effect while too many reads still wait."""
         if not self._poller.behind and self._next_turn is not None:
             self._next_turn.cancel()
             self._next_turn, self.paused = asyncio.get_running_loop().call_soon(self._next), False
@@ -238,22 +238,22 @@ class LoadThrottle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightResources:
-    """What all flights of a registration claim from, and post their reads by."""
+    """The shared objects that all flights of a registration claim from, and post their reads with."""
 
     ledger: BlockLedger
     seal_slots: SealSlots
     """Memory that seals are fetched to."""
     queue: FairQueue
-    """Bounds what is in flight: bytes, descriptors and reads, in all and from one rank."""
+    """Permits that bound what is in flight: bytes, descriptors and reads, in all and from one rank."""
     poller: Posts
     copy_thread: CopyThread
     clock: Clock
     reads_max: int
-    """Reads of one load at once, and as many copies; 2 hides the completion latency of the first."""
+    """Largest number of reads of one load at once, and of copies. 2 hides the completion latency of the first read."""
 
 
 def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
-    """Queue of permits for reads, bounded in all and for one rank, whose bound may grow with its speed."""
+    """Return the queue of permits for reads, bounded in all and per rank. `grows`: a rank's bound follows its speed."""
     of_peer = config.limits.peer_in_flight_bytes_max, *_OF_PEER_MAX
     in_all = config.in_flight_bytes_max, *_IN_ALL_MAX
     return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)

@@ -1,17 +1,18 @@
-"""Leases that other engines hold open for us: kept while they are needed, given back after.
+"""Leases that other engines hold open for this rank: renewed while they are needed, then given back.
 
-*Keeping* is renewal: one notification per peer names the leases that are still needed. The first one is sent a moment
-after a lease is needed, the next ones every third of its ttl, so that two in a row may be lost. A peer of another make
-gets its heartbeats instead (`Connection.telling`). Leases are kept for loads under way and for requests that wait for
-their load. Most loads take a millisecond and renew nothing: they cost one entry in a dict, and there is one timer for
-all.
+*Keeping* a lease is renewing it: one notification per peer names the leases that are still needed. The first renewal is
+sent a moment after a lease is needed, the next ones every third of its ttl, so that two in a row may be lost. A stock
+peer gets the heartbeats that it expects instead (`Connection.telling`). Leases are kept for loads under way, and for
+requests that wait for their load. Most loads take a millisecond and renew nothing: each costs one entry in a dict, and
+one timer serves all.
 
-*Giving back* is a notification where there is a connection, after a read or instead of one: a request may find all its
-blocks cached, or be rejected before decode. Elsewhere it is one question on the side channel, and the transport never
-hears of the peer; the rank works out itself which share of the lease such a reader reports.
+*Giving back* a lease is a notification if its rank is connected, after a read or instead of one: all blocks of a
+request may be cached already, or the request may be rejected before decode. A rank without a connection gets one
+question on the side channel, and the transport never learns of that peer. The rank works out itself which share of the
+lease the reader reports.
 
-Both are best effort: the seal says whether a lease was open during a read (`core.protocol.proof`), and a lease that
-nobody gives back runs out.
+Both are best effort: the seal says whether a lease was open during a read (`core.protocol.proof`), and a lease that is
+not given back expires.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 _PAUSE_LEAST_S = 0.01  # between renewals, whatever ttl a ticket has
-_FIRST_AFTER_S = 0.25  # most loads are over by then, and renew nothing; nobody knows how old a ticket is
+_FIRST_AFTER_S = 0.25  # most loads have ended by then, and renew nothing; soon, since a ticket may be old
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class _Kept:
 
 
 class LeaseIdTelling:
-    """Notifications to producers of our own make, which name leases by their ids; see `peer.Telling`."""
+    """Notifications to producers that run kvflow, which name leases by their ids; see `peer.Telling`."""
 
     heartbeat_s: float | None = None
 
@@ -81,14 +82,14 @@ class LeaseIdTelling:
         self.report(source.connection.agent, source.lease.lease_id, *source.connection.report_share)
 
     def report(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
-        """Report our share of the reading of a lease."""
-        if numerator > 0:  # else others report it
+        """Report `numerator` / `denominator` of a lease as read by this rank."""
+        if numerator > 0:  # else other ranks report it
             message = ReadDone(lease_ids=(lease_id,), reader=self._reader, numerator=numerator, denominator=denominator)
             self._transport.notify(agent, codec.encode(message), self._join)
 
 
 class RemoteLeases:
-    """Keeps leases of other engines, and gives them back."""
+    """The leases of other engines that this rank keeps: renews them, and gives them back."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._cache = cache
@@ -100,10 +101,10 @@ class RemoteLeases:
         self._alarm = Alarm(cache.clock, self._renew)
         self._closed = False
         self.sent = 0
-        """Renewals of leases, counting each time."""
+        """Renewals that were sent, counted once per lease and notification."""
 
     def keep(self, owner: object, ttl_s: float, source: Source) -> None:
-        """Renew a lease of `ttl_s` from now on until its owner needs it no more (`forget`)."""
+        """Renew a lease of `ttl_s` until its owner no longer needs it (`forget`)."""
         now_s, pause_s = self._clock.now_s(), source.connection.telling.heartbeat_s
         if pause_s is None:
             pause_s = max(ttl_s / 3, _PAUSE_LEAST_S)
@@ -116,19 +117,19 @@ class RemoteLeases:
             self._alarm.set(due_s)
 
     def forget(self, owner: object) -> None:
-        """Renew nothing for this owner any more. No effect if it keeps nothing."""
+        """Stop renewing the leases of `owner`. No effect if it keeps none."""
         for kept in self._kept.pop(owner, ()):
             kept.source.peer.leases_kept -= 1
 
     @contextmanager
     def keep_while(self, ticket: Ticket) -> Iterator[None]:
-        """Keep a checked ticket's leases until the block ends, for a request that waits for its load.
+        """Keep the leases of a checked ticket until the block ends, for a request that waits for its load.
 
-        They are found beside the block, as a load would find them, so their peers are connected before the load comes.
-        A lease that cannot be kept raises nothing here: its load fails. Raises RuntimeClosed.
+        A task beside the block looks the leases up as a load would, so their ranks are connected before the load
+        begins. A lease that cannot be kept raises nothing here: the load fails later. Raises RuntimeClosed.
         """
         if ticket.offers_nothing:
-            yield  # its leases ended when they were made
+            yield  # an empty offer: its leases have ended already
             return
         owner = object()
         task = self._spawn(self._keep_for(owner, ticket), name=f"kvflow-keep {ticket.request_id}")
@@ -139,17 +140,17 @@ class RemoteLeases:
             self.forget(owner)
 
     def tell(self, sources: Sequence[Source]) -> None:
-        """Report to every rank that holds a lease for us that we have read, also to those that we only report to."""
+        """Report the lease of each source as read, also to ranks that this rank reports to without reading."""
         for source in sources:
             source.connection.telling.read(source)
 
     async def release(self, given: Ticket | Mapping[str, Any]) -> bool:
-        """Give a ticket's leases back unread. True if every rank that holds one was told.
+        """Give the leases of a ticket back, unread. Return whether every rank that holds a lease was notified.
 
-        One rank is told first, and the others only if that one holds a lease for the ticket's request, or held one.
-        Takes Config.handshake_timeout_s at most; of a rendezvous the offer is waited for, within its `ttl_s`, too.
-        RequestError if the ticket cannot be right, or a rank's address cannot be known. Cancelling stops it; some ranks
-        may have been told then.
+        One rank is notified first. The others follow only if that rank holds a lease for the ticket's request, or held
+        one. Takes at most Config.handshake_timeout_s; for a rendezvous it also waits for the offer, within the ticket's
+        `ttl_s`. RequestError if the ticket cannot be right, or the address of a rank cannot be known. Cancelling stops
+        it; some ranks may have been notified by then.
         """
         ticket, problems = self._resolver.read_ticket(given), list[KVFlowError]()
         told = await self._release(ticket, problems)
@@ -158,25 +159,24 @@ class RemoteLeases:
         return told
 
     def release_soon(self, ticket: Ticket) -> None:
-        """Give a ticket's leases back in a task of its own; its errors are logged or dropped.
+        """Give the leases of a ticket back in a task of its own. Its errors are logged or dropped.
 
-        Ranks that cannot be reached are told later, as long as their leases may be open.
+        If a rank cannot be reached, try again later, as long as its lease may be open.
         """
         over_s = self._clock.now_s() + min(ticket.ttl_s, self._config.lease_lifetime_s)
         self._begin_release(ticket, over_s, 0.0)
 
     def _begin_release(self, ticket: Ticket, over_s: float, paused_s: float) -> None:
-        """Start an attempt to give a ticket's leases back, `paused_s` after the one before; 0 for the first one."""
+        """Start an attempt to give leases back, in time until `over_s`. `paused_s`: the pause before it; 0 at first."""
         with contextlib.suppress(RuntimeUnavailable):
             work = self._release_or_later(ticket, over_s, paused_s)
             self._spawn(work, name=f"kvflow-release {ticket.request_id}")
 
     async def _release_or_later(self, ticket: Ticket, over_s: float, paused_s: float) -> None:
-        """Body of a task, which ends with the runtime.
+        """Give leases back; if a rank cannot be reached, start another attempt after a pause. Ends with the runtime.
 
-        Task `kvflow-release <request>`: begun by `release_blocks` of a rendezvous, and by a load of several
-        tickets for those that it did not need. Ends when the leases are given back, or cannot be within their
-        time.
+        Task `kvflow-release <request>`: begun by `release_blocks` of a rendezvous, and by a load of several tickets for
+        those that it did not need. Ends when the leases are given back, or when their time has passed.
         """
         limits, problems = self._config.limits, list[KVFlowError]()
         try:
@@ -191,7 +191,7 @@ class RemoteLeases:
             self._clock.call_later(pause_s, partial(self._begin_release, ticket, over_s, pause_s))
 
     async def _release(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
-        """Give a checked ticket's leases back; see `release`. `problems` gets why ranks were not told."""
+        """Give the leases of a checked ticket back; see `release`. Append to `problems` why ranks were not notified."""
         bound_s = self._config.handshake_timeout_s + self._opens_within_s(ticket)
         try:
             async with asyncio.timeout(bound_s):
@@ -205,17 +205,20 @@ class RemoteLeases:
             return False
 
     async def _meet(self, ticket: Ticket, found: Callable[[Source, float], None]) -> Ticket:
-        """Wait for the offer of a rendezvous."""
+        """Wait for the offer of a rendezvous, and return its ticket. `found` gets each lease and its `ttl_s`."""
         growing = self._cache.part("growing", f"request {ticket.request_id!r}: a rendezvous")
         met: Ticket = await growing.rendezvous.meet(ticket, found)
         return met
 
     def _opens_within_s(self, ticket: Ticket) -> float:
-        """Seconds that an engine may take to open the lease of a rendezvous; 0 for other tickets."""
+        """Return the seconds that an engine may take to open the lease of a rendezvous; 0 for other tickets."""
         return min(ticket.ttl_s, self._config.lease_lifetime_s) if ticket.awaited else 0.0
 
     async def _release_awaited(self, ticket: Ticket) -> bool:
-        """Wait for the offer of a rendezvous, and give it back. A lease that is opened too late runs out."""
+        """Wait for the offer of a rendezvous, and give it back. Return whether an offer came.
+
+        A lease that is opened too late expires.
+        """
         met: list[Ticket] = []
         waiting = self._spawn(self._meet_to_release(ticket, met), name=f"kvflow-release {ticket.request_id}")
         try:
@@ -225,7 +228,7 @@ class RemoteLeases:
         return len(met) > 0
 
     async def _meet_to_release(self, ticket: Ticket, met: list[Ticket]) -> None:
-        """Body of a task, which ends with the runtime."""
+        """Wait for the offer of a rendezvous, give it back, and add its ticket to `met`. Ends with the runtime."""
         try:
             met.append(await self._meet(ticket, lambda source, _: self.tell((source,))))
         except KVFlowError as error:
@@ -233,7 +236,7 @@ class RemoteLeases:
 
     async def _release_offered(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         if ticket.offers_nothing:
-            return True  # its leases ended when they were made
+            return True  # an empty offer: its leases have ended already
         if not ticket.asks:
             return await self._release_unasked(ticket, problems)
         told = True
@@ -241,7 +244,7 @@ class RemoteLeases:
         async def visit(at: Address) -> bool:
             nonlocal told
             try:
-                told = told and await self._release_one(ticket, at) and told  # another one may have failed meanwhile
+                told = told and await self._release_one(ticket, at) and told  # another visit may have failed meanwhile
             except (PeerError, Overloaded) as error:
                 problems.append(error.of_request(ticket.request_id, ticket.engine_id))
                 told = False
@@ -258,12 +261,12 @@ class RemoteLeases:
         return True
 
     def close(self) -> None:
-        """Renew nothing any more, also for owners that come later."""
+        """Stop all renewals, also for owners that come later."""
         self._closed = True
         self._alarm.set(math.inf)
 
     async def _keep_for(self, owner: object, ticket: Ticket) -> None:
-        """Body of a task: keep a ticket's leases until it is cancelled.
+        """Find the leases of a ticket, and keep them until the task is cancelled.
 
         Task `kvflow-keep <request>`: begun by `keep_leases`. Ends with its block.
         """
@@ -281,20 +284,23 @@ class RemoteLeases:
             self.forget(owner)  # once more: a lease may be found while the task ends
 
     def _renew(self) -> None:
-        """Callback of the alarm: renew leases that are due, or will be soon, in few messages for each peer."""
+        """Callback of the alarm: renew the leases that are due now or soon, in few messages to each peer."""
         now_s = self._clock.now_s()
         due: dict[AgentName, list[Source]] = {}
         for kept in (kept for leases in self._kept.values() for kept in leases):
             if kept.due_s - kept.pause_s / 2 <= now_s:
                 due.setdefault(kept.source.connection.agent, []).append(kept.source)
-                kept.source.peer.used_s = now_s  # it is not idle: its connection stays
+                kept.source.peer.used_s = now_s  # the peer is not idle, so its connection stays
                 kept.due_s = now_s + kept.pause_s
         for sources in due.values():
             self.sent += sources[0].connection.telling.needed(sources)
         self._alarm.set(min((kept.due_s for leases in self._kept.values() for kept in leases), default=math.inf))
 
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:
-        """Tell a rank: True if it was told. Raises a PeerError, or Overloaded."""
+        """Give the lease of one rank back. Return True if the rank was notified, or if the lease has ended already.
+
+        Raises a PeerError, or Overloaded.
+        """
         named, local = ticket.find(at.rank), self._cache.local
         lease = named if named is not None and named.lease_id else None
         peer = self._cache.peers.get(at)
@@ -306,7 +312,7 @@ class RemoteLeases:
         if lease is None:
             answer = await self._cache.own_reach.standing(ticket, peer)
             if answer.lease is None:
-                return answer.state is not messages.Told.WAITING  # else there is nothing to give back
+                return answer.state is not messages.Told.WAITING  # it has ended, so nothing is left to give back
             lease = lease_told(at, answer.lease)
         word = messages.ReleaseRequest(
             reader=local.reader,

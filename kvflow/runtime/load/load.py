@@ -1,4 +1,4 @@
-"""A load under way: `Load`, which its caller holds and its carriers share, and the name of an unchecked request."""
+"""A load as its caller and its steps share it: `Load`; and the name of an unchecked request."""
 
 from __future__ import annotations
 
@@ -29,31 +29,41 @@ _NAME_CHARS_MAX = 512
 _NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 Carry: TypeAlias = "Callable[[Load], Awaitable[LoadReport]]"
-"""Carries a load out: from its offer, as far as that is known, to its report."""
+"""A function that carries a load out: from its offer, as far as that is known, to its report."""
 
 
 def said_priority(request: LoadRequest) -> int:
-    """Priority of an unchecked request; the usual one if its own is none, since it is about to be refused."""
+    """Return the priority of an unchecked request; the usual one if it is not valid: the request will be refused."""
     found = checks.answer(lambda: checks.whole(request.priority, "priority"))
     return _USUAL_PRIORITY if found is None else found
 
 
 class Load:
-    """One load, under way or over. Await it for its `LoadReport`; also the `quarantine` of the error it ended with.
+    """One load, under way or over. Await it for its `LoadReport`.
 
-    Awaiting raises what `Runtime.load_blocks` raises. Cancelling a task that awaits a load cancels the load, as with
-    any task; `asyncio.shield(load)` keeps it going.
+    Awaiting raises what `Runtime.load_blocks` raises. If the load has failed while bytes may still land, the load is
+    the `quarantine` of that error. Cancelling a task that awaits a load cancels the load, as with any task;
+    `asyncio.shield(load)` keeps the load going.
 
-    `async for progress in load` gives a `Progress` whenever more tokens have landed, and ends when the load does, or
-    raises what it raises. A slow consumer sees only the latest progress. What a part says is vouched for: its tokens
-    are the prompt's, read under a lease that was open, so a step that needs no more may use them. The rest of the
-    blocks is written meanwhile, and a load that fails later leaves the part as it is: its blocks are the engine's, but
-    nobody knows of a prompt that is complete. A group's window or state lies at the prompt's end, and so comes at its
-    end. A load whose leases do not grow, or are complete before any of it was read, that is verified, or may have
-    several sources, gives its last progress only. Several may iterate, and one may stop midway, which leaves the load
-    as it is. Cancelling a task that waits for the next progress cancels the load, as awaiting it does; who only looks
-    on waits with `progressed`. A task that is cancelled in the loop's body has to `cancel` the load itself, best in its
-    `finally`.
+    `async for progress in load` yields a `Progress` whenever more tokens have landed. The iteration ends when the load
+    ends, or raises what the load raises. A slow consumer sees only the latest progress:
+
+        load = runtime.start_load(request)
+        async for progress in load:
+            print(f"{progress.tokens} of {progress.tokens_in_all} tokens have landed")
+        report = await load
+
+    Landed tokens may be used at once, by a step that needs no others: they are the prompt's, and were read under a
+    lease that was open. Meanwhile the rest of the blocks is written. If the load fails later, the landed tokens stay in
+    the engine's blocks, but the prompt is not complete. The blocks of a window or state belong to the prompt's end, so
+    they land last.
+
+    Some loads yield only their last progress: if the prompt was complete before anything was read, if the load is
+    verified, or if it may have several sources.
+
+    Several tasks may iterate. A task may stop midway, which does not affect the load. Cancelling a task that waits for
+    the next progress cancels the load, as awaiting does; to watch a load without that, wait with `progressed`. If a
+    task is cancelled in the body of the `async for`, it has to call `cancel` itself, best in a `finally`.
     """
 
     def __init__(
@@ -65,32 +75,32 @@ class Load:
         clock: Clock | None = None,
         begun_s: float = 0.0,
     ) -> None:
-        """Open a load. One that was refused has a request only.
+        """Make the handle of a load. A refused load has only a request.
 
         Args:
             request: the request, checked.
             ticket: the first of its tickets.
-            tables: the local blocks, by group.
-            entries: the local blocks as the ledger counts them.
+            tables: the local blocks of each group.
+            entries: the local blocks, as the ledger counts them.
             clock: the registration's clock.
-            begun_s: when the load was asked for, by that clock.
+            begun_s: when the load was requested, by that clock.
         """
         self.request_id = request.request_id
         self.request = request
         self.followed = False
-        """True once its progress was asked for."""
+        """True once its progress was asked for, by `follow` or `async for`."""
         self.progress: Progress | None = None
-        """Progress that was seen last, while it is under way; None before the first tokens of a load that grows."""
+        """Latest progress, while the load is under way; None before the first tokens of a growing lease have landed."""
         self._task: asyncio.Task[LoadReport] | None = None
         self._outcome: LoadReport | BaseException | None = None
         self._news: asyncio.Event | None = None
         self._clock = clock or SystemClock()
-        # All that follows is only for the loader, its steps and the parts.
+        # Everything below is only for the loader, the steps of a load and the parts.
         if ticket is not None:
             self.ticket = ticket
-            """The ticket that is read now."""
+            """The ticket that the load reads from now."""
         self.attempts: list[Attempt] | None = None
-        """Outcome of each source so far, if the load may have several."""
+        """Outcome of each source so far; None if the load has only one source."""
         self.tables = tables
         self.entries = entries
         self.begun_s = self._since_s = begun_s
@@ -98,27 +108,27 @@ class Load:
         """Deadline, by the loop's clock."""
         self.phase = "queued"
         self.waits_for: Callable[[], str] | None = None
-        """What the phase waits for and has of it by now, in words, where its name does not say that."""
+        """Returns a text that says what the phase waits for, and has by now; None if the phase's name says it."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.carrying: asyncio.Task[Any] | None = None
-        """The task that carries the load out, once it has begun."""
+        """The task that carries the load out; None before the load has begun."""
         self.cancelling = 0
-        """Cancellations of that task before the load began."""
+        """Number of times that this task had been cancelled before the load began."""
         self.overdue = False
-        """True once the loader has cancelled the load: its deadline has passed, or the loader closes."""
+        """True once the loader has cancelled the load, because its deadline has passed or the loader closes."""
         self.held_up = ""
-        """What held the load up at that moment, for an error's message; "" if the phase's name says it."""
+        """For an error's message: what the load waited for when it became `overdue`; empty if the phase says it."""
         self.sources: Sequence[Source] = ()
-        """The ranks that are read from, once there is a plan."""
+        """The ranks that are read from; empty before there is a plan."""
         self.freshness = ""
-        """Proof of its bytes, as in a `LoadReport`; "" before the plan."""
+        """Kind of proof, as in a `LoadReport`; empty before there is a plan."""
         self.tokens = 0
-        """Tokens that are read."""
+        """Tokens that the load reads."""
         self.flight: Flight | None = None
         self.lease_news: Any = None
-        """The `growing.load_news.News` of leases that are still to come to an end; None if there are no such leases."""
+        """The `growing.load_news.News` of leases that are not complete yet; None if there are none."""
         self.landed: History | None = None
-        """When how many tokens had landed, of a load of leases that grow."""
+        """Numbers of landed tokens by time, for a load of growing leases; None for other loads."""
         self.verification = Verification.OFF
         self.payload = b""
 
@@ -138,31 +148,31 @@ class Load:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """The local blocks that it fills; those of the first group, if there are several."""
+        """Local blocks that the load fills. If there are several groups, those of the first group."""
         return self.block_tables[0] if self.tables else ()
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """The local blocks that it fills, by group."""
+        """Local blocks that the load fills, by group."""
         return tuple(tuple(ids.tolist()) for ids in self.tables)
 
     @property
     def done(self) -> bool:
-        """True once it has ended: awaiting it returns or raises at once."""
+        """True once the load has ended: awaiting it then returns or raises at once."""
         return self._outcome is not None or (self._task is not None and self._task.done())
 
     @property
     def safe(self) -> bool:
-        """True once it has ended and no byte can land in its blocks any more. May be asked from any thread."""
+        """True once the load has ended and no further byte can land in its blocks. May be read on any thread."""
         return self.done and (self.flight is None or self.flight.safe)
 
     def cancel(self) -> None:
-        """Ask it to end: awaiting it raises CancelledError within Config.cancel_grace_s. No effect once it is done.
+        """Ask the load to end: awaiting it then raises CancelledError. No effect if the load is done.
 
-        Its blocks may be reused when `settled()` returns, not before.
+        The load ends within Config.cancel_grace_s. Its blocks may be reused when `settled()` returns, not before.
 
         Raises:
-            UsageError: off the runtime's loop.
+            UsageError: called off the runtime's loop.
         """
         if self._task is None or self._task.done():
             return
@@ -170,13 +180,13 @@ class Load:
         self._task.cancel()
 
     async def settled(self) -> None:
-        """Return once it has ended and no byte can land in its blocks any more, however it ended.
+        """Wait until the load has ended, in whatever way, and no further byte can land in its blocks.
 
-        Cancelling stops the waiting only.
+        Cancelling stops only the waiting.
 
         Raises:
-            RuntimeBroken: that can never be known, because the transport died under its reads.
-            UsageError: off the runtime's loop, unless there is nothing to wait for.
+            RuntimeBroken: that can never be known, because the transport died under the load's reads.
+            UsageError: called off the runtime's loop, unless there is nothing to wait for.
         """
         if self._task is not None and not self._task.done():
             require_loop(self._task.get_loop(), f"request {self.request_id!r}: settled()")
@@ -185,22 +195,22 @@ class Load:
             await self.flight.settled()
 
     def follow(self) -> None:
-        """Ask for its progress from now on."""
+        """Ask for progress while the load is under way. `async for` does this by itself."""
         self.followed = True
         if self.flight is not None:
             self.flight.nudge()
 
     async def progressed(self, tokens: int) -> Progress | None:
-        """Wait for progress beyond what is known. Cancelling stops the waiting only.
+        """Wait until more than `tokens` tokens have landed. Cancelling stops only the waiting.
 
         Args:
-            tokens: how many landed tokens the caller knows of; -1 for none.
+            tokens: number of landed tokens that the caller knows of; -1 for none.
 
         Returns:
-            The newest progress, of more than `tokens` tokens. None if the load has ended without that.
+            The latest progress, of more than `tokens` tokens. None if the load has ended without that.
 
         Raises:
-            UsageError: off the runtime's loop.
+            UsageError: called off the runtime's loop.
         """
         if self._task is not None:
             require_loop(self._task.get_loop(), f"request {self.request_id!r}: its progress")
@@ -213,11 +223,11 @@ class Load:
         return self.progress
 
     def note_progress(self, tokens: int, tokens_in_all: int) -> None:
-        """Only for `Loader`: more tokens have landed.
+        """Only for the part `growing`: note that more tokens have landed.
 
         Args:
-            tokens: how many are in the local blocks of all groups, from the first one on.
-            tokens_in_all: how many the load reads.
+            tokens: number of tokens, from the first one on, that are in the local blocks of all groups.
+            tokens_in_all: number of tokens that the load reads.
         """
         if self.attempts is None:  # else another source may write there again
             self.progress = Progress(tokens, tokens_in_all)
@@ -232,34 +242,33 @@ class Load:
         """Only for `Loader`: carry the load out in a task of its own.
 
         Args:
-            work: makes the coroutine that carries it out.
+            work: makes the coroutine that carries the load out.
 
         Returns:
-            The task, which awaiting the load awaits.
+            The task; awaiting the load awaits this task.
 
-        Task `kvflow-load <request>`: begun by `start_load`; `load_blocks` runs in its caller's task. Ends
-        with the load's outcome, within `cancel_grace_s` if it is cancelled. Whoever awaits the load gets its
-        error.
+        Task `kvflow-load <request>`: begun by `start_load`; `load_blocks` runs in its caller's task. Ends with the
+        load's outcome, within `cancel_grace_s` if it is cancelled. Whoever awaits the load gets its error.
         """
         self._task = asyncio.create_task(work(), name=f"kvflow-load {self.request_id}")
         return self._task
 
     def end(self, outcome: LoadReport | BaseException) -> None:
-        """Only for `Loader`: settle what awaiting the load gives.
+        """Only for `Loader`: set the outcome of the load.
 
         Args:
-            outcome: the report that it returns, or what it raises.
+            outcome: the report that awaiting the load returns, or the exception that it raises.
         """
         self._outcome = outcome
         if self._news is not None:
             self._wake()
 
     def enter(self, phase: str, waits_for: Callable[[], str] | None = None) -> None:
-        """Only for steps of a load: begin a phase. It may be entered again, as `queued` is for every permit.
+        """Only for steps of a load: begin a phase. The same phase may begin more than once.
 
         Args:
             phase: its name, one of `requests.EVERY_PHASE`.
-            waits_for: returns what the phase waits for, in words, where its name does not say that.
+            waits_for: returns a text that says what the phase waits for; None if the phase's name says it.
         """
         now_s, self.waits_for = self._clock.now_s(), waits_for
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
@@ -268,7 +277,7 @@ class Load:
     def end_now(self) -> None:
         """Only for `Loader`: cancel the task that carries the load out, once.
 
-        A load that has yet to begin finds out when it does.
+        A load that has not begun yet finds out when it begins.
         """
         if self.carrying is not None and not self.overdue:
             self.overdue, self.held_up = True, self._held_up()
@@ -278,16 +287,16 @@ class Load:
         """Only for `Loader`: take back the cancellation by `end_now`.
 
         Returns:
-            True if nobody else has cancelled the task.
+            True if the task was cancelled by `end_now` alone.
         """
         return self.overdue and self.carrying is not None and self.carrying.uncancel() <= self.cancelling
 
     def failure(self, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
-        """Only for steps of a load: make the error that it fails with, which names the request and the peer.
+        """Only for steps of a load: make the error that the load fails with, which names the request and the peer.
 
         Args:
-            kind: the error's class.
-            why: what has gone wrong.
+            kind: class of the error.
+            why: what went wrong.
             facts: further arguments of the class.
 
         Returns:
@@ -298,7 +307,7 @@ class Load:
 
     @property
     def where(self) -> str:
-        """The phase that it is in, or was in when it ended: a flight that waits for a permit is queued."""
+        """The phase that the load is in, or was in when it ended; "queued" while its flight waits for a permit."""
         return "queued" if self.flight is not None and self.flight.waits else self.phase
 
     def _held_up(self) -> str:
@@ -313,7 +322,7 @@ class Load:
     def end_phases(self) -> None:
         """Only for steps of a load: end the phases.
 
-        Time that the flight has spent waiting for permits, or posting, does not count as "wire".
+        Time in which the flight waited for permits, or posted reads, does not count as "wire".
         """
         self.enter(self.phase, self.waits_for)
         flight = self.flight
@@ -330,10 +339,10 @@ class Load:
                 self.phase = "queued"
 
     def report(self, *, notified: bool = False) -> LoadReport:
-        """Only for steps of a load: end the phases of a load that has succeeded.
+        """Only for steps of a load: end the phases of a load that has succeeded, and make its report.
 
         Args:
-            notified: whether the producer was told.
+            notified: whether the producer was notified.
 
         Returns:
             The load's report.
@@ -363,7 +372,7 @@ class Load:
 
 
 class _Steps:
-    """Iterator that `async for` over a load uses."""
+    """Iterator of `async for` over a load."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -390,13 +399,13 @@ class _Steps:
 
 
 def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
-    """Return a load that was over before it began: awaiting it raises `error`."""
+    """Return a load that ended before it began: awaiting it raises `error`."""
     load = Load(LoadRequest(request_name(request), {}, ()))
     load.end(error)
     return load
 
 
 def request_name(request: LoadRequest) -> str:
-    """Id of an unchecked request, as messages and records may show it."""
+    """Return the id of an unchecked request, as messages and records may show it."""
     named = checks.answer(lambda: request.request_id)
     return named[:_NAME_CHARS_MAX] if type(named) is str and checks.encodes(named) else checks.shown(named)

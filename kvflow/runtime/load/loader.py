@@ -1,9 +1,9 @@
-"""The loader: accepts loads, has them carried out, and ends them, in one place.
+"""The loader: it accepts loads, has them carried out, and ends each in one place.
 
-The kind of a load is decided when it is accepted: its offer is known or still to come, from one source or from several.
-A load passes through phases (`requests.PHASES`), all under one deadline. Its errors are typed. However it ends, its
-local blocks are safe when it returns, or the error carries them as a quarantine (invariant I1). It succeeds only if
-the proof of every rank that was read calls the whole read fresh (invariant I2).
+The kind of a load is decided when the load is accepted: its offer is known or still to come, from one source or from
+several. A load passes through phases (`requests.PHASES`), all under one deadline. Its errors are typed. However a load
+ends, its local blocks are safe when it returns, or its error carries it as a quarantine (invariant I1). A load succeeds
+only if the proof of every rank that was read says that the whole read was fresh (invariant I2).
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ logger = logger_of(__name__)
 
 
 NEVER_READ_AT = 3
-"""Failures after which an engine is said never to have been read from. A peer that restarts costs one or two."""
+"""Failed loads after which an engine counts as never read from. A peer that restarts costs one or two."""
 _ENGINES_MAX = 1024
 
 
 class Loader:
-    """All loads of a registration."""
+    """The loads of one registration."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._cache = cache
@@ -76,14 +76,14 @@ class Loader:
         self._look_s = math.inf
         self._loads: dict[Load, None] = {}  # in order, so that a simulation can be replayed
         self._unsafe: dict[Flight, Load] = {}
-        """Flights in quarantine: their loads have ended, their bytes may land still."""
+        """Flights in quarantine, each with its load: the load has ended, its bytes may still land."""
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._closed = self._unregistered = False
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes", "sources_left"), 0)
         self._verified: Counter[Verification] = Counter()
         self._never_read: Latest[str, int] = Latest(_ENGINES_MAX)
-        """Failed loads by engines that none had ever read from."""
+        """Number of failed loads, by engine, for engines that no load has ever read from."""
 
     @property
     def statistics(self) -> LoadingStatistics:
@@ -108,12 +108,12 @@ class Loader:
 
     @property
     def open_requests(self) -> list[str]:
-        """Requests whose loads are under way, or whose bytes may still land."""
+        """Ids of requests with a load under way, or with bytes that may still land."""
         return [load.request_id for load in dict.fromkeys([*self._loads, *self._unsafe.values()])]
 
     @property
     def quarantines(self) -> tuple[Load, ...]:
-        """Loads that have ended and whose blocks are not safe yet."""
+        """Loads that have ended while their blocks are not safe yet."""
         return tuple(self._unsafe.values())
 
     def load(self, request: LoadRequest) -> Coroutine[Any, Any, LoadReport]:
@@ -124,17 +124,17 @@ class Loader:
         return self._load_in_turn(request, begun_s)
 
     def tables_of(self, block_ids: GivenBlockIds, request_id: str) -> tuple[BlockIds, ...]:
-        """Local blocks as a request gives them, by group. RequestError if they cannot be right."""
+        """Return the local blocks of a request, by group. RequestError if `block_ids` cannot be right."""
         return self._cache.resources.ledger.find(block_ids, f"request {request_id!r}: block_ids")[0]
 
     def start(self, request: LoadRequest) -> Load:
-        """See `Runtime.start_load`; raises what is wrong with the request."""
+        """See `Runtime.start_load`. Raises the error of a request that is not accepted."""
         load, carry = self._accept(request, self._now_s(), waited_s=0.0)
         load.begin(partial(self._start_in_turn, load, carry)).add_done_callback(partial(self._over, load))
         return load
 
     def refuse(self, request: LoadRequest, error: KVFlowError) -> None:
-        """Note that a load was not accepted, and why."""
+        """Count and log a load that was not accepted, because of `error`."""
         self._counts["refused"] += 1
         logger.info("refused a load: %s", error)
         if self._observers.all:
@@ -151,7 +151,7 @@ class Loader:
             )
 
     def close(self, *, unregistered: bool = False) -> None:
-        """Make every load under way end soon, with RuntimeClosed; with CacheUnregistered if that is why."""
+        """Make every load under way end soon, with RuntimeClosed, or with CacheUnregistered if `unregistered`."""
         self._closed, self._unregistered = True, self._unregistered or unregistered
         self._look_at(math.inf)
         self._cache.remote_leases.close()
@@ -159,7 +159,7 @@ class Loader:
             load.end_now()
 
     def all_stopped(self) -> None:
-        """End all quarantines: the transport was closed in good order, so no byte can land any more."""
+        """End all quarantines: the transport was closed in good order, so no further byte can land."""
         for flight in [*(load.flight for load in self._loads), *self._unsafe]:
             if flight is not None:
                 flight.all_stopped()
@@ -173,13 +173,16 @@ class Loader:
         return await self._carry_out(*self._accept(request, begun_s, waited_s=self._now_s() - begun_s))
 
     async def _start_in_turn(self, load: Load, carry: Carry) -> LoadReport:
-        """Body of a load's own task."""
+        """Body of the task of a started load: wait for its turn, then carry it out."""
         if not self._throttle.at_once(self._now_s()):
             await self._throttle.come(load.request.priority)
         return await self._carry_out(load, carry)
 
     def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, Carry]:
-        """Check all that can be judged without the peer, and open the load, with its carrier. Its time runs already."""
+        """Check everything that can be judged without the peer. Return the load, and the function that carries it out.
+
+        The time that the request has waited counts towards the load's deadline.
+        """
         cache, config = self._cache, self._config
         try:
             if config.role == "producer":
@@ -212,7 +215,7 @@ class Loader:
         return load, carry
 
     def _tickets(self, given: GivenTicket | Sequence[GivenTicket], what: str) -> list[Ticket]:
-        """Read the tickets of a request, which have to be of one prompt. RequestError if they cannot be right."""
+        """Read the tickets of a request, which must be for one prompt. RequestError if they cannot be right."""
         several: Sequence[Any] | None = (given,)
         if isinstance(given, list | tuple):
             several = checks.answer(lambda: tuple(given))
@@ -231,7 +234,7 @@ class Loader:
         return tickets
 
     def _look_at(self, when_s: float) -> None:
-        """Set the timer that looks for loads past their deadline. There is one for all: most loads are quick."""
+        """Set the timer that ends overdue loads. One timer serves all loads, since most are quick."""
         if self._look is not None:
             self._look.cancel()
         self._look, self._look_s = None, when_s
@@ -268,7 +271,7 @@ class Loader:
             self._end(load, bug, "failed", type(bug).__name__, str(bug))
             raise
         else:
-            if load.overdue:  # it was cancelled in the moment in which it was done
+            if load.overdue:  # it was cancelled just when it was done
                 load.was_late()
             self._counts["bytes"] += report.bytes
             self._end(load, report, "succeeded", LOADED)
@@ -276,8 +279,8 @@ class Loader:
         raise error from error.__cause__
 
     def _failed(self, load: Load, error: KVFlowError) -> KVFlowError:
-        """End a load with an error that names it, and carries it as `quarantine` if bytes may still land."""
-        if isinstance(error, PeerError | LoadError | RequestError):  # shared by loads of one handshake, perhaps
+        """End a load with an error that names it. If bytes may still land, the load is the error's `quarantine`."""
+        if isinstance(error, PeerError | LoadError | RequestError):  # loads of one handshake may share it
             error = error.of_request(load.request_id, load.ticket.engine_id)
         if isinstance(error, PeerError | LoadError) and load.attempts is None:
             self._note_never_read(load.ticket.engine_id, str(error))
@@ -289,8 +292,8 @@ class Loader:
     def _note_never_read(self, engine_id: str, why: str) -> None:
         """Count a failed load with a ticket of an engine that no load has ever read from, and log it once.
 
-        A router that sends the request elsewhere hides the error of a load. If all loads of a pair fail, prompts take
-        long, and nothing else shows.
+        If a router sends the request elsewhere, the load's error is hidden. If all loads from an engine fail, prompts
+        take long, and nothing else shows why.
         """
         if self._cache.peers.delivered(engine_id):
             self._never_read.pop(engine_id, None)
@@ -306,14 +309,14 @@ class Loader:
             )
 
     def _over(self, load: Load, task: asyncio.Task[LoadReport]) -> None:
-        """End a load whose own task was cancelled before its first step."""
+        """End a load that was cancelled before the first step of its own task."""
         if load.carrying is None:
             self._end(load, asyncio.CancelledError(), "cancelled", CANCELLED)
         if not task.cancelled():
-            task.exception()  # seen: it is logged, and whoever awaits the load gets it
+            task.exception()  # mark it as retrieved: it is logged, and awaiting the load raises it
 
     def _late(self, load: Load) -> KVFlowError:
-        """Error of a load that has no more time: of the transport, if that died under it."""
+        """Return the error of a load without time left: that of the transport, if the transport died under the load."""
         phase, lost = load.where, load.flight.lost if load.flight is not None else None
         if isinstance(lost, RuntimeBroken):
             return lost
@@ -327,7 +330,7 @@ class Loader:
         return load.failure(DeadlineExceeded, f"deadline exceeded in phase {phase!r}{load.held_up}", phase=phase)
 
     def _landed(self, flight: Flight) -> None:
-        """Callback of a quarantined flight: no byte of it can land any more."""
+        """Callback of a quarantined flight: no further byte of it can land."""
         del self._unsafe[flight]
         if not self._loads and not self._unsafe:
             self._quiet.set()
@@ -340,7 +343,7 @@ class Loader:
         outcome: str,
         error: str = "",
     ) -> None:
-        """Forget a load, count how it has ended, and tell its handle and the observers."""
+        """Forget a load, count its outcome, and give the outcome to its handle and the observers."""
         load.end(result)
         if load.lease_news is not None:
             load.lease_news.close()
@@ -365,7 +368,7 @@ class Loader:
 
     def _record(self, load: Load, outcome: str, error: str) -> LoadRecord:
         flight, ticket = load.flight, load.ticket
-        if outcome != LOADED:  # a report has ended its phases already
+        if outcome != LOADED:  # a load with a report has ended its phases already
             load.end_phases()
         return LoadRecord(
             engine_id=self._config.engine_id,

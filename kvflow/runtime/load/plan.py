@@ -1,10 +1,11 @@
-"""A load before its bytes: whether its request goes with its offer, and which offered blocks go where. Pure.
+"""A load before its bytes: does the request fit its offer, and which offered block goes where? Pure.
 
 The plan leads from tables of block ids to chunks of tokens.
 
 Every rank of an engine holds the same prompt in the same blocks. So blocks are matched once for each pair of groups of
-layers; then each rank's own block ids are put in. Nothing is believed that was not checked against the registered
-caches (invariant I8). `steps` plans loads of a few whole blocks of one rank itself, in one go.
+layers, a local and a remote one. Then the block ids of each rank are filled in. Everything is checked against the
+registered caches before it is believed (invariant I8). `steps` itself plans loads of a few whole blocks from one rank,
+in one go.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from kvflow.runtime.load.requests import LoadRequest
 from kvflow.runtime.peers.peer import Source
 
 Matched: TypeAlias = Mapping[tuple[int, int], tuple[Chunks, ...]]
-"""Chunks by (our group, theirs), with positions among the offered blocks in place of block ids."""
+"""Chunks by (local group, remote group), with positions among the offered blocks in place of remote block ids."""
 
 
 class Plan(NamedTuple):
-    """Tokens and blocks that a load reads. The `chunks` and `tables` of its sources are set."""
+    """Tokens and blocks that a load reads. The plan has set the `chunks` and `tables` of its sources."""
 
     sources: Sequence[Source]
     """The ranks that are read from."""
@@ -38,13 +39,13 @@ class Plan(NamedTuple):
     tokens: int
     """Tokens of the prompt that are read."""
     few: Sequence[tuple[int, int]] = ()
-    """Pairs (their block, ours) of a load of a few blocks; `matched` and `chunks` are empty then."""
+    """Pairs (remote block, local block) for a load of a few blocks; then `matched` and `chunks` are empty."""
 
 
 def planned(
     what: str, ticket: Ticket, tables: Sequence[BlockIds], groups: Sequence[GroupFacts], sources: Sequence[Source]
 ) -> Plan:
-    """The plan of a load into `tables`, by group. RequestError if blocks, theirs and ours, do not go together."""
+    """Plan a load into `tables`, local blocks by group. RequestError if local and remote blocks do not match."""
     matched: dict[tuple[int, int], tuple[Chunks, ...]] = {}
     read_from, tokens = [], 0
     for source in sources:
@@ -69,7 +70,7 @@ def planned(
 
 
 def known_so_far(ticket: Ticket, source: Source) -> list[BlockIds]:
-    """A rank's blocks, by group, with -1 for those that are not known yet. RequestError if they cannot be right."""
+    """Return a rank's blocks by group, -1 for blocks that are not known yet. RequestError if they cannot be right."""
     what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
     given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
     tables = []
@@ -93,7 +94,7 @@ def _match(
     block_map: BlockMap,
     source: Source,
 ) -> tuple[Chunks, ...]:
-    """Chunks of one of their groups that go to one of ours. RequestError if they do not go together."""
+    """Match blocks of a remote group with blocks of a local one. RequestError if they do not match."""
     ours, theirs = block_map.of_groups
     whole = source.connection.whole[theirs]
     tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens
@@ -113,10 +114,10 @@ def _match(
 def check_expected(
     groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]
 ) -> None:
-    """Compare a request with its offer, as far as that is known.
+    """Compare a request with its offer, as far as the offer is known.
 
-    PromptMismatch if the offer is of another prompt or number of tokens; RequestError if the local blocks are not for
-    just the offered tokens, or go beyond the prompt.
+    PromptMismatch if the offer is for another prompt or number of tokens. RequestError if the local blocks do not fit
+    exactly the offered tokens, or go beyond the prompt.
     """
     what = f"request {request.request_id!r}"
     if not ticket.awaited:
@@ -128,9 +129,9 @@ def check_expected(
 
 
 def check_met(groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:
-    """Compare a request with an offer that was waited for: as `check_expected`.
+    """Compare a request with an offer that was waited for, as `check_expected` does.
 
-    PromptMismatch if the local blocks were made for the prompt, and the offer ends before them or beyond.
+    PromptMismatch if the local blocks were made for the prompt, and the offer ends before or behind them.
     """
     if request.prompt is not None or request.num_tokens is not None:
         _check_offer(ticket, request)
@@ -144,7 +145,7 @@ def check_offered(
     tables: Sequence[BlockIds],
     kind: type[RequestError] = RequestError,
 ) -> None:
-    """Raise `kind` unless the local blocks are for just the tokens that a known offer has; see `plan.room`."""
+    """Raise `kind` unless the local blocks fit exactly the tokens of a known offer; see `plan.room`."""
     if not ticket.has_blocks:
         return  # nothing is read
     told = request.num_tokens
@@ -163,7 +164,7 @@ def check_offered(
 
 
 def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
-    """PromptMismatch if a ticket is not of the prompt that its reader has made room for, as far as both say."""
+    """Raise PromptMismatch if the ticket is for another prompt than the request, as far as both say."""
     what, offers = f"request {request.request_id!r}", f"{_whose(ticket)} offers {ticket.offered_tokens}"
     if request.prompt is not None:
         check_prompt(ticket, request.prompt, what)

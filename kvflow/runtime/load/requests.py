@@ -1,4 +1,4 @@
-"""Loads as their caller sees them: the request, the progress, the report, and the counts of all."""
+"""Loads as their caller sees them: request, progress, report, and the statistics of all loads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from kvflow.runtime.records import Attempt
 
 PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
 VERIFY = "verify"
-"""The phase between "wire" and "notify" of a load that is verified; no other has it."""
+"""Phase between "wire" and "notify" that only a verified load has."""
 EVERY_PHASE = ("queued", "handshake", "plan", "post", COMPUTE, "wire", VERIFY, "notify")
-"""All phases, with those that only some loads have: "compute" is of loads that had to wait for their producer."""
+"""All phases in order, with those of some loads only: "compute" if the load had to wait for its producer, "verify" if
+it was verified."""
 
 TICKETS_MAX = 16
 """Most tickets of one load."""
@@ -31,18 +32,20 @@ Again: TypeAlias = Callable[[Sequence[Attempt]], Awaitable[GivenTicket | None]]
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Fill `block_ids`, in prompt order, from the blocks that `ticket` offers.
+    """Request to fill `block_ids`, in prompt order, from the blocks that `ticket` offers.
 
-    `block_ids` begin with the block of token `cached_tokens` and end with that of the last offered token
-    (`Ticket.offered_tokens`). RequestError with both numbers if they do not. With no blocks (all was cached) nothing is
-    read and the producer is told at once; an offer without blocks reads nothing either, and `LoadReport.tokens` is 0.
+    `block_ids` begin with the block of token `cached_tokens` and end with the block of the last offered token
+    (`Ticket.offered_tokens`). If they do not, RequestError names both numbers. Without blocks (everything was cached)
+    nothing is read, and the producer is notified at once. If the offer has no blocks, nothing is read either, and
+    `LoadReport.tokens` is 0.
 
-    For a cache of several groups `block_ids` are a list for each, in order, or by the groups' names. A window's blocks
-    end with that of the last offered token; a state's slot is of that token; either may be left out.
+    For a cache of several groups, `block_ids` are a list for each group, in order, or a dict by the groups' names. A
+    window's blocks end with the block of the last offered token, and a state's slot is for that token; either may be
+    left out.
 
-    `ticket` is a Ticket or its dict; or several of one prompt, the best first: the load reads from the next one if its
-    source fails or has ended. `deadline_s` covers every phase and defaults to Config.load_deadline_s. Where
-    loads have to wait for each other, a smaller `priority` goes first; loads of equal priority take turns.
+    `ticket` is a Ticket or its dict, or a list of several for one prompt, the best first: if a source fails or has
+    ended, the load reads from the next one. `deadline_s` covers every phase and defaults to Config.load_deadline_s.
+    Where loads have to wait for each other, a smaller `priority` goes first; loads of equal priority take turns.
     """
 
     request_id: str
@@ -51,29 +54,29 @@ class LoadRequest:
     deadline_s: Seconds | None = None
     priority: int = 0
     prompt: Sequence[int] | None = None
-    """Token ids of the prompt. PromptMismatch if the ticket is of another one, as far as its producer has told."""
+    """Token ids of the prompt. PromptMismatch if the ticket is for another prompt, as far as its producer has said."""
     after: GivenEvent = None
-    """An event after which the device does nothing to the local blocks any more, such as a CUDA event behind the last
-    step of who had them before: no byte lands earlier. **Without it the blocks have to be at rest when the load is
-    asked for.**"""
+    """Event after which the device no longer touches the local blocks, such as a CUDA event recorded behind the last
+    step that used them. No byte lands before the event. **Without it, the blocks must be at rest when the load is
+    requested.**"""
     verify: bool | None = None
-    """Comparison of its bytes with the producer's by checksums: True fails the load where that is not possible,
+    """Whether to compare the bytes with the producer's by checksums. True fails the load where that is not possible,
     False never compares, None leaves it to Config.verify_share."""
     num_tokens: Count | None = None
-    """Tokens that the offer has to be of, for callers that have made room before they could know, as for a
-    rendezvous: PromptMismatch if it is of more or fewer, before anything is read. Required for a window whose blocks
-    are smaller than those of all groups without one, unless `prompt` has as many tokens."""
+    """Number of tokens that the offer must have, for callers that make room before they know the offer, as for a
+    rendezvous. PromptMismatch, before anything is read, if the offer has another number. Required for a window with
+    smaller blocks than all groups without a window, unless `prompt` has as many tokens."""
     keep_offer: bool = False
-    """True if the producer is not told at the end, since other requests are to read the same: `Runtime.release_blocks`
-    tells it, and `Runtime.keep_leases` keeps the blocks until then."""
+    """True if the producer is not notified at the end, because other requests will read the same offer.
+    `Runtime.release_blocks` notifies it then, and `Runtime.keep_leases` keeps the blocks until then."""
     again: GivenAgain = None
-    """Awaited when no source is left, within the deadline: brings another ticket, such as of a prefill elsewhere, or
-    None. It is given what came of the sources so far. What it raises ends the load."""
+    """Async function, awaited within the deadline when no source is left. It gets the outcome of each source so far,
+    and returns another ticket, such as from a prefill elsewhere, or None. An exception that it raises ends the load."""
     again_max: Count = 2
-    """Times that `again` is awaited at most."""
+    """Largest number of times that `again` is awaited."""
     cached_tokens: Count = 0
-    """Tokens of the prompt in front of `block_ids`, which are in the local cache already: full blocks. A group with
-    larger blocks begins with the block that holds token `cached_tokens`."""
+    """Number of tokens in front of `block_ids`, in full blocks that are in the local cache already. A group with larger
+    blocks begins with the block that holds token `cached_tokens`."""
 
 
 def _checked_again(value: object, what: str) -> object:
@@ -86,48 +89,48 @@ GivenAgain: TypeAlias = Annotated[Again | None, _checked_again]
 
 
 class Verification(enum.StrEnum):
-    """Outcome of comparing a load's bytes with its producer's."""
+    """Outcome of comparing a load's bytes with the producer's bytes."""
 
     OFF = "off"
-    """Bytes that were not to be compared."""
+    """The bytes were not to be compared."""
     VERIFIED = "verified"
-    """Bytes that are equal."""
+    """The bytes are equal."""
     REPAIRED = "repaired"
-    """Bytes that differed, and are equal since they were read once more."""
+    """The bytes differed, and are equal after a second read."""
     MISMATCH = "mismatch"
-    """Bytes that differ: the load has failed."""
+    """The bytes differ: the load has failed."""
     UNVERIFIED = "unverified"
-    """Bytes that could not be compared: the producer does not answer such questions, or not now."""
+    """The bytes could not be compared: the producer does not answer questions for digests, or not now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """Result of one load.
+    """Result of one load that has succeeded.
 
-    `seconds` has an entry for each phase, which sum to `total_s`: also "verify" if it was verified, and "compute" if it
-    had to wait until its producer had computed more of the prompt.
+    `seconds` has an entry for each phase; their sum is `total_s`. It has "verify" if the load was verified, and
+    "compute" if the load had to wait until its producer had computed more of the prompt.
     """
 
     request_id: str
     bytes: int
     blocks: int
     tokens: int
-    """Tokens that were read into the local blocks; the last of those may be partly filled."""
+    """Tokens that were read into the local blocks; the last block may be partly filled."""
     descriptors: int
     sources: tuple[str, ...]
-    """The ranks of the producer that were read from."""
+    """Ranks of the producer that were read from."""
     notified: bool
-    """True if every rank of the producer that holds a lease for us was told that it may free its blocks."""
+    """True if every rank of the producer with a lease for this reader was notified that it may free its blocks."""
     seconds: Mapping[str, float]
     verification: Verification = Verification.OFF
     freshness: str = "seal"
-    """Proof of the bytes: "seal", that of each producer's lease; or "deadline", arithmetic alone, for a load
+    """Proof of the bytes: "seal", by the seal of each producer's lease; or "deadline", by arithmetic alone, for a load
     from an engine that keeps no seals (`kvflow.stock`)."""
     payload: builtins.bytes = b""
-    """Bytes that came with the lease's end (`Lease.complete`); b"" if nothing was promised."""
+    """Bytes that came with the end of the lease (`Lease.complete`); empty if none were promised."""
     attempts: Sequence[Attempt] = ()
-    """Sources of a load of several tickets, or with `again`, in the order of their turns, the last of which has
-    given all of it."""
+    """Sources of a load with several tickets or with `again`, in the order in which they were read. The last source has
+    delivered the whole load."""
 
     @property
     def verified(self) -> bool:
@@ -141,16 +144,17 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """State of a load under way: what `async for` over it gives."""
+    """State of a load under way, as `async for` over the load yields it."""
 
     tokens: int
-    """Tokens of what it loads, from the first one on, that are in the local blocks of all groups; in the end, as
-    many as `LoadReport.tokens`."""
+    """Loaded tokens, from the first one on, that are in the local blocks of all groups. At the end as many as
+    `LoadReport.tokens`."""
     tokens_in_all: int
+    """Number of tokens that the load reads."""
 
 
 class InFlight(NamedTuple):
-    """Reads in flight, as permits bound them."""
+    """Reads in flight, counted in the amounts that permits bound."""
 
     bytes: int
     descriptors: int
@@ -159,7 +163,7 @@ class InFlight(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLoad:
-    """Reads in flight from one rank, and how many wait to be."""
+    """Reads in flight from one rank, and the number of reads that wait for a permit."""
 
     in_flight: InFlight
     waiting_reads: int
@@ -167,35 +171,36 @@ class PeerLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingStatistics:
-    """Loads under way now, how others ended, and blocks that no ended load could declare safe yet."""
+    """Counts of loads under way, of ended loads by outcome, and of quarantines."""
 
     open_loads: int
     waiting_loads: int
     """Open loads that wait because Limits.loads_max ranks are read from already."""
     waiting_reads: int
-    """Reads that wait for room in the budgets of Config (`in_flight_bytes_max` and others)."""
+    """Reads that wait for room within the bounds of Config (`in_flight_bytes_max` and others)."""
     in_flight: InFlight
-    """Reads that are posted and have not stopped yet, those into quarantined blocks included."""
+    """Reads that are posted and have not stopped, including reads into quarantined blocks."""
     peers: Mapping[str, PeerLoad]
-    """Reads in flight and waiting, by the agent's name of each rank that has any."""
+    """Reads in flight and waiting, for each rank that has any, by the name of its agent."""
     quarantines: int
+    """Loads that have ended while their blocks are not safe yet."""
     succeeded: int
     failed: int
     cancelled: int
     refused: int
-    """Loads whose request could not be right, or that came while the runtime drains."""
+    """Loads that were not accepted: the request could not be right, or the runtime was draining."""
     bytes: int
     renewals: int
     """Renewals of leases, for loads under way and by `keep_leases`."""
     sources_left: int = 0
-    """Sources that loads have left since they failed; which peers are not asked for now `peers` says."""
+    """Sources that failed, after which their loads went on with another source."""
     never_read: int = 0
-    """Engines whose tickets loads have failed with again and again, and that no load has ever read from."""
+    """Engines that loads have failed to read from several times, and that no load has ever read from."""
     verified: int = 0
-    """Loads whose bytes were compared with their producers' and were equal at once."""
+    """Loads with bytes that were compared and were equal at once."""
     repaired: int = 0
-    """Loads whose bytes differed, and were equal when they had been read once more."""
+    """Loads with bytes that differed, and were equal after a second read."""
     mismatch: int = 0
-    """Loads that have failed because their bytes differed twice."""
+    """Loads that failed because their bytes differed twice."""
     unverified: int = 0
-    """Loads that were to be verified and could not be."""
+    """Loads that should have been verified, but could not be."""

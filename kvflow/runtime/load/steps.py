@@ -1,6 +1,6 @@
-"""The steps of a load whose offer is known: reach its ranks, plan, claim, read, vouch, tell. `carry` calls them.
+"""The steps of a load with a known offer: reach its ranks, plan, claim, read, vouch, notify. `carry` calls them.
 
-Optional steps are chosen once, after the plan: growth, a payload that is yet to come, buffers, a comparison with the
+Optional steps are chosen once, after the plan: growth, a payload that is still to come, buffers, a comparison with the
 producer's bytes. Most loads are read straight into the cache (`read_straight`).
 """
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
 
 Reader: TypeAlias = Callable[[Load, Flight, Plan], Awaitable[bool]]
-"""Way of a load's bytes into its blocks: straight, through buffers, as they are computed, or with a comparison. Returns
-True if the leases have covered the whole read (`Flight.fly`)."""
+"""A function that reads a load's bytes into its blocks: straight, through buffers, as they are computed, or with a
+comparison. It returns True if the leases covered the whole read (`Flight.fly`)."""
 
 _OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
 _PAST_DEADLINE = "it ended later than its producer is known to hold the blocks: compute the prompt again"
@@ -48,7 +48,7 @@ _BROKEN = "its producer could not compute the prompt, and says so: have another 
 
 
 async def carry(cache: RegisteredCache, load: Load) -> LoadReport:
-    """Carry a load from its ticket to its report. Whatever it raises, its flight has stopped, or is quarantined."""
+    """Carry a load from its ticket to its report. If this raises, the load's flight has stopped, or is quarantined."""
     ticket, request, grace_s = load.ticket, load.request, cache.config.cancel_grace_s
     if not len(load.entries) or not (ticket.block_ids or ticket.has_blocks):
         return await _carry_empty(cache, load)
@@ -82,9 +82,9 @@ async def carry(cache: RegisteredCache, load: Load) -> LoadReport:
 
 
 async def _carry_empty(cache: RegisteredCache, load: Load) -> LoadReport:
-    """Carry a load of no blocks: tell the producer, if it waits for us; wait for the payload, if one is promised.
+    """Carry a load of no blocks: notify the producer, if it waits for that; wait for the payload, if one is promised.
 
-    A producer that cannot be told loses nothing: its lease runs out.
+    If the producer cannot be notified nothing is lost: its lease expires.
     """
     ticket = load.ticket
     if ticket.offers_nothing:
@@ -101,7 +101,7 @@ async def _carry_empty(cache: RegisteredCache, load: Load) -> LoadReport:
 
 
 def _plan(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> Plan:
-    """Plan which blocks go where. RequestError if theirs and ours do not go together."""
+    """Plan which remote block goes to which local block. RequestError if they do not match."""
     request, groups = load.request, cache.local.groups
     plan = _plan_few(cache, load, sources[0]) if len(sources) == 1 and not request.verify else None
     if plan is None:
@@ -113,7 +113,7 @@ def _plan(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> Plan
 
 
 def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None:
-    """Plan a load of a few whole blocks from one rank, in one slice; None if the load is any other."""
+    """Plan a load of a few whole blocks from one rank, in one slice. Return None for any other load."""
     connection, lease, ticket, count = source.connection, source.lease, load.ticket, len(load.entries)
     limits, pairs = cache.config.limits, connection.alike
     if pairs is None or count > FEW or source.proof.grows or ticket.extends or lease.payload:
@@ -128,8 +128,10 @@ def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None
 
 
 async def _admitted(cache: RegisteredCache, load: Load) -> None:
-    """Wait for the caller's event, and until as many more ranks may be read from. Overloaded if too many loads wait
-    already. A connection that breaks meanwhile stays until we have found out.
+    """Wait for the caller's event `after`, and until every rank to read from has a word for its seal.
+
+    Overloaded if too many loads wait already. Connections are held meanwhile, so that a broken connection stays until
+    this load finds out.
     """
     request, slots, waiting_max = load.request, cache.resources.seal_slots, cache.config.loads_waiting_max
     ranks, ranks_max = len(load.sources), cache.config.limits.loads_max
@@ -154,7 +156,7 @@ async def _admitted(cache: RegisteredCache, load: Load) -> None:
 
 
 def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
-    """Choose the way to read: at once or as blocks are computed, and compared where that is asked for."""
+    """Choose how to read, at once or as blocks are computed, and with or without a comparison. Return that read."""
     ticket, verify = load.ticket, load.request.verify
     if plan.few:
         load.enter("wire")
@@ -181,9 +183,9 @@ def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, source
 
 
 async def _tell(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> LoadReport:
-    """Wait for the payload, if one was promised; then tell every rank that holds a lease for us.
+    """Wait for the payload, if one was promised. Then notify every rank with a lease for this load.
 
-    Nobody is told if other loads are to read the same offer.
+    If other loads are to read the same offer, no rank is notified.
     """
     if load.lease_news is not None:
         tokens = counted(load.tokens, "token")
@@ -200,7 +202,10 @@ async def _tell(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -
 
 
 def _over_error(load: Load) -> LoadError:
-    """Error of a load whose leases have ended too early: the prompt could not be computed, or another reason."""
+    """Return the error of a load with leases that ended too early.
+
+    PrefillFailed if the prompt could not be computed, else LeaseExpired.
+    """
     if load.freshness == "deadline":
         return load.failure(LeaseExpired, _PAST_DEADLINE)
     told = load.lease_news.failed if load.lease_news is not None else ""
@@ -210,12 +215,12 @@ def _over_error(load: Load) -> LoadError:
 
 
 def _growing(cache: RegisteredCache, load: Load) -> Any:
-    """Return the part that carries loads of leases that grow."""
+    """Return the part that carries loads of growing leases."""
     return cache.part("growing", f"request {load.request_id!r}: a load of a lease that grows")
 
 
 def through_buffers(cache: RegisteredCache, load: Load, plan: Plan) -> Any:
-    """Return the part that reads through buffers; None if all of the load goes straight into the cache."""
+    """Return the part that reads through buffers; None if the whole load goes straight into the cache."""
     for source in plan.sources:
         if not source.connection.straight and not _takes_straight(cache, source.connection):
             return cache.part("staging", f"request {load.request_id!r}: a load through buffers")
@@ -223,7 +228,7 @@ def through_buffers(cache: RegisteredCache, load: Load, plan: Plan) -> Any:
 
 
 def _drawn(cache: RegisteredCache) -> bool:
-    """Draw one more load. Return whether it is of the share that is verified."""
+    """Decide by chance whether to verify this load, as often as Config.verify_share says."""
     return int(cache.token_hex(4), 16) < cache.config.verify_share * _DRAWN_OF
 
 
@@ -231,7 +236,7 @@ def _drawn(cache: RegisteredCache) -> bool:
 
 
 def _takes_straight(cache: RegisteredCache, connection: Connection) -> bool:
-    """Return whether all that may be read from a rank goes straight: found once for each connection."""
+    """Return whether all that may be read from a rank goes straight into the cache. Found once per connection."""
     if connection.straight is None:
         pieces = any(in_pieces(cache, one) for one in connection.block_maps)
         connection.straight = not pieces and not cache.memory.staging
@@ -250,12 +255,12 @@ def in_pieces(cache: RegisteredCache, block_map: BlockMap) -> bool:
 
 
 def read_straight(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
-    """Read all of a load whose blocks are there; see `Reader`."""
+    """Read the whole load straight into the cache, when all of its blocks are computed; see `Reader`."""
     return flight.fly(straight_reads(cache, plan.sources, flight.head))
 
 
 def straight_reads(cache: RegisteredCache, sources: Sequence[Source], head_of: HeadOf | None) -> Iterator[Read]:
-    """Yield the reads of each rank in turn, so that all ranks are busy."""
+    """Yield reads of each rank in turn, so that all ranks are busy."""
     if len(sources) == 1:
         yield from slices(cache, sources[0], sources[0].chunks, head_of)
         return
@@ -274,7 +279,7 @@ def slices(
     chunks: Mapping[BlockMap, Iterable[Chunks]],
     head_of: HeadOf | None = None,
 ) -> Iterator[Read]:
-    """Yield the reads of one rank. With `head_of` the first read fetches the seal, unless that was seen before."""
+    """Yield the reads of one rank. With `head_of` the first one also fetches the seal, unless it was fetched before."""
     limits, head = cache.config.limits, None
     if head_of is not None and source.connection.carries_seals and not source.proof.asked:
         head = head_of(source)
