@@ -1,11 +1,12 @@
-"""Circuit breaker per peer: a value, and functions that say when a peer that has failed may be asked again.
+"""The circuit breaker of a peer: a value, and functions that compute when a failed peer may be asked again.
 
-The back-off is exponential with jitter. Each failure in a row doubles the wait, up to a limit; chance shortens it by up
-to a half, so that the readers of one dead producer do not come back together. After the wait one attempt is made
-(`PeerState.CONNECTING` holds everybody else): it works, or the wait grows. Only a successful read ends the row, so a
-peer that shakes hands and then fails every read is asked ever more seldom.
+The back-off is exponential with jitter. Each failure in a row doubles the wait, up to a limit. A random part of the
+wait, up to half, is left out, so that the readers of one dead producer do not return all at once. After the wait one
+attempt is made, for which other loads wait (`PeerState.CONNECTING`). The attempt succeeds, or the wait grows. Only a
+successful read ends the row of failures. So a peer that answers handshakes and then fails every read is asked less and
+less often.
 
-The first failed read costs no wait: it means that the connection is dead, not that the peer is.
+After the first failed read the peer may be asked at once: the connection is dead, but the peer may not be.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-_DOUBLINGS_MAX = 64  # 2.0 ** more might overflow; any limit is reached long before
+_DOUBLINGS_MAX = 64  # 2.0 ** n overflows for large n; any limit is reached long before
 
 
 class BackOff(NamedTuple):
-    """The limits of waits, both above 0."""
+    """The wait after the first failure, and the longest wait; both above 0."""
 
     first_s: float
     most_s: float
@@ -26,13 +27,15 @@ class BackOff(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circuit:
-    """The record of failures of a peer. `retry_at_s` is in the reader's own time."""
+    """The failures of a peer, as a reader counts them."""
 
     failures: int = 0
+    """Failures since the last successful read."""
     retry_at_s: float = -math.inf
+    """Time from which the peer may be asked again, on the reader's clock."""
 
     def wait_s(self, now_s: float) -> float:
-        """Seconds for which the peer must not be asked yet; 0 if it may be."""
+        """Return for how many seconds the peer must not be asked; 0 if it may be asked now."""
         return max(self.retry_at_s - now_s, 0.0)
 
 
@@ -40,19 +43,19 @@ NEVER_FAILED = Circuit()
 
 
 def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
-    """Note that the peer was asked and did not answer as it should. `chance` is random, from 0 to less than 1."""
+    """Return the circuit after a handshake that failed. `chance`: a random number from 0 to less than 1."""
     failures = circuit.failures + 1
     return Circuit(failures=failures, retry_at_s=now_s + delay_s(failures, back_off, chance))
 
 
 def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
-    """Note a broken connection: no wait after the first since a success, then that of a failed handshake."""
+    """Return the circuit after a failed read: no wait after the first failure in a row, else as for a handshake."""
     if circuit.failures == 0:
         return replace(circuit, failures=1)
     return after_failed_handshake(circuit, back_off, now_s=now_s, chance=chance)
 
 
 def delay_s(failures: int, back_off: BackOff, chance: float) -> float:
-    """Seconds to wait after so many failures in a row: half of the full time to all of it, by `chance`."""
+    """Return the wait in seconds after `failures` failures in a row: half of the full wait or more, by `chance`."""
     whole_s = min(back_off.first_s * 2.0 ** min(failures - 1, _DOUBLINGS_MAX), back_off.most_s)
     return whole_s * (1 + chance) / 2

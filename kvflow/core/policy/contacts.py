@@ -1,11 +1,11 @@
-"""Admission of first contacts: a bound on how many peers that have never answered are asked at once. Pure.
+"""Admission of first contacts: a bound on how many peers are asked at once that have never answered. Pure.
 
-Only asking tells whether anybody lives at the address in a ticket, and silence costs a timeout. Two rules keep silent
-addresses from starving the others:
+Only a question shows whether a peer listens at the address in a ticket, and a silent address costs a timeout. Two rules
+keep silent addresses from starving the others:
 
-- Last in, first out: a contact that has waited for long has little left of its deadline.
-- Preemption: while somebody waits, contacts under way make way, one at a time. First goes one that nobody wants any
-  more, else the oldest, once it has had the time in which a living peer answers (`patience_s`).
+- Last in, first out: a contact that has waited long has little time left before its deadline.
+- Preemption: while a contact waits, contacts under way are preempted, one at a time. A contact without a waiting load
+  goes first. Otherwise the oldest goes, after `patience_s`, the time within which a living peer answers.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import enum
 class ContactState(enum.StrEnum):
     WAITING = "waiting"
     UNDER_WAY = "under_way"
-    LEAVING = "leaving"  # it was told to make way, and still counts as under way
+    LEAVING = "leaving"  # preempted, but not ended: it still counts as under way
     OVER = "over"
 
 
 class Contact:
-    """A question to a new peer, from its request for a turn until its answer; compared by identity."""
+    """A question to a new peer, from the request for a turn to the answer; compared by identity."""
 
     __slots__ = ("since_s", "state", "wanted")
 
     def __init__(self, since_s: float) -> None:
         self.state = ContactState.WAITING
         self.since_s = since_s
-        """Time since which it waits, or is under way."""
+        """Time at which the contact began to wait, or went under way."""
         self.wanted = True
-        """True if anybody waits for the answer."""
+        """True while a load waits for the answer."""
 
 
 class Contacts:
-    """The contacts that wait, and those under way; see the module for the rules."""
+    """The waiting contacts and the contacts under way, by the rules of the module."""
 
     def __init__(self, under_way_max: int, patience_s: float) -> None:
         self._under_way_max = under_way_max
@@ -52,14 +52,14 @@ class Contacts:
         return len(self._waiting)
 
     def ask(self, now_s: float) -> Contact:
-        """Begin a contact: it is under way at once if there is room, else it waits."""
+        """Return a new contact: under way if there is room, else waiting."""
         contact = Contact(now_s)
         self._waiting.append(contact)
         self._begin_one(now_s)
         return contact
 
     def end(self, contact: Contact, now_s: float) -> Contact | None:
-        """End a contact, or its wait. Returns the contact that is under way now because of it."""
+        """End a contact, waiting or under way. Return the contact that goes under way in its place, if any."""
         assert contact.state is not ContactState.OVER, "a contact ends once"
         if contact.state is ContactState.WAITING:
             self._waiting.remove(contact)
@@ -71,7 +71,7 @@ class Contacts:
         return self._begin_one(now_s)
 
     def make_way(self, now_s: float) -> Contact | None:
-        """The contact to preempt now, if one is due."""
+        """Mark the next contact to preempt as leaving and return it. None if no preemption is due."""
         if self.due_s(now_s) > now_s:
             return None
         self._leaving = next((one for one in self._under_way if not one.wanted), next(iter(self._under_way)))
@@ -79,7 +79,7 @@ class Contacts:
         return self._leaving
 
     def due_s(self, now_s: float) -> float:
-        """Time at which the next preemption is due; infinity if none is unless something changes."""
+        """Return when the next preemption is due; infinity if no contact waits or one is already leaving."""
         if not self._waiting or self._leaving is not None:
             return float("inf")
         if not all(one.wanted for one in self._under_way):

@@ -1,7 +1,7 @@
 """Events of a device that have to happen before bytes may be read, or may land.
 
-An event is queried again and again until it has happened: at first after a moment, then after a fiftieth of the time
-that it has taken so far. Nothing blocks, no event waits for another, and one that never happens costs next to nothing.
+An event is polled until it has happened: first after 50 us, then after a fiftieth of the time since the wait began, at
+most 5 ms. So nothing blocks, no event waits for another, and an event that never happens costs almost nothing.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ _PAUSE_SHARE = 0.02
 
 
 class DeviceEvent(Protocol):
-    """Event of a device, which happens at some time, such as a `torch.cuda.Event` that has been recorded."""
+    """An event of a device, such as a recorded `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Ask whether it has happened; never waits, and may be called on any thread.
+        """Ask whether the event has happened. Must not wait, and may be called on any thread.
 
         Returns:
-            True from the moment it has happened.
+            False before the event has happened, True afterwards.
         """
 
     def synchronize(self) -> None:
-        """Wait until it has happened."""
+        """Block until the event has happened."""
 
 
 OnEnd = Callable[[BaseException | None], None]
 
 
 def checked_event(value: object, what: str) -> DeviceEvent | None:
-    """An event, or None. RequestError for anything else."""
+    """Return `value` if it is a DeviceEvent or None. RequestError for anything else."""
     if value is None or answer(lambda: callable(value.query) and callable(value.synchronize)):  # type: ignore[attr-defined]
         return value  # type: ignore[return-value]
     raise RequestError(f"{what}: expected an event with query() and synchronize(), got {shown(value)}")
 
 
 GivenEvent: TypeAlias = Annotated[DeviceEvent | None, checked_event]
-"""Event that a caller gives, or None."""
+"""Event in a caller's request, or None."""
 
 
 def has_happened(event: DeviceEvent, what: str) -> bool:
-    """True if the event has happened by now. RequestError if it does not say."""
+    """Return True if the event has happened. RequestError if its `query` raises."""
     try:
         return bool(event.query())
     except Exception as error:
@@ -53,7 +53,7 @@ def has_happened(event: DeviceEvent, what: str) -> bool:
 
 
 class Watch:
-    """Wait of somebody for an event."""
+    """One wait for an event; `on_end` is called at its end."""
 
     def __init__(self, event: DeviceEvent, on_end: OnEnd, since_s: float) -> None:
         self._event = event
@@ -61,25 +61,25 @@ class Watch:
         self.on_end = on_end
         self.error: BaseException | None = None
         self.dropped = False
-        """Set by whoever gives up the wait."""
+        """Set by the waiter to give up; then `on_end` is not called."""
 
     def over(self) -> bool:
-        """True if it has happened, or nobody will ever know (`error`), or nobody waits any more."""
+        """Return True if the event has happened, its `query` failed (see `error`), or the wait was dropped."""
         if self.dropped:
             return True
         try:
             return bool(self._event.query())
-        except BaseException as error:  # noqa: BLE001 - handed to who waits
+        except BaseException as error:  # noqa: BLE001 - passed to the waiter
             self.error = error
             return True
 
     def pause_s(self, now_s: float) -> float:
-        """Seconds for which it may be left alone."""
+        """Return for how many seconds the event need not be polled."""
         return min(max((now_s - self._since_s) * _PAUSE_SHARE, _PAUSE_LEAST_S), _PAUSE_MOST_S)
 
 
 class Watches:
-    """All waits for events. Call `look` from time to time, as `pause_s` says."""
+    """All waits for events. Call `look` again after `pause_s` seconds."""
 
     def __init__(self) -> None:
         self._open: list[Watch] = []
@@ -88,12 +88,12 @@ class Watches:
         self._open.append(watch)
 
     def look(self) -> list[Watch]:
-        """Take the events whose wait is over; they are forgotten here."""
+        """Remove the waits that are over. Return them, without the dropped ones."""
         over = [watch for watch in self._open if watch.over()]
         if over:
             self._open = [watch for watch in self._open if watch not in over]
         return [watch for watch in over if not watch.dropped]
 
     def pause_s(self, now_s: float) -> float | None:
-        """None if nobody waits."""
+        """Return the seconds until the next `look`; None without waits."""
         return min((watch.pause_s(now_s) for watch in self._open), default=None)

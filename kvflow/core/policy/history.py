@@ -1,4 +1,4 @@
-"""Progress of leases that grow and of their loads, by time: for their records. Ordinary ones note nothing."""
+"""Progress over time of leases that grow and of their loads, for their records. Other leases and loads have none."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ MOMENTS_MAX = 64
 
 
 class Moment(NamedTuple):
-    """Tokens of the prompt that were there `seconds` after the beginning of the lease or load."""
+    """Tokens of the prompt that were computed, or had landed, `seconds` after the lease or load began."""
 
     seconds: float
     tokens: int
 
 
 class History:
-    """Moments in order, each with more tokens than the one before. Of more than MOMENTS_MAX every other one is
-    forgotten, but never the first and the last.
+    """Moments in order, each with more tokens than the moment before.
+
+    If there are more than MOMENTS_MAX, every other moment is dropped, but not the first and the last.
     """
 
     def __init__(self, now_s: Callable[[], float], begun_s: float) -> None:
@@ -30,7 +31,7 @@ class History:
         return tuple(self._moments)
 
     def note(self, tokens: int) -> None:
-        """Note that so many tokens are there now. No effect unless they are more than before."""
+        """Add a moment with `tokens` tokens now. No effect if they are not more than in the last moment."""
         if tokens <= (self._moments[-1].tokens if self._moments else 0):
             return
         self._moments.append(Moment(self._now_s() - self._begun_s, tokens))

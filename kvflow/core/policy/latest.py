@@ -1,4 +1,4 @@
-"""Latest: a mapping that remembers the keys that were set last, so that what others ask for can fill no memory."""
+"""`Latest`: a bounded mapping, so that keys from outside cannot fill the memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ValueT = TypeVar("ValueT")
 
 
 class Latest(OrderedDict[KeyT, ValueT]):
-    """Values by key, the latest last. Of more than `most` keys the one that was set longest ago is forgotten."""
+    """A mapping of at most `most` keys, in the order in which they were last set. The oldest key is dropped first."""
 
     def __init__(self, most: int) -> None:
         super().__init__()

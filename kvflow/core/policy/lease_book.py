@@ -1,12 +1,12 @@
-"""The lease book: which leases are open, until when, who has read them, and which ended ones still hold their blocks.
+"""The lease book: which leases are open, when they expire, which readers have read, and which ended leases hold blocks.
 
-It decides and does nothing: no clock, no loop, no memory. Time comes as an argument, and what follows from a step comes
-back as the entries it concerns. Its user wipes the seal of an entry that has ended, and gives its blocks back when the
-book says that its hold is over.
+The book only decides: it has no clock, no event loop and no access to blocks or seals. It takes the time as an
+argument, and returns the entries that a step has ended or released. The caller then wipes the seals of ended leases,
+and gives their blocks back once the book releases them.
 
-A lease ends exactly once (invariant I4): read by all its readers, expired, revoked, or failed. From then on its blocks
-are *held* for a moment, since a quick read may vouch for itself by a seal that it saw shortly before the end (`seals`).
-A renewal gives a lease its whole ttl_s again, up to the end of its lifetime.
+A lease ends exactly once (invariant I4): as read by all its readers, expired, revoked or failed. Its blocks are then
+*held* for `hold_s`, because a quick read may be proven by a seal that was fetched shortly before the end
+(`core.protocol.proof`). A renewal gives a lease its whole `ttl_s` again, up to the end of its lifetime.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ class Counted(enum.StrEnum):
 
     NOTED = "noted"
     LATE = "late"
-    """The lease has ended, or there was none."""
+    """The lease has ended, or is unknown, or a renewal came from a reader that has already read."""
     DUPLICATE = "duplicate"
-    """The reader has reported it before."""
+    """The reader has reported its share before."""
     MALFORMED = "malformed"
-    """A notification that cannot be true."""
+    """The share is not between 0 and 1."""
 
 
 @dataclass(slots=True, eq=False)
 class LeaseEntry:
-    """A lease in the book. Only the book changes it."""
+    """A lease in the book. Only the book changes its entries."""
 
     lease_id: str
     request_id: str
     reader_count: int
-    """Engines whose ranks each read their share; 0: one rank, whatever its share."""
+    """Engines that have to read the lease, each by the shares of its ranks. 0: any one rank, whatever its share."""
     holds_blocks: bool
-    """True if there is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
+    """True if the lease has blocks, which are held after its end. A lease without blocks leaves the book at its end."""
     ttl_s: float
-    """Time that a renewal gives."""
+    """Seconds that a renewal gives the lease."""
     offered_s: float
     expires_s: float
     lifetime_ends_s: float
-    """Latest time to which renewals move `expires_s`."""
+    """Latest time to which renewals can move `expires_s`."""
     state: LeaseState = LeaseState.OFFERED
     readers: dict[str, Fraction] = field(default_factory=dict)
-    """Readers that have read, each with its share of an engine's reading."""
+    """Share of an engine's reading that each reader has reported, by the reader's name."""
     ended_s: float = 0.0
-    """Time of its end, from which on its blocks are held."""
+    """When the lease ended; its blocks are held from then until `free_s`."""
     free_s: float = 0.0
-    """End of that hold."""
+    """When the hold of its blocks ends."""
 
     @property
     def is_open(self) -> bool:
@@ -76,36 +76,36 @@ class LeaseBook:
         self._entries: dict[str, LeaseEntry] = {}
         self._open: dict[str, LeaseEntry] = {}
         self._recent: OrderedDict[str, None] = OrderedDict()
-        """Requests whose leases have ended lately."""
+        """Ids of the requests with the most recently ended leases, oldest first."""
         self._expiring: list[tuple[float, int, LeaseEntry]] = []
-        """Heap of expiries. Some entries are out of date: of leases that have ended or were renewed."""
+        """Heap of (expiry, number, lease). Entries of leases that have ended or were renewed are out of date."""
         self._held: deque[LeaseEntry] = deque()
-        """Ended leases, in the order in which their holds end."""
+        """Ended leases that hold blocks, in the order in which their holds end."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """Leases that are open or hold their blocks."""
+        """Number of leases that are open or hold blocks."""
         return len(self._entries)
 
     @property
     def entries(self) -> Collection[LeaseEntry]:
-        """Leases that are open or hold their blocks, oldest first."""
+        """Leases that are open or hold blocks, oldest first."""
         return self._entries.values()
 
     @property
     def next_s(self) -> float | None:
-        """Next moment at which a lease expires or a hold ends; None if there is nothing to wait for."""
+        """Next time at which a lease may expire or a hold ends; None if no lease is open or held."""
         due = [self._held[0].free_s] if self._held else []
         if self._expiring and self._open:
             due.append(self._expiring[0][0])
         return min(due, default=None)
 
     def serving(self, request_id: str | None) -> LeaseEntry | None:
-        """Open lease of a request."""
+        """Return the open lease of a request, if it has one."""
         return self._open.get(request_id) if request_id is not None else None
 
     def served(self, request_id: str) -> bool:
-        """True if a lease of the request has ended lately."""
+        """Return True if the request is among those with the most recently ended leases, and has no open lease."""
         return request_id in self._recent
 
     def find(self, lease_id: str) -> LeaseEntry | None:
@@ -114,7 +114,7 @@ class LeaseBook:
     def open(
         self, lease_id: str, request_id: str, now_s: float, *, ttl_s: float, reader_count: int, holds_blocks: bool
     ) -> LeaseEntry:
-        """Note a new lease, which `reader_count` engines have to read. Its request has none that is open."""
+        """Add a new lease that `reader_count` engines have to read. Its request must not have an open lease."""
         assert request_id not in self._open, "a request has one lease at a time"
         until = now_s + ttl_s, now_s + max(ttl_s, self._lifetime_s)
         entry = LeaseEntry(lease_id, request_id, reader_count, holds_blocks, ttl_s, now_s, *until)
@@ -126,16 +126,16 @@ class LeaseBook:
         return entry
 
     def restart(self, entry: LeaseEntry, ttl_s: float, now_s: float) -> None:
-        """Restart the time of an open lease, as if it were opened now with that `ttl_s`.
+        """Give an open lease another `ttl_s` and new times, as if it were opened now.
 
-        It never ends earlier than before: a reader may have been told when that is, and count on it.
+        Its expiry and its lifetime never become earlier, because readers may rely on the times that they know.
         """
         if entry.is_open:
             entry.ttl_s, entry.expires_s = ttl_s, max(entry.expires_s, now_s + ttl_s)
             entry.lifetime_ends_s = max(entry.lifetime_ends_s, now_s + max(ttl_s, self._lifetime_s))
 
     def renew(self, lease_id: str, reader: str, now_s: float) -> Counted:
-        """Give a lease its ttl_s again. The word of a reader that has read already is late."""
+        """Give a lease its whole `ttl_s` again. LATE if the lease is not open, or `reader` has already read it."""
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open or reader in entry.readers:
             return Counted.LATE
@@ -145,7 +145,7 @@ class LeaseBook:
     def read(
         self, lease_id: str, reader: str, share: tuple[int, int], now_s: float
     ) -> tuple[Counted, LeaseEntry | None]:
-        """Note that a reader has read its share (numerator, denominator). The lease that this ends is named."""
+        """Note that `reader` has read its share (numerator, denominator). Return the effect, and a lease that ended."""
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open:
             return Counted.LATE, None
@@ -159,13 +159,13 @@ class LeaseBook:
         return Counted.NOTED, entry if all_read and self.end(entry, "all_read", now_s) else None
 
     def end(self, entry: LeaseEntry, event: LeaseEvent, now_s: float) -> bool:
-        """End a lease. True if it was open."""
+        """End a lease. Return True if it was open."""
         if entry.state is not LeaseState.OFFERED:
             return False
         entry.state = fire(LEASE_TABLE, entry.state, event)
         entry.ended_s, entry.free_s = now_s, now_s + self._hold_s
         del self._open[entry.request_id]
-        self._recent[entry.request_id] = None  # a reader that comes late need not wait for one to be opened
+        self._recent[entry.request_id] = None  # a late reader need not wait for a lease
         if len(self._recent) > _RECENT_MAX:
             self._recent.popitem(last=False)
         if entry.holds_blocks:
@@ -175,7 +175,7 @@ class LeaseBook:
         return True
 
     def expire(self, now_s: float) -> Iterator[LeaseEntry]:
-        """End the leases whose time has passed, and name them."""
+        """End the leases that have expired, and yield them."""
         while self._expiring and self._expiring[0][0] <= now_s:
             _, _, entry = heapq.heappop(self._expiring)
             if entry.is_open and entry.expires_s > now_s:
@@ -184,9 +184,9 @@ class LeaseBook:
                 yield entry
 
     def release(self, now_s: float) -> list[LeaseEntry]:
-        """Take out of the book, and name, the ended leases whose hold is over.
+        """Remove the ended leases with a finished hold from the book, and return them.
 
-        Nobody can take their blocks for good any more: the producer may reuse them (invariant I3).
+        No reader can prove a read of their blocks from here on, so the producer may reuse them (invariant I3).
         """
         released = []
         while self._held and self._held[0].free_s <= now_s:

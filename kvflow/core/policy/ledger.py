@@ -1,12 +1,12 @@
-"""The use of each local block: the accounts behind conservation (invariant I5).
+"""The ledger: how each local block is used. It keeps the conservation of blocks (invariant I5).
 
-Groups of layers with one pool of block ids share an account; other groups have their own. *Entries* number the blocks
-of all accounts. With one group a block's id is its entry. Where several blocks of a group are one block of its pool,
-they have one entry.
+*Entries* number the blocks of all pools. Groups of layers that share a pool of block ids share its entries; other
+groups have their own. With a single group the entry of a block is its id. If several blocks of a group form one block
+of its pool (`CacheGroup.split`), they have one entry.
 
-Every block is free, leased (one or more leases read-protect it), in flight (one load writes it) or quarantined (a
-load has ended, its bytes may still land). Leases share blocks; a write excludes everything else. Blocks that a load
-*keeps* stay claimed from one of its sources to the next.
+Every block is free, leased (one or more leases protect it from writes), in flight (a load writes it) or quarantined (a
+load has ended, but its bytes may still land). Leases can share a block; a write excludes every other use. If a load has
+several sources, its blocks are *kept*: they stay claimed from one source to the next.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.plan.descriptors import BlockIds, check_block_ids
 from kvflow.errors import BlocksBusy, RequestError
 
-# How a block is used: the number of its leases, or one of these.
+# Use of a block: the number of its leases (0: free), or one of the negative numbers.
 _FREE, _IN_FLIGHT, _QUARANTINED = 0, -1, -2
 _WRITER_TEXT = {_IN_FLIGHT: "being loaded", _QUARANTINED: "quarantined"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCounts:
-    """Blocks by use; they add up to `total`."""
+    """Numbers of blocks by use; they add up to `total`."""
 
     total: int
     free: int
@@ -41,10 +41,10 @@ class BlockCounts:
 
 
 class BlockLedger:
-    """The use of each local block, by its entry: see `find`."""
+    """The use of each local block, by entry; `find` translates block ids to entries."""
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
-        self._pools = [str(group.pool) for group in groups]  # nothing here holds tensors: handles outlive their cache
+        self._pools = [str(group.pool) for group in groups]  # no reference to tensors: handles outlive their cache
         self._num_blocks = [group.num_blocks for group in groups]
         self._splits = [group.split for group in groups] if len(groups) > 1 else [1]  # one group has its own pool
         self._names = [group.name for group in groups]
@@ -57,13 +57,14 @@ class BlockLedger:
                 total += num_blocks // split
         self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
         self._kept: list[BlockIds] = []
-        """Blocks that loads keep, by the identity of their arrays."""
+        """Arrays of entries that loads keep, compared by identity."""
 
     def find(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
-        """Block ids as they are given, by group, and their entries in the ledger.
+        """Check the block ids of a request. Return them by group, and their entries.
 
-        They are a sequence for one group; for several a mapping by the groups' names, where a missing one has none, or
-        a sequence for each. RequestError names an id that cannot be right, or that two groups of one pool have.
+        With one group `block_ids` is a sequence. With several it is a sequence for each group, or a mapping by the
+        groups' names; a group that is missing in the mapping has no blocks. RequestError names an id that is invalid,
+        or that two groups of one pool have.
         """
         if len(self._pools) == 1 and (type(block_ids) is list or not isinstance(block_ids, Mapping)):
             ids = check_block_ids(block_ids, num_blocks=self._num_blocks[0], what=what)
@@ -79,7 +80,7 @@ class BlockLedger:
         return tuple(found), entries
 
     def entries(self, tables: Sequence[BlockIds | Sequence[int]]) -> BlockIds:
-        """Entries of valid block ids, by group."""
+        """Return the entries of block tables, one for each group, that were checked before."""
         found = []
         for pool, split, ids in zip(self._pools, self._splits, tables, strict=True):
             own = np.asarray(ids, dtype=np.int64)
@@ -89,7 +90,7 @@ class BlockLedger:
         return np.concatenate(found)
 
     def check_there(self, counts: Sequence[int], what: str) -> None:
-        """RequestError if the cache has fewer blocks than so many of each group, whoever uses them now."""
+        """Raise RequestError if the cache has fewer blocks in all, used or not, than `counts` of each group."""
         needed, there = dict.fromkeys(self._first, 0), dict.fromkeys(self._first, 0)
         for pool, num_blocks, split, count in zip(self._pools, self._num_blocks, self._splits, counts, strict=True):
             needed[pool] += -(-count // split)
@@ -111,31 +112,31 @@ class BlockLedger:
         return block_ids
 
     def lease(self, ids: BlockIds) -> None:
-        """Protect blocks for readers; BlocksBusy if one is being written."""
+        """Protect blocks for a lease. BlocksBusy if a block is in flight or quarantined."""
         use = self._use[ids]
         if (use < _FREE).any():
             self._refuse(ids, use < _FREE, "served")
         self._use[ids] = use + 1
 
     def release(self, ids: BlockIds) -> None:
-        """End one lease of these blocks."""
+        """End one lease of blocks."""
         assert (self._use[ids] > _FREE).all(), "released a block that is not leased"
         self._use[ids] -= 1
 
     def begin_load(self, ids: BlockIds) -> None:
-        """Claim blocks for writing; BlocksBusy if one is leased or being written."""
+        """Claim blocks for a load to write. BlocksBusy if a block is leased, in flight or quarantined."""
         use = self._use[ids]
         if use.any() and not self._keeps(ids):
             self._refuse(ids, use != _FREE, "loaded")
         self._use[ids] = _IN_FLIGHT
 
     def keep(self, ids: BlockIds) -> None:
-        """Claim blocks for one load after another of this very array, until `let_go`. BlocksBusy as `begin_load`."""
+        """Claim blocks until `let_go`. Meanwhile `begin_load` of the same array succeeds. May raise BlocksBusy."""
         self.begin_load(ids)
         self._kept.append(ids)
 
     def let_go(self, ids: BlockIds, *, safe: bool) -> None:
-        """Keep claimed blocks no more: they are free, or quarantined until `end_load`."""
+        """End `keep` for an array. The blocks are free if `safe`, else quarantined until `end_load`."""
         self._kept = [one for one in self._kept if one is not ids]
         if safe:
             self.end_load(ids)
@@ -146,17 +147,17 @@ class BlockLedger:
         return any(one is ids for one in self._kept)
 
     def quarantine(self, ids: BlockIds) -> None:
-        """Quarantine blocks whose load has ended, but whose bytes have not stopped. Kept blocks stay claimed."""
+        """Quarantine the blocks of an ended load in which bytes may still land. Kept blocks stay in flight."""
         assert (self._use[ids] == _IN_FLIGHT).all(), "quarantined a block that is not in flight"
         self._use[ids] = _IN_FLIGHT if self._kept and self._keeps(ids) else _QUARANTINED
 
     def end_load(self, ids: BlockIds) -> None:
-        """Give back the blocks of a load: no byte can land in them any more."""
+        """Free the blocks of a load in which no further byte can land. Kept blocks stay in flight."""
         assert (self._use[ids] < _FREE).all(), "ended the load of a block that is not in flight"
         self._use[ids] = _IN_FLIGHT if self._kept and self._keeps(ids) else _FREE
 
     def counts(self) -> BlockCounts:
-        """Counts of blocks by their use."""
+        """Return the numbers of blocks by use."""
         return BlockCounts(
             total=len(self._use),
             free=int((self._use == _FREE).sum()),
@@ -166,7 +167,7 @@ class BlockLedger:
         )
 
     def use_of(self, entry: int) -> str:
-        """The use of a block now, as messages say it; "" for a free one, or one that is not of this cache."""
+        """Return the use of a block in words, for messages; "" if the block is free or unknown."""
         use = int(self._use[entry]) if 0 <= entry < len(self._use) else _FREE
         return "leased to readers" if use > _FREE else _WRITER_TEXT.get(use, "")
 

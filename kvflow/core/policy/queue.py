@@ -1,14 +1,14 @@
-"""Queues: permits of something bounded (`FairQueue`), and turns of one server (`ShortestFirst`).
+"""Queues: permits for bounded amounts, such as bytes in flight (`FairQueue`), and turns of a server (`ShortestFirst`).
 
-A fair queue bounds what may be under way at once, in all and per peer. Its rules:
+A fair queue bounds what is under way at once, in all and per peer. Its rules:
 
-- All or nothing: a permit gets its whole amount at once and has none of it while it waits.
-- A smaller priority number goes first, equal ones in the order in which they asked. Nothing ages: a permit waits for as
-  long as permits of a smaller number keep the queue full.
-- A permit that does not fit its peer's limit is overtaken by those of other peers, by none of its own peer.
-- If the head does not fit the global limit nothing overtakes it, so large reads are not starved.
-- A permit that wants more than there is goes when nothing else is under way.
-- With `ahead_s` a peer's first limit grows to what it delivers in that time, so that a link of any speed is kept busy.
+- All or nothing: a permit gets its whole amount at once, and holds nothing while it waits.
+- A smaller priority number goes first, equal numbers in the order of the requests. Waiting does not raise a priority: a
+  permit waits as long as permits with smaller numbers fill the queue.
+- A permit that does not fit its peer's limit is overtaken by permits of other peers, but not by later ones of its own.
+- If the first permit does not fit the global limit, no permit overtakes it, so that large reads do not starve.
+- A permit that is larger than a limit is granted when nothing else is under way.
+- With `ahead_s`, a peer's first limit grows to what the peer delivers in that time. So a link of any speed stays busy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from operator import add, itemgetter, sub
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 Amount: TypeAlias = tuple[int, ...]
-"""Amount that a permit takes of each bounded thing, in the order of the limits."""
+"""What a permit takes of each bounded quantity, such as bytes and slices, in the order of the limits."""
 
 ItemT = TypeVar("ItemT")
 
-_FADE = 1 / 64  # of a peer's speed, with each permit that shows less: it may have waited for something else
+_FADE = 1 / 64  # share that a peer's known speed loses per slower permit: the permit may have waited for something else
 _FAST_PEERS_MAX = 1024
 _SIZE = itemgetter(0)
 
@@ -38,20 +38,20 @@ class PermitState(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Permit:
-    """Share of a bounded thing, from the request for it until it is given back."""
+    """A permit for an amount, from the request until it is given back."""
 
     peer: str
     amount: Amount
     priority: int
     state: PermitState = PermitState.WAITING
     on_grant: Callable[[], None] | None = None
-    """Called when the permit is under way after a wait; must not ask for or end anything itself."""
+    """Called when the permit is granted after a wait. It must not ask for or end permits itself."""
     delivered_before: int = 0
-    """Amount that the peer had delivered when the permit went under way."""
+    """What the peer had delivered (`_Room.delivered`) when the permit went under way."""
 
 
 class _Place(NamedTuple):
-    """The place of a permit in its peer's queue; compared from left to right, and orders are unique."""
+    """A permit in its peer's queue. Places are compared by priority, then by order, which is unique."""
 
     priority: int
     order: int
@@ -60,18 +60,18 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Room:
-    """Permits of one peer: those under way within its limits, and those that wait, in order."""
+    """The limits of one peer, or of all peers together, with the amounts under way and the waiting permits."""
 
     limits: Amount
     used: Amount
     permits: int = 0
     waiting: list[_Place] = field(default_factory=list)
     delivered: int = 0
-    """Amount of the first bounded thing that was delivered since the peer has had permits."""
+    """What the peer has delivered of the first quantity since it was last without permits."""
 
 
 def _fits(more: Amount, *rooms: _Room) -> bool:
-    """True if there is room for this amount. A permit that wants more than the limit goes alone."""
+    """Return True if `more` fits the limits of all `rooms`. In a room without permits under way any amount fits."""
     for room in rooms:
         if room.permits:
             for taken, wanted, most in zip(room.used, more, room.limits, strict=True):
@@ -81,10 +81,13 @@ def _fits(more: Amount, *rooms: _Room) -> bool:
 
 
 class FairQueue:
-    """Bounded things and the permits that wait for shares of them. A peer without permits costs nothing."""
+    """Permits for bounded quantities, by the rules of the module. Peers without permits take no memory."""
 
     def __init__(self, limits: Amount, peer_limits: Amount | None = None, ahead_s: float = 0.0) -> None:
-        """Create an empty queue. Without `peer_limits` one peer may have everything."""
+        """Create an empty queue with `limits` in all and `peer_limits` for each peer (None: `limits`).
+
+        `ahead_s`: seconds of a peer's delivery to which its first limit grows; 0: it does not grow.
+        """
         self._ahead_s = ahead_s
         self._peer_limits = limits if peer_limits is None else peer_limits
         assert len(limits) == len(self._peer_limits), f"{limits} and {peer_limits} bound different things"
@@ -92,24 +95,25 @@ class FairQueue:
         self._room = _Room(limits, self._nothing)
         self._peers: dict[str, _Room] = {}
         self._speeds: dict[str, float] = {}
-        """Rates of peers that deliver more than their limit allows for, per second."""
+        """Speed (first quantity per second) of each peer that has been given a larger limit."""
         self._asked = 0
         self.waiting = 0
 
     @property
     def used(self) -> Amount:
-        """Amount under way of each bounded thing."""
+        """Amounts under way in all."""
         return self._room.used
 
     def peers(self) -> Iterator[tuple[str, Amount, int]]:
-        """Amounts under way and number of waiting permits, by peer."""
+        """Yield (peer, amounts under way, number of waiting permits)."""
         for peer, room in self._peers.items():
             yield peer, room.used, len(room.waiting)
 
     def ask(self, amount: Amount, peer: str = "", priority: int = 0) -> Permit:
-        """Ask for a permit. It is under way at once if there is room, else it waits.
+        """Return a new permit: under way if there is room, else waiting.
 
-        A waiting one may let others go that it stood behind: who has come first among its peer's is another one now.
+        If a waiting permit becomes the first of its peer, others may be granted: the peer's former first permit may
+        have stood in their way.
         """
         permit = Permit(peer, amount, priority)
         room = self._peers.get(peer)
@@ -129,9 +133,9 @@ class FairQueue:
         return permit
 
     def end(self, permit: Permit, took_s: float = 0.0) -> list[Permit]:
-        """Give a permit back, or its place in the queue. Returns the permits that are under way now because of it.
+        """Give a permit back, waiting or under way. Return the permits that are granted in consequence.
 
-        `took_s` is how long its peer took to deliver it, since it was under way. 0: it has not.
+        `took_s`: seconds from the grant until the peer had delivered the amount; 0 if it was not delivered.
         """
         assert permit.state is not PermitState.OVER, "a permit is given back once"
         room = self._peers[permit.peer]
@@ -161,7 +165,7 @@ class FairQueue:
         return self._grant() if self.waiting else []
 
     def _grant(self) -> list[Permit]:
-        """Start every permit that there is room for, and tell each."""
+        """Grant every permit that fits, call its `on_grant`, and return the permits."""
         granted = []
         while self.waiting and (permit := self._next()) is not None:
             room = self._peers[permit.peer]
@@ -175,7 +179,7 @@ class FairQueue:
         return granted
 
     def _next(self) -> Permit | None:
-        """Next permit that there is room for, if any."""
+        """Return the next permit that may be granted, if any."""
         heads = (room.waiting[0] for room in self._peers.values() if room.waiting)
         able = []
         for head in heads:
@@ -188,7 +192,7 @@ class FairQueue:
         return permit if _fits(permit.amount, every) else None
 
     def _begin(self, permit: Permit) -> None:
-        """Note a permit as under way."""
+        """Count a permit as under way."""
         room = self._peers[permit.peer]
         for one in (self._room, room):
             one.permits += 1
@@ -197,18 +201,18 @@ class FairQueue:
 
 
 class ShortestFirst(Generic[ItemT]):
-    """Jobs that wait for one server, which cannot interrupt a job: the smallest goes first.
+    """Jobs that wait for one server, which cannot interrupt a job. The smallest job goes first.
 
-    The oldest is passed only until those that passed it add up to its own size, then it goes: so large things get half
-    of the server at least, and a small one waits for the one that is being served and, when small ones take half of the
-    server already, for one more.
+    If the jobs that have overtaken the oldest job add up to its size, the oldest goes next. So large jobs get at least
+    half of the server's time. A small job waits for the job being served and, if small jobs already take half of the
+    time, for one large job more.
     """
 
     def __init__(self, start_size: int) -> None:
-        """`start_size` is the cost of starting a job, as a size."""
+        """Create an empty queue. `start_size`: the cost of starting a job, as a size, which is added to each job's."""
         self._start_size = start_size
-        self._waiting: list[tuple[int, ItemT]] = []  # in the order in which they came
-        self._passed = 0  # how much has passed the oldest
+        self._waiting: list[tuple[int, ItemT]] = []  # oldest first
+        self._passed = 0  # sum of the sizes that have overtaken the oldest
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -218,11 +222,11 @@ class ShortestFirst(Generic[ItemT]):
 
     @property
     def next(self) -> ItemT:
-        """Job whose turn it is; there has to be one."""
+        """The job to serve next. There must be one."""
         return self._waiting[self._index()][1]
 
     def pop(self) -> ItemT:
-        """Take out the job whose turn it is; there has to be one."""
+        """Remove and return the job to serve next. There must be one."""
         index = self._index()
         size, item = self._waiting.pop(index)
         self._passed = self._passed + size if index else 0

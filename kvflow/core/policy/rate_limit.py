@@ -1,29 +1,30 @@
-"""Bounds on how often a peer may ask: one token bucket per peer, as many as a bound allows.
+"""A rate limit for the requests of each peer: a token bucket per peer, in bounded number.
 
-A bucket holds the requests of one second; it fills steadily, and each request takes one. A bucket that nobody has used
-for a second is full, so it may be forgotten: where there are more peers than buckets, the one used longest ago goes.
+A full bucket has tokens for the requests of one second. It fills steadily, and each request takes one token. A bucket
+that was not used for a second is full and need not be kept. With more than `peers_max` peers the least recently used
+bucket is dropped.
 """
 
 from __future__ import annotations
 
 from kvflow.core.policy.latest import Latest
 
-_ROUNDING = 1e-5  # of a request: who keeps to the rate is not held up because of how floats add up
+_ROUNDING = 1e-5  # of a token: a peer that keeps to the rate is not refused for a rounding error
 
 
 class RateLimiter:
-    """Token buckets by peer; a peer is any name."""
+    """Token buckets by peer, under any name that the caller chooses."""
 
     def __init__(self, *, requests_per_s: int, peers_max: int) -> None:
         self._requests_per_s = requests_per_s
-        self._buckets = Latest[str, tuple[float, float]](peers_max)  # tokens, and when they were counted
+        self._buckets = Latest[str, tuple[float, float]](peers_max)  # (tokens, time at which they were counted)
 
     def __len__(self) -> int:
-        """Number of buckets now."""
+        """Number of buckets."""
         return len(self._buckets)
 
     def allows(self, peer: str, now_s: float) -> bool:
-        """Take a token of the peer's. True if there was one. A clock that goes back fills nothing."""
+        """Take a token from the bucket of `peer`. Return True if it had one. A clock that goes back adds no tokens."""
         full = float(self._requests_per_s)
         tokens, counted_s = self._buckets.get(peer, (full, now_s))
         tokens = min(full, tokens + max(now_s - counted_s, 0.0) * self._requests_per_s)

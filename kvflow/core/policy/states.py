@@ -1,8 +1,8 @@
-"""The life of a peer, a lease and a read, each as one transition table.
+"""The states of a peer, a lease and a transfer, each with a transition table.
 
-`fire` is the only way a state changes: it looks the (state, event) pair up and returns the next state; a pair that
-is not in the table raises `IllegalTransition` and changes nothing. Questions about a state are functions with a
-meaning, such as `transfer_blocks_safe`. The pictures in docs/architecture.md are drawn from these tables.
+A state changes only by `fire`: it looks up the pair (state, event) and returns the next state. A pair that is not in
+the table raises `IllegalTransition` and changes nothing. Code asks for the meaning of a state by functions such as
+`transfer_blocks_safe`. The pictures in docs/architecture.md are drawn from these tables.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Table: TypeAlias = Mapping[tuple[StateT, EventT], StateT]
 
 
 class IllegalTransition(AssertionError):
-    """Event that the state does not know: a bug in kvflow, not in its caller."""
+    """An event that is not allowed in a state: a bug in kvflow, not in its caller."""
 
 
 def fire(table: Table[StateT, EventT], state: StateT, event: EventT) -> StateT:
-    """The state after `event`; IllegalTransition if the table has no such row."""
+    """Return the state after `event`. IllegalTransition if `table` has no row for `event` in `state`."""
     try:
         return table[state, event]
     except KeyError:
@@ -29,23 +29,23 @@ def fire(table: Table[StateT, EventT], state: StateT, event: EventT) -> StateT:
 
 
 def knows(table: Table[StateT, EventT], state: StateT, event: EventT) -> bool:
-    """True if `event` means anything in `state`; late and duplicate messages are asked first and then counted."""
+    """Return True if `table` has a row for `event` in `state`. Late and duplicate messages have none."""
     return (state, event) in table
 
 
 class PeerState(enum.StrEnum):
-    """A rank of a remote engine, as a reader sees it."""
+    """The state of a rank of a remote engine, as a reader sees it."""
 
-    UNKNOWN = "unknown"  # no connection was made, or the peer asked to be asked later
-    CONNECTING = "connecting"  # one handshake is under way, everybody waits on it
+    UNKNOWN = "unknown"  # no connection was made, or the peer was not ready
+    CONNECTING = "connecting"  # a handshake is under way, and all loads of the peer wait for it
     READY = "ready"
     BROKEN = "broken"  # the connection is dead or outdated; the next load makes a new one
-    BACKING_OFF = "backing_off"  # it failed; nobody asks it until its wait is over (`core.policy.circuit`)
+    BACKING_OFF = "backing_off"  # the peer failed and is not asked until its wait is over (`core.policy.circuit`)
     CLOSED = "closed"
 
 
 PeerEvent: TypeAlias = Literal["connect", "connected", "postpone", "back_off", "break", "close"]
-"""Event of a peer; "connect" also while connected, if a ticket is of another incarnation of it."""
+"""Event of a peer. "connect" also happens in READY, if a ticket names another incarnation of the peer."""
 
 PEER_TABLE: Table[PeerState, PeerEvent] = {
     (PeerState.UNKNOWN, "connect"): PeerState.CONNECTING,
@@ -65,13 +65,13 @@ PEER_TABLE: Table[PeerState, PeerEvent] = {
 
 
 class LeaseState(enum.StrEnum):
-    """A producer's promise to keep blocks."""
+    """The state of a lease, a producer's promise to keep blocks."""
 
     OFFERED = "offered"
     READ = "read"  # every reader has read
     EXPIRED = "expired"
     REVOKED = "revoked"  # withdrawn by its owner, or by the closing runtime
-    FAILED = "failed"  # its prompt will never be computed
+    FAILED = "failed"  # the prompt will not be computed
 
 
 LeaseEvent: TypeAlias = Literal["all_read", "expire", "revoke", "fail"]
@@ -85,14 +85,14 @@ LEASE_TABLE: Table[LeaseState, LeaseEvent] = {
 
 
 class TransferState(enum.StrEnum):
-    """The bytes of one load."""
+    """The state of a load's bytes."""
 
-    PENDING = "pending"  # nothing was posted
+    PENDING = "pending"  # no read was posted
     READING = "reading"
-    STOPPING = "stopping"  # the load has ended badly; posted slices cannot be taken back and are waited for
-    QUARANTINED = "quarantined"  # ... for longer than the load itself may last
+    STOPPING = "stopping"  # the load has failed; posted slices cannot be cancelled, so their end is awaited
+    QUARANTINED = "quarantined"  # the load has ended, and posted slices have not stopped in time
     LANDED = "landed"  # every posted byte has arrived
-    STOPPED = "stopped"  # ended early, and no byte can arrive any more
+    STOPPED = "stopped"  # the load failed, and no further byte can arrive
 
 
 TransferEvent: TypeAlias = Literal["post", "land", "abandon", "overdue", "last_stopped"]
@@ -109,5 +109,5 @@ TRANSFER_TABLE: Table[TransferState, TransferEvent] = {
 
 
 def transfer_blocks_safe(state: TransferState) -> bool:
-    """True if no byte can land in the local blocks any more (invariant I1)."""
+    """Return True if no further byte can land in the local blocks (invariant I1)."""
     return state in (TransferState.PENDING, TransferState.LANDED, TransferState.STOPPED)
