@@ -1,13 +1,14 @@
-"""The prompts that an engine's blocks hold, as its scheduler's half tells its workers step by step.
+"""The prompts that an engine's blocks hold, as the scheduler's half reports them to the workers step by step.
 
-A block holds a prompt's tokens from the step that has computed them until it is given to something else, however
-often the engine's prefix cache finds, frees and finds it in between. A worker that is told both knows at any time what
-lies in its memory, and answers a peer's question by itself: no question reaches the scheduler, an idle engine answers
-as a busy one does, and nothing is taken from the engine's pool for anybody.
+A block holds the tokens of a prompt from the step that has computed them until the block is given to something else,
+however often the engine's prefix cache frees it and finds it again in between. If a worker gets reports of both events,
+it knows at any time which prompts its memory holds, and answers a peer's question by itself. So no question reaches the
+scheduler, an idle engine answers like a busy one, and no peer takes blocks from the engine's pool.
 
-The engine's pool has to offer `watch`: it takes blocks that are in use now, and calls `reused` once for each when the
-pool gives it to something else, before the step that will write there leaves. That may be before the workers have heard
-of the block: what a request's answer has filled leaves with the step after its end. Such a block is never told.
+The engine's pool has to offer `watch`. It takes blocks that are in use now, and calls `reused` once for each block when
+the pool gives it to something else, before the step that will write there leaves. That may happen before the workers
+know of the block: blocks filled by a request's answer are reported with the step after its end. A block that is reused
+before its report is left out of the report.
 """
 
 from __future__ import annotations
@@ -24,21 +25,22 @@ from kvflow.connector.step import NO_BLOCK, CachedBlocks, Step
 __all__ = ["CachedPrompts", "GroupTablesOf"]
 
 GroupTablesOf: TypeAlias = Callable[[str], Sequence[Sequence[int]]]
-"""Gives the block tables of a request by its id: one for each group, also if there is one group."""
+"""Function that returns the block tables of a request by its id: one for each group, also if there is only one
+group."""
 
 
 @dataclass(slots=True)
 class _Prompt:
     keys: Sequence[bytes]
-    """A key for each full block."""
+    """Key of each full block."""
     told: int = 0
-    """Number of blocks that the workers know of."""
+    """Number of blocks that have been reported to the workers."""
 
 
 class CachedPrompts:
-    """The prompts of an engine's requests, and which of its blocks hold them.
+    """The prompts of an engine's requests, and the blocks that hold them.
 
-    `block_tokens` is the block size of all groups; `null_block` is what tables have where a group needs no block.
+    `block_tokens` is the block size of all groups. `null_block` stands in a table where the group needs no block.
     """
 
     def __init__(
@@ -49,10 +51,10 @@ class CachedPrompts:
         self._null_block = null_block
         self._prompts: dict[str, _Prompt] = {}
         self._key_of: dict[int, bytes] = {}
-        """The key that each block holds, as the workers know it or will with the next step."""
+        """The key that each block holds, as the workers know it, or will know it after the next step."""
         self._reused: list[int] = []
         self._cached_blocks: list[CachedBlocks] = []
-        """Blocks of requests that have ended since the last step; some may have been given to something else."""
+        """Blocks of requests that have ended since the last step. Some may have been reused since."""
 
     def __repr__(self) -> str:
         blocks, requests = counted(len(self._key_of), "block"), counted(len(self._prompts), "request")
@@ -60,23 +62,23 @@ class CachedPrompts:
 
     @property
     def must_tell(self) -> bool:
-        """True if workers have to hear of blocks that hold nothing of use any more, even if no request needs a step."""
+        """True if workers need a report of reused blocks, even if no request needs a step."""
         return bool(self._reused)
 
     def add(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """Take a request that has come; `keys` are those of its prompt's full blocks."""
+        """Add a request that has arrived; `keys` are the keys of its prompt's full blocks."""
         if keys:
             self._prompts[request_id] = _Prompt(keys)
 
     def reused(self, block_id: int) -> None:
-        """Take a watched block that is given to something else."""
+        """Note that a watched block was given to something else."""
         if self._key_of.pop(block_id, None) is not None:
             self._reused.append(block_id)
 
     def build_step(
         self, step: Step, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
-        """Put into a step which blocks hold something else, and which more; see `ConnectorScheduler.build_step`."""
+        """Add the reused blocks and the newly cached blocks to `step`; see `ConnectorScheduler.build_step`."""
         for request_id in preempted:
             if request_id in self._prompts:
                 self._prompts[request_id].told = 0
@@ -94,9 +96,10 @@ class CachedPrompts:
     def finished(
         self, request_id: str, *, keys: Callable[[], Sequence[bytes]], computed: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """Take a request that has ended with `computed` tokens, its answer's included, and still has its blocks.
+        """Take a request that has ended with `computed` tokens, including its answer's, and still has its blocks.
 
-        `keys` makes the keys of all its full blocks: they are of use to whoever goes on with the conversation.
+        `keys` returns the keys of all its full blocks. The blocks of the answer help requests that continue the
+        conversation.
         """
         prompt = self._prompts.pop(request_id, None)
         full = computed // self._block_tokens
@@ -104,7 +107,10 @@ class CachedPrompts:
             self._cached_blocks += self._told(keys()[:full], range(prompt.told, full), block_ids)
 
     def _told(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[CachedBlocks]:
-        """A `CachedBlocks` of these blocks, without those in front that the workers know of; none if they know all."""
+        """Return a list with a `CachedBlocks` of the blocks at `span`, without leading blocks that the workers know.
+
+        The list is empty if the workers know all of these blocks.
+        """
         rows = [tuple(self._block(table, at) for table in tables) for at in span]
         known = (
             all(self._key_of.get(one) == keys[at] for one in row if one != NO_BLOCK)
@@ -125,7 +131,7 @@ class CachedPrompts:
         ]
 
     def _still_there(self, cached_blocks: CachedBlocks) -> CachedBlocks | None:
-        """Return `cached_blocks` without the blocks that were given to something else since; None if none is left."""
+        """Return `cached_blocks` without the blocks that have been reused since, or None if none is left."""
         key_of, keys = self._key_of, cached_blocks.keys
         tables = tuple(
             tuple(one if key_of.get(one) == key else NO_BLOCK for key, one in zip(keys, table, strict=True))

@@ -1,6 +1,7 @@
-"""Requests that come with a ticket and are computed here all the same: counted by reason, and told once a minute.
+"""Requests that have a ticket but are computed locally: counted by reason, and logged at most once a minute.
 
-Each of them is answered well, so nobody notices that a prefill engine computes for nothing.
+Each of these requests gets a correct answer. Without the log, nobody would notice that a prefill engine computes
+prompts in vain.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _EVERY_S = 60.0
 
 
 class ComputedHere(Counter[str]):
-    """Counts of one engine's scheduler by reason, since the last line."""
+    """Counts of the requests with a ticket that one scheduler computes locally, by reason, since the last log line."""
 
     _told_s = -_EVERY_S
 
     def tell(self) -> None:
-        """Log the counts and begin anew, at most once a minute."""
+        """Log the counts and clear them, at most once a minute."""
         now_s = time.monotonic()
         if self and now_s - self._told_s >= _EVERY_S:
             listed = "; ".join(f"{count} because {reason}" for reason, count in self.most_common())

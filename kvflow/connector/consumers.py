@@ -1,13 +1,13 @@
-"""The consumers' book: requests with tickets, and requests that a peer has offered a prefix to.
+"""Requests that load their prompts: with a router's tickets, or with a prefix that peers offer.
 
-A request is added, matched, gets blocks and waits for its load, or goes on without. Its tickets' leases are kept
-while it has no blocks (`Step.keep`); whatever becomes of it, their producers hear once that nobody needs them any more
-(`Release`), or the load tells them.
+A request is added and matched. Then it gets blocks and waits for its load, or it goes on without a load. While it has
+no blocks, the leases of its tickets are kept (`Step.keep`). Whatever becomes of the request, the producers are notified
+once when no request needs the tickets: by a `Release`, or by the load.
 
-A ticket is used once: by one request, or by samples of its prompt that share it. Then the first sample's load serves
-all. The others wait for it, find in the engine's prefix cache what that keeps, and read the rest, each by itself. If
-the first is aborted the next one is the first; once one has read, or has tried to, nobody waits any more. The producer
-is told by whoever is the last to need the ticket.
+A ticket is used once: by one request, or by samples of its prompt that share it. In the second case the first sample's
+load serves all samples. The others wait for that load, find a part in the engine's prefix cache, and each read the
+rest. If the first sample is aborted, the next sample takes its place. Once a sample has read the offer, or has tried
+to, no sample waits. The last sample that needs the ticket notifies the producer.
 """
 
 from __future__ import annotations
@@ -39,18 +39,20 @@ _REMEMBERED_MAX = 1 << 14
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Consumer:
-    """A request whose prompt may come from remote."""
+    """A request that may load its prompt."""
 
     request_id: str
     tickets: tuple[Ticket, ...]
     """Tickets of one prompt, the best first."""
     use: _Use
     offered_tokens: int = 0
-    """Prompt tokens that can come from remote; 0 if the ticket's blocks cannot be of this prompt."""
+    """Prompt tokens that can be loaded; 0 if the ticket's blocks cannot hold this prompt."""
     prompt: Sequence[int] | None = None
-    """Token ids that are still to be compared: where a ticket is a rendezvous, which tells no prompt."""
+    """Token ids that the load still has to compare, because a ticket is pending and does not say which prompt it is
+    for. Else None."""
     refusal: PromptMismatch | None = None
-    """Why neither its tickets may be used, nor its prompt be computed here."""
+    """Error with which the request must fail: its tickets must not be used, and its prompt must not be computed
+    locally."""
     state: ConsumerState = ConsumerState.EXPECTED
 
     @property
@@ -60,24 +62,25 @@ class _Consumer:
 
 @dataclass(slots=True, eq=False)
 class _Use:
-    """The use of one ticket."""
+    """The requests that use one ticket."""
 
     shared: bool
     """True if several requests may have the ticket."""
     readers: list[_Consumer] = field(default_factory=list)
-    """Requests that may read what it offers, or are at it, in the order in which they came."""
+    """Requests that may read the offer, or are reading it, in order of arrival."""
     tried: bool = False
-    """True once one of them has read it, or has tried to."""
+    """True once a request has read the offer, or has tried to."""
 
     def waits(self, reader: _Consumer) -> bool:
-        """True while the load of one that came before may leave less to read for this one."""
+        """Return True if `reader` has to wait: the load of an earlier request may leave less to read."""
         ahead = next(one for one in self.readers if one is reader or one.state is not ConsumerState.ABANDONED)
         return not self.tried and ahead is not reader
 
     def leave(self, reader: _Consumer, *, unread: bool) -> bool:
-        """Strike out a request that needs nothing of the ticket any more; `unread` if it has never begun to load.
+        """Remove a request that no longer needs the ticket; `unread` if its load has never begun.
 
-        True if its workers have to hear of that: a load of a ticket that is not shared tells the producer by itself.
+        Return True if the workers need a `Release` for the request. The load of a ticket that is not shared notifies
+        the producer by itself.
         """
         self.readers.remove(reader)
         self.tried = self.tried or not unread or reader.state is ConsumerState.LOCAL
@@ -85,29 +88,29 @@ class _Use:
 
 
 class ConsumerBook:
-    """All requests of an engine that consume, and what the workers have to do for them next."""
+    """All requests of an engine that consume, and the work of the next step for them."""
 
     def __init__(self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect) -> None:
         self.computed_here = ComputedHere()
-        """Requests with a ticket whose prompts are computed here, by reason."""
+        """Counts of requests with a ticket that are computed locally, by reason."""
         self._config = config
         self._groups = groups
         self._dialect = dialect
         self._requests: dict[str, _Consumer] = {}
         self._uses = Latest[tuple[str, str], _Use](_REMEMBERED_MAX)
-        """Uses of the tickets that have come lately, by engine and request."""
+        """Uses of the latest tickets, by engine id and request id."""
         self._next = Step()
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def state_of(self, request_id: str) -> ConsumerState | None:
-        """The state of a request; None if it does not consume, or does not any more."""
+        """Return the state of a request, or None if it does not consume or has ended."""
         request = self._requests.get(request_id)
         return None if request is None else request.state
 
     def add(self, request: EngineRequest, params: Mapping[str, Any], sharing: Sharing) -> None:
-        """Take a request whose parameters ask for its prompt from remote; see `ConnectorScheduler.add`."""
+        """Add a request that must load its prompt, as `params` ask; see `ConnectorScheduler.add`."""
         what, prompt = f"request {request.request_id!r}", request.prompt_token_ids
         reason = "its parameters are no ticket"
         try:
@@ -123,7 +126,7 @@ class ConsumerBook:
             raise
         ticket = tickets[0]
         most = request.num_prompt_tokens - self._config.leaves_last_token
-        if any(one.awaited for one in tickets):  # the prompt is taken to be the same on both sides; the load finds out
+        if any(one.awaited for one in tickets):  # the prompts are assumed to agree; the load compares them
             consumer.prompt = prompt
         if ticket.awaited:
             consumer.offered_tokens = self._config.offered_of(most)
@@ -145,9 +148,10 @@ class ConsumerBook:
             self._next.keep[request.request_id] = tickets
 
     def _refused(self, request: EngineRequest, tickets: tuple[Ticket, ...], prompt: Sequence[int], what: str) -> bool:
-        """Return True if a request may have lost its pictures on the way: it fails, and the ticket stays unused.
+        """Return True if a request must fail because it may have lost pictures or the like on its way here.
 
-        PromptMismatch if a ticket is of other tokens: a request that it is of may come, so nothing is given back.
+        PromptMismatch if a ticket is for other tokens. In both cases no ticket is given back: the request that it is
+        for may still come.
         """
         agreed = False
         for ticket in tickets:
@@ -170,7 +174,11 @@ class ConsumerBook:
         return False
 
     def _use(self, ticket: Ticket, sharing: Sharing, what: str) -> _Use:
-        """Return the use of a request's ticket. RequestError that begins with `what` if it is another's, or over."""
+        """Return the use of a request's ticket.
+
+        RequestError, with a message that begins with `what`, if another request or another engine uses the ticket, or
+        has used it.
+        """
         use = _Use(shared=sharing is not Sharing.ALONE)
         found = self._noted(ticket, use)
         if found is use and sharing is Sharing.FOLLOWS:
@@ -180,25 +188,25 @@ class ConsumerBook:
         return found
 
     def _noted(self, ticket: Ticket, use: _Use) -> _Use:
-        """Return the use of the ticket so far; `use` if it comes for the first time."""
+        """Return the use of `ticket` so far; if there is none, note `use` and return it."""
         key = (ticket.engine_id, ticket.request_id)
         found = self._uses[key] = self._uses.get(key, use)
         return found
 
     def refusal(self, request_id: str) -> PromptMismatch | None:
-        """Why a request must fail; see `ConnectorScheduler.refusal`."""
+        """Return the error with which a request must fail, or None; see `ConnectorScheduler.refusal`."""
         request = self._requests.get(request_id)
         return None if request is None else request.refusal
 
     def refuse(self, refused: Iterable[tuple[str, PromptMismatch]]) -> None:
-        """Have requests fail whose loads have found out why; see `ConnectorScheduler.refuse`."""
+        """Note the errors with which requests must fail, as their loads found; see `ConnectorScheduler.refuse`."""
         for request_id, error in refused:
             request = self._requests.get(request_id)
             if request is not None:
                 request.refusal = error
 
     def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
-        """Take a request that peers offer a prefix to; see `ConnectorScheduler.adopt`."""
+        """Add a request that peers offer a prefix to; see `ConnectorScheduler.adopt`."""
         if request_id in self._requests:
             raise UsageError(f"request {request_id!r}: it has a ticket already")
         consumer = self._expect(request_id, tickets, _Use(shared=False))
@@ -206,28 +214,28 @@ class ConsumerBook:
         self._next.keep[request_id] = tickets
 
     def reject(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
-        """Give back the ticket of a request that is refused, unless one has had it; see `ConnectorScheduler.reject`."""
+        """Give back the ticket of a refused request if no other request has had it; see `ConnectorScheduler.reject`."""
         tickets, use = self._tickets(params, f"request {request.request_id!r}"), _Use(shared=False)
         if self._noted(tickets[0], use) is use:
             self.give_back(request.request_id, tickets)
 
     def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
-        """Give back what is offered to a request; see `ConnectorScheduler.give_back`."""
+        """Give back the tickets of a request, unless they offer nothing; see `ConnectorScheduler.give_back`."""
         if tickets[0].awaited or any(tickets[0].block_tables):
             self._next.release.append(Release(request_id=request_id, tickets=tickets, last=last))
 
     def match(self, request_id: str, num_computed_tokens: int) -> Matched:
-        """Tokens that can come from remote; see `ConnectorScheduler.num_new_matched_tokens`."""
+        """Return the number of tokens that can be loaded; see `ConnectorScheduler.num_new_matched_tokens`."""
         request = self._expected(request_id)
         tokens = 0 if request is None else request.offered_tokens - num_computed_tokens
         if request is not None and request.refusal is not None:
-            return max(tokens, 1), True  # whatever is cached here: it waits for a load, which fails
+            return max(tokens, 1), True  # regardless of the local cache: it waits for a load, which fails
         if request is None or tokens < self._config.fetch_tokens_min:
             return 0, False
         return (None, False) if request.use.waits(request) else (tokens, True)
 
     def allocated(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
-        """Have a request's blocks loaded, or let it go on without; see `ConnectorScheduler.update_after_alloc`."""
+        """Have a request's prompt loaded into its blocks, or not; see `ConnectorScheduler.update_after_alloc`."""
         request = self._expected(request_id)
         if request is None:
             return
@@ -238,7 +246,7 @@ class ConsumerBook:
         if not refused:
             missing = self._groups.missing(block_ids, offered, num_external_tokens, f"request {request_id!r}")
         self._fire(request, "receive")
-        told = max(offered, *(ticket.num_tokens for ticket in request.tickets))  # what digests are of
+        told = max(offered, *(ticket.num_tokens for ticket in request.tickets))  # digests cover that many tokens
         prompt = None if request.prompt is None else request.prompt[:told]
         receive = Receive(
             request_id=request_id,
@@ -254,21 +262,21 @@ class ConsumerBook:
         self._next.receive.append(receive)
 
     def add_to(self, step: Step) -> None:
-        """Put into a step what its workers have to do for consumers."""
+        """Add the workers' work for consumers to `step`."""
         ours, self._next = self._next, Step()
         step.keep = {name: tickets for name, tickets in ours.keep.items() if self._still_waits(name, tickets)}
         step.receive, step.release = ours.receive, ours.release
         step.abandon = [request_id for request_id in ours.abandon if request_id in self._requests]
 
     def received(self, request_ids: Iterable[str]) -> None:
-        """Take the ends of loads, good or bad. Ids that nobody waits for change nothing."""
+        """Take the requests with loads that have ended, well or not. Ids of other requests change nothing."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and knows(CONSUMER_TABLE, request.state, "received"):
                 self._fire(request, "received")
 
     def finish(self, request_id: str) -> bool:
-        """Take the end of a request. True if its blocks must stay, as a load may still write into them."""
+        """Take the end of a request. Return True if its blocks must be held, since a load may still write into them."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -278,25 +286,25 @@ class ConsumerBook:
         return request_blocks_held(request.state)
 
     def _tickets(self, params: Mapping[str, Any], what: str) -> tuple[Ticket, ...]:
-        """Return all tickets of a prompt. RequestError for what is none; PromptMismatch if one is of another prompt."""
+        """Return all tickets in `params`. RequestError if one is invalid, PromptMismatch if their prompts differ."""
         first, *others = map(self._dialect.read_ticket, (params, *others_in(params)))
         for other in others:
             check_alike(first, other, what)
         return (first, *others)
 
     def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _Use) -> _Consumer:
-        """A request that may read what these offer."""
+        """Add a request that may read what `tickets` offer."""
         consumer = self._requests[request_id] = _Consumer(request_id=request_id, tickets=tickets, use=use)
         use.readers.append(consumer)
         return consumer
 
     def _expected(self, request_id: str) -> _Consumer | None:
-        """A request that has no blocks yet; None if there is no such one."""
+        """Return the request, or None if it is unknown or has blocks already."""
         request = self._requests.get(request_id)
         return request if request is not None and request.state is ConsumerState.EXPECTED else None
 
     def _still_waits(self, request_id: str, tickets: tuple[Ticket, ...]) -> bool:
-        """True if the request has no blocks yet, and is no other one of the same name."""
+        """Return True if the request has no blocks yet, and is not a later request with the same id."""
         request = self._expected(request_id)
         return request is not None and request.tickets is tickets
 

@@ -1,7 +1,8 @@
-"""Groups of a paged cache, with two sizes of blocks: those of the engine's tables, and those its ranks have registered.
+"""Groups of a paged cache, with two block sizes: the engine's, and the one that its ranks have registered.
 
-Ranks may have registered smaller blocks than the engine's, as many of theirs to one of the engine's, one behind the
-other. Tables come from the engine and count its blocks; whatever leaves for the workers counts the ranks'.
+Ranks may have registered smaller blocks than the engine's. Then each block of the engine consists of several
+consecutive blocks of the ranks. Block tables from the engine count its blocks; all tables that go to the workers count
+the ranks' blocks.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ from kvflow.errors import ConfigError, UsageError
 
 
 class PagedGroup(NamedTuple):
-    """A group of layers: its facts as registered, and how many of its blocks are one of the engine's."""
+    """A group of layers: its facts as registered, and how many registered blocks make up a block of the engine."""
 
     facts: GroupFacts
     split: int = 1
 
     def span(self, computed: int, tokens: int) -> range:
-        """Give the blocks that hold what `tokens` tokens need of the group, beyond the computed ones.
+        """Return which blocks of the group hold what `tokens` tokens need beyond the first `computed` tokens.
 
         Args:
-            computed: tokens from the beginning of the prompt that need no block.
+            computed: tokens at the beginning of the prompt that need no block.
             tokens: tokens of the prompt.
 
         Returns:
-            The blocks' places in the group's own table, in blocks as registered.
+            Places in the group's block table, counted in registered blocks.
         """
         size = self.facts.block_size
         first = max(self.facts.first_needed(tokens), computed) // size
         return range(first, max(-(-tokens // size), first))
 
     def blocks(self, ids: Sequence[int], computed: int, tokens: int) -> tuple[int, ...]:
-        """Give the ids of the blocks of `span`.
+        """Return the ids of the blocks in `span`.
 
         Args:
-            ids: the engine's table of a request.
-            computed: as `span` takes it.
-            tokens: as `span` takes it.
+            ids: the engine's block table of a request.
+            computed: as in `span`.
+            tokens: as in `span`.
 
         Returns:
-            Ids of blocks as registered, fewer if the table is shorter; of a state its slot, if there is anything to
-            move.
+            Ids of registered blocks; fewer than in `span` if the table is shorter. For a group of state, the request's
+            slot if `span` is not empty.
         """
         span, split = self.span(computed, tokens), self.split
         if self.facts.kind is GroupKind.STATE:
@@ -58,7 +59,7 @@ class PagedGroup(NamedTuple):
 
 
 def registered(facts: GroupFacts, block_size: int) -> PagedGroup:
-    """An engine's group with the block size that its ranks have registered. ConfigError if that does not divide it."""
+    """Return a group with the block size that its ranks registered. ConfigError if it does not divide the engine's."""
     split, rest = divmod(facts.block_size, max(block_size, 1))
     if rest or not split:
         what = f"group {facts.name!r}: blocks of {counted(facts.block_size, 'token')}"
@@ -67,7 +68,7 @@ def registered(facts: GroupFacts, block_size: int) -> PagedGroup:
 
 
 class PagedGroups:
-    """All groups of an engine's cache; until `register` its ranks' blocks are taken to be like its own."""
+    """All groups of an engine's cache. Until `register`, the ranks' blocks are assumed to be the engine's."""
 
     def __init__(self, facts: Sequence[GroupFacts]) -> None:
         self._facts = tuple(facts)
@@ -75,7 +76,7 @@ class PagedGroups:
 
     @property
     def all_stays(self) -> bool:
-        """True if a prompt's blocks stay what they are while its request goes on: no group has windows or state."""
+        """True if a prompt's blocks keep their contents while its request goes on: no group has a window or state."""
         return all(group.facts.whole for group in self._groups)
 
     @property
@@ -84,16 +85,16 @@ class PagedGroups:
         return ((),) * len(self._groups)
 
     def register(self, sizes: Sequence[int]) -> None:
-        """Take the block sizes that the ranks have registered. ConfigError if they cannot be of these groups."""
+        """Set the block size that the ranks registered for each group. ConfigError if `sizes` do not fit the groups."""
         if len(sizes) != len(self._facts):
             raise ConfigError(f"groups: {len(self._facts)} here, the ranks have registered {len(sizes)}")
         self._groups = tuple(map(registered, self._facts, sizes))
 
     def prompt(self, block_ids: GivenTables, tokens: int, *, complete: bool = True) -> BlockTables:
-        """Blocks of a request that hold its prompt of `tokens` tokens, or those of them that it has already.
+        """Return the blocks that hold a prompt of `tokens` tokens, as far as the request has them.
 
-        A state's slot is the last token's, so it is among them only if the prompt is `complete`. UsageError if there
-        are not as many tables as groups.
+        A state's slot holds the state of the last token, so it is left out unless the prompt is `complete`. UsageError
+        if there is another number of tables than of groups.
         """
         return tuple(
             group.blocks(ids, 0, tokens) if complete or group.facts.kind is not GroupKind.STATE else ()
@@ -101,9 +102,10 @@ class PagedGroups:
         )
 
     def missing(self, block_ids: GivenTables, tokens: int, external: int, what: str) -> BlockTables:
-        """Blocks of a request for the last `external` of `tokens` tokens.
+        """Return the blocks of a request for the last `external` of `tokens` tokens.
 
-        UsageError that begins with `what` if those do not fill them, or there are not as many tables as groups.
+        UsageError, with a message that begins with `what`, if the tokens do not fit the blocks, or there is another
+        number of tables than of groups.
         """
         computed, tables = tokens - external, self._tables(block_ids)
         found = tuple(group.blocks(ids, computed, tokens) for group, ids in zip(self._groups, tables, strict=True))
@@ -117,7 +119,7 @@ class PagedGroups:
         return found
 
     def _tables(self, block_ids: GivenTables) -> tuple[Sequence[int], ...]:
-        """A table for each group. UsageError if there are more or fewer."""
+        """Return a table for each group. UsageError if `block_ids` has more or fewer tables."""
         count = len(self._groups)
         nested = len(block_ids) > 0 and not isinstance(block_ids[0], int)
         tables = tuple(block_ids) if nested or count > 1 else (block_ids,)

@@ -1,10 +1,12 @@
-"""The prefix cache that a worker shares with its peers: the prompts that one rank's blocks hold, by key.
+"""The prefix cache that a worker shares with its peers: which blocks of one rank hold which prompts, by key.
 
-The scheduler's half tells step by step what is new and what is gone (`connector.cached_prompts`). A step that is about
-to write into blocks takes them out first, and names the prefixes that peers read there. Blocks are counted as the
-engine does, in all its groups; in pinned prefixes they are counted as the rank has registered them.
+The scheduler's half reports step by step which blocks are new and which are reused (`connector.cached_prompts`). Before
+a step writes into blocks, they are taken out of this cache, which names the prefixes that peers may be reading there.
+Blocks are counted as the engine counts them, in all its groups; in pinned prefixes they are counted as the rank has
+registered them.
 
-Steps come on the engine's thread, questions on the runtime's: neither waits for the other longer than a look takes.
+Steps come on the engine's thread, and questions on the runtime's. Neither thread waits for the other longer than a
+lookup takes.
 """
 
 from __future__ import annotations
@@ -27,29 +29,28 @@ __all__ = ["PagedPrefixCache"]
 
 
 class _Entry(NamedTuple):
-    """The blocks of a key."""
+    """The blocks that hold a key."""
 
     parent: bytes
     blocks: tuple[list[int], ...]
-    """All blocks that hold it, for each group: an engine may compute the same twice."""
+    """For each group, all blocks that hold the key: an engine may compute the same prefix twice."""
 
 
 @dataclass(slots=True)
 class _Coming:
-    """Blocks that will be there once a device has computed them."""
+    """Blocks that will be in the cache once a device has computed them."""
 
     event: DeviceEvent | None
     cached_blocks: Sequence[CachedBlocks]
     gone: set[int] = field(default_factory=set)
-    """Blocks that have been given to something else since."""
+    """Blocks that have been reused since."""
 
 
 class PagedPrefixCache:
-    """A `PrefixCache` of an engine's paged cache.
+    """A `PrefixCache` over an engine's paged cache.
 
-    Nothing is really pinned: a lease ends when its blocks are given to something else.
-
-    `block_tokens` is the engine's block size, the same in all groups.
+    Nothing is really pinned: a lease ends when its blocks are reused. `block_tokens` is the engine's block size in
+    tokens, the same in all groups.
     """
 
     def __init__(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
@@ -61,7 +62,7 @@ class PagedPrefixCache:
         """The key and the group of each block."""
         self._coming: deque[_Coming] = deque()
         self._read: dict[int, tuple[PinnedPrefix, frozenset[int]]] = {}
-        """Prefixes that peers may be reading, by their identity, and their blocks of the engine."""
+        """Prefixes that peers may be reading, by object id, each with its blocks as the engine counts them."""
         self._left: dict[int, asyncio.Future[None]] = {}
 
     def __repr__(self) -> str:
@@ -69,19 +70,19 @@ class PagedPrefixCache:
 
     @property
     def open_prefixes(self) -> int:
-        """Prefixes that have been given and not ended."""
+        """Number of prefixes that `match` has returned and that have not ended."""
         return len(self._read)
 
     # --- the engine's thread
 
     def add(self, cached_blocks: Sequence[CachedBlocks], ready: DeviceEvent | None) -> None:
-        """Add blocks that a submitted step completes: once `ready` has happened, or now."""
+        """Add blocks that a submitted step completes: once `ready` has happened, or at once if it is None."""
         with self._lock:
             self._coming.append(_Coming(ready, cached_blocks))
             self._settle()
 
     def take(self, reused: Iterable[int]) -> list[PinnedPrefix]:
-        """Remove blocks that will hold something else. Return what peers may be reading there: it has to end first."""
+        """Remove blocks that will be reused. Return the prefixes that peers may be reading there; end them first."""
         gone = frozenset(reused)
         with self._lock:
             for block in gone:
@@ -93,7 +94,7 @@ class PagedPrefixCache:
     # --- the runtime's loop
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | None:
-        """Return the longest beginning that is there now, of whole blocks; see `PrefixCache`."""
+        """Return the longest beginning, in whole blocks, that is in the cache now; see `PrefixCache`."""
         with self._lock:
             self._settle()
             full = len(keys)
@@ -108,7 +109,7 @@ class PagedPrefixCache:
             return None
 
     def unpin(self, pinned: PinnedPrefix) -> None:
-        """Forget a prefix that nobody reads any more."""
+        """Forget a prefix that no peer reads."""
         with self._lock:
             self._read.pop(id(pinned), None)
         waiting = self._left.pop(id(pinned), None)
@@ -116,16 +117,20 @@ class PagedPrefixCache:
             waiting.set_result(None)
 
     async def left(self, pinned: PinnedPrefix) -> None:
-        """Wait until nobody reads a prefix whose leases were ended: at once, unless host buffers are being filled."""
+        """Wait until no peer reads a prefix with leases that were ended.
+
+        Returns at once, unless host buffers are being filled from its blocks.
+        """
         if id(pinned) in self._read:
             await self._left.setdefault(id(pinned), asyncio.get_running_loop().create_future())
 
     # --- with the lock
 
     def _walk(self, key: bytes, tokens: int) -> tuple[list[list[int]] | None, int]:
-        """The engine's blocks of a prompt's first `tokens` tokens, by group, `NO_BLOCK` where a group needs none.
+        """Return the engine's blocks of a prompt's first `tokens` tokens, by group, and `tokens`.
 
-        None if one is missing: no prompt of more tokens than the number beside it can be there then.
+        A table has `NO_BLOCK` where its group needs no block. If a block is missing, return None and a number of
+        tokens: no beginning of the prompt that is longer can be in the cache.
         """
         size, end, entries = self._block_tokens, tokens // self._block_tokens, self._entries
         firsts = [group.facts.first_needed(tokens) // size for group in self._groups]
@@ -141,7 +146,7 @@ class PagedPrefixCache:
                     if not blocks[nth]:
                         return None, at * size
                     table[at] = blocks[nth][0]
-        return (None, 0) if min(firsts) == 0 and key else (tables, tokens)  # keys in a wrong order
+        return (None, 0) if min(firsts) == 0 and key else (tables, tokens)  # the keys are in a wrong order
 
     def _given(self, tables: BlockTables | list[list[int]], tokens: int) -> PinnedPrefix:
         ids = tuple(group.blocks(table, 0, tokens) for group, table in zip(self._groups, tables, strict=True))
@@ -150,7 +155,7 @@ class PagedPrefixCache:
         return pinned
 
     def _settle(self) -> None:
-        """Take in what has been computed."""
+        """Add the blocks that have been computed by now to the entries."""
         while self._coming:
             first = self._coming[0]
             if first.event is not None and not has_happened(first.event, "prefix cache"):

@@ -1,4 +1,4 @@
-"""Parameters that routers carry from engine to engine (`kv_transfer_params`)."""
+"""`kv_transfer_params`: the parameters that routers carry from engine to engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAME_CHARS_MAX = 200
 
 
 def name_of(request_id: str) -> str:
-    """A runtime's name for an engine's request: its id, or the beginning and a digest of an id that is too long."""
+    """Return the runtime's name for an engine's request: its id, or the start and a digest of a very long id."""
     if len(request_id) <= _NAME_CHARS_MAX:
         return request_id
     digest = hashlib.blake2b(request_id.encode(), digest_size=8, usedforsecurity=False).hexdigest()
@@ -29,16 +29,18 @@ def name_of(request_id: str) -> str:
 
 
 def producer_params(rendezvous: Ticket) -> dict[str, Any]:
-    """The parameters of the request that is to be computed for a rendezvous; its reader's are `rendezvous.to_params()`.
+    """Return the parameters of the prefill request that computes the prompt of a pending ticket.
+
+    The reader's request gets `rendezvous.to_params()`.
 
     Args:
-        rendezvous: a ticket by `Ticket.rendezvous`.
+        rendezvous: a pending ticket, made by `Ticket.rendezvous`.
 
     Returns:
         `kv_transfer_params` in JSON types.
 
     Raises:
-        RequestError: the ticket is of another kind.
+        RequestError: the ticket is not a pending ticket.
     """
     ticket = checks.instance(rendezvous, Ticket, "producer_params")
     if not ticket.awaited:
@@ -48,15 +50,18 @@ def producer_params(rendezvous: Ticket) -> dict[str, Any]:
 
 
 def rendezvous_in(params: Mapping[str, Any]) -> str | None:
-    """The name under which a prompt that is to flow is offered; None of any other. RequestError if it cannot be one."""
+    """Return the request id under which readers wait for the prompt, or None if `params` name none.
+
+    RequestError if the id is invalid.
+    """
     given = _own(params, _RENDEZVOUS)
     return None if given is None else checks.request_id(given, REQUEST_ID_CHARS_MAX)
 
 
 def awaited_in(params: Mapping[str, Any]) -> Ticket | None:
-    """The rendezvous by which the readers of a prompt that is to flow wait; None if the router has not told.
+    """Return the pending ticket with which readers wait for the prompt, or None if `params` have none.
 
-    RequestError if it is not one of that prompt.
+    RequestError if it is not a pending ticket, or has another request id than `rendezvous_in` returns.
     """
     given = _own(params, _AWAITED)
     if given is None:
@@ -68,18 +73,19 @@ def awaited_in(params: Mapping[str, Any]) -> Ticket | None:
 
 
 def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Make the parameters of a request whose prompt several engines have computed, or are to.
+    """Return the parameters of a request for a prompt that several engines have computed, or will compute.
 
-    The load reads from the first, and from the next one if that fails or has ended.
+    The load reads from the first engine. If that fails, or the lease there has ended, the load reads from the next
+    engine.
 
     Args:
-        params: what each engine has answered, or `Ticket.to_params()`, the best first.
+        params: the parameters that each engine has answered, or `Ticket.to_params()`; the best first.
 
     Returns:
         Parameters for the decode engine's request.
 
     Raises:
-        RequestError: there is none, there are too many, or one is no dict of a ticket.
+        RequestError: `params` is empty or too long, or has an item that is no dict.
     """
     if not 0 < len(params) <= 1 + _OTHERS_MAX:
         raise RequestError(f"params_of_several: {counted(len(params), 'ticket')}, expected 1 to {1 + _OTHERS_MAX}")
@@ -89,7 +95,7 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def others_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The parameters of further tickets of the same prompt. RequestError if they cannot be."""
+    """Return the parameters of the further tickets of the same prompt. RequestError if they are invalid."""
     given = _own(params, _OTHERS)
     if given is None:
         return ()
@@ -99,7 +105,7 @@ def others_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _own(params: Mapping[str, Any], name: str) -> Any:
-    """Return what the field `kvflow` has under a name; None if there is neither."""
+    """Return the value of `name` in the field `kvflow` of `params`, or None if either is missing."""
     extra = params.get("kvflow")
     return extra.get(name) if isinstance(extra, Mapping) else None
 
@@ -109,14 +115,14 @@ def _own_params(ticket: Ticket) -> dict[str, Any]:
 
 
 class Dialect(NamedTuple):
-    """The form of tickets in the parameters that routers carry; by default as engines of our own make do."""
+    """The form that tickets have in `kv_transfer_params`, as functions. The default is the form of kvflow's engines."""
 
     read_ticket: Callable[[Mapping[str, Any]], Ticket] = Ticket.from_params
-    """RequestError for what is none."""
+    """Function that reads a ticket from parameters. It raises RequestError for parameters that are not a ticket."""
     params_of: Callable[[Ticket], dict[str, Any]] = _own_params
     shown_id: Callable[[str], str] = str
-    """A request's id as it may stand in the name that its lease is found by."""
+    """Function that returns a request id in the form that it has within the name of its lease."""
 
 
 OWN_DIALECT = Dialect()
-"""Tickets as engines of our own make write them."""
+"""The dialect of kvflow's engines."""

@@ -1,4 +1,4 @@
-"""The peers that a worker asks for prefixes, side by side and for a bounded time. One rank asks for its engine."""
+"""The peers that a worker asks for prefixes: all at once, and for a bounded time. One rank asks for its engine."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ _HINTS_MAX = 4
 
 @dataclass(slots=True, kw_only=True)
 class PrefixPeers:
-    """Engines by their addresses, and how they are asked."""
+    """The peers of a worker that are asked for prefixes, and how they are asked."""
 
     prefixes: Prefixes
-    """The part of the runtime that asks."""
+    """The runtime's part that asks the peers."""
     wait_s: float = 0.05
-    """Longest time that a question may take."""
+    """Most seconds that a question may take."""
     recompute_s_per_token: float | None = None
-    """Time to compute a token here. With it, nothing is loaded from an engine that loads have been slower from."""
+    """Seconds to compute a token locally. If given, an engine is not loaded from if earlier loads from it were
+    slower."""
     every_rank: bool = False
-    """True if other ranks of this engine load what is found, too."""
+    """True if other ranks of this engine load the found prefix, too."""
     events: tuple[EventSource, ...] = ()
-    """Engines whose KV events are followed (`follow`), so that those are asked which have something; the holder of each
-    is the address of its side channel."""
+    """Engines with KV events to follow (`follow`), so that a question goes to engines that have part of the prefix. The
+    holder of each source is the address of that engine's side channel."""
     known: tuple[str, ...] = ()
-    """Peers that are connected at the start (`greet`), which takes longer than a question may."""
+    """Addresses of peers to connect to at the start (`greet`), since connecting takes longer than a question may."""
     _map: PrefixMap = field(default_factory=PrefixMap)
 
     async def ask(self, question: Question) -> tuple[PrefixOutcome, tuple[Ticket, ...], tuple[Ticket, ...]]:
-        """Ask the peers that a question names, and those that KV events show to have some of it.
+        """Ask the peers that `question` names, and the peers that KV events show to have part of the prefix.
 
-        The outcome, and leased tickets: first those to load, of the most tokens that anybody has, the best first; then
-        those to give back.
+        Return the outcome and two tuples of leased tickets. Load from the first: the best first, each for the most
+        tokens that any peer has. Give the second back.
         """
         request = PrefixRequest(
             name_of(question.request_id),
@@ -72,7 +73,7 @@ class PrefixPeers:
         return PrefixOutcome.FOUND, tickets[:alike], tickets[alike:]
 
     async def greet(self, within_s: float) -> None:
-        """Connect this rank to the known peers. One that is not up yet is connected by the first question."""
+        """Connect this rank to the known peers. A peer that is not up yet is connected by the first question to it."""
         peers, nothing = self.known[:PEERS_MAX], (bytes(KEY_BYTES),)
         await self._seek(PrefixRequest("greeting", nothing, 1, block_ids=(), peers=peers, answer_within_s=within_s))
 
@@ -82,7 +83,7 @@ class PrefixPeers:
             await asyncio.Event().wait()
 
     def _hints(self, question: Question) -> list[str]:
-        """Peers that are likely to have some of it, those with the most first."""
+        """Return peers that KV events show to have more of the prefix than is cached here, most tokens first."""
         found = self._map.holders(question.keys, question.key_tokens) if question.hinted else []
         return [peer for peer, tokens in found if tokens > question.cached_tokens][:_HINTS_MAX]
 

@@ -1,12 +1,13 @@
-"""Questions to peers for prefixes, as a scheduler's half decides them: one for a request, before it gets blocks.
+"""Questions to peers for prefixes, as the scheduler's half decides them: one for a request, before it gets blocks.
 
-The first time that an engine asks how much of a prompt can come from remote, a question is made, which leaves with the
-next step. Until the answer is back with a step's results the request waits. What was found is then a ticket like any
-other.
+When an engine first asks how much of a prompt can be loaded, a question is made, which leaves with the next step. The
+request waits until the answer comes back with a step's results. The tickets that were found are then used like any
+other ticket.
 
-Requests whose prompts begin alike ask in turn: each waits for one answer to another at most. It also waits for a load,
-once, if that brings at least as much of its prompt as is left: then it finds that in the engine's prefix cache, and
-asks for the rest if that is worth it. Requests that share a system prompt and little else load side by side.
+Requests with prompts that begin alike ask in turn: each waits at most once for the answer to another request. A request
+also waits once for the load of another request, if that load brings at least half of the tokens that the request still
+lacks. Then it finds those tokens in the engine's prefix cache, and asks for the rest if that is worth it. Requests that
+have little in common but a system prompt load side by side.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ class PrefixOutcome(enum.StrEnum):
     FOUND = "found"
     NOTHING = "nothing"
     SLOWER = "slower"
-    """Something was found whose load takes longer than computing it."""
+    """A prefix was found, but loading it would take longer than computing it."""
     LATE = "late"
-    """Nothing was found, and somebody's answer was waited for until the end."""
+    """Nothing was found, and the question's time ran out before every peer had answered."""
 
 
 def source_in(params: Mapping[str, Any] | None) -> str | None:
-    """The address of the peer that a router has named as holding a prompt's prefix; None if it has named none.
+    """Return the address of the peer that a router has named as holding a prompt's prefix, or None if it named none.
 
     Routers of vLLM and llm-d write `{"remote_kv_source": {"kv_request_id", "remote_host", "remote_port"}}`.
-    RequestError if that cannot be an address.
+    RequestError if that is not a valid address.
     """
     given = None if params is None else params.get(_SOURCE)
     if given is None:
@@ -61,45 +62,49 @@ class _State(enum.IntEnum):
     NEW = 0
     ASKED = 1
     LOADING = 2
-    """Something was found."""
+    """A prefix was found, and is loaded next."""
     OVER = 3
 
 
 @dataclass(slots=True, eq=False)
 class _Asking:
-    """A request that asks, once it is its turn."""
+    """A request that asks peers when its turn comes."""
 
     keys: Sequence[bytes]
     peers: tuple[str, ...]
     hinted: bool
     state: _State = _State.NEW
     behind: _Asking | None = None
-    """The request that it waits for."""
+    """The request that this request waits for, or None."""
     waited: _State = _State.NEW
-    """State of another request up to which it waits, or has waited: once for a load, before that for an answer."""
+    """State of another request that this request waits to be over, or last waited for. It only rises: first ASKED (for
+    an answer), then LOADING (for a load)."""
 
     def wait_for(self, other: _Asking, through: _State) -> bool:
-        """Wait until another request is beyond a state. Return False if this one has waited so before."""
+        """Wait until `other` is beyond the state `through`. Return False if this request has waited for that before."""
         if through <= self.waited:
             return False
         self.behind, self.waited = other, through
         return True
 
     def waits(self) -> bool:
-        """Return True while the request that it waits for is not as far."""
+        """Return True while the request `behind` is not beyond the state `waited`."""
         return self.behind is not None and _State.NEW < self.behind.state <= self.waited
 
     def shared(self, other: _Asking) -> int:
-        """Return the number of keys that both begin with. A key is of all tokens before it, so the search may halve."""
+        """Return how many keys at the beginning both requests have in common.
+
+        A key covers all tokens before it, so a binary search finds the number.
+        """
         places = range(min(len(self.keys), len(other.keys)))
         return bisect_left(places, True, key=lambda at: self.keys[at] != other.keys[at])
 
 
 class PrefixQuestions:
-    """Requests whose prompts may begin with what a peer has.
+    """Requests that may load the beginning of their prompts from a peer.
 
-    `peers` are asked where no router names one, and with `hinted` those that KV events name; fewer than `tokens_min`
-    tokens are not asked for.
+    `peers` are asked if a router names no peer; with `hinted`, peers that KV events name are asked, too. Fewer than
+    `tokens_min` tokens are not asked for.
     """
 
     def __init__(self, peers: Sequence[str], *, block_tokens: int, tokens_min: int, hinted: bool = False) -> None:
@@ -109,24 +114,24 @@ class PrefixQuestions:
         self._tokens_min = tokens_min
         self._requests: dict[str, _Asking] = {}
         self._begun: dict[bytes, dict[str, _Asking]] = {}
-        """The requests that have asked, or load, by the key of their first block."""
+        """Requests that have asked, or load, by the key of their first block."""
         self._next: list[Question] = []
 
     def __repr__(self) -> str:
         return f"<PrefixQuestions {counted(len(self._requests), 'request')}>"
 
     def add(self, request_id: str, keys: Sequence[bytes], source: str | None) -> None:
-        """Take a request that gets nothing from a prefill engine.
+        """Add a request that gets nothing from a prefill engine.
 
-        `keys` are those of its full blocks without its last token, which is computed in any case; `source` is the peer
-        that its router has named.
+        `keys` are the keys of its full blocks, without its last token, which is always computed locally. `source` is
+        the peer that its router has named, or None.
         """
         peers, hinted = (self._peers, self._hinted) if source is None else ((source,), False)
         if (peers or hinted) and len(keys) * self._block_tokens >= self._tokens_min:
             self._requests[request_id] = _Asking(keys, peers, hinted)
 
     def waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Ask for a request when it is its turn. True while it waits for that, or for an answer."""
+        """Ask for a request if it is its turn. Return True while the request waits for its turn, or for an answer."""
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.NEW:
             return request is not None and request.state is _State.ASKED
@@ -148,7 +153,7 @@ class PrefixQuestions:
         return True
 
     def _waits_behind_another(self, request: _Asking, num_computed_tokens: int) -> bool:
-        """Have a request wait for another one, if that is worth it and it has not waited so before."""
+        """Have `request` wait for another one, if worthwhile and not done before. Return whether it waits."""
         begun = self._begun.get(request.keys[0], {}).values()
         if begun:
             other = max(begun, key=request.shared)
@@ -160,14 +165,15 @@ class PrefixQuestions:
         return asked is not None and request.wait_for(asked, _State.ASKED)
 
     def take(self) -> list[Question]:
-        """Hand over the questions that leave with this step."""
+        """Return the questions that leave with this step. Each is returned once."""
         taken, self._next = [one for one in self._next if one.request_id in self._requests], []
         return taken
 
     def answered(self, request_id: str, *, found: bool) -> bool:
-        """Take the answer to a question. True if the request still waits for it.
+        """Take the answer to a question. Return True if the request still waits for it.
 
-        If nothing was `found`, that answers for the requests whose keys were all asked for, too, and for no others.
+        If nothing was `found`, requests that would ask the same peers, only for keys of this question, are answered,
+        too.
         """
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.ASKED:
@@ -175,14 +181,14 @@ class PrefixQuestions:
         request.state = _State.LOADING
         if not found:
             self.over(request_id)
-            for other in self._requests.values():  # of all that these ask for nobody has anything
+            for other in self._requests.values():  # no peer has any key that these would ask for
                 alike = (other.peers, other.hinted) == (request.peers, request.hinted)
                 if alike and other.state is _State.NEW and other.shared(request) == len(other.keys):
                     other.state = _State.OVER
         return True
 
     def over(self, request_id: str) -> None:
-        """Let others go on that wait for a request: its load has ended, or there will be none."""
+        """Let the requests go on that wait for a request: its load has ended, or it has none."""
         request = self._requests.get(request_id)
         if request is not None:
             request.state = _State.OVER

@@ -1,12 +1,12 @@
-"""The producers' book: requests whose prompts are computed for a reader, and the leases of those prompts.
+"""Requests that compute their prompts for readers, and the leases of those prompts.
 
-A prompt's lease is opened in the step that completes the prompt, under a name that is a secret until the request's end
-gives it to the router. From then on the blocks are held until the workers report that the lease has ended; before, a
-preemption or an abort may take them at once, since nobody can have asked for them.
+A prompt's lease is opened in the step that completes the prompt, under a name that stays secret until the request ends
+and its ticket goes to the router. From then on the blocks are held until the workers report the end of the lease.
+Before that, a preemption or an abort may take the blocks at once, since no reader can know the lease.
 
-Or a prompt *flows*: its router has named it beforehand (`rendezvous`). Then its lease is opened with its first step,
-grows with every one, and may be read all the time. A preemption recalls it, for which the workers' step waits a moment
-(`Step.recall`); an abort holds the blocks until the lease has ended.
+If the router has named the prompt beforehand (with `Ticket.rendezvous`), the prompt *flows*: its lease is opened in the
+prompt's first step, grows with every step, and may be read at any time. A preemption recalls the lease, for which the
+workers' step waits a moment (`Step.recall`). An abort holds the blocks until the lease has ended.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class _Producer:
     """Prompt tokens that may be offered."""
     prompt: Sequence[int] | None
     serve_id: str | None = None
-    """The name that its readers know already; None once it is of no use, or if there is none."""
+    """Lease name that waiting readers know already; None if there is none, or if it can no longer be used."""
     saved: Save | None = None
-    """The prompt's lease."""
+    """The prompt's lease; None if none is open."""
     num_computed_tokens: int = 0
     state: ProducerState = ProducerState.COMPUTING
 
@@ -58,7 +58,7 @@ class _Producer:
 
 
 class ProducerBook:
-    """All requests of an engine that produce, and what the workers have to do for them next."""
+    """All requests of an engine that produce, and the work of the next step for them."""
 
     def __init__(
         self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect, new_secret: Callable[[], str]
@@ -68,26 +68,30 @@ class ProducerBook:
         self._dialect = dialect
         self._new_secret = new_secret
         self._introduction: Ticket | None = None
-        """The ranks' ticket of nothing, which every offer is made from; without it nothing is offered."""
+        """Merged ticket of the ranks, without blocks, from which every offer is made. While None, nothing is
+        offered."""
         self._requests: dict[str, _Producer] = {}
         self._warned = Latest[tuple[str, str], None](_WARNED_MAX)
-        """Engines that readers have waited at in vain, by id and address."""
+        """Engines, by id and address, at which readers have waited in vain; each was logged once."""
         self._next = Step()
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def state_of(self, request_id: str) -> ProducerState | None:
-        """The state of a request; None if it does not produce, or does not any more."""
+        """Return the state of a request, or None if it does not produce or has ended."""
         request = self._requests.get(request_id)
         return None if request is None else request.state
 
     def introduce(self, ticket: Ticket | None) -> None:
-        """Offer prompts as those of these ranks from now on; None to offer nothing, and have steps ask who they are."""
+        """Offer prompts from the ranks in `ticket`.
+
+        If `ticket` is None, offer nothing, and have each step ask the workers to introduce themselves.
+        """
         self._introduction, self._next.introduce = ticket, ticket is None
 
     def add(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
-        """Take a request whose parameters ask for an offer of its prompt."""
+        """Add a request that must offer its prompt, as `params` ask."""
         awaited = awaited_in(params)
         self._requests[request.request_id] = _Producer(
             request_id=request.request_id,
@@ -99,7 +103,7 @@ class ProducerBook:
             self._send_on(request.request_id, awaited, self._introduction)
 
     def _send_on(self, request_id: str, awaited: Ticket, ours: Ticket) -> None:
-        """Send the readers of a prompt on to here, if they wait at another engine, such as another DP rank."""
+        """Redirect the readers of a prompt to this engine, if they wait at another engine or another DP rank."""
         places = ({rank.address for rank in one.ranks} for one in (awaited, ours))
         if (awaited.engine_id, awaited.dp_rank) == (ours.engine_id, ours.dp_rank) and set.intersection(*places):
             return
@@ -117,7 +121,7 @@ class ProducerBook:
         self._next.decline.append(Decline(serve_id=awaited.request_id, reason=reason, at=awaited, instead=instead))
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids: TablesOf) -> Step:
-        """A step with what its workers have to do for producers; see `ConnectorScheduler.build_step`."""
+        """Return a step with the workers' work for producers; see `ConnectorScheduler.build_step`."""
         for request_id in preempted:
             self._preempt(request_id)
         for request_id, computed in scheduled.items():
@@ -131,7 +135,7 @@ class ProducerBook:
         return step
 
     def sent(self, request_ids: Iterable[str]) -> None:
-        """Take the ends of leases. Ids that nobody waits for change nothing."""
+        """Take the requests with leases that have ended. Ids of requests that are not `SENDING` change nothing."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and knows(PRODUCER_TABLE, request.state, "sent"):
@@ -161,7 +165,7 @@ class ProducerBook:
         return Finished(request_blocks_held(request.state), self._dialect.params_of(ticket))
 
     def withdraw_all(self) -> None:
-        """End every lease that somebody may read."""
+        """End every lease that readers may read."""
         for request in self._requests.values():
             if request.state is ProducerState.FLOWING:
                 self._recall(request)
@@ -174,10 +178,10 @@ class ProducerBook:
         self._next.send.append(request.request_id)
 
     def _give_up(self, request: _Producer, *, flows: bool) -> None:
-        """End a prompt that is not offered to the router.
+        """End a request without an offer to the router.
 
-        If it flows, its readers are told, and its blocks stay until no read of them can succeed. Else nobody has its
-        ticket, and its blocks are the engine's at once.
+        If its prompt flows, its readers are notified, and its blocks are held until no read of the prompt can succeed.
+        Else no reader has its ticket, and its blocks are free at once.
         """
         if flows:
             self._send(request)
@@ -188,20 +192,21 @@ class ProducerBook:
             self._decline(request, "the request has ended before its prompt was computed")
 
     def _decline(self, request: _Producer, reason: str) -> None:
-        """Tell the readers that wait for this prompt, if there are any, that it does not come."""
+        """Tell the readers that wait for this prompt, if there are any, that it will not be offered."""
         serve_id, request.serve_id = request.serve_id, None
         if serve_id is not None:
             self._next.decline.append(Decline(serve_id=serve_id, reason=reason))
 
     def _withdraw(self, request: _Producer) -> None:
-        """End the lease of a prompt whose ticket nobody has."""
+        """End the lease of a prompt, if it has one, before its ticket is given out."""
         save, request.saved = request.saved, None
         if save is not None and any(save.block_tables):
             self._next.withdraw.append(request.request_id)
 
     def _recall(self, request: _Producer) -> None:
-        """End the lease of a prompt that flows, and that readers may be at. Computed once more it is for nobody of
-        those who wait now.
+        """End the lease of a flowing prompt, which readers may be reading.
+
+        If the prompt is computed again, the readers that wait now do not get it.
         """
         self._fire(request, "preempt")
         self._next.recall.append(request.request_id)
@@ -218,17 +223,24 @@ class ProducerBook:
         elif request.state is ProducerState.FLOWING:
             self._recall(request)
         elif request_id in self._next.withdraw:
-            self._next.recall.append(request_id)  # it was preempted first, and has ended since
+            self._next.recall.append(request_id)  # it was preempted first, and then ended
 
     def _has_prompt(self, request: _Producer, block_ids: GivenTables | None) -> bool:
-        """True if a saved prompt's blocks are where they were, as far as is known, and its state is that of its end."""
+        """Return True if the lease of a request still holds its prompt.
+
+        The blocks must be the same as when the lease was opened, as far as that is known, and a state must not have
+        advanced beyond the prompt.
+        """
         save = request.saved
         if save is None or (self._config.has_state and request.num_computed_tokens > save.num_tokens):
             return False
         return block_ids is None or self._groups.prompt(block_ids, save.num_tokens) == save.block_tables
 
     def _recall_what_has_moved_on(self, block_ids: TablesOf) -> None:
-        """Recall prompts that flow and have lost blocks of windows to their answers, also in a step without them."""
+        """Recall each flowing prompt that has lost blocks of a window to its answer.
+
+        Prompts that this step does not compute are checked as well.
+        """
         if self._groups.all_stays:
             return
         for request in self._requests.values():
@@ -237,10 +249,10 @@ class ProducerBook:
                 self._recall(request)
 
     def _computes(self, request: _Producer, block_ids: TablesOf, *, late: bool) -> None:
-        """Open or grow the lease of a request that the step computes more of.
+        """Open or extend the lease of a request that this step computes more of.
 
-        `late` if its prompt was complete before: where windows may have moved on since, or a state has, nothing is
-        offered for the first time.
+        `late`: the prompt was complete before this step. Then a window may have moved on since, or a state may have
+        advanced, so a cache with windows or state offers the prompt only if it has a lease already.
         """
         computing = request.state is ProducerState.COMPUTING
         if self._introduction is None or not (computing or request.state is ProducerState.FLOWING):
@@ -256,7 +268,11 @@ class ProducerBook:
             self._offer(request, block_ids(request.request_id), request.serve_id)
 
     def _offer(self, request: _Producer, block_ids: GivenTables, name: str | None) -> None:
-        """Open the lease of a prompt: under its readers' `name` for it, if it is read while it is computed."""
+        """Open the lease of a prompt.
+
+        `name`: the name that readers know already, for a prompt that is read while it is computed; None makes a secret
+        name.
+        """
         tokens, flows = self._config.offered_of(request.num_prompt_tokens), name is not None
         computed = min(request.num_computed_tokens, tokens)
         prompt = request.prompt[:tokens] if flows and request.prompt is not None else None
@@ -275,7 +291,7 @@ class ProducerBook:
             self._next.save.append(save)
 
     def _grow(self, request: _Producer, save: Save, block_ids: GivenTables) -> None:
-        """Offer more of a prompt that flows, unless the step computes nothing of it."""
+        """Offer more of a flowing prompt, unless this step computes none of its offered tokens."""
         computed = min(request.num_computed_tokens, save.num_tokens)
         tables = self._groups.prompt(block_ids, save.num_tokens, complete=computed == save.num_tokens)
         if computed == save.computed_tokens:

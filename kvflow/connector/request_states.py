@@ -1,4 +1,4 @@
-"""The life of a request in an engine's scheduler, as transition tables: one that consumes, one that produces.
+"""States of a request in an engine's scheduler, as two transition tables: for requests that consume, and that produce.
 
 See `core.policy.states` for `fire` and `knows`. The pictures in docs/architecture.md are drawn from these tables.
 """
@@ -12,12 +12,12 @@ from kvflow.core.policy.states import Table
 
 
 class ConsumerState(enum.StrEnum):
-    """A request whose prompt may come from a remote engine, as a scheduler sees it (`connector.scheduler`)."""
+    """State of a request that may load its prompt from a remote engine, as kept by `connector.scheduler`."""
 
     EXPECTED = "expected"  # it has no blocks yet
     RECEIVING = "receiving"  # a load writes its blocks
-    ABANDONED = "abandoned"  # it has ended, and a load may still write its blocks
-    LOCAL = "local"  # it needs nothing remote any more
+    ABANDONED = "abandoned"  # it has ended, but a load may still write its blocks
+    LOCAL = "local"  # it needs nothing from a remote engine
     ENDED = "ended"
 
 
@@ -35,12 +35,12 @@ CONSUMER_TABLE: Table[ConsumerState, ConsumerEvent] = {
 
 
 class ProducerState(enum.StrEnum):
-    """A request whose prompt is computed for a remote engine, as an engine's scheduler sees it."""
+    """State of a request that computes its prompt for a remote engine, as kept by `connector.scheduler`."""
 
     COMPUTING = "computing"
-    FLOWING = "flowing"  # its lease grows with its prompt, and is read meanwhile
-    SAVED = "saved"  # its prompt is computed and its lease open; nobody has its ticket
-    SENDING = "sending"  # it has finished, its ticket is out
+    FLOWING = "flowing"  # its lease grows with its prompt, and may be read meanwhile
+    SAVED = "saved"  # its prompt is computed and its lease open; its ticket is not given out yet
+    SENDING = "sending"  # it has finished, and its ticket is given out
     ENDED = "ended"
 
 
@@ -60,5 +60,5 @@ PRODUCER_TABLE: Table[ProducerState, ProducerEvent] = {
 
 
 def request_blocks_held(state: ConsumerState | ProducerState) -> bool:
-    """True if blocks of the request must stay as they are, although it may have ended for the engine."""
+    """Return True if a request in this state needs its blocks unchanged, even after its end in the engine."""
     return state in (ConsumerState.RECEIVING, ConsumerState.ABANDONED, ProducerState.SENDING)

@@ -1,19 +1,19 @@
-"""The scheduler's half of a connector, for any engine: what comes from remote, what each step loads, saves and sends.
+"""The scheduler's half of a connector, for any engine: which prompts are loaded, and the work of each step.
 
-An engine's scheduler asks here and is told; the answers are decided without waiting, and what has to be done leaves as
-a `Step` for the engine's workers. In the order of a request's life:
+An engine's scheduler calls a `ConnectorScheduler`, which decides without waiting and hands the work to the engine's
+workers as a `Step`. In the order of a request's life:
 
-    add                      a request has come
-    num_new_matched_tokens   how much of its prompt can come from remote; no side effects, ask as often as you like
-    update_after_alloc       it has blocks now
-    build_step               what the workers do in this step
-    update_from_workers      what they have finished
+    add                      a request has arrived
+    num_new_matched_tokens   how many tokens of its prompt can be loaded? may be asked again and again
+    update_after_alloc       the request has blocks now
+    build_step               the work of the workers in this step
+    update_from_workers      what the workers have finished
     request_finished         may its blocks be freed, and what does the router get?
 
-A request consumes (its parameters are a ticket) or produces (`do_remote_decode`); `core.policy.states` draws the life
-of each, `consumers` and `producers` are the books that keep them. A ticket is used once: whatever becomes of the load,
-after it the prompt is computed locally, also that of another request with the same ticket, such as another try.
-Whether a failed load fails its request or is recomputed is the engine's policy.
+A request consumes (its parameters are a ticket) or produces (`do_remote_decode`). `connector.request_states` has the
+states of both; `consumers` and `producers` hold the requests. A ticket is used once. Whatever becomes of its load,
+afterwards the prompt is computed locally, also for another request with the same ticket, for example a retry. If a load
+fails, the engine decides whether its request fails or is computed.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ __all__ = [
 
 
 class ConnectorScheduler:
-    """All requests of one engine's scheduler that concern transfers. Nothing is offered before `introduce`.
+    """The requests of one engine's scheduler that consume or produce. Nothing is offered before `introduce`.
 
     Args:
-        config: the settings it decides by.
-        new_secret: makes a text that nobody can guess, another one each time.
-        dialect: the form of tickets in the parameters that routers carry.
-        questions: whose prefixes peers are asked for; without it nobody is asked.
+        config: settings of the scheduler's half.
+        new_secret: function that returns another text at each call, which nobody can guess.
+        dialect: form of tickets in the parameters that routers carry.
+        questions: decides which peers are asked for which prefixes; None asks no peer.
     """
 
     def __init__(
@@ -74,68 +74,71 @@ class ConnectorScheduler:
 
     @property
     def open_requests(self) -> int:
-        """Requests that have been added and have not ended."""
+        """Number of requests that were added and have not ended."""
         return len(self._consumers) + len(self._producers)
 
     def state_of(self, request_id: str) -> ConsumerState | ProducerState | None:
-        """Tell where a request is in its life.
+        """Return the state of a request.
 
         Args:
-            request_id: the engine's.
+            request_id: id of the request in the engine.
 
         Returns:
-            Its state; None for a request that does not concern transfers, or not any more.
+            The state; None for a request that neither consumes nor produces, or has ended.
         """
         return self._consumers.state_of(request_id) or self._producers.state_of(request_id)
 
     def blocks_held(self, request_id: str) -> bool:
-        """Tell whether a request's blocks must stay as they are, although it may have ended for the engine.
+        """Return whether a request's blocks must stay unchanged, even if the engine has finished the request.
 
         Args:
-            request_id: the engine's.
+            request_id: id of the request in the engine.
 
         Returns:
-            False also for a request that is not known.
+            True if they must; False also for an unknown request.
         """
         state = self.state_of(request_id)
         return state is not None and request_blocks_held(state)
 
     def introduce(self, ticket: Ticket) -> None:
-        """Say who the engine's ranks are.
+        """Set the ranks that prompts are offered from.
 
-        Where the ranks have registered smaller blocks than the engine's, as many of theirs are one of the engine's, one
-        behind the other: what leaves here counts theirs.
+        If the ranks have registered smaller blocks than the engine's, each block of the engine consists of several
+        consecutive blocks of the ranks. The messages in a `Step` count the ranks' blocks.
 
         Args:
-            ticket: `merge_tickets` of what `ConnectorWorker.introduction` gives on every rank.
+            ticket: the introductions of all ranks (`ConnectorWorker.introduction`), merged by `merge_tickets`.
 
         Raises:
-            ConfigError: the ranks' groups are not as many as the engine's, or their blocks do not divide the engine's.
+            ConfigError: the ranks have another number of groups than the engine, or their blocks do not divide the
+                engine's.
         """
         self._groups.register([group.block_size for group in ticket.groups] or [ticket.block_size])
         self._producers.introduce(ticket)
 
     def forget_ranks(self) -> None:
-        """Offer nothing until the ranks are introduced again, which the next step asks the workers for.
+        """Offer nothing until the ranks are introduced again; the next step asks the workers for introductions.
 
-        For ranks that are about to register their caches anew, as after a sleep: tickets of before name ranks of
-        before.
+        Call this when the ranks are about to register their caches again, for example after a sleep: tickets made
+        before name the earlier registrations.
         """
         self._producers.introduce(None)
 
     def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
-        """Take a request that has come.
+        """Add a request that has arrived.
+
+        If the prompt's tokens agree with its ticket, but pictures, an adapter or the like do not, nothing is raised.
+        The request must not be computed (see `refusal`), and its load fails.
 
         Args:
-            request: what the engine knows of it.
-            sharing: who else has its ticket.
+            request: the request.
+            sharing: whether other requests have the same ticket.
 
         Raises:
-            RequestError: its parameters are no ticket, or the ticket has come before, unless samples share it and one
-                of them still needs it; PromptMismatch if it is of other tokens. The prompt is computed locally then.
-                Of a ticket of the same tokens with other pictures, another adapter or the like nothing is raised: the
-                request must not be computed (`refusal`), and has a load that fails.
-            UsageError: a request of that id is there already.
+            RequestError: the parameters are not a ticket, or the ticket was used before (unless samples share it, and
+                one sample still needs it); PromptMismatch if the ticket is for other tokens. The prompt is then
+                computed locally.
+            UsageError: a request with that id was added before and has not ended.
         """
         if self.state_of(request.request_id) is not None:
             raise UsageError(f"request {request.request_id!r}: it is there already")
@@ -152,23 +155,25 @@ class ConnectorScheduler:
             self.note_computed_here("this engine loads nothing" if asks else "its do_remote_prefill is not true")
 
     def note_computed_here(self, reason: str) -> None:
-        """Count a request with a ticket whose prompt is computed here for a reason that only the engine knows.
+        """Count a request that has a ticket but is computed locally for a reason that only the engine knows.
 
-        Those that `add` refuses are counted already. While there are some, one line a minute tells how many, and why.
+        `add` counts the requests that it refuses by itself. If there were any, a log line a minute says how many, and
+        why.
 
         Args:
-            reason: what follows "because" in that line.
+            reason: the text after "because" in that line.
         """
         self._consumers.computed_here[reason] += 1
 
     def refusal(self, request_id: str) -> PromptMismatch | None:
-        """Tell whether a request has to fail, since its prompt is not what its ticket's is but for the tokens.
+        """Return the error with which a request must fail, because only the tokens of its prompt agree with its ticket.
 
-        A router may have taken its pictures off, say: computed here, it would be answered as if there were none. An
-        engine fails the request at once, or gives it blocks: then its load fails with the same error.
+        For example, a router may have dropped the prompt's pictures: computed locally, the request would be answered as
+        if it had none. The engine fails the request at once, or gives it blocks, and then its load fails with the same
+        error.
 
         Args:
-            request_id: the engine's.
+            request_id: id of the request in the engine.
 
         Returns:
             The error; None for any other request.
@@ -176,20 +181,22 @@ class ConnectorScheduler:
         return self._consumers.refusal(request_id)
 
     def refuse(self, refused: Iterable[tuple[str, PromptMismatch]]) -> None:
-        """Take what loads have found out: where a prompt is named before it is computed, its ticket cannot tell.
+        """Take the prompt mismatches that loads have found.
+
+        A pending ticket does not say which prompt it is for, so only the load can compare the prompts.
 
         Args:
-            refused: `Results.refused` of the workers; `refusal` tells the engine of them from then on. Ids that are
-                not known change nothing.
+            refused: `Results.refused` of the workers. Afterwards `refusal` returns these errors. Unknown ids change
+                nothing.
         """
         self._consumers.refuse(refused)
 
     def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
-        """Give a prefix that peers offer to a request that has come without a ticket, or as a producer.
+        """Give a request the prefix that peers offer. The request has no ticket; it may be a producer.
 
         Args:
-            request_id: of a request that has no blocks yet.
-            tickets: what each peer offers of its prompt, leased; as much by each, the best first.
+            request_id: id of a request that has no blocks yet.
+            tickets: a leased ticket of each peer, all for the same number of tokens; the best first.
 
         Raises:
             UsageError: the request has a ticket already.
@@ -197,76 +204,80 @@ class ConnectorScheduler:
         self._consumers.adopt(request_id, tickets)
 
     def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
-        """Give back what is offered to a request, which reads nothing of it any more.
+        """Give back the tickets of a request, which will not read their blocks.
 
         Args:
-            request_id: of the request.
-            tickets: what was offered.
-            last: whether no other request reads it: the blocks are their producer's again at once.
+            request_id: id of the request in the engine.
+            tickets: the tickets to give back.
+            last: True if no other request reads the blocks: their producers get them back at once.
         """
         self._consumers.give_back(request_id, tickets, last=last)
 
     def reject(self, request: EngineRequest) -> None:
-        """Give back the ticket of a request that was refused before it could be added, or is over.
+        """Give back the ticket of a request that was refused before it could be added, or that has ended.
 
-        Its producer is told, unless a request has had the ticket.
+        The producer is notified, unless another request has had the ticket.
 
         Args:
-            request: what the engine knows of it.
+            request: the request.
 
         Raises:
-            RequestError: its parameters are no ticket.
+            RequestError: its parameters are not a ticket.
         """
         params = checks.mapping(request.kv_transfer_params or {}, "kv_transfer_params")
         if self._config.takes(params):
             self._consumers.reject(request, params)
 
     def num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> Matched:
-        """Tell how much of a prompt can come from remote. Ask as often as you like: peers are asked once.
+        """Return how many tokens of a prompt can be loaded. May be called again and again; peers are asked only once.
 
         Args:
-            request_id: the engine's.
-            num_computed_tokens: tokens that the engine has already; they fill whole blocks.
+            request_id: id of the request in the engine.
+            num_computed_tokens: tokens that the engine's own cache has; they fill whole blocks.
 
         Returns:
-            The tokens beyond those; None while the request waits for peers' answers, or for another request's load. 0
-            for a request that does not concern transfers, or for fewer than `SchedulingConfig.fetch_tokens_min`.
+            The number of tokens beyond `num_computed_tokens`, and whether they are loaded between steps. The number is
+            None while the request waits for peers' answers or for another request's load. It is 0 for a request that
+            does not consume, and instead of a number below `SchedulingConfig.fetch_tokens_min`.
         """
         if self._questions.waits(request_id, num_computed_tokens):
             return None, False
         return self._consumers.match(request_id, num_computed_tokens)
 
     def update_after_alloc(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
-        """Take the blocks that a request has got.
+        """Take the blocks that a request has been given; the next step loads the missing tokens into them.
 
         Args:
-            request_id: the engine's.
-            block_ids: all of its own in prompt order, computed ones first. With several groups a table for each; a
-                group with a window has null blocks in front of it, as many as are not needed, and a state's slot is the
-                last of its table.
-            num_external_tokens: as `num_new_matched_tokens` has given them. With 0 nothing will be read, so its
-                producer is told.
+            request_id: id of the request in the engine.
+            block_ids: all blocks of the request in prompt order, computed ones first. With several groups, a table for
+                each group. A group with a window has a null block in place of each block that it does not need; a group
+                of state has its slot at the end of its table.
+            num_external_tokens: the number that `num_new_matched_tokens` returned. If it is 0, nothing will be read,
+                and the producer is notified.
 
         Raises:
-            UsageError: it has given another number, or there are not as many tables as groups.
+            UsageError: the blocks do not fit that number of tokens, or there is another number of tables than of
+                groups.
         """
         self._consumers.allocated(request_id, block_ids, num_external_tokens)
         if num_external_tokens == 0:
             self._questions.over(request_id)
 
     def build_step(self, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: TablesOf) -> Step:
-        """Give what the workers do in this step.
+        """Return the work of the workers in this step.
 
         Args:
-            scheduled: the requests of the step, and how many tokens of each are computed once the step is.
-            preempted: ids of requests that have lost their blocks before it.
-            block_ids: tells all blocks of a request that has some, as `update_after_alloc` takes them.
+            scheduled: for each request of the step, how many of its tokens will be computed after the step.
+            preempted: ids of requests that have lost their blocks before the step.
+            block_ids: function that returns all blocks of a request that has blocks, in the form of
+                `update_after_alloc`.
 
         Returns:
-            The work for `ConnectorWorker.begin` on every rank; afterwards nothing of it is left here.
+            The work for `ConnectorWorker.prepare` and `ConnectorWorker.begin` on every rank. It is handed over once:
+            the next step does not have it again.
 
         Raises:
-            UsageError: `block_ids` gives not as many tables as there are groups.
+            UsageError: `block_ids` returns another number of tables than there are groups.
         """
         self._consumers.computed_here.tell()
         step = self._producers.build_step(scheduled, preempted, block_ids)
@@ -281,12 +292,13 @@ class ConnectorScheduler:
         sent: Iterable[str] = (),
         found: Mapping[str, tuple[Ticket, ...]] = MappingProxyType({}),
     ) -> None:
-        """Take what has ended on all workers. Ids that nobody waits for change nothing.
+        """Take what all workers have finished. Ids of requests that do not wait change nothing.
 
         Args:
-            received: requests whose loads have ended, well or not (`Results.received`).
-            sent: requests whose leases have (`Results.sent`).
-            found: what peers offer to requests (`Results.found`), which is a request's ticket, or is given back.
+            received: requests with a load that has ended, successfully or not (`Results.received`).
+            sent: requests with a lease that has ended (`Results.sent`).
+            found: tickets that peers offer to requests (`Results.found`). A request that still waits adopts its
+                tickets; else they are given back.
         """
         self._consumers.received(received)
         self._producers.sent(sent)
@@ -298,26 +310,26 @@ class ConnectorScheduler:
                 (self.adopt if waits else self.give_back)(request_id, tickets)
 
     def request_finished(self, request_id: str, *, completed: bool, block_ids: GivenTables | None = None) -> Finished:
-        """Take the end of a request for the engine.
+        """Take the end of a request in the engine.
 
         Args:
-            request_id: the engine's.
-            completed: whether by itself; else it was aborted, or has failed.
-            block_ids: those that it still has. With them nothing is offered of which a block has been taken back since;
-                nor is a state that has gone on with the request's answer.
+            request_id: id of the request in the engine.
+            completed: True if the request has completed; False if it was aborted or has failed.
+            block_ids: the blocks that the request still has. If given, nothing is offered if the request has lost one
+                of the offered blocks. A state that has advanced with the request's answer is not offered either.
 
         Returns:
-            What the router gets, and whether the blocks must stay: with `hold_blocks` they are the engine's again when
-            the request is reported as sent, or as received.
+            The parameters for the router, and whether the blocks are held. With `hold_blocks`, the engine gets them
+            back when the request is reported as sent or received.
 
         Raises:
-            UsageError: there are not as many tables as groups.
+            UsageError: there is another number of tables than of groups.
         """
         self._questions.finished(request_id)
-        written = self._consumers.finish(request_id)  # a producer's too, with a prefix that a peer has offered
+        written = self._consumers.finish(request_id)  # also for a producer: it may load a prefix from a peer
         read = self._producers.finish(request_id, completed=completed, block_ids=block_ids)
         return Finished(written or read.hold_blocks, read.params)
 
     def withdraw_all(self) -> None:
-        """End every lease that somebody may read: what the blocks hold is not to be read any more."""
+        """End every lease that may be read, because the contents of the blocks must not be read any longer."""
         self._producers.withdraw_all()

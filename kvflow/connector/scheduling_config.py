@@ -1,4 +1,4 @@
-"""The settings of a connector's scheduler half: which requests concern it, and which part of a prompt is offered."""
+"""Settings of a connector's scheduler half: which requests consume or produce, and which tokens are offered."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ SchedulerGroups: TypeAlias = Annotated[tuple[GroupFacts, ...], Meta(max_length=1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig:
-    """The settings a scheduler decides by. `block_size` is the engine's, in tokens."""
+    """Settings of a `ConnectorScheduler`. `block_size` is the engine's block size in tokens."""
 
     block_size: Size
     lease_ttl_s: Seconds
-    """Time an offered prompt is kept for its reader, from the end of its request on."""
+    """Seconds that an offered prompt is kept for its reader, counted from the end of its request."""
     groups: SchedulerGroups = ()
-    """Groups of layers of a cache with several, in the order of the engine's block tables; `block_size` is the
-    first one's then. None is one group of full attention."""
+    """Groups of layers of a cache that has several, in the order of the engine's block tables; `block_size` must be the
+    first group's. Empty: one group of full attention."""
     fetch_tokens_min: Size = 1
-    """With fewer tokens than this to come from remote, computing them is faster."""
+    """Fewest tokens that are loaded; computing fewer is faster."""
     full_blocks_only: bool = False
-    """Offer only blocks that are full: a prompt shorter than one offers nothing."""
+    """Offer only full blocks. A prompt shorter than one block offers nothing."""
     leave_last_token: bool = False
-    """Take less than the whole prompt from remote, or nothing: its last token is computed here, and what that needs is
-    not among the blocks that the engine keeps for a whole prompt. Always so with state, which is of one token only."""
+    """Load less than a whole prompt, or nothing: the last token is computed locally, and the blocks that the engine
+    keeps for a whole prompt lack what that needs. Always on for a cache with state, since a state belongs to one token
+    only."""
     withhold_last_token: bool = False
-    """Offer a prompt without its last token although that is computed: for readers that take no whole prompt, where the
-    engine does not compute prompts without it."""
+    """Offer a prompt without its last token, although that is computed. For readers that do not load whole prompts, if
+    the engine cannot leave the last token uncomputed."""
     release_failed_loads: bool = True
-    """Give the offer of a load that has failed back: its producer need not keep the blocks for the rest of their
-    time. False for routers that try again with the same ticket, as at another decode engine."""
+    """Release the ticket of a failed load, so its producer need not keep the blocks until the lease runs out. False for
+    routers that retry with the same ticket, for example at another decode engine."""
     produces: bool = True
     consumes: bool = True
 
@@ -55,7 +56,7 @@ class SchedulingConfig:
 
     @property
     def all_groups(self) -> tuple[GroupFacts, ...]:
-        """Every group, also if there is one."""
+        """All groups; one group of full attention if `groups` is empty."""
         return self.groups or (GroupFacts(name=DEFAULT_NAME, block_size=self.block_size),)
 
     @property
@@ -64,43 +65,43 @@ class SchedulingConfig:
 
     @property
     def leaves_last_token(self) -> bool:
-        """True if an offer of a whole prompt is of no use."""
+        """True if an offer of a whole prompt cannot be used."""
         return self.leave_last_token or self.has_state
 
     def takes(self, params: Mapping[str, Any]) -> bool:
-        """Tell whether a request is to come from remote.
+        """Return whether a request loads its prompt from a remote engine.
 
         Args:
-            params: its `kv_transfer_params`.
+            params: the request's `kv_transfer_params`.
 
         Returns:
-            True if they ask for it, and this engine consumes.
+            True if `params` ask for a load, and this engine consumes.
         """
         return self.consumes and bool(params.get("do_remote_prefill"))
 
     def offers(self, params: Mapping[str, Any]) -> bool:
-        """Tell whether a request is computed for a reader.
+        """Return whether a request computes its prompt for a reader.
 
         Args:
-            params: its `kv_transfer_params`.
+            params: the request's `kv_transfer_params`.
 
         Returns:
-            True if they ask for it, and this engine produces. What comes from remote is not offered again.
+            True if `params` ask for an offer, and this engine produces. A prompt that is loaded is not offered again.
         """
         return self.produces and bool(params.get("do_remote_decode")) and not self.takes(params)
 
     @property
     def full_block_tokens(self) -> int:
-        """Tokens that fill whole blocks of every group that holds the beginning of a prompt."""
+        """Smallest number of tokens that fills whole blocks of every group that keeps the beginning of a prompt."""
         return math.lcm(*(group.block_size for group in self.all_groups if group.whole), 1)
 
     def offered_of(self, num_prompt_tokens: int) -> int:
-        """Tokens of a prompt that are offered.
+        """Return how many tokens of a prompt are offered.
 
         Args:
-            num_prompt_tokens: how many it has.
+            num_prompt_tokens: number of tokens of the prompt.
 
         Returns:
-            As many, or those that fill whole blocks of every group with `full_blocks_only`.
+            `num_prompt_tokens`; with `full_blocks_only`, rounded down to whole blocks of every group.
         """
         return num_prompt_tokens - (num_prompt_tokens % self.full_block_tokens if self.full_blocks_only else 0)

@@ -1,7 +1,7 @@
-"""Settings that a plugin's user writes as JSON: fields of `kvflow.Config` and the plugin's own, in one dict.
+"""Settings that users of an engine's plugin write as JSON: fields of `kvflow.Config` and the plugin's own, in one dict.
 
-`Config` checks its fields, the types of a msgspec struct those of the plugin. Whatever is refused is a ConfigError that
-names the place and the key.
+`Config` checks its fields. A msgspec struct checks the types of the plugin's own settings. Each ConfigError names the
+place of the settings and the key that is wrong.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ OwnT = TypeVar("OwnT", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSettings:
-    """Where the users of an engine's plugin set fields of `kvflow.Config`, and which of those they cannot set."""
+    """Rules for one place of a plugin's settings: its known keys, and the fields of Config that cannot be set there."""
 
     where: str
-    """Name of the place for errors, such as that of an environment variable."""
+    """Name of the place for errors, for example the name of an environment variable."""
     engine: str
     """Name of the engine, for errors."""
     from_engine: Collection[str]
-    """Fields of Config that follow from the engine."""
+    """Fields of Config that the plugin derives from the engine, so users cannot set them."""
     own: Collection[str] = ()
-    """Settings in the same place that are no fields of Config."""
+    """Keys of the plugin's own settings, which are not fields of Config."""
 
     def check_known(self, given: Mapping[str, Any]) -> None:
-        """ConfigError for a setting that nobody knows, or that follows from the engine."""
+        """Raise ConfigError if a key in `given` is unknown, or is derived from the engine."""
         known = {entry.name for entry in fields(Config)}.difference(self.from_engine)
         listed = ", ".join(self.from_engine)
         hint = f" ({listed} come from {self.engine})" if given.keys() & {*self.from_engine} else ""
         checks.check_known(given, known.union(self.own), where=self.where, hint=hint)
 
     def own_settings(self, given: Mapping[str, Any], kind: type[OwnT]) -> OwnT:
-        """Return the plugin's own settings. ConfigError names the place, and what is unknown or cannot be."""
+        """Convert the plugin's own settings in `given` to `kind`. ConfigError names the place and the wrong key."""
         self.check_known(given)
         try:
             return msgspec.convert({name: given[name] for name in given if name in self.own}, kind)
@@ -48,17 +48,18 @@ class PluginSettings:
             raise ConfigError(f"{self.where}: {checks.refusal(error, given)}") from error
 
     def config(self, given: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
-        """Return the Config that a user's settings make.
+        """Return the Config for a user's settings.
 
         Args:
-            given: the user's settings, as JSON has them.
-            values: fields of Config that follow from the engine, and defaults of the plugin.
+            given: the user's settings, decoded from JSON.
+            values: fields of Config that are derived from the engine, and the plugin's defaults.
 
         Returns:
-            The Config; a setting goes before a default.
+            The Config. A user's setting overrides a default.
 
         Raises:
-            ConfigError: names the place and the setting that is unknown, of another type, or cannot be.
+            ConfigError: a setting is unknown, has a wrong type, or is invalid. The error names the place and the
+                setting.
         """
         self.check_known(given)
         ours = {name: checks.without_doubles(given[name]) for name in given if name not in self.own}

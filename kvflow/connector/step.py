@@ -1,8 +1,8 @@
-"""The words of a connector: what an engine's scheduler tells it and is told, and the step that its workers are handed.
+"""Values that pass between an engine's scheduler, its connector and its workers: requests, answers, and steps.
 
-`connector.scheduler` makes a `Step` of messages that any executor can carry, and each worker carries it out. Workers
-tell the engine which requests have been received and sent, and one of them tells what peers have answered; nothing else
-comes back.
+`connector.scheduler` makes a `Step` of messages that any executor can carry, and each worker carries it out. The
+workers report which requests have been received and sent. One worker also reports what peers have answered. Nothing
+else comes back.
 """
 
 from __future__ import annotations
@@ -18,72 +18,73 @@ from kvflow.core.protocol.prompts import Mark
 from kvflow.core.protocol.ticket import Ticket
 
 BlockTables: TypeAlias = tuple[tuple[int, ...], ...]
-"""Block ids for each group of the cache's layers; one table if there is one group."""
+"""Block ids as one table for each group of layers."""
 GivenTables: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 """Block ids of a request as its engine has them: a list, or a table for each group of layers."""
 TablesOf: TypeAlias = Callable[[str], GivenTables]
-"""Gives all blocks of a request, by its id."""
+"""Function that returns all blocks of a request, by request id."""
 Matched: TypeAlias = tuple[int | None, bool]
-"""Prompt tokens that can come from remote, None while that depends on another request's load: ask again. Then whether
-they come between the steps."""
+"""Number of prompt tokens that can be loaded, and whether they are loaded between steps. The number is None while it
+depends on another request's load; ask again."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A scheduler's request, as far as a connector has to know it."""
+    """A request of an engine's scheduler, with the facts that a connector needs."""
 
     request_id: str
     num_prompt_tokens: int
     kv_transfer_params: Mapping[str, Any] | None
     prompt_token_ids: Sequence[int] | None = None
-    """None if the engine does not know them, or they do not say what the prompt is: nothing is compared then. Where
-    they say it together with something else, such as pictures, they are marked with it (`marked_by_keys`)."""
+    """Token ids of the prompt. None if the engine does not know them, or if they do not identify the prompt: then
+    nothing is compared. If they identify the prompt only together with other input, for example pictures, they must be
+    marked with it (`marked_by_keys`)."""
 
 
 class Sharing(enum.Enum):
-    """Requests that have the same ticket as this one."""
+    """Whether other requests have the same ticket as this request."""
 
     ALONE = enum.auto()
-    """None: the ticket is the request's own."""
+    """No other request has the ticket."""
     FIRST = enum.auto()
-    """Samples of the same prompt may come, or have come."""
+    """Samples of the same prompt may have the ticket, before or after this request."""
     FOLLOWS = enum.auto()
-    """As `FIRST`; if none of the samples is here the ticket is another engine's to use."""
+    """As `FIRST`; but if this engine has none of the other samples, another engine uses the ticket."""
 
 
 class Finished(NamedTuple):
-    """Answer to the end of a request. With `hold_blocks` its blocks stay until it is reported as sent or received."""
+    """Answer to the end of a request. With `hold_blocks`, its blocks are held until it is reported sent or received."""
 
     hold_blocks: bool
     params: dict[str, Any] | None
-    """Parameters for its router; None if its prompt is not offered."""
+    """Parameters for the router; None if the prompt is not offered."""
 
 
 class Receive(msgspec.Struct, frozen=True, kw_only=True):
-    """Load what the tickets offer into these blocks. The request waits until it is reported as received."""
+    """Load the offer of the tickets into these blocks. The request waits until it is reported as received."""
 
     request_id: str
     tickets: tuple[Ticket, ...]
     block_tables: BlockTables
     num_tokens: int
-    """Tokens that the offer has to be of."""
+    """Number of tokens that the offer must have."""
     cached_tokens: int
-    """Tokens of the prompt in front of the blocks."""
+    """Prompt tokens before these blocks, which are not loaded."""
     prompt: tuple[int, ...] | None = None
-    """Ids of the prompt's first tokens, if the engine knows them and they are still to be compared."""
+    """Ids of the prompt's first tokens, if the engine knows them and the load still has to compare them."""
     marks: tuple[Mark, ...] = ()
-    """The marks of `prompt`."""
+    """Marks of `prompt`."""
     release_if_failed: bool = True
-    """True if the offer is given back when the load fails; when the load is abandoned it always is."""
+    """True if a failed load releases the tickets. An abandoned load always does."""
     shared: bool = False
-    """True if other requests read what the ticket offers, too: it is released when none of them needs it any more."""
+    """True if other requests read the same offer. Then its tickets are released only when no request needs them."""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True):
     """Open a lease under `serve_id`: its blocks hold a whole prompt once this step has been computed.
 
-    The lease is open before its ticket is out, so it keeps no reader waiting. Nobody can read it before: its `serve_id`
-    is a secret until then. Its `ttl_s` begins with `Step.send`, however long the step takes.
+    The lease is opened before its ticket is given out, so no reader waits for it. Until then `serve_id` is a secret, so
+    nobody can read the blocks. `ttl_s` is counted from `Step.send`, however long the step takes.
     """
 
     request_id: str
@@ -92,16 +93,16 @@ class Save(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     ttl_s: float
     computed_tokens: int | None = None
-    """Tokens that are there after this step, for a prompt that is read while it is computed. Its `serve_id` is known
-    already, and `block_tables` are those that it has by now."""
+    """For a prompt that is read while it is computed: number of tokens that are computed after this step. Readers know
+    its `serve_id` already, and `block_tables` has the blocks that the request has so far. Else None."""
     prompt: tuple[int, ...] | None = None
-    """The ids of the `num_tokens` tokens, if the engine knows them; with `computed_tokens` only."""
+    """Ids of the `num_tokens` tokens, if the engine knows them; only with `computed_tokens`."""
     marks: tuple[Mark, ...] = ()
-    """The marks of `prompt`."""
+    """Marks of `prompt`."""
 
 
 class Grow(msgspec.Struct, frozen=True, kw_only=True):
-    """Offer more of a prompt after this step, in the blocks that it has and in these, which follow them."""
+    """Offer `num_tokens` tokens of a prompt after this step. `block_tables` has the blocks to append to its lease."""
 
     request_id: str
     block_tables: BlockTables
@@ -109,76 +110,79 @@ class Grow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decline(msgspec.Struct, frozen=True, kw_only=True):
-    """Tell those who wait for this name that nothing will be offered under it here."""
+    """Tell readers that wait for `serve_id` that this engine will not offer it."""
 
     serve_id: str
     reason: str
     at: Ticket | None = None
-    """The rendezvous of readers that wait at another engine: they are told there."""
+    """Pending ticket of readers that wait at another engine; the message goes there."""
     instead: Ticket | None = None
-    """With `at`, the same with this engine: there they go on."""
+    """With `at`: a pending ticket of this engine, which those readers use instead."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
-    """Tell the producers of these tickets that the request reads nothing for them any more."""
+    """Stop keeping the leases of these tickets for a request, which will not read their blocks."""
 
     request_id: str
     tickets: tuple[Ticket, ...]
     last: bool = True
-    """True if no other request does, either; else nobody is told."""
+    """True if no other request needs the tickets: then they are released at their producers."""
 
 
 class CachedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that hold more of a prompt once this step has been computed, for peers that ask for its prefix."""
 
     parent: bytes
-    """The key of the block before the first one; empty at the beginning of a prompt."""
+    """Key of the block before the first one; empty at the beginning of a prompt."""
     keys: tuple[bytes, ...]
-    """The key of each block, in prompt order."""
+    """Key of each block, in prompt order."""
     block_tables: BlockTables
-    """The block of each key, for each group; `NO_BLOCK` where the group has none."""
+    """For each group, the block of each key; `NO_BLOCK` where the group has none."""
 
 
 NO_BLOCK = -1
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """Ask peers for a prompt's prefix, and report what they offer; the request waits for that."""
+    """Ask peers for a prefix of a prompt, and report their offers. The request waits for the report."""
 
     request_id: str
     keys: tuple[bytes, ...]
     key_tokens: int
     cached_tokens: int
     peers: tuple[str, ...]
-    """Addresses, one of each engine."""
+    """Addresses of the peers to ask, one for each engine."""
     hinted: bool = False
-    """True if engines whose KV events show that they have some of it are asked as well."""
+    """True if engines that KV events show to have a part of the prefix are asked, too."""
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """One step's work, in the order in which a worker has to begin it."""
+    """The work of one step, in the order in which a worker has to begin it."""
 
     reused: tuple[int, ...] = ()
-    """Blocks that will hold something else from this step on: no peer may read there any more."""
+    """Blocks that will hold something else after this step; no peer may read them."""
 
     send: list[str] = []
-    """Requests whose tickets are out: the time of their leases begins. The engine waits until they are sent."""
+    """Requests with a ticket that has been given out: the time of the lease starts, and the engine waits for its
+    end."""
     keep: dict[str, tuple[Ticket, ...]] = {}
-    """Tickets of each request that waits for blocks: their leases are kept until it is received or released. Several
-    are of one prompt, each for when the source of the one before fails."""
+    """Tickets of each request that waits for blocks. Their leases are kept until the request is received or released.
+    Several tickets are for the same prompt: if the source of one fails, the load goes on with the next."""
     withdraw: list[str] = []
-    """Requests whose leases end now: their blocks may be used for something else."""
+    """Requests with a lease that must end now; their blocks may be used for something else."""
     recall: list[str] = []
-    """Requests whose leases end although they may be being read: the step's own work begins when no read can succeed
-    any more."""
+    """Requests with a lease that must end although readers may be reading. The step's own work begins once no such read
+    can succeed."""
     decline: list[Decline] = []
     receive: list[Receive] = []
     abandon: list[str] = []
-    """Requests whose loads nobody wants any more. Each is reported as received once no byte can land."""
+    """Requests with a load that is no longer needed. Each is reported as received once no byte can land in its
+    blocks."""
     save: list[Save] = []
     grow: list[Grow] = []
     release: list[Release] = []
     cached_blocks: list[CachedBlocks] = []
     questions: list[Question] = []
     introduce: bool = False
-    """True if each worker has to say anew who it is (`ConnectorWorker.introduction`): its cache may be another one."""
+    """True if each worker has to introduce itself again (`ConnectorWorker.introduction`), since its cache may be
+    another one."""

@@ -1,9 +1,10 @@
-"""The workers' half of a connector, for any engine: carries out what `connector.scheduler` hands over each step.
+"""The workers' half of a connector, for any engine: carries out the steps that `connector.scheduler` makes.
 
-An engine's step calls `begin` and `collect`, and neither ever waits: loads, leases and questions are tasks on the loop
-of a `blocking.Runtime`, and go on between the steps. Reports are final. A request is received when no byte can land in
-its blocks any more, also if its load has failed or was abandoned; it is sent when its lease has ended and the engine
-waits for that, as it does once the lease's ticket is out (`Step.send`). A task that dies is raised by `collect`.
+In each step the engine calls `prepare`, `begin` and `collect`. `begin` and `collect` never wait: loads, leases and
+questions are tasks on the loop of a `blocking.Runtime`, and go on between the steps. Each result is reported once and
+is final. A request is received when no byte can land in its blocks, even if its load has failed or was abandoned. A
+request is sent when its lease has ended after its ticket was given out (`Step.send`), since only then does the engine
+wait for the lease. If a task dies, `collect` raises its error.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ __all__ = ["ConnectorWorker", "FailedLoad", "Results"]
 logger = logger_of(__name__)
 
 _NOTHING = Step()
-_RECALL_S = 60.0  # it takes as long as the hold, and a copy that has begun
-_ANY_NUMBER = 1 << 31  # of blocks: nothing is pinned for a reader
+_RECALL_S = 60.0  # a recall takes as long as the seal hold, and a copy that has begun
+_ANY_NUMBER = 1 << 31  # bound on pinned blocks: none is really pinned for a reader
 
 
 class FailedLoad(NamedTuple):
-    """A load that has failed, or was abandoned (`error` is None); its blocks are safe and hold nothing of use."""
+    """A load that failed, or was abandoned: then `error` is None.
+
+    No byte can land in its blocks. They hold nothing of use.
+    """
 
     block_tables: BlockTables
     error: KVFlowError | None
@@ -60,22 +64,22 @@ class Results:
     loaded: dict[str, LoadReport] = field(default_factory=dict)
     failed: dict[str, FailedLoad] = field(default_factory=dict)
     leases: list[tuple[str, LeaseOutcome]] = field(default_factory=list)
-    """Every lease that has ended, also of requests that the engine does not wait for."""
+    """Outcomes of all leases that have ended, also of requests that the engine does not wait for."""
     sent: set[str] = field(default_factory=set)
     found: dict[str, tuple[Ticket, ...]] = field(default_factory=dict)
-    """Leased offers of peers for each request that waits for them, as much by each, the best first; none if nobody has
-    anything that is worth its load."""
+    """For each request with an answered question, the leased tickets to load from: all for the same number of tokens,
+    the best first. Empty if no peer has a prefix that is worth a load."""
     answers: list[PrefixOutcome] = field(default_factory=list)
-    """Outcomes of the questions that were answered by `found`."""
+    """Outcomes of the questions in `found`."""
 
     @property
     def received(self) -> Set[str]:
-        """Requests whose loads have ended, well or not."""
+        """Requests with loads that have ended, successfully or not."""
         return self.loaded.keys() | self.failed.keys()
 
     @property
     def refused(self) -> tuple[tuple[str, PromptMismatch], ...]:
-        """Requests whose loads have found another prompt of the same tokens: see `ConnectorScheduler.refuse`."""
+        """Requests with loads that found another prompt with the same tokens: see `ConnectorScheduler.refuse`."""
         errors = ((request_id, one.error) for request_id, one in self.failed.items())
         return tuple(
             (request_id, error)
@@ -89,25 +93,25 @@ class _Reading:
     """A request that waits for blocks, or loads."""
 
     kept: ExitStack = field(default_factory=ExitStack)
-    """Leases that are kept open for it."""
+    """Leases that are kept open for the request."""
     load: Load | None = None
     abandoned: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _SavedPrompt:
-    """A saved prompt: its lease, if there is one, and whether the engine waits for its end."""
+    """A prompt that is offered: its lease, if one was opened, and whether the engine waits for its end."""
 
     save: Save
     restart: asyncio.TimerHandle | None = None
-    """Timer that begins the lease's time anew, as long as its ticket is not out."""
+    """Timer that restarts the time of the lease until its ticket is given out."""
     lease: Lease | None = None
     outcome: LeaseOutcome | None = None
     sent: bool = False
 
     @property
     def flows(self) -> bool:
-        """True if it is read while its prompt is computed."""
+        """True if the prompt may be read while it is computed."""
         return self.save.computed_tokens is not None
 
     @property
@@ -115,23 +119,23 @@ class _SavedPrompt:
         return self.lease if self.outcome is None else None
 
     def keep(self, lease: Lease) -> None:
-        """Begin the lease's time anew until its ticket is out: nobody can read it before."""
+        """Restart the time of `lease`, again and again until its ticket is given out: no reader can read it before."""
         lease.restart(self.save.ttl_s)
         self.restart = asyncio.get_running_loop().call_later(self.save.ttl_s / 3, self.keep, lease)
 
     def let_run(self) -> None:
-        """Let the lease's time run out from now on."""
+        """Stop restarting the time of the lease."""
         if self.restart is not None:
             self.restart.cancel()
             self.restart = None
 
 
 class ConnectorWorker:
-    """One rank's worker. Whoever made the runtime closes it.
+    """The workers' half of a connector, on one rank. It does not close the runtime.
 
     Args:
-        runtime: the rank's, open.
-        peers: engines that prefixes are shared with, and asked for; without it neither is done.
+        runtime: the rank's runtime, open.
+        peers: the engines that prefixes are shared with and asked of; None does neither.
     """
 
     def __init__(self, runtime: BlockingRuntime, peers: PrefixPeers | None = None) -> None:
@@ -139,26 +143,26 @@ class ConnectorWorker:
         self._runtime = runtime
         self._peers = peers
         self._shared: dict[str, int] = {}
-        """Counts that `shared` has told."""
+        """Counts of the shared cache that `shared` has returned."""
         self._prefix_cache: PagedPrefixCache | None = None
-        """Blocks shared with peers."""
+        """Prefix cache that is shared with peers; None if none is."""
         self._sharing: SharedPrefixes | None = None
         self._lock = threading.Lock()
-        """Held, by either thread, to touch `_results`."""
+        """Lock that either thread holds while it touches `_results`."""
         self._results = Results()
         self._problem: BaseException | None = None
         self._saved: dict[str, _SavedPrompt] = {}
-        """The prompt of each request that has an offer, until its end is told."""
+        """The saved prompt of each request that has one, until its end is reported."""
         self._readings: dict[str, _Reading] = {}
         self._withdrawn: set[Lease] = set()
-        """Leases that were ended here, and whose blocks are still held for a moment."""
+        """Leases that were ended here, with blocks that are still held for a moment."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def introduction(self) -> Ticket:
-        """Say who this rank is, for `ConnectorScheduler.introduce`.
+        """Return a ticket that names this rank, for `ConnectorScheduler.introduce`.
 
         Returns:
-            A ticket of nothing.
+            A ticket without blocks.
 
         Raises:
             RuntimeUnavailable: no cache is registered.
@@ -166,11 +170,11 @@ class ConnectorWorker:
         return self._runtime.introduce()
 
     def share(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
-        """Let peers read prefixes out of the cache that is registered, as `Step.cached_blocks` tells of it.
+        """Let peers read prefixes from the registered cache; `Step.cached_blocks` says which blocks have them.
 
         Args:
-            groups: those of the cache.
-            block_tokens: the engine's block size.
+            groups: the groups of the cache.
+            block_tokens: the engine's block size in tokens.
 
         Raises:
             UsageError: this registration is shared already, or the worker was given no `peers`.
@@ -185,25 +189,25 @@ class ConnectorWorker:
 
         async def share(_: Runtime) -> None:
             self._sharing = peers.prefixes.share(cache, pinned_blocks_max=_ANY_NUMBER)
-            self._prefix_cache = cache  # the one before has ended with its registration
+            self._prefix_cache = cache  # an earlier cache has ended with its registration
 
         self._runtime.start(share).result(_RECALL_S)
 
     def meet(self, *, follows: bool) -> None:
-        """Begin to connect to the known peers, once a cache is registered; returns at once.
+        """Begin to connect to the known peers, once a cache is registered. Returns at once.
 
         Args:
-            follows: whether KV events are followed as well; one rank of an engine does, the one that asks.
+            follows: True to follow KV events as well. Only one rank of an engine does, the rank that asks peers.
         """
         if self._peers is not None:
             peers = self._peers
             self._runtime.start(lambda runtime: self._meet(runtime, peers, follows))
 
     def shared(self) -> Iterator[str]:
-        """Tell the outcomes of peers' questions since the last call.
+        """Return the outcomes of peers' questions to this rank since the last call.
 
         Returns:
-            A word for each: the name of a field of `SharingStatistics`.
+            For each question, the name of a field of `SharingStatistics`.
         """
         if self._sharing is not None:
             now = asdict(self._sharing.statistics)
@@ -212,14 +216,14 @@ class ConnectorWorker:
             self._shared = now
 
     def prepare(self, step: Step) -> None:
-        """End the reads of blocks that a step is about to write, and ask its questions; before it computes anything.
+        """End the reads of blocks that a step will write, and ask the step's questions, before the step computes.
 
-        Returns at once, unless somebody may be reading what the step will write. Leases of prefixes end within a turn
-        of the loop. A step that recalls a prompt that flows (`Step.recall`) waits here until no read of it can succeed
-        any more: some Limits.seal_hold_s.
+        Returns at once, unless peers may be reading blocks that the step will write. Leases of prefixes end within a
+        turn of the loop. If the step recalls a flowing prompt (`Step.recall`), `prepare` waits until no read of that
+        prompt can succeed, for about Limits.seal_hold_s.
 
         Args:
-            step: what `ConnectorScheduler.build_step` has given.
+            step: the step that `ConnectorScheduler.build_step` has returned.
 
         Raises:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
@@ -233,14 +237,15 @@ class ConnectorWorker:
             self._runtime.start(lambda runtime: self._ask(runtime, peers, step.questions))
 
     def begin(self, step: Step, *, ready: DeviceEvent | None = None, after: DeviceEvent | None = None) -> None:
-        """Start a step's work, once it has been prepared (`prepare`); returns at once.
+        """Start the work of a step that has been prepared (`prepare`). Returns at once.
 
-        The events are for a device that computes after it was told to.
+        The events are for a device that computes after the work has been submitted.
 
         Args:
-            step: what `ConnectorScheduler.build_step` has given.
-            ready: happens once what is saved, and what its cached blocks hold, is there. Without it that is there now.
-            after: happens once what is received may be written; recorded before the step's own work.
+            step: the step that `ConnectorScheduler.build_step` has returned.
+            ready: happens once the blocks to be saved, and the cached blocks, are computed. None: they are computed
+                now.
+            after: happens once the blocks to be received may be written; recorded before the step's own work.
 
         Raises:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
@@ -251,13 +256,13 @@ class ConnectorWorker:
             self._runtime.start(lambda runtime: self._carry_out(runtime, step, ready, after))
 
     def collect(self) -> Results:
-        """Take what has ended meanwhile; returns at once.
+        """Return the results since the last call. Returns at once.
 
         Returns:
-            Loads and leases that have ended since the last call, each once.
+            Loads, leases and questions that have ended, each once.
 
         Raises:
-            BaseException: an error in kvflow itself, from then on with every call.
+            BaseException: an error in kvflow itself. Every later call raises it, too.
         """
         if self._problem is not None:
             raise self._problem
@@ -270,10 +275,10 @@ class ConnectorWorker:
     async def _carry_out(
         self, runtime: Runtime, step: Step, ready: DeviceEvent | None, after: DeviceEvent | None
     ) -> None:
-        """Start everything, in the order in which it may touch the same blocks."""
+        """Start all work of a step, in the order in which it may touch the same blocks."""
         try:
             self._start(runtime, step, ready, after)
-        except Exception as problem:  # noqa: BLE001 - a bug of ours; the engine gets it with its next step
+        except Exception as problem:  # noqa: BLE001 - a bug in kvflow, which `collect` raises
             self._problem = problem
 
     def _start(self, runtime: Runtime, step: Step, ready: DeviceEvent | None, after: DeviceEvent | None) -> None:
@@ -286,7 +291,7 @@ class ConnectorWorker:
         for request_id, tickets in step.keep.items():
             self._keep(runtime, request_id, tickets)
         for request_id in step.withdraw:
-            if request_id in self._saved:  # else its end is on its way to the engine
+            if request_id in self._saved:  # else its end is reported already
                 self._withdraw(self._saved[request_id])
         for declined in step.decline:
             _decline(runtime, declined)
@@ -294,7 +299,7 @@ class ConnectorWorker:
             reading = self._readings.setdefault(receive.request_id, _Reading())
             self._spawn(self._receive(runtime, receive, reading, after), f"kvflow-receive {receive.request_id}")
         for request_id in step.abandon:
-            if request_id in self._readings:  # else its end is on its way to the engine
+            if request_id in self._readings:  # else its end is reported already
                 self._abandon(self._readings[request_id])
         for save in step.save:
             self._save(runtime, save, ready)
@@ -315,7 +320,7 @@ class ConnectorWorker:
             self._readings[request_id] = reading
 
     def _forget(self, request_id: str) -> None:
-        """Forget a request that reads nothing more: its leases are not kept any longer."""
+        """Forget a request that reads nothing further, and stop keeping its leases."""
         if request_id in self._readings:
             self._readings.pop(request_id).kept.close()
 
@@ -325,13 +330,13 @@ class ConnectorWorker:
             reading.load.cancel()
 
     async def _receive(self, runtime: Runtime, receive: Receive, reading: _Reading, after: DeviceEvent | None) -> None:
-        """Load the blocks of a request, and tell how that has ended once no byte can land in them any more.
+        """Load a request's blocks, and report the outcome once no byte can land in them.
 
-        Task `kvflow-receive <request>`: one for each load of a connector's worker. Ends once its blocks are safe. The
-        request of one that fails is reported as failed.
+        Task `kvflow-receive <request>`: one for each load of a connector's worker. Ends once its blocks are safe. If it
+        fails, its request is reported as failed.
         """
         for lease in tuple(self._withdrawn):
-            await lease  # its blocks may be ours now, and are kept for a moment after its end
+            await lease  # its blocks may be this request's now; they are held until it is over
         outcome: LoadReport | BaseException | None = None
         if not reading.abandoned:
             reading.load = runtime.start_load(_load_request(runtime, receive, after))
@@ -355,7 +360,7 @@ class ConnectorWorker:
         with self._lock:
             self._results.failed[request_id] = FailedLoad(receive.block_tables, error)
         logger.warning("request %s: its prompt was not received: %s", request_id, error or "abandoned")
-        if (error is None or receive.release_if_failed) and not receive.shared:  # nobody will read it any more
+        if (error is None or receive.release_if_failed) and not receive.shared:  # no request will read the offer
             self._release(runtime, receive.tickets)
 
     def _release(self, runtime: Runtime, tickets: Sequence[Ticket]) -> None:
@@ -365,7 +370,7 @@ class ConnectorWorker:
     # --- saved prompts
 
     def _save(self, runtime: Runtime, save: Save, ready: DeviceEvent | None) -> None:
-        """Open the lease of a prompt that the step has computed, or begins to."""
+        """Open the lease of a prompt that the step completes, or begins to compute."""
         offer = self._saved[save.request_id] = _SavedPrompt(save)
         request = ServeRequest(
             save.serve_id,
@@ -397,19 +402,19 @@ class ConnectorWorker:
         self._report_if_over(offer)
 
     def _grow(self, offer: _SavedPrompt, grow: Grow, ready: DeviceEvent | None) -> None:
-        """Offer more of a prompt."""
+        """Offer more of a prompt, unless its lease has ended."""
         if (lease := offer.open_lease) is None:
             return
         try:
             if any(grow.block_tables):
                 lease.extend(given_block_ids(grow.block_tables))
             lease.advance(grow.num_tokens, ready)
-        except KVFlowError as error:  # such as host buffers that are full
+        except KVFlowError as error:  # for example full host buffers
             logger.warning("request %s: its prompt is not offered any more: %s", grow.request_id, error)
             lease.fail(f"{type(error).__name__}: {error}")
 
     def _send(self, offer: _SavedPrompt) -> None:
-        """Begin the time of a lease whose ticket is out: the engine waits for its end."""
+        """Start the time of a lease, because its ticket was given out. The engine now waits for its end."""
         offer.sent = True
         if offer.lease is not None:
             offer.lease.restart(offer.save.ttl_s)
@@ -417,7 +422,7 @@ class ConnectorWorker:
         self._report_if_over(offer)
 
     def _withdraw(self, offer: _SavedPrompt) -> None:
-        """End a lease that is not to be read any more."""
+        """End a lease that must not be read."""
         if not offer.sent:
             del self._saved[offer.save.request_id]
         offer.let_run()
@@ -426,7 +431,7 @@ class ConnectorWorker:
         self._report_if_over(offer)
 
     def _report_if_over(self, offer: _SavedPrompt) -> None:
-        """Report a lease that has ended, once the engine waits for that, or has let it go."""
+        """Report an ended lease, if the engine waits for it or no longer needs it."""
         request_id = offer.save.request_id
         current = self._saved.get(request_id) is offer
         if offer.outcome is not None and (offer.sent or not current):
@@ -438,7 +443,7 @@ class ConnectorWorker:
                 del self._saved[request_id]
 
     async def _recall(self, step: Step, read: Sequence[PinnedPrefix]) -> None:
-        """End leases that grow, and those of prefixes, and return when no read of them can succeed any more."""
+        """End recalled leases and the leases of prefixes, and wait until no read of their blocks can succeed."""
         ended: list[Awaitable[object]] = []
         if self._sharing is not None and self._prefix_cache is not None:
             for pinned in read:
@@ -485,8 +490,8 @@ class ConnectorWorker:
 def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None) -> LoadRequest:
     """Return the request of a load.
 
-    A prompt that is received while it is computed takes as long as that. It has to be begun within its ticket's ttl_s,
-    and whatever goes wrong is told, so a producer's lease bounds it.
+    A load with a pending ticket may take as long as its prompt is computed. It has to begin within the ticket's
+    `ttl_s`, and its producer reports any failure, so the longest life of a lease suffices as its deadline.
     """
     config = runtime.config
     awaited = any(ticket.awaited for ticket in receive.tickets)
@@ -504,7 +509,7 @@ def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None)
 
 
 async def _release(runtime: Runtime, ticket: Ticket) -> None:
-    """Tell a producer that nothing will be read for its ticket. Its lease would run out without us too."""
+    """Tell a producer that the ticket will not be read. If that fails, the lease runs out by itself."""
     try:
         await runtime.release_blocks(ticket)
     except KVFlowError as error:
@@ -512,10 +517,13 @@ async def _release(runtime: Runtime, ticket: Ticket) -> None:
 
 
 def _decline(runtime: Runtime, declined: Decline) -> None:
-    """Tell readers that wait for a prompt that it is not to be had here; one rank tells those of another engine."""
+    """Tell readers that wait for a prompt that it will not be offered here.
+
+    If the readers wait at another engine, only the rank with `tp_rank` and `pp_rank` 0 does so.
+    """
     if declined.at is not None and (runtime.config.tp_rank, runtime.config.pp_rank) != (0, 0):
         return
     try:
         runtime.decline(declined.serve_id, declined.reason, at=declined.at, instead=declined.instead)
-    except KVFlowError as error:  # such as one of the same name that is, or a runtime that is about to close
+    except KVFlowError as error:  # for example, a lease of that name is open, or the runtime is about to close
         logger.warning("request %s: its readers are not told: %s", declined.serve_id, error)
