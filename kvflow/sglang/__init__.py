@@ -1,7 +1,8 @@
-"""kvflow for SGLang: a transfer backend by the name "kvflow", registered by SGLang's own plugin hooks.
+"""kvflow's transfer backend for SGLang, "kvflow", registered through SGLang's plugin hooks.
 
-An installed kvflow is a plugin of SGLang's: it finds `register` by the entry point `sglang.srt.plugins` and calls it in
-each of its processes, before arguments are parsed. Heavy modules are imported when a server asks for a class of ours.
+If kvflow is installed as a package, SGLang finds `register` by the entry point `sglang.srt.plugins` and calls it in
+each of its processes, before it parses arguments. Heavy modules are imported when a server asks for a class of this
+backend.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ logger = logger_of(__name__)
 
 
 def register() -> None:
-    """Tell SGLang of the backend: one more choice of `--disaggregation-transfer-backend`, and its classes.
+    """Register the backend with SGLang: a choice of `--disaggregation-transfer-backend`, and its classes.
 
     Raises:
-        SystemExit: the command line asks for the backend, and this SGLang cannot run. SGLang would go on, and say no
-            more than that there is no such choice.
+        SystemExit: the command line asks for the backend, but SGLang's own modules cannot be imported. Without this
+            error SGLang would only say that the choice is invalid.
     """
     try:
         from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
         from sglang.srt.disaggregation import utils
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    except Exception as error:  # noqa: BLE001 - of SGLang's own modules, and of all that these import
+    except Exception as error:  # noqa: BLE001 - errors of SGLang's own modules, and of everything that they import
         _explain(error)
         return
     known = {member.name: member.value for member in utils.TransferBackend}
@@ -45,7 +46,7 @@ def register() -> None:
 
 
 def _explain(error: Exception) -> None:
-    """Say why the backend is not there: SystemExit if the command line asks for it."""
+    """Log why the backend is not available. Raise SystemExit instead if the command line asks for the backend."""
     why = (
         f"kvflow is no transfer backend here: SGLang's own modules cannot be imported ({type(error).__name__}: "
         f"{said(error)}). They need what SGLang installs for CUDA, such as torchvision and sgl_kernel: install SGLang "
@@ -57,7 +58,7 @@ def _explain(error: Exception) -> None:
 
 
 def _class_of(original: Callable[..., Any], backend: enum.Enum, kind: enum.Enum) -> Any:
-    """Wrapper of SGLang's `get_kv_class`."""
+    """Wrap SGLang's `get_kv_class`: return kvflow's class of `kind`, or for other backends and `kvargs` SGLang's."""
     if backend.value != NAME or kind.value == "kvargs":
         return original(backend, kind)
     from kvflow.sglang.bootstrap import KVFlowBootstrapServer

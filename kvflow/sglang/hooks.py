@@ -1,8 +1,8 @@
-"""Hooks in SGLang's schedulers, by SGLang's own registry: what its interface for transfer backends does not tell.
+"""Hooks in SGLang's schedulers, set by SGLang's own registry, for what its interface for transfer backends lacks.
 
-- A prompt that one server refuses gets no sender, or no receiver; the other server would wait for it.
-- Neither server's classes get the tokens of a prompt, which the two compare.
-- A decode server frees the pages of a failed request after 30 s, whether reads into them have stopped or not.
+- A server that refuses a prompt makes no sender or receiver for the prompt, and the other server would wait.
+- Neither senders nor receivers get the tokens of a prompt, which the two servers compare.
+- A decode server frees the pages of a failed request after 30 s, whether or not reads into them have stopped.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _DECODE = "sglang.srt.disaggregation.decode"
 
 
 def hook_prefill(manager: type) -> None:
-    """Hook the scheduler of a prefill server, whose manager is of that class if its backend is ours."""
+    """Hook the scheduler of a prefill server. `manager` is the class of this backend's managers."""
     _hook(f"{_PREFILL}.add", partial(_added, manager))
 
 
 def hook_decode(manager: type) -> None:
-    """Hook the scheduler of a decode server, whose manager is of that class if its backend is ours."""
+    """Hook the scheduler of a decode server. `manager` is the class of this backend's managers."""
     _hook(f"{_DECODE}.DecodePreallocQueue.add", partial(_taken, manager))
     _hook(f"{_DECODE}.DecodePreallocQueue._create_receiver_and_enqueue", _received)
     _hook(f"{_DECODE}.DecodeTransferQueue._defer_release", _deferred)
@@ -46,7 +46,7 @@ def _hook(target: str, hook: Callable[..., Any]) -> None:
 
 
 def _added(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """Give the new sender its prompt; or tell the decode server that there is none, and why."""
+    """Pass the prompt of `req` to its sender. If `req` was refused and has no sender, notify its decode server."""
     sender = req.disagg_kv_sender
     if isinstance(sender, KVFlowSender):
         sender.prompt = prompt_of(req)
@@ -58,13 +58,13 @@ def _added(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: An
 
 
 def _received(result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """Give the new receiver its prompt."""
+    """Pass the prompt of `req` to its new receiver."""
     if isinstance(result.kv_receiver, KVFlowReceiver):
         result.kv_receiver.prompt = prompt_of(req)
 
 
 def _taken(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """Tell the prefill server of a prompt that the decode server refuses: it gets no receiver."""
+    """If the decode server has refused `req`, which then has no receiver, notify its prefill server."""
     manager, reason = queue.kv_manager, _reason_of(req)
     refused = reason and not any(one.req is req for one in queue.queue)
     if refused and _meets(req) and isinstance(manager, kind):
@@ -75,28 +75,28 @@ def _taken(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: An
 
 
 def _deferred(result: Any, queue: Any, decode_req: Any, *_: Any, **__: Any) -> None:
-    """Keep the pages of a failed request until its reads have stopped: no time proves that they have."""
+    """Keep the pages of a failed request until its reads have stopped. SGLang's fixed time does not prove that."""
     if isinstance(decode_req.kv_receiver, KVFlowReceiver):
         held, start_s, _, index, acks = queue._deferred_releases[-1]
         queue._deferred_releases[-1] = (held, start_s, math.inf, index, acks)
 
 
 def _reason_of(req: Any) -> str:
-    """Return why a request has ended; "" if it has not."""
+    """Return why `req` has ended; "" if it has not."""
     reason = req.finished_reason or req.to_finish
     return "" if reason is None else getattr(reason, "message", None) or "it does not say why"
 
 
 def _meets(req: Any) -> bool:
-    """Return True if a request meets another one in a room; SGLang's own checks of health meet nobody."""
+    """Return True if `req` has a counterpart on the other server. SGLang's own health checks have none."""
     return req.bootstrap_room is not None and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
 
 
 def prompt_of(req: Any) -> npt.NDArray[np.int64]:
-    """Return the tokens whose KV moves.
+    """Return the tokens of `req` for which KV is transferred.
 
-    Places of pictures and sounds have a number of SGLang's that need not be the same on both servers: -1 here. A
-    request that is computed again after a change of weights brings what it has generated, too.
+    Placeholders of pictures and sounds are -1, since SGLang's numbers for them may differ between the two servers. If a
+    request is computed again after a change of weights, its generated tokens are included.
     """
     parts = [np.asarray(req.origin_input_ids, np.int64)]
     if getattr(req, "pd_rebootstrap_in_progress", False):

@@ -1,11 +1,11 @@
-"""One rank of a prefill or decode server, for all of its requests: pools, rooms, and who hears from decode servers.
+"""KVFlowManager: one rank of a prefill or decode server, with its pools, its requests, and messages between servers.
 
-SGLang's order is kept: a decode rank tells the prefill ranks of a room (`rooms.Wanted`), and then they begin to send.
-The message names no addresses. A decode rank reads, so it only has to say how much it has already, and the name under
-which it waits for the offer. That name is a secret of the two servers, made by the decode server; the room, which
-routers see in clear, is only part of it.
+As in SGLang, a decode rank first sends a message to the prefill ranks of a room (`rooms.Wanted`), and the prefill ranks
+then begin to send. The message contains no addresses of memory, since the decode rank reads the blocks itself. It says
+how many tokens the decode server already has, and under which name it waits for the offer. The decode server makes that
+name: the room, which routers see in clear text, and a digest that only the two servers know.
 
-SGLang's tables have the state of a request by its room. Here the key is a `Room`, which no other request has.
+SGLang's tables keep the state of a request by its room. Here the key is a `Room`, which is unique to a request.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ from kvflow.sglang.settings import config_of
 logger = logger_of(__name__)
 
 _CARRIED = {"attn_cp_size": 1, "pp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False}
-"""Divisions of a server beside tensor and data parallelism that can be carried."""
+"""Largest supported value of each setting that divides a server other than by tensor or data parallelism."""
 _UNFIT_S = 1.0
-"""Time that SGLang lets pass before it asks a prefill server again."""
+"""Seconds that SGLang waits before it asks a prefill server again that was incompatible."""
 _RANKS_MAX = 64
 _SERVERS_MAX = 256
 _ASK_S = 2.0
 _KNOWN_S = 5.0
-"""Time for which a prefill server is not asked again where its ranks hear."""
+"""Seconds for which the addresses of a prefill server's ranks are remembered."""
 
 Introduction: TypeAlias = "list[dict[str, Any]]"
 
 
 class KVFlowManager(CommonKVManager):
-    """The manager that SGLang makes in each scheduler process."""
+    """kvflow's KV manager. SGLang makes one in each scheduler process."""
 
     supports_deferred_decode_kv_release = True
 
     def __init__(self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool | None = False) -> None:
-        preload("growing", "staging")  # on SGLang's thread, not on a loop
+        preload("growing", "staging")  # import on SGLang's thread, not on an event loop
         self._prepare(args, mode, server_args, bool(is_mla_backend))
         super().__init__(args, mode, server_args, is_mla_backend)
         if mode == DisaggregationMode.PREFILL:
@@ -77,7 +77,7 @@ class KVFlowManager(CommonKVManager):
             self._start_heartbeat_checker_thread()
 
     def _prepare(self, args: Any, mode: Any, server_args: Any, is_mla: bool) -> None:
-        """All that registering at the bootstrap server needs, which SGLang's constructor does."""
+        """Set up everything that SGLang's constructor needs to register this rank at the bootstrap server."""
         parallel, policy = get_parallel(), get_disagg().disaggregation_decode_allocation_policy
         for name, carried in _CARRIED.items():
             if getattr(parallel, name) > carried:
@@ -94,22 +94,21 @@ class KVFlowManager(CommonKVManager):
             )
         self.aux = aux_buffers(args)
         self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
-        """True if metadata is too much for a payload, as with hidden states: then it is the last of the pools."""
+        """True if metadata is too large for a lease's payload, as with hidden states: it is then the last pool."""
         self.state_kinds = [kind.value for kind in args.state_types]
         self.secret = _agreed(secrets.token_hex(16))
         self.serials = itertools.count()
         self.senders: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
         self.receivers: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
-        self._rooms_lock = threading.RLock()  # requests may be collected, and forgotten, while it is held
+        self._rooms_lock = threading.RLock()  # reentrant: finalizers of requests may run while it is held
         self._held: dict[int, list[Load]] = {}
-        """What the decode server's pages wait for, by room as routers see it: reads of failed requests that have not
-        stopped."""
+        """Loads of failed requests that may still write to the decode server's pages, by room number."""
         self._unfit: dict[str, tuple[str, float]] = {}
-        """Why prefill servers cannot be read from, by address, and when SGLang has found out."""
+        """Incompatible prefill servers by address: the reason, and the time at which SGLang found it."""
         self._ranks: Latest[str, tuple[float, list[dict[str, Any]]]] = Latest(_SERVERS_MAX)
-        """Where the ranks of prefill servers hear, and when they were asked; on the loop of the first pool."""
+        """Prefill servers by address: when their ranks were looked up, and the ranks. Used on the first pool's loop."""
         self._silent: set[str] = set()
-        """Addresses of prefill servers that did not answer when they were asked last."""
+        """Addresses of prefill servers that did not answer the last question."""
         producer = mode == DisaggregationMode.PREFILL
         latent = is_mla or args.is_hybrid_mla_backend
         model_heads = 0 if latent else _model_heads(args, server_args)
@@ -123,32 +122,32 @@ class KVFlowManager(CommonKVManager):
     # --- what both sides have
 
     def check_status(self, bootstrap_room: int) -> Any:
-        """Return the state of a request. One that is forgotten has failed."""
+        """Return the state of the request of `bootstrap_room`; Failed if the request is forgotten."""
         return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     def forget(self, room: Room) -> None:
-        """Forget the state of a request that is over."""
+        """Forget the state of an ended request."""
         for table in (self.request_status, self.failure_records, self.senders, self.receivers):
             table.pop(room, None)
 
     def fail(self, room: Room, reason: str) -> None:
-        """Note that a request has failed, and why, for SGLang's client."""
+        """Mark a request as failed, with a reason for SGLang's client."""
         self.record_failure(room, f"kvflow: {reason}")
         self.update_status(room, KVPoll.Failed)
 
     def name_of(self, room: int) -> str:
-        """A name for the next request of a room. Ranks see requests in one order, so theirs are the same."""
+        """Return a name for the next request of `room`: the same on all ranks, which see requests in one order."""
         serial = next(self.serials)
         digest = hmac.digest(bytes.fromhex(self.secret), f"{room}:{serial}".encode(), "sha256")
         return f"sglang-{room}-{digest[:16].hex()}"
 
     def teardown(self) -> None:
-        """Close all runtimes, and end the threads."""
+        """Close all runtimes and end the threads."""
         for pool in self.pools:
             pool.runtime.close()
         if self.disaggregation_mode == DisaggregationMode.DECODE:
             self._heartbeat_shutdown.set()
-            self.server_socket.close(0)  # of the prefill side the thread does it
+            self.server_socket.close(0)  # on the prefill side the thread `kvflow-sglang-hear` closes it
         self._zmq_ctx.term()
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
@@ -156,7 +155,7 @@ class KVFlowManager(CommonKVManager):
         super()._register_topology_row(url, {**payload, INTRODUCTION: introduction})
 
     def items_of(self, pages: Any, state_indices: Any, aux_index: int, decode_prefix_len: int) -> list[Any]:
-        """Items that a request brings in each pool; None for a pool in which it has nothing."""
+        """Return the items of a request in each pool, in the order of `pools`; None for a pool without any."""
         aux = [[aux_index]] if self.aux_moves else []
         prefix_pages = decode_prefix_len // self.kv_args.page_size
         states = zip(self.state_kinds, state_indices or [None] * len(self.state_kinds), strict=True)
@@ -165,13 +164,14 @@ class KVFlowManager(CommonKVManager):
     # --- decode
 
     def build_receiver_registration_message(self) -> list[bytes]:
-        """Nothing: prefill servers need not know where a decode server's pools are."""
+        """Return an empty message: prefill servers need not know where a decode server's pools are."""
         return []
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Learn of a prefill server, as SGLang has it; its requests fail if the two servers do not go together.
+        """Look up a prefill server, as SGLang does. Return whether it is known.
 
-        SGLang raises then, in the scheduler's loop, which would end the decode server for all others.
+        If the two servers are incompatible, fail the requests for that prefill server. SGLang's own method would raise
+        in the scheduler's loop and so end the decode server for all requests.
         """
         try:
             known: bool = super().try_ensure_parallel_info(bootstrap_addr)
@@ -195,15 +195,15 @@ class KVFlowManager(CommonKVManager):
                 receiver.refuse(_unfit_error(address, reason))
 
     def is_silent(self, address: str) -> bool:
-        """Return True if a prefill server did not answer when it was asked last."""
+        """Return True if the prefill server at `address` did not answer the last question."""
         return address in self._silent
 
     def tell(self, address: str, ranks: list[dict[str, Any]] | None, wanted: Wanted) -> None:
-        """Tell prefill ranks that a request was given up, as far as they can be reached.
+        """Send prefill ranks the message that a request was given up. Skip ranks that cannot be reached.
 
         Args:
-            address: the prefill server's.
-            ranks: where its ranks hear; None if that is not known: then the server is asked, in the background.
+            address: address of the prefill server.
+            ranks: its ranks, as its bootstrap server describes them; if None, look them up in the background.
             wanted: the message.
         """
         if ranks is None:
@@ -224,12 +224,12 @@ class KVFlowManager(CommonKVManager):
         self.tell(address, ranks, wanted)
 
     def unfit(self, address: str) -> PeerIncompatible | None:
-        """Return why a prefill server cannot be read from, if that was found out just now."""
+        """Return the error for requests to `address` if SGLang has just found that server incompatible; else None."""
         reason, since_s = self._unfit.get(address, ("", 0.0))
         return _unfit_error(address, reason) if reason and time.monotonic() - since_s < _UNFIT_S else None
 
     def hold(self, room: int, address: str, loads: list[Load]) -> None:
-        """Keep the pages of a failed request until no byte can land in them."""
+        """Keep the pages of a failed request of `room` until no byte of `loads` can land in them."""
         self._held.setdefault(int(room), []).extend(loads)
         logger.warning(
             "prefill server %s stands still: reads of its memory have not stopped; the request of room %s that they "
@@ -239,7 +239,7 @@ class KVFlowManager(CommonKVManager):
         )
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Return True once no byte can land in the pages of failed requests of a room."""
+        """Return True once no byte can land in the pages of the room's failed requests."""
         room = int(bootstrap_room)
         held = [load for load in self._held.pop(room, ()) if not load.safe]
         if held:
@@ -249,14 +249,14 @@ class KVFlowManager(CommonKVManager):
     # --- prefill
 
     def refuse(self, room: int, reason: str) -> None:
-        """Refuse a request that has no sender: its decode server is told, or will be when it asks."""
+        """Refuse a request that has no sender. Its decode server is notified now, or when it asks for the request."""
         with self._rooms_lock:
             answer = self._rooms.answer(int(room), time.monotonic())
         self.refuse_answer(answer, reason)
         self.closes(answer)
 
     def opens(self, room: Room, sender: Any) -> Answer:
-        """Take the sender of a request: it answers the next one that is asked for in its room."""
+        """Add the sender of a new request. Return its `Answer`: it answers the room's first unanswered request."""
         with self._rooms_lock:
             self.senders[room] = sender
             answer = self._rooms.answer(int(room), time.monotonic())
@@ -264,12 +264,12 @@ class KVFlowManager(CommonKVManager):
         return answer
 
     def closes(self, answer: Answer) -> None:
-        """Forget a request of the prefill server."""
+        """Forget the prefill server's request that `answer` stands for."""
         with self._rooms_lock:
             self._rooms.close(answer, time.monotonic())
 
     def refuse_answer(self, answer: Answer, reason: str) -> None:
-        """Say that a request will not be computed, to who asks for it, or will."""
+        """Mark a request as one that will not be computed. Its decode server is notified now, or when it asks."""
         with self._rooms_lock:
             asked = self._rooms.refuse(answer, reason, time.monotonic())
         if asked is not None:
@@ -277,7 +277,7 @@ class KVFlowManager(CommonKVManager):
 
     def _decline(self, asked: RoomRequest, reason: str) -> None:
         for pool in self.pools:
-            with contextlib.suppress(KVFlowError, TimeoutError):  # it is served, or the runtime is gone
+            with contextlib.suppress(KVFlowError, TimeoutError):  # the request is served, or the runtime is closed
                 pool.runtime.decline(asked.name, reason)
 
     def _decline_expired(self) -> None:
@@ -287,10 +287,10 @@ class KVFlowManager(CommonKVManager):
             self._decline(asked, "no request of its room has come to the prefill server")
 
     def _hear(self) -> None:
-        """Hear messages: the thread's body. Unreadable ones are dropped, as anybody can connect to the socket.
+        """Handle messages of decode servers: the thread's body. Drop unreadable ones: any process can connect.
 
-        Thread `kvflow-sglang-hear`: begun by SGLang's manager of a prefill rank. Ends with the process. If it
-        dies decode servers are not heard, and their requests end by SGLang's timeouts.
+        Thread `kvflow-sglang-hear`: begun by SGLang's manager of a prefill rank. Ends at teardown, or with the
+        process. If it dies, messages of decode servers are lost, and their requests end by SGLang's timeouts.
         """
         while True:
             try:
@@ -313,12 +313,12 @@ class KVFlowManager(CommonKVManager):
 
 
 def _unfit_error(address: str, reason: str) -> PeerIncompatible:
-    """Error of a request to a prefill server that cannot be read from."""
+    """Return the error of a request to an incompatible prefill server."""
     return PeerIncompatible(f"prefill server {address}: {reason}", peer=address)
 
 
 async def _ranks_of(address: str) -> list[dict[str, Any]]:
-    """Ask a prefill server where its ranks hear; none if it does not say."""
+    """Ask the prefill server at `address` for its ranks and their addresses. Return [] if it does not answer."""
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
     with contextlib.suppress(Exception):
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_ASK_S)) as session:
@@ -335,8 +335,10 @@ async def _ranks_of(address: str) -> list[dict[str, Any]]:
 
 
 class _Pool:
-    """One pool and the runtime that moves its items. If it is cut the ranks of a server are one engine of kvflow's;
-    else each is one by itself, and is read whole.
+    """One pool, and the runtime that moves its items.
+
+    If the pool is cut, the ranks of a server form one kvflow engine. If not, each rank is an engine by itself, which is
+    read whole.
     """
 
     def __init__(self, buffers: Buffers, model_heads: int, producer: bool, secret: str) -> None:
@@ -359,7 +361,7 @@ class _Pool:
 
 
 def _agreed(value: str) -> str:
-    """Rank 0's value, on all ranks of the server."""
+    """Return the `value` of rank 0 on all ranks of the server."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return value
     agreed: str = get_parallel().world_group.broadcast_object(value, src=0)
@@ -367,7 +369,7 @@ def _agreed(value: str) -> str:
 
 
 def _model_heads(args: Any, server_args: Any) -> int:
-    """KV heads of the model. SGLang tells its prefill side only."""
+    """Return the model's number of KV heads. SGLang passes it to prefill servers only."""
     known = getattr(args, "total_kv_head_num", None)
     if known is None:
         from sglang.srt.configs.model_config import ModelConfig

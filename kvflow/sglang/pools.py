@@ -1,9 +1,9 @@
-"""SGLang's pools as caches of kvflow: the KV pool, and each component of state (windows, recurrent state, indexes).
+"""SGLang's pools as kvflow caches: the KV pool, and each component of state (windows, recurrent state, indexes).
 
-SGLang hands over addresses: a list of buffers, each of so many equal items, of which index i is the i-th. A request
-names items of a pool on either side, in the same order. So each pool is a cache of its own, an item is a block, and the
-meaning of a request's items is SGLang's affair. In a KV pool that is divided by heads an item is a page (tokens, heads,
-bytes of a head), which kvflow cuts for another tensor parallelism. Anything else moves item by item.
+SGLang describes a pool by addresses: a list of buffers, each an array of items of equal size. A request names the
+indexes of its items on each side, in the same order. So each pool is a kvflow cache in which an item is a block, and
+kvflow need not know what a request's items mean. In a KV pool that is divided by heads an item is a page (tokens,
+heads, bytes of a head), which kvflow cuts for another tensor-parallel size. All other items move whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WITH_EACH_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
-    """One pool, as `KVArgs` describes it. `layers` numbers the buffers: a number is the same one on both sides."""
+    """One pool, as SGLang's `KVArgs` describes it. `layers` has a number for each buffer, the same on both sides."""
 
     name: str
     pointers: Sequence[int]
@@ -35,22 +35,22 @@ class Buffers:
     item_sizes: Sequence[int]
     layers: Sequence[int]
     format: str
-    """Format of its bytes; both sides have the same."""
+    """Format of the pool's bytes, which must be the same on both sides."""
     tokens: int = 1
-    """Tokens of an item that is cut by heads; 1 of an item that moves whole."""
+    """Tokens of an item that consists of tokens; 1 for any other item."""
     heads: int = 0
-    """Heads of one rank; 0 where items are not cut by heads, and each rank has all of them."""
+    """KV heads of one rank; 0 if items are not cut by heads."""
     cut: bool = False
-    """True if another tensor parallelism can be served: items are cut by heads, or are latents that all ranks have."""
+    """True if the other server may have another tensor-parallel size: items are cut by heads, or are latents."""
     alike: bool = False
-    """True if items that are not cut are the same on all ranks, so that any rank's will do. Else each rank has a share
-    of its own, which goes to no other tensor parallelism."""
+    """True if items are not cut and are equal on all ranks, so that any rank can be read. If neither `cut` nor `alike`,
+    each rank has its own share, which only an equal tensor-parallel size can read."""
     host: bool = False
-    """True if it is in host memory, wherever the others are."""
+    """True if the pool is in host memory, wherever the other pools are."""
 
     @property
     def shared_out(self) -> bool:
-        """True if a rank has a share that goes to no other tensor parallelism."""
+        """True if each rank has its own share, which only an equal tensor-parallel size can read."""
         return not (self.cut or self.alike)
 
     @property
@@ -58,12 +58,12 @@ class Buffers:
         return sum(self.item_sizes)
 
     def read_row(self, row: int) -> bytes:
-        """Return a row of host memory: that item of all buffers, one behind the other."""
+        """Return item `row` of every buffer, concatenated. The pool must be in host memory."""
         places = zip(self.pointers, self.item_sizes, strict=True)
         return b"".join(ctypes.string_at(pointer + row * size, size) for pointer, size in places)
 
     def write_row(self, row: int, data: bytes) -> None:
-        """Fill a row of host memory. ConfigError if the two servers have other buffers."""
+        """Write `data`, as `read_row` returns it, to item `row` of every buffer. ConfigError if the sizes differ."""
         if len(data) != self.row_bytes:
             raise ConfigError(f"metadata of a request: ours {counted(self.row_bytes, 'byte')}, theirs {len(data)}")
         start = 0
@@ -72,9 +72,9 @@ class Buffers:
             start += size
 
     def group(self, device: str) -> CacheGroup:
-        """The pool as kvflow registers it: a layer for each buffer, a layout for each size of items.
+        """Return the pool as kvflow registers it: with a layer for each buffer, and a layout for each item size.
 
-        An index is one of all buffers, so those that all have are its items.
+        Buffers may have different numbers of items; the group has the items that every buffer has.
         """
         items = min((size // item for size, item in zip(self.sizes, self.item_sizes, strict=True)), default=0)
         layers = {}
@@ -103,7 +103,10 @@ class Buffers:
 
 
 def kv_buffers(args: Any, *, heads: int) -> Buffers:
-    """The KV pool; `heads` of a rank, 0 of latents, whose pages may be of no whole number of bytes a token."""
+    """Return the KV pool. `heads`: KV heads of one rank, 0 for latents.
+
+    If the bytes of a page of latents are no multiple of its tokens, the page is one item of one token.
+    """
     count = len(args.kv_data_ptrs)
     by_token = heads or not any(size % args.page_size for size in args.kv_item_lens)
     return Buffers(
@@ -120,9 +123,9 @@ def kv_buffers(args: Any, *, heads: int) -> Buffers:
 
 
 def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
-    """The components of state, in SGLang's order. Windows of a pool that has heads are cut as its pages are.
+    """Return the components of state, in SGLang's order. Windows are cut by heads if the KV pool is.
 
-    A layer that has no items is in SGLang's lists all the same, as items of no bytes.
+    SGLang also lists layers that have no state, with items of 0 bytes; these are left out.
     """
     found = []
     for at, kind in enumerate(args.state_types):
@@ -148,22 +151,22 @@ def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
 
 
 def items_named(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
-    """The items of a component that a request brings; None if it has none.
+    """Return the items of a state component that a request transfers; None if it has none.
 
-    For items that go with each page SGLang names all pages of the prompt, also those that the decode server had: they
-    may be in use, and go with KV of its own. For a DSA tail it names the request's item, then which part of it is live:
-    the item moves whole.
+    If a component has an item for each page, SGLang names all pages of the prompt. The first `prefix_pages` were on the
+    decode server already; they are left out, since they may be in use and belong to KV that the decode server computed.
+    For a DSA tail SGLang names the request's item and the part of it that is live; the item moves whole.
     """
     if indices is None:
         return None
-    items: list[int] = np.asarray(indices).tolist()  # also of a list of arrays, as for recurrent state
+    items: list[int] = np.asarray(indices).tolist()  # for recurrent state SGLang passes a list of arrays
     return items[prefix_pages:] if kind in _WITH_EACH_PAGE else items[:1] if kind == "dsa_tail" else items
 
 
 def aux_buffers(args: Any) -> Buffers:
-    """Return SGLang's metadata buffers, of which each request has a row.
+    """Return SGLang's metadata buffers, in which each request has a row.
 
-    It goes as a lease's payload or, if it is too much for one, as the item of a pool.
+    A row is sent as a lease's payload or, if it is too large for a payload, as an item of a pool.
     """
     return Buffers(
         name="aux",
@@ -178,10 +181,10 @@ def aux_buffers(args: Any) -> Buffers:
 
 
 def _numbers(layer_ids: Sequence[int], count: int, drafts: int, *, parts: int) -> list[int]:
-    """A number for each buffer: its layer and which part of it, K or V.
+    """Return a number for each buffer, made from its layer and its part of the layer (K or V).
 
-    Without ids SGLang has all K, then all V. The last `drafts` buffers are a draft model's, which are numbered apart,
-    since the other server may have none.
+    Without `layer_ids` SGLang lists all K buffers, then all V buffers. The last `drafts` buffers belong to a draft
+    model and have numbers in a range of their own, since the other server may have no draft model.
     """
     if layer_ids:
         seen: dict[int, int] = {}

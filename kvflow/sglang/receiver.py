@@ -1,9 +1,9 @@
-"""The decode side of one request: a load for each pool, started as soon as the pages are known.
+"""KVFlowReceiver: the decode side of one request, with a load for each pool. Loads start once the pages are known.
 
-The scheduler's thread calls all of this. `poll` says Success only when no byte can land in the pages any more. It says
-Failed once the loads have ended, which no read can hold up for longer than `Config.cancel_grace_s`; where reads have
-not stopped by then, or another rank has failed earlier, SGLang's deferred release keeps the pages until they have
-(`KVFlowManager.hold`).
+SGLang's scheduler thread makes all calls. `poll` returns Success only when no byte can land in the pages any longer. It
+returns Failed once the loads have ended, which unfinished reads can delay by at most `Config.cancel_grace_s`. If reads
+have not stopped by then, or if another rank has failed earlier, SGLang's deferred release keeps the pages until the
+reads have stopped (`KVFlowManager.hold`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from kvflow.sglang.sender import failure
 
 
 class KVFlowReceiver(CommonKVReceiver):
-    """The receiver that SGLang makes for each request of a decode server."""
+    """kvflow's KV receiver. SGLang makes one for each request of a decode server."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.prompt: Any = None
-        """Tokens of the prompt, where SGLang's scheduler has told them (`hooks`)."""
+        """Tokens of the prompt, set by `hooks`; None if no hook has set them."""
         self._loads: list[Load] = []
         self._aux_index = 0
         self._cancelled = False
@@ -51,7 +51,7 @@ class KVFlowReceiver(CommonKVReceiver):
             self.refuse(unfit)
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Find the prefill ranks. What cannot be right about them is this request's failure."""
+        """Look up the prefill ranks. If their introduction is invalid, only this request fails."""
         try:
             super().init(prefill_dp_rank)
         except (RequestError, TypeError, LookupError, AttributeError) as error:  # of another version, or forged
@@ -62,14 +62,15 @@ class KVFlowReceiver(CommonKVReceiver):
             self.refuse(error)
 
     def refuse(self, error: KVFlowError) -> None:
-        """Fail before anything was read."""
+        """Fail the request with `error`, before anything was read."""
         self._fail(error)
         self.conclude_state = KVPoll.Failed
 
     def _register_kv_args(self) -> bool:
-        """Connect to the prefill ranks, which are known since now, so that the first request need not.
+        """Connect to the prefill ranks in the background, so that loads need not wait for it. Return True.
 
-        False if their pools cannot go into ours: the request has failed then.
+        SGLang calls this once it knows the ranks. If their pools are incompatible with this server's, fail the request
+        and return False.
         """
         problem = self._problem()
         if problem is not None:
@@ -82,7 +83,7 @@ class KVFlowReceiver(CommonKVReceiver):
         return True
 
     def _problem(self) -> str | None:
-        """The reason why the prefill server's pools do not go with ours, as far as can be seen before any question."""
+        """Return why the prefill server's pools are incompatible, judged by its introduction; None if they are not."""
         pools = self.kv_mgr.pools
         for info in self.bootstrap_infos:
             theirs = len(info.get(INTRODUCTION, ()))
@@ -104,7 +105,7 @@ class KVFlowReceiver(CommonKVReceiver):
         decode_prefix_len: int | None = None,
         **others: Any,
     ) -> None:
-        """Tell the prefill ranks how much is wanted, now that the pages are there, and start to read."""
+        """Send the prefill ranks what is wanted, and start the loads. SGLang calls this when the pages are known."""
         self._aux_index = aux_index or 0
         if self.conclude_state is not None:
             return
@@ -118,7 +119,7 @@ class KVFlowReceiver(CommonKVReceiver):
                 self._load(at, pool, list(wanted))
 
     def _want(self, decode_prefix_len: int, info: dict[str, Any]) -> bool:
-        """Tell one prefill rank; SGLang's own failure if it cannot be told."""
+        """Send one prefill rank what is wanted. If that fails, SGLang fails the request; return False."""
         wanted = self._message(
             decode_prefix_len=decode_prefix_len,
             is_dummy=info is not self._whole,
@@ -151,16 +152,16 @@ class KVFlowReceiver(CommonKVReceiver):
 
     @property
     def _digest(self) -> str:
-        """Digest of the prompt for the prefill server; "" if it is not known."""
+        """Digest of the prompt for the prefill server; "" if the prompt is unknown."""
         return "" if self.prompt is None else prompt_digest(self._name, self.prompt)
 
     @property
     def _whole(self) -> dict[str, Any]:
-        """The prefill rank that is read where pools are not cut."""
+        """The prefill rank from which uncut pools are read."""
         return next(info for info in self.bootstrap_infos if not info["is_dummy"])
 
     def _poll(self) -> Any:
-        """Tell the state; never blocks, since it is known which loads are over."""
+        """Return the request's state. Never blocks, since results are taken only from loads that are done."""
         if self.conclude_state is None and self._loads:
             failed = self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed
             if failed or any(map(_error_of, self._loads)):
@@ -172,7 +173,7 @@ class KVFlowReceiver(CommonKVReceiver):
         return super()._poll()
 
     def _judge(self) -> None:
-        """Conclude, once all loads are over and no byte can land any more."""
+        """Set the final state, once all loads have ended: Success with the metadata written, or Failed."""
         errors = [error for error in map(_error_of, self._loads) if error is not None]
         if not errors:
             try:
@@ -191,9 +192,9 @@ class KVFlowReceiver(CommonKVReceiver):
         self._tell_prefill(error)
 
     def _tell_prefill(self, error: BaseException) -> None:
-        """Tell the prefill server that nobody reads what it offers.
+        """Notify the prefill server that the request was given up.
 
-        One that is gone, or has restarted, is asked for anew by the next request.
+        If `error` is a PeerError, the prefill server may be gone or restarted: the next request looks it up again.
         """
         self.ensure_abort_notified()
         if isinstance(error, PeerError):
@@ -201,7 +202,7 @@ class KVFlowReceiver(CommonKVReceiver):
             self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Tell the prefill ranks once why the request was given up, as far as they can be reached."""
+        """Notify the prefill ranks, once, why the request was given up. Skip ranks that cannot be reached."""
         if self.abort_notified:
             return
         self.abort_notified = True
@@ -212,7 +213,7 @@ class KVFlowReceiver(CommonKVReceiver):
         self.kv_mgr.tell(self.bootstrap_addr, self.bootstrap_infos, self._message(given_up=reason))
 
     def abort(self) -> None:
-        """End it. Pages in which bytes may still land are kept by `KVFlowManager.hold`."""
+        """Abort the request. `KVFlowManager.hold` keeps pages in which bytes may still land."""
         if self.conclude_state is None and self.bootstrap_infos is None and self.kv_mgr.is_silent(self.bootstrap_addr):
             text = f"prefill server {self.bootstrap_addr} does not answer"
             self.refuse(PeerUnreachable(text, peer=self.bootstrap_addr))
@@ -222,7 +223,7 @@ class KVFlowReceiver(CommonKVReceiver):
             self.conclude_state = None
 
     def clear(self) -> None:
-        """Forget the request, as SGLang does. A load that goes on is kvflow's to end."""
+        """Forget the request, as SGLang does. Loads that are not safe yet are passed to `KVFlowManager.hold`."""
         self._cancel()
         unsafe, self._loads = [load for load in self._loads if not load.safe], []
         if unsafe:
@@ -231,7 +232,7 @@ class KVFlowReceiver(CommonKVReceiver):
         self.kv_mgr.forget(self.bootstrap_room)
 
     def failure_exception(self) -> None:
-        """Raise what SGLang tells the client, and forget the request."""
+        """Forget the request and raise SGLang's error for the client."""
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "")
         self.ensure_abort_notified()
         self.conclude_state = KVPoll.Failed
@@ -250,7 +251,7 @@ def _names(pools: list[Any]) -> str:
 
 
 def _error_of(load: Load) -> BaseException | None:
-    """Failure of a load; None of one that has not failed, or not yet."""
+    """Return the error of a failed load; None if the load has succeeded or has not ended."""
     if not load.done:
         return None
     try:

@@ -1,10 +1,10 @@
-"""Rooms of a prefill server: which of its requests answers which request of a decode server.
+"""Rooms of a prefill server: pairs the requests of decode servers with the requests of the prefill server.
 
-Rooms come from routers. All samples of one prompt have one room, and a router that tries again may use a room that is
-in use. So a room is two queues: the n-th request that decode servers make of it is answered by the n-th request that
-the prefill server gets. A request that either server gives up keeps its place, so that all ranks pair alike.
+Routers choose the rooms. All samples of a prompt have the same room, and a router that tries again may use a room that
+is in use. So a room has two queues: the room's n-th request from decode servers is answered by the room's n-th request
+at the prefill server. A request that either server gives up keeps its place, so that all ranks make the same pairs.
 
-No I/O and no clock: callers hold a lock, and say what time it is.
+The module has no I/O and no clock: callers hold a lock and pass the time.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from kvflow.core.policy.latest import Latest
 OneT = TypeVar("OneT", "RoomRequest", "Answer")
 
 WANTED = b"KVFLOW"
-"""First frame of a decode rank's message."""
+"""First frame of a message from a decode rank."""
 
 ROOM_MAX = (1 << 63) - 1
 REASON_CHARS_MAX = 400
 ASKED_MAX = 1 << 14
-"""Requests of decode servers that wait for an answer; the oldest makes room for one more."""
+"""Most requests of decode servers that may wait for an answer; beyond it the oldest is declined."""
 REFUSALS_MAX = 1 << 12
-"""Refused requests that no decode server has asked for yet."""
+"""Most refused requests that are kept until a decode server asks; beyond it the oldest is forgotten."""
 LEFTOVER_S = 30.0
-"""Time after which a request that was given up does not end another one of its room."""
+"""Seconds after which a given-up or refused request is not paired with a new request of its room."""
 _OVER_MAX = 1 << 14
 
 
 class Room(int):
-    """A room as the key of one request's state: it equals only itself, so requests of one room share no state."""
+    """A room as the key of one request's state. It equals only itself, so requests of the same room share no state."""
 
     __slots__ = ()
     __eq__ = object.__eq__
@@ -45,61 +45,63 @@ class Room(int):
 
 
 def room_problem(room: int) -> str:
-    """Return why no request can have this room; "" if one can.
+    """Return why `room` is invalid; "" if it is valid.
 
-    SGLang's metadata has 0 where nothing was written yet, and no room of 64 bits.
+    In SGLang's metadata 0 means that nothing was written yet, and a room has at most 63 bits.
     """
     return "" if 0 < int(room) <= ROOM_MAX else f"bootstrap_room: expected 1 to 2**63 - 1, got {int(room)}"
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """Message of a decode rank to a prefill rank about one request: what it wants, or that it has given it up."""
+    """A decode rank's message to a prefill rank about a request: what is wanted, or that the request was given up."""
 
     room: Annotated[int, Meta(ge=1, le=ROOM_MAX)]
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    """Request id of the offers; a secret of the two servers."""
+    """Request id of the offers: a secret between the two servers."""
     reader: Annotated[str, Meta(max_length=256)]
     """Name of the reading rank."""
     readers: Annotated[int, Meta(ge=1, le=1 << 10)]
-    """Number of ranks from which this prefill rank hears about the request."""
+    """Number of decode ranks that send this prefill rank a message about the request."""
     decode_prefix_len: Annotated[int, Meta(ge=0)] = 0
+    """Prompt tokens that the decode server already has."""
     is_dummy: bool = False
-    """True if the rank reads from another rank what is not cut."""
+    """True if the decode rank reads uncut pools from another prefill rank."""
     prompt: Annotated[str, Meta(max_length=64)] = ""
-    """Digest of the prompt's tokens, salted with the name; "" if it is not known."""
+    """Digest of the prompt's tokens, salted with `name`; "" if the prompt is unknown."""
     prompt_tokens: Annotated[int, Meta(ge=0)] = 0
     given_up: str = ""
-    """Why the decode rank does not want the request any longer; "" if it does."""
+    """Why the request was given up; "" if it was not."""
 
     def frames(self) -> list[bytes]:
-        """Return the frames that a decode rank sends."""
+        """Return the message as frames to send."""
         return [WANTED, msgspec.json.encode(self)]
 
 
 @dataclass(slots=True, eq=False)
 class RoomRequest:
-    """One request of a decode server, as its ranks have told of it so far."""
+    """One request of a decode server, as the messages of its ranks describe it so far."""
 
     room: int
     name: str
     since_s: float
     readers: dict[str, Wanted] = field(default_factory=dict)
+    """The message of each reading rank."""
     given_up: str = ""
-    """Why the decode server has given it up."""
+    """Why the decode server has given the request up; "" if it has not."""
 
     @property
     def first(self) -> Wanted | None:
-        """What the first rank wants; None before one has said so."""
+        """Message of the first reading rank; None before any."""
         return next(iter(self.readers.values()), None)
 
     @property
     def complete(self) -> bool:
-        """True once all ranks have said what they want."""
+        """True once all reading ranks have sent a message."""
         first = self.first
         return first is not None and len(self.readers) == first.readers
 
     def note(self, wanted: Wanted) -> None:
-        """Note what one rank says."""
+        """Add the message of one rank."""
         if wanted.given_up:
             self.given_up = self.given_up or printable(wanted.given_up, REASON_CHARS_MAX)
         elif not self.complete:
@@ -108,38 +110,39 @@ class RoomRequest:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One request of the prefill server, and the request of a decode server that it answers, once there is one."""
+    """One request of the prefill server, and the decode server's request that it answers, once there is one."""
 
     room: int
     since_s: float
     asked: RoomRequest | None = None
     refused: str = ""
-    """Why it will not be computed."""
+    """Why the request will not be computed; "" if it will."""
 
 
 class Rooms:
-    """Requests of all rooms that are not over yet."""
+    """The requests of all rooms that have not ended."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        """Seconds that a request of a decode server waits for its answer."""
+        """Seconds that a request of a decode server may wait for its answer."""
         self.asked: dict[int, deque[RoomRequest]] = {}
         """Requests of decode servers without an answer, by room."""
         self.answers: dict[int, deque[Answer]] = {}
-        """Requests of the prefill server that nobody has asked for, by room."""
+        """Requests of the prefill server that no decode server has asked for, by room."""
         self._names: OrderedDict[str, RoomRequest] = OrderedDict()
-        """Requests without an answer, the oldest first."""
+        """The requests in `asked` by name, the oldest first."""
         self._answered: dict[str, RoomRequest] = {}
+        """Requests of decode servers that have an answer, by name."""
         self._refusals: OrderedDict[int, Answer] = OrderedDict()
-        """Refused requests that nobody has asked for, by their identity, the oldest first."""
+        """Refused requests in `answers`, by their identity, the oldest first."""
         self._over: Latest[str, None] = Latest(_OVER_MAX)
-        """Names whose requests are over: what is still said about them changes nothing."""
+        """Names of ended requests: later messages about them change nothing."""
 
     def hear(self, wanted: Wanted, now_s: float) -> tuple[RoomRequest, str] | None:
-        """Note a message of a decode rank.
+        """Handle a message of a decode rank.
 
         Returns:
-            The request and why, if it is to be declined now since its answer was refused before; else None.
+            If the request's answer was refused before: the request, and the reason to decline it with. Else None.
         """
         if wanted.name in self._over:
             return None
@@ -166,7 +169,7 @@ class Rooms:
         return asked, answer.refused
 
     def answer(self, room: int, now_s: float) -> Answer:
-        """Add a request of the prefill server: it answers the first request of the room that has no answer."""
+        """Add a request of the prefill server, and return it. It answers the room's first unanswered request."""
         self._forget_leftovers(room, now_s)
         answer = Answer(room, now_s)
         if room in self.asked:
@@ -181,7 +184,7 @@ class Rooms:
         """Mark a request of the prefill server as one that will not be computed.
 
         Returns:
-            The request to decline now; None if nobody has asked yet, or it was refused before.
+            The decode server's request to decline now; None if there is none yet, or if `answer` was refused before.
         """
         if answer.refused:
             return None
@@ -195,7 +198,7 @@ class Rooms:
         return None
 
     def close(self, answer: Answer, now_s: float) -> RoomRequest | None:
-        """Forget a request of the prefill server. What nobody has asked for stays as refused for a while.
+        """Forget a request of the prefill server. If no decode server has asked for it, keep it for a while as refused.
 
         Returns:
             As `refuse`.
@@ -208,10 +211,10 @@ class Rooms:
         return None
 
     def expired(self, now_s: float) -> list[RoomRequest]:
-        """Forget requests that have waited too long, or are too many.
+        """Forget requests of decode servers that have waited longer than `patience_s`, or exceed `ASKED_MAX`.
 
         Returns:
-            The requests of decode servers to decline.
+            The forgotten requests that were not given up: decline them.
         """
         gone = []
         while self._names:
@@ -230,7 +233,7 @@ class Rooms:
         self._answered[asked.name] = asked
 
     def _forget_leftovers(self, room: int, now_s: float) -> None:
-        """Forget what was given up so long ago that a new request of the room is no part of it."""
+        """Forget the room's requests that were given up or refused more than `LEFTOVER_S` ago."""
         for answer in [one for one in self.answers.get(room, ()) if one.refused and now_s - one.since_s > LEFTOVER_S]:
             self._drop(answer)
         for asked in [one for one in self.asked.get(room, ()) if one.given_up and now_s - one.since_s > LEFTOVER_S]:
@@ -244,7 +247,7 @@ class Rooms:
 
 
 def _popped(queues: dict[int, deque[OneT]], room: int) -> OneT:
-    """Remove and return the first of a room; a room without requests is forgotten."""
+    """Remove and return the first request of `room`. If the room is then empty, remove the room."""
     queue = queues[room]
     first = queue.popleft()
     if not queue:
@@ -253,7 +256,7 @@ def _popped(queues: dict[int, deque[OneT]], room: int) -> OneT:
 
 
 def _removed(queues: dict[int, deque[OneT]], one: OneT) -> None:
-    """Remove one request of a room, wherever it stands."""
+    """Remove the request `one` from its room. If the room is then empty, remove the room."""
     queue = queues[one.room]
     queue.remove(one)
     if not queue:

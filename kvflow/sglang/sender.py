@@ -1,8 +1,8 @@
-"""The prefill side of one request: a lease that grows with each chunk that the scheduler sends.
+"""KVFlowSender: the prefill side of one request, with a lease that grows with each chunk that the scheduler sends.
 
-The scheduler's thread calls all of this. Its pages may be reused once `poll` has said Success or Failed: both wait for
-the leases to be over. SGLang also frees pages at once after an `abort` in the middle of a prefill; no load can succeed
-then, since the payload that it waits for never comes.
+SGLang's scheduler thread makes all calls. The request's pages may be reused once `poll` has returned Success or Failed,
+for which it waits until the leases have ended. SGLang also frees pages at once after an `abort` in the middle of a
+prefill. No load can succeed in that case, since the payload that it waits for never arrives.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvflow.sglang.rooms import Room, Wanted, room_problem
 
 
 class KVFlowSender(CommonKVSender):
-    """The sender that SGLang makes for each request of a prefill server."""
+    """kvflow's KV sender. SGLang makes one for each request of a prefill server."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **named: Any) -> None:
         self.prompt: Any = None
-        """Tokens of the prompt, where SGLang's scheduler has told them (`hooks`)."""
+        """Tokens of the prompt, set by `hooks`; None if no hook has set them."""
         self._leases: list[Lease] = []
         self._complete = False
         self._gave_up = False
@@ -41,19 +41,19 @@ class KVFlowSender(CommonKVSender):
             self._fail(problem)
 
     def pop_decode_prefix_len(self) -> int:
-        """Return how many tokens of the prompt the decode server has already."""
+        """Return how many prompt tokens the decode server already has."""
         wanted = self._wanted()
         return 0 if wanted is None else wanted.decode_prefix_len
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Offer what is to come, once the decode server has asked."""
+        """Open a lease without pages, which each chunk extends. SGLang calls this once the decode server has asked."""
         super().init(num_kv_indices, aux_index)
         pool = self.kv_mgr.pools[0]
         tokens = num_kv_indices * pool.buffers.tokens
         self._offer(0, [], tokens, computed_tokens=0, extends=True, payload=True)
 
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, **events: Any) -> None:
-        """Offer pages that are computed, or are once the event of their chunk has happened."""
+        """Offer pages that are computed, or will be when the event of their chunk has happened."""
         if self.conclude_state in (KVPoll.Success, KVPoll.Failed) or not self._leases or self._gave_up:
             return
         kv_indices, _, is_last, skip = self._prepare_send_indices(kv_indices, state_indices)
@@ -77,7 +77,7 @@ class KVFlowSender(CommonKVSender):
                 lease.advance(self.curr_idx * page_size, ready)
 
     def _end(self, state_indices: Any, ready: Any) -> None:
-        """Offer what comes with the last chunk: state, then the metadata."""
+        """Offer what belongs to the last chunk: the state, then the metadata."""
         prefix_len = self.pop_decode_prefix_len()
         for at, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index, prefix_len)):
             if items is not None and len(items):
@@ -101,7 +101,7 @@ class KVFlowSender(CommonKVSender):
             self._fail(f"it could not be offered: {error}")
 
     def _wanted(self) -> Wanted | None:
-        """Return what a decode rank wants; None before it has asked, and once it has given the request up."""
+        """Return the first decode rank's message; None before it has arrived, and after the request was given up."""
         asked = self._answer.asked
         return None if asked is None or asked.given_up else asked.first
 
@@ -111,7 +111,7 @@ class KVFlowSender(CommonKVSender):
         return f"the decode server has aborted the request: {reason or 'it does not say why'}"
 
     def _poll_with_status(self, check_status: Any) -> Any:
-        """Tell the state; never blocks unless the request has failed, since it is known which leases are over."""
+        """Return the request's state. Blocks only if the request has failed: outcomes are taken from ended leases."""
         if self.conclude_state is None:
             failed = self._failed()
             if failed:
@@ -123,7 +123,7 @@ class KVFlowSender(CommonKVSender):
         return super()._poll_with_status(check_status)
 
     def _failed(self) -> bool:
-        """Take note of what the decode server has said. Return True if the request has failed."""
+        """Update the request's state by the decode server's messages. Return True if the request has failed."""
         status, asked = self.kv_mgr.check_status(self.bootstrap_room), self._answer.asked
         if status in (KVPoll.Failed, KVPoll.Success) or asked is None:
             return bool(status == KVPoll.Failed)
@@ -138,11 +138,11 @@ class KVFlowSender(CommonKVSender):
         return bool(self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed)
 
     def _over(self) -> bool:
-        """Return True if all was offered and read."""
+        """Return True if everything was offered and all leases have ended."""
         return self._complete and all(lease.done for lease in self._leases)
 
     def _mismatch(self, wanted: Wanted) -> str:
-        """Return why this is not the prompt that the decode server waits for; "" if it is, as far as both tell."""
+        """Return an error text if the decode server waits for another prompt; "" if not, or if either is unknown."""
         if self.prompt is None or not wanted.prompt:
             return ""
         digest = prompt_digest(wanted.name, self.prompt)
@@ -153,7 +153,7 @@ class KVFlowSender(CommonKVSender):
         return f"PromptMismatch: room {int(self.bootstrap_room)} has two prompts: {ours}, {theirs}"
 
     def _judge(self) -> None:
-        """Conclude, once all leases are over."""
+        """Set the final state, once all leases have ended: Success if all were read, else Failed."""
         try:
             ends = {lease.outcome.result(0) for lease in self._leases}
         except (KVFlowError, TimeoutError) as error:
@@ -165,14 +165,14 @@ class KVFlowSender(CommonKVSender):
             self._fail(f"its leases ended as {', '.join(sorted(ends))}")
 
     def abort(self) -> None:
-        """End it: whoever reads is told, and pages are kept until nobody can be."""
+        """Abort the request and notify readers. The state stays open, which keeps the pages, until the leases end."""
         super().abort()
         self._give_up("the prefill server has aborted the request")
         if not all(lease.done for lease in self._leases):
             self.conclude_state = None
 
     def _give_up(self, reason: str) -> None:
-        """Say once that it will not be read. What was not offered yet is declined."""
+        """Fail the request's leases, once. If it has no lease yet, decline it."""
         if self._gave_up:
             return
         self._gave_up = True
@@ -183,14 +183,14 @@ class KVFlowSender(CommonKVSender):
             self.kv_mgr.refuse_answer(self._answer, reason)
 
     def clear(self) -> None:
-        """Forget the request, as SGLang does."""
+        """Forget the request, as SGLang does. Leases that are open fail first."""
         if not all(lease.done for lease in self._leases):
             self._give_up("the prefill server has given the request up")
         super().clear()
         _dropped(self.kv_mgr, self.bootstrap_room, self._answer)
 
     def failure_exception(self) -> None:
-        """Raise what SGLang tells the client, and forget the request."""
+        """Forget the request and raise SGLang's error for the client."""
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "")
         self.conclude_state = KVPoll.Failed
         self.clear()
@@ -203,7 +203,7 @@ class KVFlowSender(CommonKVSender):
 
 
 def failure(room: int, reason: str) -> KVTransferError:
-    """Return SGLang's error of a request: without a reason here, another rank has failed."""
+    """Return SGLang's error for a request. An empty `reason` means that another rank has failed."""
     said = reason or "Failed due to an unknown reason from another rank"
     return KVTransferError(int(room), said, is_from_another_rank=not reason)
 

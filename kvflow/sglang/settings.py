@@ -1,4 +1,4 @@
-"""Settings that the user of a server makes: `KVFLOW_SGLANG_CONFIG`, checked as vLLM's plugin checks its own."""
+"""Settings by a server's user: the environment variable `KVFLOW_SGLANG_CONFIG`, checked like the settings for vLLM."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def config_of(values: Mapping[str, Any], environment: Mapping[str, str] = os.env
     """Return the Config of one pool of a rank.
 
     Args:
-        values: fields of Config that follow from the server, and `listen`.
+        values: fields of Config that follow from the server, and a default for `listen`.
         environment: environment of the process, with the user's settings.
 
     Returns:
-        The Config; the user's settings go before `listen`.
+        The Config; the user's settings override `listen`.
 
     Raises:
-        ConfigError: names the variable, and what in it is no JSON, unknown, of another type, or cannot be.
+        ConfigError: the variable is no JSON, or a setting in it is unknown, of the wrong type or invalid.
     """
     text = environment.get(SETTINGS, "").strip() or "{}"
     try:
