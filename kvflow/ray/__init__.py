@@ -1,12 +1,12 @@
 """kvflow in replicas of Ray Serve; needs the extra `kvflow[ray]`.
 
-    replica    `ReplicaRuntime`: a runtime whose Config follows from its replica, and that drains in the time it has
-    lifetime   `Lifetime`: one task owns what a replica has open
-    metrics    records and statistics as `ray.serve.metrics`
-    peers      the replicas behind a handle, connected before the first load from them
-    llm        KVFlowConnector's backend in Ray Serve LLM: `register()`
+    replica    `ReplicaRuntime`: a runtime configured from its replica, which drains within the replica's shutdown time
+    lifetime   `Lifetime`: enters and leaves a context, such as a runtime, in one task
+    metrics    `RayMetrics`: records and statistics as `ray.serve.metrics`
+    peers      `keep_prewarmed`: connects to the replicas behind a handle before the first load from each
+    llm        `register()`: the backend for KVFlowConnector in Ray Serve LLM
 
-Nothing of Ray is imported before it is used.
+Ray is imported only when it is used.
 """
 
 from __future__ import annotations

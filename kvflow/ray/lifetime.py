@@ -1,6 +1,6 @@
-"""Lifetime: one task owns an `async with`, for hosts that call each method in a task of its own.
+"""Lifetime: enters and leaves an async context manager in one task, for hosts that call each method in another task.
 
-A task group, and a runtime, are left by the task that entered them. Ray Serve runs a replica's `__init__`, its requests
+A task group or a runtime must be left by the task that entered it. Ray Serve runs a replica's `__init__`, its requests
 and its `__del__` in different tasks.
 """
 
@@ -16,11 +16,13 @@ OpenedT = TypeVar("OpenedT")
 
 
 class Lifetime(Generic[OpenedT]):
-    """Content of a context that a task of its own enters at `start` and leaves at `stop`.
+    """An async context manager that one task enters at `start` and leaves at `stop`.
+
+    The module docstring of `kvflow.ray.replica` has an example.
 
     Args:
-        context: is entered and left by one task.
-        name: of the task, and in errors.
+        context: the async context manager.
+        name: name of the task, also used in errors.
     """
 
     def __init__(self, context: AbstractAsyncContextManager[OpenedT], name: str = "kvflow-lifetime") -> None:
@@ -30,14 +32,14 @@ class Lifetime(Generic[OpenedT]):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> OpenedT:
-        """Enter the context. Cancelling ends it and waits for that.
+        """Enter the context in a task of its own. If cancelled, leave the context first.
 
         Returns:
-            What it opens.
+            The value that the context manager gives to `async with ... as`.
 
         Raises:
-            UsageError: it was started before.
-            Exception: whatever entering raises.
+            UsageError: `start` was called before.
+            Exception: any error of entering the context.
         """
         if self._task is not None:
             raise UsageError(f"{self._name}: a Lifetime is started once")
@@ -54,23 +56,23 @@ class Lifetime(Generic[OpenedT]):
         return opened.result()
 
     async def stop(self) -> None:
-        """Leave the context, and wait until it is left. Does nothing if it was never entered; stopping twice is fine.
+        """Leave the context, and wait until it is left. If it was never entered, or is left already, do nothing.
 
-        Cancelling stops the waiting; the leaving goes on.
+        Cancelling ends only the wait: the context is left all the same.
 
         Raises:
-            Exception: whatever leaving raises, or what has ended it before.
+            Exception: any error of leaving the context, or the error that had ended the context before.
         """
         self._stopping.set()
         if self._task is not None:
             await asyncio.shield(self._task)
 
     def check(self) -> None:
-        """Raise what has ended the context by itself, such as a background task that failed; nothing while it lives.
+        """Raise if the context has ended, for example because one of its background tasks failed.
 
         Raises:
-            Exception: what has ended it.
-            UsageError: it was stopped, or cancelled.
+            Exception: the error that ended the context.
+            UsageError: the context was stopped or cancelled.
         """
         if self._task is not None and self._task.done():
             if self._task.cancelled():

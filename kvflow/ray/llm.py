@@ -1,12 +1,12 @@
-"""KVFlowConnector in Ray Serve LLM: the backend that tells each replica's workers where to listen.
+"""KVFlowConnector in Ray Serve LLM: a backend that sets the address at which each replica's workers listen.
 
     import kvflow.ray.llm
 
     kvflow.ray.llm.register()  # before the application is built
     app = build_pd_openai_app({"prefill_config": ..., "decode_config": ...})  # kv_connector: "KVFlowConnector"
 
-The backend's base class and registry are Ray's internals. This is the one module that knows them: it is written for
-ray 2.60, and a Ray where they differ gets a ConfigError that says so.
+The backend's base class and registry are internals of Ray, which only this module uses. It is written for ray 2.60; if
+they differ in another Ray, it raises a ConfigError that says so.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _INTERNALS = "ray.llm._internal.serve.engines.vllm.kv_transfer"
 
 
 def register() -> None:
-    """Tell the cluster that Ray is connected to about the backend. Telling it again changes nothing.
+    """Register the backend with the Ray cluster that this process is connected to. Registering twice changes nothing.
 
     Raises:
-        ConfigError: this Ray has no such registry, or Ray Serve LLM is not installed.
+        ConfigError: Ray Serve LLM is not installed, or its registry differs from ray 2.60.
     """
     factory = _internal("factory", "KVConnectorBackendFactory", ("is_registered", "register_backend"))
     if not factory.is_registered(NAME):
@@ -36,13 +36,14 @@ def register() -> None:
 
 
 def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, workers: int) -> dict[str, Any]:
-    """`kv_connector_extra_config` of a replica's workers: what was given, and where they listen if that was not.
+    """Return `kv_connector_extra_config` for a replica's workers: `given`, with a `listen` address if it has none.
 
     Args:
-        given: the configuration's own.
-        node_ip: the address of the replica's node.
-        head: the address of the cluster's head, which all nodes have a route to.
-        workers: their number. One is beside its replica, several may be on other nodes, whose addresses only they know.
+        given: the user's `kv_connector_extra_config`.
+        node_ip: address of the replica's node.
+        head: address of the cluster's head node, to which all nodes have a route.
+        workers: number of workers. A single worker is on the replica's node. Several workers may be on other nodes, so
+            each finds its own address by its route to `head`.
     """
     if "listen" in given:
         return dict(given)
@@ -53,7 +54,7 @@ def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, worker
 
 @cache
 def _backend() -> Any:
-    """The backend's class, made when it is asked for: its bases are Ray's."""
+    """Return the backend class. It is made on first use, since its base classes are Ray's."""
     base = _internal("base", "BaseConnectorBackend", ("setup", "kv_transfer_config"))
     protocol = _internal("base", "DefaultPDProtocolMixin", ("prepare_prefill_request", "prepare_decode_request"))
 
@@ -61,7 +62,7 @@ def _backend() -> Any:
 
 
 def _setup(backend: Any) -> None:
-    """Give a replica's workers the address to listen at: vLLM makes the engine id, and tickets carry ports."""
+    """Set the address at which a replica's workers listen: vLLM makes the engine id, and tickets carry the ports."""
     import ray
 
     kwargs, transfer = backend.llm_config.engine_kwargs, backend.kv_transfer_config

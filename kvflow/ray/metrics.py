@@ -1,11 +1,11 @@
-"""Records and statistics of a replica's runtime as `ray.serve.metrics`, which leave by the node's own metrics port.
+"""Records and statistics of a replica's runtime as `ray.serve.metrics`, exported at the metrics port of the node.
 
     metrics = RayMetrics()
     async with ReplicaRuntime(model="llama", observers=[metrics]) as replica, asyncio.TaskGroup() as tasks:
         tasks.create_task(metrics.watch(replica.runtime))
 
-Names and labels are those of `kvflow.observe`, each name with Ray's prefix `ray_`; Ray adds the deployment and the
-replica. Registries of prometheus_client within a replica leave by nothing.
+Names and labels are the same as in `kvflow.observe`, with Ray's prefix `ray_`. Ray adds labels for the deployment and
+the replica. Ray does not export a prometheus_client registry of a replica.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from kvflow.runtime.statistics import RuntimeStatistics
 
 
 class RayMetrics:
-    """A `kvflow.Observer` for one runtime of a replica, and a task that shows its statistics. Made in the replica.
+    """A `kvflow.Observer` that exports the records and statistics of one runtime. Make it inside the replica.
 
     Args:
-        period_s: how often statistics are shown, in seconds.
+        period_s: seconds between two exports of statistics.
     """
 
     def __init__(self, period_s: float = 5.0) -> None:
@@ -52,18 +52,18 @@ class RayMetrics:
         self._counted: dict[tuple[int, str], float] = {}
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Count a load.
+        """Export the record of an ended load. The runtime calls this.
 
         Args:
-            record: what became of it.
+            record: record of the load.
         """
         self._note(record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Count a lease.
+        """Export the record of an ended lease. The runtime calls this.
 
         Args:
-            record: what became of it.
+            record: record of the lease.
         """
         self._note(record)
 
@@ -72,15 +72,15 @@ class RayMetrics:
             if name in self._measured_by:
                 histogram, names = self._measured_by[name]
                 histogram.observe(amount, tags=dict(zip(names, labels, strict=True)))
-            elif amount > 0:  # Ray refuses to add nothing
+            elif amount > 0:  # Ray raises if 0 is added
                 counter, names = self._counted_by[name]
                 counter.inc(amount, tags=dict(zip(names, labels, strict=True)))
 
     async def watch(self, runtime: Runtime) -> None:
-        """Show a runtime's statistics every period. It never ends by itself: cancel it.
+        """Export the statistics of `runtime` every `period_s`, until cancelled.
 
         Args:
-            runtime: the one whose records this observes.
+            runtime: the runtime that this object observes.
         """
         where = dict(zip(LABELS, (runtime.config.engine_id, *map(str, Rank.of(runtime.config))), strict=True))
         while True:

@@ -1,6 +1,7 @@
-"""The replicas behind a deployment's handle, connected before the first load from them, and again as they come and go.
+"""Keeps a runtime connected to the replicas behind a deployment's handle, as replicas start and stop.
 
-A ticket names where its blocks are, so loads need none of this; it saves the first one from each replica the handshake.
+Loads work without this, since a ticket says where its blocks are. An open connection saves the first load from each
+replica a handshake.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ _FIELDS = ("engine_id", "address", "dp_rank", "pp_rank", "tp_rank")
 
 
 ListPeers = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
+"""A coroutine function that returns the `ReplicaRuntime.metadata` of each replica, or raises LookupError."""
 
 
 async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, *, period_s: float = 10.0) -> None:
-    """Connect to the replicas of a deployment, and to those that come later, until this is cancelled or drained.
+    """Keep `runtime` connected to all replicas of a deployment, until cancelled or until `runtime` drains or closes.
+
+    Replicas that have stopped are forgotten. A failed connection or an invalid answer is logged and tried again.
 
     Args:
-        runtime: whose loads are to find connections.
-        peers: the deployment's handle, whose replicas have a method `metadata` (`ReplicaRuntime.metadata`), or a
-            coroutine function that lists as much and raises LookupError where it cannot.
-        period_s: seconds between two looks; a replica that comes is connected at most so much later.
-
-    Replicas that have gone are forgotten. One that cannot be connected, or an answer that cannot be right, is logged,
-    and tried again.
+        runtime: the runtime that will load from the replicas.
+        peers: the deployment's handle, if its replicas have a method `metadata` (`ReplicaRuntime.metadata`). Or a
+            coroutine function that returns the metadata of all replicas, and raises LookupError if it cannot.
+        period_s: seconds between two looks at the replicas: a new replica is connected at most this much later.
     """
     list_peers = peers if callable(peers) and not hasattr(peers, "broadcast") else partial(list_replicas, peers)
     known: frozenset[PeerAddress] = frozenset()
@@ -58,7 +59,7 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
 async def _renewed(
     runtime: Runtime, known: frozenset[PeerAddress], listed: Sequence[Mapping[str, Any]]
 ) -> frozenset[PeerAddress]:
-    """Forget replicas that have gone and connect those that have come; all that are connected now."""
+    """Forget replicas that have stopped and connect to new ones. Return the replicas that are connected now."""
     now = frozenset(_peer(entry) for entry in listed)
     for gone in known - now:
         await runtime.forget_peer(gone.engine_id)
@@ -74,16 +75,16 @@ def _peer(entry: Mapping[str, Any]) -> PeerAddress:
 
 
 async def list_replicas(handle: Any) -> Sequence[Mapping[str, Any]]:
-    """Ask the replicas of a deployment who they are; one that goes meanwhile is left out.
+    """Ask all replicas of a deployment for their metadata. Leave out replicas that stop meanwhile.
 
     Args:
-        handle: the deployment's.
+        handle: handle of the deployment. Its replicas need a method `metadata`.
 
     Returns:
-        `metadata()` of each.
+        The `metadata()` of each replica.
 
     Raises:
-        LookupError: Ray cannot ask them, such as while there is none.
+        LookupError: Ray cannot ask the replicas, for example while the deployment has none.
     """
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException

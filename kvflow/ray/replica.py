@@ -1,9 +1,10 @@
 """ReplicaRuntime: the runtime of one replica of Ray Serve.
 
-Serve stops a replica in three steps: it waits until no request is under way, looking every wait loop; it awaits
-`__del__`; it kills the process once `graceful_shutdown_timeout_s` have passed since the beginning. Serve does not see a
-replica's open leases, so `__del__` drains them (`drain`), and its deadline has to leave time to close. Serve calls a
-replica's methods in different tasks, so a replica keeps its ReplicaRuntime in a `Lifetime`:
+Serve stops a replica in three steps. It waits until the replica has no running request, looking every
+`graceful_shutdown_wait_loop_s`. It awaits `__del__`. It kills the process `graceful_shutdown_timeout_s` after the
+beginning. Serve does not know about a replica's open leases, so `__del__` has to drain them (`drain`), with a deadline
+that leaves time to close. Serve calls a replica's methods in different tasks, so a replica keeps its ReplicaRuntime in
+a `Lifetime`:
 
     @asynccontextmanager
     async def opened():
@@ -46,20 +47,20 @@ from kvflow.runtime.world import World
 
 _SHORTEST_S = 1e-3
 SETTLE_S = 1.0
-"""The default of Config.drain_timeout_s here: after its own deadline a drain only waits for what it has ended."""
+"""Default of Config.drain_timeout_s in a replica. After its deadline, `drain` waits only for work that it has ended."""
 
 DRAIN_LEAST_S = 1.0
-"""Least time that a replica has to have for its leases, where nobody says how long."""
+"""Least seconds that a replica needs for a drain, if no `drain_deadline_s` is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlace:
-    """A replica, as Serve knows it. Times are seconds."""
+    """Names, address and time limits of a replica, as Serve has them. Times are in seconds."""
 
     app: str
     deployment: str
     unique_id: str
-    """Id of the replica's actor: one that is started again has another."""
+    """Id of the replica's actor. A restarted replica has another id."""
     node_ip: str
     shutdown_timeout_s: float
     """The deployment's `graceful_shutdown_timeout_s`."""
@@ -68,36 +69,36 @@ class ReplicaPlace:
 
     @property
     def engine_id(self) -> str:
-        """The engine id of the replica; one that is started again is another engine."""
+        """Engine id of the replica. A restarted replica is another engine."""
         return f"{self.deployment}-{self.unique_id}"
 
     def config(self, settings: dict[str, Any]) -> Config:
         """Return the Config of the replica's runtime.
 
         Args:
-            settings: fields of it, which go before what follows from the place.
+            settings: fields of Config, which override the fields that follow from the replica.
 
         Returns:
             The Config.
 
         Raises:
-            ConfigError: a setting cannot be right, or there is no such one.
+            ConfigError: a setting is unknown or invalid.
         """
         own = {"engine_id": self.engine_id, "listen": address_at(self.node_ip, 0), "drain_timeout_s": SETTLE_S}
         return Config(**{**own, **settings})
 
     def drain_deadline_s(self, config: Config, wanted_s: float | None = None) -> float:
-        """Return how long the replica's leases and loads may take to end.
+        """Return how many seconds the replica's leases and loads may take to end.
 
         Args:
-            config: its bounds on what follows the deadline.
-            wanted_s: seconds; None is all that is left.
+            config: the runtime's Config, which bounds the time from the drain's deadline until the runtime is closed.
+            wanted_s: seconds for the drain; None means all the time that the deployment's settings leave.
 
         Returns:
-            As long as is wanted, or as there is time for.
+            `wanted_s`, or `time_to_drain_s(config)` if it is None.
 
         Raises:
-            ConfigError: it does not fit: Serve would kill the replica while it drains or closes.
+            ConfigError: the time is too short: Serve would kill the replica while it drains or closes.
         """
         left_s = self.time_to_drain_s(config)
         least_s = DRAIN_LEAST_S if wanted_s is None else checks.seconds(wanted_s, "drain_deadline_s", error=ConfigError)
@@ -111,37 +112,39 @@ class ReplicaPlace:
         return left_s if wanted_s is None else wanted_s
 
     def time_to_drain_s(self, config: Config) -> float:
-        """Return the time that the deployment's settings leave for a drain.
+        """Return how many seconds the deployment's settings leave for a drain.
 
         Args:
-            config: its bounds on what follows a drain.
+            config: the runtime's Config, which bounds the time from the drain's deadline until the runtime is closed.
 
         Returns:
-            Seconds; less than 0 if they are too short even without a drain.
+            Seconds; less than 0 if the settings leave too little time even without a drain.
         """
         return self.shutdown_timeout_s - self.wait_loop_s - _closing_s(config)
 
 
 def _closing_s(config: Config) -> float:
-    """Longest time after a drain's deadline: leases and loads are ended, then the runtime is closed."""
+    """Return the longest time from a drain's deadline until leases and loads are ended and the runtime is closed."""
     return config.ending_s + config.limits.goodbye_timeout_s + config.limits.transport_close_timeout_s
 
 
 class ReplicaRuntime:
-    """A runtime whose Config follows from its replica. An async context; its `runtime` is used as any other.
+    """A runtime with the Config of its replica. An async context manager; use its `runtime` like any other Runtime.
+
+    The module docstring has an example.
 
     Args:
-        place: where the replica is; None asks Serve, which has to be asked in a replica.
-        drain_deadline_s: how long leases and loads may take to end when the replica goes, in seconds; None is as long
-            as the deployment's `graceful_shutdown_timeout_s` leaves.
-        observers: are told how loads and leases have ended, as a Runtime's.
-        world: for tests, as a Runtime's.
-        parts: capabilities beside the core, as a Runtime's.
-        settings: fields of `kvflow.Config`, such as `model` and ranks. By default `engine_id` is the deployment and the
-            replica's unique id, and `listen` is any free port of the node's address.
+        place: the replica; None asks Serve, which works only inside a replica.
+        drain_deadline_s: seconds that leases and loads may take to end when the replica stops; None means all the time
+            that the deployment's `graceful_shutdown_timeout_s` leaves.
+        observers: receive the records of ended loads and leases, as for Runtime.
+        world: for tests, as for Runtime.
+        parts: capabilities beside the core, as for Runtime.
+        settings: fields of `kvflow.Config`, such as `model` and ranks. The default of `engine_id` is made of the
+            deployment and the replica's unique id. The default of `listen` is a free port at the node's address.
 
     Raises:
-        ConfigError: it is in no replica, a setting cannot be right, or the deadline does not fit.
+        ConfigError: this process is no replica, a setting is invalid, or `drain_deadline_s` is too long.
     """
 
     def __init__(
@@ -164,36 +167,37 @@ class ReplicaRuntime:
         return f"<kvflow.ReplicaRuntime {self.runtime!r} on {self.place.node_ip}>"
 
     async def __aenter__(self) -> Self:
-        """Open the runtime. Raises ConfigError if it cannot be; cancelling leaves it closed."""
+        """Open the runtime. Raises ConfigError if it cannot be opened. If cancelled, the runtime stays closed."""
         await self.runtime.__aenter__()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the runtime: what was not drained gets Config.drain_timeout_s."""
+        """Close the runtime. Leases and loads that were not drained get Config.drain_timeout_s to end."""
         await self.runtime.aclose()
 
     async def drain(self) -> bool:
-        """Take no new work, let leases and loads end, and end those that are left at the deadline.
+        """Refuse new work, wait for leases and loads, and at the deadline end those that are left.
 
-        To be called by the replica that goes, before it ends the tasks that hold the leases' blocks. Bounded by
-        `drain_deadline_s` and what `Runtime.drain` adds; by less if the deployment was given less time meanwhile, which
-        Serve does without starting replicas again. Cancelling stops the waiting.
+        Call this when the replica stops, before it ends the tasks that hold the leases' blocks. The deadline is
+        `drain_deadline_s`, or earlier if the deployment's time was shortened meanwhile, which Serve does without
+        restarting replicas. `Runtime.drain` says how long ending may take after the deadline. Cancelling ends the wait:
+        the runtime stays draining, and nothing is revoked.
 
         Returns:
-            True if everything ended before the deadline; False also if the runtime had ended before.
+            True if all leases and loads ended before the deadline. False if not, or if the runtime was not open.
         """
         if self.runtime.state not in (RuntimeState.OPEN, RuntimeState.DRAINING):
-            return False  # what was open has ended with it
+            return False  # its leases and loads have ended with it
         left_s = self._look().time_to_drain_s(self.runtime.config)
         return await self.runtime.drain(max(min(self.drain_deadline_s, left_s), _SHORTEST_S))
 
     def metadata(self) -> dict[str, Any]:
-        """Address and name of the replica: for `record_replica_metadata`, and for who prewarms (`kvflow.ray.peers`).
+        """Return the replica's engine and address, for `record_replica_metadata` and `kvflow.ray.keep_prewarmed`.
 
         Returns:
-            Engine, side channel's address, node and rank, in JSON types.
+            Engine id, address of the side channel, node and rank, in JSON types.
 
         Raises:
             RuntimeBroken, RuntimeClosed: as for `Runtime.address`.
@@ -209,10 +213,10 @@ class ReplicaRuntime:
         }
 
     def routing_stats(self) -> dict[str, Any]:
-        """Counts of what is open and what is free now: for `record_routing_stats`.
+        """Return the runtime's load at this moment, for `record_routing_stats`.
 
         Returns:
-            The state, and counts of free blocks, open leases and open loads, in JSON types.
+            The runtime's state, and the counts of free blocks, open leases and open loads, in JSON types.
         """
         now = self.runtime.statistics()
         blocks = now.blocks
@@ -224,11 +228,11 @@ class ReplicaRuntime:
         }
 
     def check(self) -> None:
-        """Raise if the runtime can do no more work, so that Serve replaces the replica: for `check_health`.
+        """Raise if the runtime can no longer work, so that Serve replaces the replica. Call it in `check_health`.
 
         Raises:
-            RuntimeBroken: a service of the runtime died, it was closed though the replica was not told to go, or no new
-                reader can connect to it, since open files ran out.
+            RuntimeBroken: a service of the runtime died, the runtime was closed although Serve has not stopped the
+                replica, or no new reader can connect because the process has no free file descriptors.
         """
         state = self.runtime.state
         if state not in (RuntimeState.OPEN, RuntimeState.DRAINING):
@@ -238,10 +242,10 @@ class ReplicaRuntime:
 
 
 def this_replica() -> ReplicaPlace:
-    """The replica that this process is.
+    """Return the replica that this process is.
 
     Raises:
-        ConfigError: it is none, or Ray is not installed.
+        ConfigError: this process is no replica, or Ray is not installed.
     """
     try:
         import ray
@@ -253,7 +257,7 @@ def this_replica() -> ReplicaPlace:
         context = serve.get_replica_context()
     except RayServeException as error:
         raise ConfigError(f"ReplicaRuntime: this process is no replica of Ray Serve: {error}") from error
-    deployment = context._deployment_config  # the one place that says how long a replica may take to go
+    deployment = context._deployment_config  # only this has the replica's shutdown timeout
     return ReplicaPlace(
         app=context.app_name,
         deployment=context.deployment,
