@@ -1,1 +1,1 @@
-"""Part: loads of several tickets, which go on with the next one if a source fails."""
+"""Part: loads of several tickets. If a source fails, the load goes on with the next ticket."""

@@ -1,15 +1,15 @@
-"""Loads that survive their source: sources are read one after the other, until one has given all of the prompt.
+"""Loads that survive a failed source: sources are read one after the other, until one has delivered the whole prompt.
 
-Such a load has several tickets of one prompt, or is brought another one (`LoadRequest.again`).
+Such a load has several tickets for one prompt, or gets another one by `LoadRequest.again`.
 
-Each attempt is an ordinary load into the same local blocks, by the ordinary carriers: bytes count only under the seals
-of the source that gave all of them. The next one begins when no byte of the one before can land any more, and the
-blocks stay claimed from the first attempt to the last. Outcome, deadline and record are the load's, as is any
-quarantine.
+Each attempt is an ordinary load into the same local blocks, by the ordinary steps. Bytes count only under the seals of
+the one source that delivered all bytes. An attempt begins when no byte of the previous attempt can land. The blocks
+stay claimed from the first attempt to the last. Outcome, deadline, record and any quarantine belong to the load as a
+whole.
 
-Only an error of a source leads to the next one. A source that stands still is not left: posted reads cannot be taken
-back, so the load ends at its deadline, and its blocks are quarantined until the reads stop. RequestError, Overloaded,
-the deadline, cancellation and the end of this engine end the load as well.
+Only an error of a source leads to the next source. A load does not leave a source that stands still: posted reads
+cannot be taken back, so the load ends at its deadline, and its blocks are quarantined until the reads stop.
+RequestError, Overloaded, the deadline, cancellation and the end of this engine also end the load.
 """
 
 from __future__ import annotations
@@ -43,41 +43,44 @@ from kvflow.runtime.records import LOADED, Attempt
 logger = logger_of(__name__)
 
 ENDED = "ended"
-_KEEP_AFTER = 0.25  # share of the ttl_s of waiting tickets: most loads are over by then, and renew nothing
+_KEEP_AFTER = 0.25  # share of the ttl_s of waiting tickets: most loads have ended by then, and renew nothing
 
 _LEAD_ON = (PeerError, LeaseExpired, PrefillFailed, TransferFailed, ChecksumMismatch)
 _OVER = (LeaseExpired, PrefillFailed)
 
 
 def carrier(cache: RegisteredCache, tickets: Sequence[Ticket]) -> Carry:
-    """Return the carrier of a load of these tickets, the best first."""
+    """Return the function that carries out a load of these tickets, the best first."""
     return lambda load: Course(cache, tickets, load).carry()
 
 
 class Course:
-    """One load's way from source to source."""
+    """The attempts of one load, from its first source to its last."""
 
     def __init__(self, cache: RegisteredCache, tickets: Sequence[Ticket], load: Load) -> None:
         self._cache = cache
         self._load = load
         self._first = tickets[0]
         self._waiting = list(tickets)
-        """Tickets of sources that have not had their turn."""
+        """Tickets of sources that have not been read yet."""
         self._brought: list[Ticket] = []
-        """Tickets that `again` gave: nobody else knows of them."""
+        """Tickets that `again` returned, which only this load knows."""
         self._to_release: list[Ticket] = []
-        """Tickets whose leases may be open although nobody reads them any more."""
+        """Tickets of failed sources with leases that may still be open."""
         self._taken = False
-        """True while a source has its turn."""
+        """True while a source is being read."""
         self._asked = 0
         self._attempts: list[Attempt] = []
         self._begun_s = cache.clock.now_s()
         self._kept = contextlib.ExitStack()
-        """Keeps the leases of waiting sources, once the load takes long."""
+        """Keeps the leases of waiting tickets, once the load takes long."""
         load.attempts = self._attempts
 
     async def carry(self) -> LoadReport:
-        """Read one source after the other. Whatever it raises, its last flight has stopped, or is quarantined."""
+        """Read one source after the other, until one has delivered.
+
+        If this raises, the flight of the last source has stopped, or is quarantined.
+        """
         ledger, load = self._cache.ledger, self._load
         ledger.keep(load.entries)
         alarm = Alarm(self._cache.clock, self._keep_waiting)
@@ -101,7 +104,7 @@ class Course:
             ledger.let_go(load.entries, safe=load.flight is None or load.flight.safe)
 
     async def _attempt(self) -> LoadReport | None:
-        """Read the next source. None if it failed and another one is left; raises why the load ends."""
+        """Read the next source. Return None if it failed and another one is left; else raise why the load ends."""
         self._load.ticket = self._next()
         self._begun_s, self._taken = self._cache.clock.now_s(), True
         try:
@@ -119,13 +122,13 @@ class Course:
         return None
 
     def _next(self) -> Ticket:
-        """The best source that has not had its turn; those that failed lately, and are not asked for now, come last."""
+        """Take out and return the best waiting ticket. Tickets of peers in back-off come last."""
         ticket = min(self._waiting, key=self._cache.peers.backs_off)
         self._waiting.remove(ticket)
         return ticket
 
     async def _read(self) -> LoadReport:
-        """Read the load's ticket. PromptMismatch if its prompt is not that of the first offer."""
+        """Read the load's current ticket. PromptMismatch if its prompt is not the prompt of the first offer."""
         load, what = self._load, f"request {self._load.request_id!r}"
         if load.ticket.awaited:
             await self._cache.part("growing", f"{what}: a load of a rendezvous").rendezvous.meet_for(load)
@@ -135,7 +138,10 @@ class Course:
         return await carry(self._cache, load)
 
     async def _leave(self, error: KVFlowError) -> None:
-        """Wait until nothing of a source can land any more; raises `error` if there is no other one."""
+        """Wait until no byte from a failed source can land, then prepare the load for the next source.
+
+        If no source is left, raise `error`.
+        """
         load = self._load
         if load.flight is not None:
             await load.flight.settled()
@@ -155,7 +161,7 @@ class Course:
         load.verification = Verification.OFF
 
     async def _ask_again(self, error: KVFlowError) -> None:
-        """Have another ticket brought; raises `error` if there is none."""
+        """Await `again` for another ticket, and add it to the waiting tickets. Raise `error` if it returns none."""
         request, cache, what = self._load.request, self._cache, f"request {self._load.request_id!r}"
         given = None
         if request.again is not None and self._asked < request.again_max:
@@ -182,7 +188,7 @@ class Course:
         self._waiting.append(ticket)
 
     def _note(self, outcome: str, error: str = "") -> None:
-        """Note the end of a source's turn."""
+        """Append the outcome of the current source to the attempts."""
         self._taken = False
         ticket, flight = self._load.ticket, self._load.flight
         self._attempts.append(
@@ -197,13 +203,13 @@ class Course:
         )
 
     def _release_unused(self) -> None:
-        """Give back the leases that will not be read. After a failure the caller keeps its tickets."""
+        """After success, give back the leases that will not be read. After a failure the caller keeps its tickets."""
         if not self._load.request.keep_offer:
             for ticket in (*self._to_release, *self._waiting):
                 self._cache.remote_leases.release_soon(ticket)
 
     def _keep_waiting(self) -> None:
         """Callback of an alarm: the load takes long, so keep the leases of waiting tickets."""
-        with contextlib.suppress(KVFlowError):  # it closes
+        with contextlib.suppress(KVFlowError):  # the runtime closes
             for ticket in self._waiting:
                 self._kept.enter_context(self._cache.remote_leases.keep_while(ticket))

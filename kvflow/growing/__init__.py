@@ -1,1 +1,1 @@
-"""Part: leases that grow while their prompt is computed, and tickets whose offer is still to come."""
+"""Part: leases of prompts that are still being computed, and pending tickets, with an offer that is still to come."""

@@ -1,4 +1,4 @@
-"""Leases that grow: more of their tokens are computed, more blocks follow, the prompt is complete."""
+"""Growing leases, at the producer: more tokens are computed, more blocks follow, the prompt is complete."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvflow.runtime.producer.lease import OpenLease
 
 
 class GrowingLeases:
-    """Takes what owners say of their leases, and tells readers that wait."""
+    """The calls by which an engine lets its leases grow: `Lease.advance`, `extend` and `complete`."""
 
     def __init__(self, blocks: OfferedBlocks, tell: Callable[[str], object], block_ids_max: int) -> None:
-        """`tell`: called with a request of whose lease there is news."""
+        """`tell` is called with a request id when readers of its lease have to be answered."""
         self._blocks = blocks
         self._tell = tell
         self._block_ids_max = block_ids_max

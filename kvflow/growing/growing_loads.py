@@ -1,9 +1,9 @@
-"""Loads of leases that grow: their prompts are still being computed, or copied to where they can be read.
+"""Loads of growing leases: their prompts are still being computed, or copied to where peers can read them.
 
-No other module of loads knows of growth. A load is told of it in one way: by the answer to a question that waits at the
-producer (`load_news`). An answer vouches for nothing. So the seal is looked at after each answer, at the end of the
-read, and every `LOOK_EVERY_S` in case that no answer comes. Tokens that a seal has shown to be there are read in the
-order of the prompt, once they are worth a read, and from each rank by itself where that is possible.
+No other module of loads knows about growth. News of a lease comes in one way: as the answer to a question that waits at
+the producer (`load_news`). An answer vouches for nothing. So the load fetches the seal after each answer, at the end of
+the read, and every `LOOK_EVERY_S` in case no answer comes. Tokens that a seal has shown to be readable are read in the
+order of the prompt, once they are enough for a read, and from each rank independently where that is possible.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = ["Growing", "GrowingLeases", "begin"]
 LOOK_EVERY_S = 0.1
 _WORTH_S = 1e-3
 _WORTH_LEAST_BYTES = 1 << 17  # at a gigabit per second, a millisecond
-_GOLDEN = 0.618  # fractional parts of its multiples are spread evenly
+_GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
 _SPEED_SHARE = 0.25  # weight of a new measurement in the average
 
 
 def begin(cache: RegisteredCache) -> Growing:
-    """Return the part of a registration."""
+    """Make the part `growing` for one registration."""
     return Growing(cache)
 
 
 class Growing:
-    """The part of one registration: it carries loads of leases that grow, and cuts those that need no buffers."""
+    """The part of one registration: carries loads of growing leases, and plans the spans of loads without buffers."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self.rendezvous = Rendezvous(cache)
@@ -52,12 +52,12 @@ class Growing:
         self.clock = cache.clock
         self.cache = cache
         self.count = 0
-        """Loads that were begun so far."""
+        """Number of loads of growing leases that have begun."""
 
     def follow(self, load: Load, sources: Sequence[Source], matched: Matched) -> None:
-        """Ask these ranks what becomes of their leases, for a load that needs more of them than seals say.
+        """Begin to ask the ranks of `sources` about their leases, for a load that needs more than their seals say.
 
-        Raises RuntimeUnavailable.
+        Sets `load.lease_news`. Raises RuntimeUnavailable.
         """
         load.lease_news = News(load, sources, self.cache)
         for one in load.lease_news.followed:
@@ -91,9 +91,10 @@ class Growing:
 
 
 class _GrowingRead:
-    """The read of one load of leases that grow.
+    """The read of one load of growing leases.
 
-    Loads of leases that advance in step would all read in the same turn of the loop: so their first reads differ.
+    If several leases advance in step, their loads would all read in the same turn of the loop. So the first reads of
+    loads differ in size.
     """
 
     def __init__(self, growing: Growing, spans: Spans, load: Load, flight: Flight, matched: Matched) -> None:
@@ -104,26 +105,26 @@ class _GrowingRead:
         self._matched = matched
         self._tokens = load.ticket.num_tokens
         self._share = 0.5 + (growing.count * _GOLDEN) % 1.0
-        """Share of `_worth_bytes` that the next read has to have."""
+        """Share of `_worth_bytes` that the next read must reach."""
         self._due = set(load.sources)
-        """Ranks whose seals are to be looked at."""
+        """Ranks with a seal that has to be fetched."""
         self._speeds: dict[Source, float] = {}
-        """Bytes per second of the reads from each rank, as far as is known."""
+        """Average speed of the reads from each rank, in bytes per second, once measured."""
         self._followed: dict[Source, Followed] = {}
         self._alarm = Alarm(growing.clock, self._look_again)
         self._take_news()
 
     def close(self) -> None:
-        """End the read."""
+        """Stop listening for answers, and stop the alarm."""
         if self._load.lease_news is not None:
             self._load.lease_news.on_answer = None
         self._alarm.set(math.inf)
 
     async def groups(self) -> AsyncGenerator[CopyGroup, None]:
-        """Give copy groups as they are there and worth a read.
+        """Yield copy groups as their tokens can be read, once they are enough for a read.
 
-        If all blocks are there before any was read, and go straight into the cache, they are read as of a lease that
-        does not grow.
+        If all blocks can be read before anything was, and go straight into the cache, they are read like those of a
+        lease that does not grow.
         """
         sources, load = self._load.sources, self._load
         lanes = self._spans.lanes(sources, load.tables)
@@ -153,7 +154,7 @@ class _GrowingRead:
                 await self._wait()
 
     def _read(self) -> None:
-        """End the wait for the producer: more can be read."""
+        """End the phase "compute", if the load is in it: more can be read."""
         if self._load.phase == COMPUTE:
             self._load.enter("wire")
 
@@ -167,15 +168,15 @@ class _GrowingRead:
         frontier.note_landed(one, now_s)
 
     def _there(self, source: Source) -> int:
-        """Return the tokens of a rank's lease that may be read by now."""
+        """Return the number of tokens that may be read from a rank by now."""
         there, followed = source.proof.there(self._tokens), self._followed.get(source)
         return there if followed is None else min(there, followed.known_tokens)
 
     def _worth_reading(self, lanes: Sequence[Lane], there: Mapping[Source, int]) -> list[Lane]:
-        """Return the lanes to read now: those that are complete, and the others if they are worth a read.
+        """Return the lanes to read now: those with all tokens readable, and the others if together worth a read.
 
-        `there`: tokens that may be read from each rank. If no lane is due, the ranks are asked to tell when that may
-        have changed.
+        `there`: number of readable tokens per rank. If no lane is due, ask the ranks to answer when that may have
+        changed.
         """
         due, rest, size_bytes = list[Lane](), list[Lane](), 0
         for lane in lanes:
@@ -200,16 +201,19 @@ class _GrowingRead:
         return due
 
     def _worth_bytes(self, sources: Iterable[Source]) -> int:
-        """Return the least size of a read: as many bytes as ranks deliver in about a millisecond.
+        """Return the least size of a read: as many bytes as the ranks deliver in about a millisecond.
 
-        So no more are left at the end, and a reader of many leases that advance in small steps posts few reads.
+        So at most that much is left at the end, and a reader of many leases that advance in small steps posts few
+        reads.
         """
         speed = sum(self._speeds.get(source, 0.0) for source in sources)
         return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), self._growing.slice_bytes_max)
 
     async def _look(self, frontier: Frontier) -> None:
-        """Look at the seals that are due; at all of them, if the caller follows the load and tokens have landed that no
-        seal vouches for yet. One look at a time at each seal.
+        """Fetch the seals that are due, except seals with a fetch under way.
+
+        If the caller follows the load, and tokens have landed that not all seals vouch for, also fetch those other
+        seals.
         """
         unvouched = self._load.followed and frontier.unvouched
         for source in self._load.sources:
@@ -219,7 +223,7 @@ class _GrowingRead:
                 await self._flight.look(source)
 
     async def _wait(self) -> None:
-        """Wait until a look or another read has ended, an answer came, or a look is due."""
+        """Wait until a read or a fetch of a seal has ended, an answer has come, or a fetch is due."""
         if self._load.lease_news is None and all(source.proof.seen_s > -math.inf for source in self._load.sources):
             self._growing.follow(self._load, self._load.sources, self._matched)
             self._take_news()
@@ -237,7 +241,7 @@ class _GrowingRead:
         return min(map(self._there, self._load.sources))
 
     def _so_far(self) -> str:
-        """Say how much of the prompt its producer has computed."""
+        """Return a text that says how much of the prompt the producer has computed."""
         flight, tokens = self._flight, f"{self._computed} of {counted(self._tokens, 'token')} computed"
         silent_s = self._growing.clock.now_s() - flight.heard_s
         if not flight.under_way or silent_s < 2 * LOOK_EVERY_S:
@@ -245,18 +249,18 @@ class _GrowingRead:
         return f"{tokens}, as far as is known: a look at its lease has not ended for {silent_s:.3g} s"
 
     def _look_again(self) -> None:
-        """Callback of the alarm: look at all seals, since an answer may have been lost."""
+        """Callback of the alarm: fetch all seals, since an answer may have been lost."""
         self._due.update(self._load.sources)
         self._flight.nudge()
 
     def _told(self, source: Source) -> None:
-        """Note an answer of the source's rank."""
+        """Note an answer from the source's rank: its seal has to be fetched."""
         if source in self._load.sources:
             self._due.add(source)
         self._flight.nudge()
 
     def _take_news(self) -> None:
-        """Take in the news of the leases that are read. At first any new token is of interest."""
+        """Connect to the load's news, if it has any. At first every new token is of interest."""
         news = self._load.lease_news
         if news is None:
             return
@@ -268,19 +272,19 @@ class _GrowingRead:
 
 
 def _there_in(lane: Lane, there: Mapping[Source, int]) -> int:
-    """Return the tokens that may be read from all ranks of a lane."""
+    """Return the number of tokens that may be read from all ranks of a lane."""
     return min(there[source] for source in lane.sources)
 
 
 class Frontier:
-    """Tokens of the prompt, from the first one on, that have landed in all lanes and are vouched for.
+    """The tokens of the prompt, from the first one on, that have landed in all lanes and are vouched for.
 
-    Tokens are vouched for by a look that has found the leases open. It was posted after their last byte had landed, or
-    so shortly before that the blocks were held until then anyway (`core.protocol.proof`).
+    A fetch of the seal vouches for landed tokens if it found the lease open, and was posted after their last byte had
+    landed or so shortly before that the blocks were still held then (`core.protocol.proof`).
     """
 
     def __init__(self, lanes: Sequence[Lane], sources: Sequence[Source], load: Load, history: History | None) -> None:
-        """`load` gets the number of tokens that are vouched for, and of all; `history` those that have landed."""
+        """`load` gets the number of tokens that are vouched for, `history` the number that have landed."""
         self._lanes = lanes
         self._sources = sources
         self._load = load
@@ -289,21 +293,21 @@ class Frontier:
         self._last = max(lane.tokens.stop for lane in lanes)
         self._told = self._first
         self._upto = self._first
-        """Tokens that have landed, vouched for or not."""
+        """End of the tokens that have landed, vouched for or not."""
         self._landed_s = -math.inf
 
     @property
     def done(self) -> bool:
-        """True once all tokens were told."""
+        """True once all tokens were reported to the load."""
         return self._told >= self._last
 
     @property
     def unvouched(self) -> bool:
-        """True if more tokens have landed than were told."""
+        """True if more tokens have landed than were reported."""
         return self._upto > self._told
 
     def note_landed(self, one: PromptSpan, now_s: float) -> None:
-        """Note that a span has landed in our blocks."""
+        """Note that a span has landed in the local blocks."""
         one.lane.note_landed(one)
         self.look()
         self._upto = min(self._last, *(lane.landed_upto for lane in self._lanes))
@@ -313,12 +317,12 @@ class Frontier:
         self.look()
 
     def look(self) -> None:
-        """Tell how many tokens are vouched for by now."""
+        """Report the landed tokens to the load, if all sources vouch for them."""
         if self.unvouched and all(map(self.vouches, self._sources)):
             self._told = self._upto
             self._load.note_progress(self._upto - self._first, self._last - self._first)
 
     def vouches(self, source: Source) -> bool:
-        """True if a source vouches for all that has landed."""
+        """Return True if the source's seal vouches for everything that has landed."""
         quick_s = source.connection.quick_read_max_s
         return not source.proof.over and self._landed_s - source.proof.seen_s < quick_s

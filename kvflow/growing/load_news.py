@@ -1,9 +1,9 @@
-"""News that a load gets of the leases it reads under, beside what their seals say.
+"""News about the leases that a load reads under, beside what their seals say.
 
-Each rank whose lease is not complete yet is asked one question. It answers when the lease is complete or over, has
-blocks that we do not know, or has as many tokens as we have asked for; then it is asked again. An answer makes the load
-look at the seal. Blocks that no ticket names, and payloads, are known from answers alone. An answer vouches for
-nothing: a load that needs neither of these ends as well if no answer ever comes.
+Each rank with a lease that is not complete is asked one question. The rank answers when the lease is complete or over,
+has blocks that this reader does not know, or has as many tokens as the reader wants; then it is asked again. After an
+answer the load fetches the seal. Payloads, and blocks that no ticket names, are known from answers alone. An answer
+vouches for nothing: a load that needs neither a payload nor more blocks also succeeds if no answer ever comes.
 """
 
 from __future__ import annotations
@@ -31,47 +31,48 @@ _PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for 
 
 @dataclass(slots=True, eq=False)
 class Followed:
-    """News of one rank's lease."""
+    """What is known about one rank's lease, from its ticket and from answers."""
 
     source: Source
     tables: Sequence[BlockIds]
-    """Blocks of the lease, by group; -1 stands for those that are not known."""
+    """Blocks of the lease, by group; -1 for blocks that are not known yet."""
     known: list[int]
-    """Blocks that are known, by group."""
+    """Number of known blocks, by group."""
     num_tokens: int
     end: asyncio.Future[Told]
-    """End of the lease, or an error: it will not be known."""
+    """Gets the state in which the lease ended, or the error because of which that will not be known."""
     payload: bytes = b""
     failed: str = ""
-    """Reason in words, once it is told that the prompt could not be computed."""
+    """Reason why the prompt could not be computed, in words, once a rank has said so; else empty."""
     problem: KVFlowError | None = None
-    """Error for which blocks that are not known yet never will be."""
+    """Error because of which blocks that are not known yet never will be."""
     missing_max: int = -1
-    """Missing tokens at which the next news is of interest; -1: at the end of the lease."""
+    """Answer when at most this many tokens are missing; -1: only when the lease ends."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when `missing_max` was lowered, so that the rank is asked again at once."""
     unknown: list[tuple[BlockIds, BlockIds, BlockIds]] = field(default_factory=list)
-    """Block ids of a load that may not be known yet: an array to fill, positions in a table of the lease, the table."""
+    """Block ids of a load that may not be known yet: (array to fill, positions in a table of the lease, that table)."""
     known_tokens: int = field(init=False)
-    """Tokens of the prompt that the known blocks hold."""
+    """Number of tokens of the prompt that the known blocks hold."""
 
     def __post_init__(self) -> None:
         self._count_tokens()
 
     def attach(self, matched: Matched) -> None:
-        """Have the chunks of a load get their block ids as they are told."""
+        """Fill in the block ids of the load's chunks as they become known."""
         for block_map, chunks in self.source.chunks.items():
             table = self.tables[block_map.remote_group]
             for some, places in zip(chunks, matched[block_map.of_groups], strict=True):
                 self.unknown.append((some.remote_ids, places.remote_ids, table))
 
     def want(self, missing_max: int) -> None:
-        """Ask to be told when so few tokens are missing, from the next question on."""
+        """From the next question on, ask for an answer when at most `missing_max` tokens are missing."""
         if missing_max < self.missing_max:
             self.lowered.set()
         self.missing_max = missing_max
 
     def take(self, news: messages.LeaseAnswer) -> None:
-        """Note what was told. Raises ProtocolError, and changes nothing then."""
+        """Note an answer. If it cannot be right, raise ProtocolError and change nothing."""
         added = [ids for ids in news.more_block_ids if ids]
         if added:
             self._add(news.more_block_ids)
@@ -84,7 +85,7 @@ class Followed:
         self.payload = news.payload
         over = news.state is Told.ENDED or news.state is Told.FAILED
         if over and self.unknown and self.known_tokens < self.num_tokens:
-            self.source.proof.heard(None, -math.inf)  # as if the seal was wiped: perhaps no look at it comes
+            self.source.proof.heard(None, -math.inf)  # as if the seal was found wiped: it may never be fetched again
         if news.state is Told.FAILED:
             why = words(news.reason) or "it does not say why"
             self.failed = f"its producer could not compute the prompt: {why}"
@@ -92,10 +93,10 @@ class Followed:
             self.end.set_result(news.state)
 
     def fail(self, error: KVFlowError) -> None:
-        """Note that nothing will be told any more."""
+        """Note that there will be no further answers, because of `error`."""
         if not self.end.done():
             self.end.set_exception(error)
-            self.end.exception()  # seen: who needs nothing of it goes on
+            self.end.exception()  # mark it as retrieved: a load that needs no answer goes on
         if self.unknown and self.known_tokens < self.num_tokens:
             self.problem = error
 
@@ -129,10 +130,10 @@ class Followed:
 
 
 class News:
-    """The questions of one load, from now on until `close`."""
+    """The questions of one load about its leases, from its beginning until `close`."""
 
     def __init__(self, load: Load, sources: Sequence[Source], cache: RegisteredCache) -> None:
-        """Ask these ranks. Raises RuntimeUnavailable."""
+        """Ask the ranks of `sources`. Raises RuntimeUnavailable."""
         loop, ticket = asyncio.get_running_loop(), load.ticket
         self.followed = [
             Followed(
@@ -145,14 +146,14 @@ class News:
             for source in sources
         ]
         self.on_answer: Callable[[Source], None] | None = None
-        """Callback told of each answer, while what grows is read."""
+        """Called with the source after each answer, while a growing lease is read."""
         self._request_id = ticket.request_id
         self._cache = cache
         self._tasks = [cache.spawn(self._ask(one), name=f"kvflow-news {self._request_id}") for one in self.followed]
 
     @property
     def failed(self) -> str:
-        """The reason in words for which a prompt could not be computed; "" if nobody has told one."""
+        """Reason why the prompt could not be computed, in words; empty if no rank has given one."""
         return next((one.failed for one in self.followed if one.failed), "")
 
     def close(self) -> None:
@@ -164,10 +165,10 @@ class News:
         """Wait for the end of the leases that promise a payload.
 
         Returns:
-            The payload; empty if none was promised. None if a lease has ended without it.
+            The payload, empty if none was promised. None if a lease has ended without its payload.
 
         Raises:
-            PeerError: it will not be known.
+            PeerError: a rank failed to answer, so the payload will not be known.
         """
         found = b""
         for one in self.followed:
@@ -178,10 +179,10 @@ class News:
         return found
 
     async def _ask(self, one: Followed) -> None:
-        """Body of a task: ask one rank until its lease has come to its end, or the rank fails to answer.
+        """Ask one rank until its lease has ended, or the rank fails to answer.
 
-        Task `kvflow-news <request>`: begun by a load, for each rank whose lease is not complete. Ends when
-        there is no more to tell, or with the load.
+        Task `kvflow-news <request>`: begun by a load, for each rank with a lease that is not complete. Ends when the
+        lease is complete or has ended, when the rank fails to answer, or with the load.
         """
         peer, state = one.source.peer, Told.OPEN
         while state is Told.OPEN:

@@ -1,12 +1,13 @@
-"""Rendezvous become tickets: ranks are asked for their offers, and answer once they have one.
+"""From a rendezvous to a ticket: ask the ranks for their offers, and wait until they have them.
 
-A rendezvous (`Ticket.rendezvous`) names an engine's ranks and a request that the engine may not know yet. Each rank
-that we read from or report to is connected, perhaps while the prompt is still computed, and asked for its offer: one
-rank first and, when it has answered, the others. All have to offer the same. The result is an ordinary ticket with the
-leases of all ranks.
+A rendezvous (`Ticket.rendezvous`) names the ranks of an engine, and a request that the engine may not know yet. Each
+rank that this rank reads from or reports to is connected, perhaps while the prompt is still being computed, and asked
+for its offer: one rank first and, after its answer, the others. All have to offer the same. The result is an ordinary
+ticket with the leases of all ranks.
 
-A router may send the prompt to another engine than the one that it has named, such as another data-parallel rank of the
-same server. That engine tells the ranks that are waited at (`send_on`), and they send their readers on, once.
+A router may send the prompt to another engine than the rendezvous names, such as another data-parallel rank of the same
+server. That engine then notifies the ranks at which readers wait (`send_on`), and these ranks send their readers on,
+once.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ _SAME = ("num_tokens", "block_ids", "extends", "prompt_digest")
 
 
 _Offered: TypeAlias = tuple[Address, messages.Offer, RankLease | None]
-"""A rank, its offer, and its lease; None if there is nothing to read."""
+"""A rank, its offer, and its lease; the lease is None if there is nothing to read."""
 
 
 class Rendezvous:
-    """Waits for offers."""
+    """The rendezvous of one registration: waits for offers, and sends the readers of others on to this engine."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._cache = cache
@@ -67,12 +68,12 @@ class Rendezvous:
         self._remote_leases = cache.remote_leases
 
     async def carry(self, load: Load) -> LoadReport:
-        """Wait for the offer of a load's ticket, and carry the load out."""
+        """Wait for the offer of the load's ticket, then carry the load out."""
         await self.meet_for(load)
         return await carry(self._cache, load)
 
     async def meet_for(self, load: Load) -> None:
-        """Wait for the offer of a load's ticket, which the load has from then on; see `meet`."""
+        """Wait for the offer of the load's ticket, and set `load.ticket` to the ticket of that offer; see `meet`."""
         load.enter("handshake")
 
         def found(source: Source, ttl_s: float) -> None:
@@ -92,13 +93,13 @@ class Rendezvous:
         found: Callable[[Source, float], None],
         connected: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Wait for the offers of a rendezvous, and make the ticket of them.
+        """Wait for the offers of a rendezvous, at most for the ticket's `ttl_s`. Return a ticket of these offers.
 
-        `found` gets each lease, and its `ttl_s`, as soon as it is known, while others are still waited for: for the
-        ticket's own `ttl_s` at most. `connected` is called when all that is waited for is a rank's offer. Raises
-        PrefillFailed if the engine declines, or opens no lease in time; LeaseExpired if the lease has ended already, or
-        a rank has restarted; a PeerError, such as PeerNotReady if the engine drains; RequestError if the ticket, or
-        what is offered, cannot be right. Cancelling stops the waiting; handshakes that have begun go on.
+        `found` gets each lease and its `ttl_s` as soon as they are known, while others are still waited for.
+        `connected` is called when a rank is connected, and only its offer is missing. Raises PrefillFailed if the
+        engine declines, or opens no lease in time; LeaseExpired if the lease has ended already, or a rank has
+        restarted; a PeerError, such as PeerNotReady if the engine drains; RequestError if the ticket, or the offer,
+        cannot be right. Cancelling stops the waiting; handshakes that have begun go on.
         """
         give_up_s = asyncio.get_running_loop().time() + ticket.ttl_s
         sent_on: list[tuple[Address, bytes]] = []
@@ -112,17 +113,22 @@ class Rendezvous:
         return await self._meet(there, found, connected, give_up_s, [])
 
     def send_on(self, awaited: Ticket, reason: str, instead: Ticket | None) -> None:
-        """Tell the ranks of a rendezvous, in the background, that its request has come here, or is not to be had."""
+        """Notify the ranks of a rendezvous, in the background, that its request has come here or will not be served.
+
+        Readers that wait at these ranks get `reason`, or go on to `instead`, a rendezvous at this engine.
+        """
         params = b"" if instead is None else msgspec.msgpack.encode(instead.to_params())
         fits = params if len(params) <= messages.INSTEAD_BYTES_MAX else b""
         with contextlib.suppress(RuntimeUnavailable):
             self._spawn(self._send_on(awaited, reason, fits), name=f"kvflow-send-on {awaited.request_id}")
 
     async def _send_on(self, awaited: Ticket, reason: str, instead: bytes) -> None:
-        """Body of a task, which ends with the runtime. A rank that cannot be told has readers that find out late.
+        """Notify each rank of a rendezvous. Ends with the runtime.
 
-        Task `kvflow-send-on <request>`: begun by `decline` of a request whose readers wait at another engine.
-        Ends when each of its ranks has answered, within `handshake_timeout_s` after its turn.
+        If a rank cannot be reached, its readers find out late.
+
+        Task `kvflow-send-on <request>`: begun by `decline` of a request with readers that wait at another engine. Ends
+        when each of that engine's ranks has answered, within `handshake_timeout_s` after its turn.
         """
         room = asyncio.Semaphore(VISITS_AT_ONCE_MAX)
 
@@ -144,7 +150,7 @@ class Rendezvous:
         await asyncio.gather(*map(tell, awaited.ranks))
 
     def _instead(self, ticket: Ticket, at: Address, told: bytes) -> Ticket:
-        """Return the rendezvous that a rank sends readers on to. ProtocolError unless it is of the same request."""
+        """Return the rendezvous to which a rank sends readers on. ProtocolError unless it is for the same request."""
         try:
             there = read_ticket(msgspec.msgpack.decode(told), self._limits.block_ids_max)
         except (msgspec.DecodeError, RecursionError, RequestError) as error:
@@ -161,7 +167,7 @@ class Rendezvous:
         give_up_s: float,
         sent_on: list[tuple[Address, bytes]],
     ) -> Ticket:
-        """See `meet`. `sent_on` gets ranks that know of another rendezvous, and what they tell of it."""
+        """Wait for offers as `meet` does. `sent_on` gets ranks that send readers on, each with its new rendezvous."""
         room: dict[Address, tuple[int, ...]] = {}
 
         async def visit(at: Address) -> _Offered | None:
@@ -196,7 +202,7 @@ class Rendezvous:
     async def _offer(
         self, ticket: Ticket, peer: Peer, give_up_s: float, sent_on: list[tuple[Address, bytes]]
     ) -> tuple[messages.Offer, RankLease | None]:
-        """Wait for a rank's offer, and its lease; None if there is nothing to read."""
+        """Wait for a rank's offer. Return it with its lease, which is None if there is nothing to read."""
         question = messages.LeaseRequest(reader=self._local.reader, target=peer.at, request_id=ticket.request_id)
         answer = await self._peers.ask_until(peer, question, give_up_s)
         match answer.state:
@@ -215,7 +221,7 @@ class Rendezvous:
         return answer.offer, answer.lease
 
     def _agreed(self, ticket: Ticket, offers: list[_Offered]) -> Ticket:
-        """The ticket of the offers of all ranks, which have to be equal."""
+        """Return the ticket of the offers of all ranks, which have to be equal. ProtocolError if they differ."""
         if not offers:
             raise RequestError(f"ticket of request {ticket.request_id!r}: none of its ranks has anything for us")
         first_at, first, _ = offers[0]

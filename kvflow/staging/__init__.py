@@ -1,1 +1,1 @@
-"""Part: memory that bytes go through where the cache cannot be read into directly, and the copies between both."""
+"""Part: buffers for loads that cannot go directly into the cache, and the copies between buffers and cache."""

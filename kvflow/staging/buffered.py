@@ -1,8 +1,8 @@
-"""Loads that go through buffers: scratch memory, or host blocks that stand for blocks of a device.
+"""Loads through buffers: scratch memory, or host blocks that stand for blocks of a device.
 
-A load is cut into spans of the prompt, whole blocks of both sides. Each span is a copy group (`flight.CopyGroup`): it
-takes the buffers it needs, reads from every rank, and copies when all reads have landed. While one group is copied
-others are read.
+A load is cut into spans of the prompt, each of whole blocks on both sides. Each span becomes a copy group
+(`flight.CopyGroup`): it takes the buffers that it needs, reads from every rank, and is copied when all of its reads
+have landed. While one group is copied, others are read.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ logger = logger_of(__name__)
 
 
 def begin(cache: RegisteredCache) -> Buffered:
-    """Return the part of a registration."""
+    """Make the part `staging` for one registration."""
     return Buffered(cache)
 
 
 class Buffered:
-    """Reads through the buffers of one registration."""
+    """The part of one registration: reads loads through buffers, and plans the spans of such loads."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         config, limits = cache.config, cache.config.limits
@@ -64,7 +64,10 @@ class Buffered:
         self._permutations: WeakKeyDictionary[BlockMap, Permutation] = WeakKeyDictionary()
 
     async def prepare(self) -> None:
-        """Make all scratch buffers now. TransportError if Config.scratch is "always" and they cannot be had."""
+        """Make all scratch buffers now. If that fails, small pieces will be read one by one.
+
+        With Config.scratch "always" a failure raises TransportError instead.
+        """
         try:
             await self._scratch.prepare()
         except TransportError as error:
@@ -75,14 +78,14 @@ class Buffered:
             logger.warning("engine %r (%s): reads small pieces one by one: %s", *who, error)
 
     def read(self, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
-        """Read all of a load whose blocks are there; see `steps.Reader`."""
+        """Read a whole load of computed blocks, through buffers where it needs them; see `steps.Reader`."""
         parts = self._parts(plan.sources)
         if self._staging or any(part.scratch_bytes for part in parts):
             return flight.fly_groups(self._grouped(parts, load.tables, flight.head))
         return read_straight(self._cache, load, flight, plan)
 
     def _parts(self, sources: Sequence[Source]) -> list[SourcePart]:
-        """Parts that are read of each set of each rank's layers, and whether through scratch memory."""
+        """Return the parts to read of each set of each rank's layers, and whether through scratch memory."""
         return [
             SourcePart(source, block_map, chunks, self._scratch_bytes(source, block_map, chunks))
             for source in sources
@@ -103,7 +106,7 @@ class Buffered:
         return whole.block_bytes if pays else 0
 
     def _permutation(self, block_map: BlockMap) -> Permutation:
-        """Permutation of a peer's blocks; made once per peer and set of layers."""
+        """Return the permutation of a peer's blocks, which is made once per peer and layer set."""
         if block_map not in self._permutations:
             whole = WholeBlocks(block_map.remote_whole, block_map.heads, [theirs for _, theirs in block_map.places])
             _, caches, layout = self._sets[block_map.local_set]
@@ -114,7 +117,7 @@ class Buffered:
     async def _grouped(
         self, parts: Sequence[SourcePart], tables: Sequence[BlockIds], head_of: HeadOf
     ) -> AsyncGenerator[CopyGroup, None]:
-        """Copy groups of all groups of layers, in prompt order. Each takes its buffers when it is asked for."""
+        """Yield the copy groups of all groups of layers, in prompt order. Each takes its buffers when requested."""
         lanes = [self._lane(some, at, tables[at]) for at, some in by_group(parts)]
         for one in heapq.merge(*(lane.rest() for lane in lanes), key=STOP_TOKEN):
             yield await self.group(one, head_of)
@@ -128,12 +131,12 @@ class Buffered:
         return lanes
 
     def _lane(self, parts: Sequence[SourcePart], at: int, local_ids: BlockIds) -> Lane:
-        """The lane of group `at`, cut by whole remote blocks unless these have no room."""
+        """Return the lane of group `at`, cut by whole remote blocks unless these do not fit in the buffers."""
         staging = self._staging[at] if self._staging else None
         return Lane(parts, staging, local_ids, self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
 
     async def group(self, span: PromptSpan, head_of: HeadOf | None = None) -> CopyGroup:
-        """See `Spans`. Gives the buffers back if it is cancelled meanwhile."""
+        """See `Spans`. If cancelled, give the buffers back. With `head_of`, straight reads also fetch seals."""
         parts, staging = span.lane.parts, span.lane.staging
         jobs: list[Callable[[], None]] = []
         releases: list[Callable[[], None]] = []
@@ -166,7 +169,10 @@ class Buffered:
     async def _take_host_blocks(
         self, span: PromptSpan, staging: HostBlocks | None, releases: list[Callable[[], None]]
     ) -> BlockIds | None:
-        """Host blocks for a group; a block that is written in part only is fetched first, so that its rest stays."""
+        """Take the host blocks of a span; None without host staging.
+
+        A block that is written in part only is copied from the device first, so that its other tokens stay.
+        """
         if staging is None:
             return None
         host_ids = await staging.pool.take(len(span.local_ids))
@@ -179,7 +185,7 @@ class Buffered:
 
 
 def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Chunks:
-    """Chunks with the host blocks that stand for local ones."""
+    """Return chunks with host blocks in place of the local blocks that these stand for."""
     if host_ids is None or not len(chunks):
         return chunks
     order = np.argsort(local_ids)

@@ -1,18 +1,18 @@
-"""Copies between caches and buffers: the bytes that torch moves, where NIXL moves the others.
+"""Copies between caches and buffers, by torch and numpy. All other bytes are moved by NIXL.
 
-A cache is seen as *parts*: K and V, or the latent, of one layer, each a view with the axes block, token, head and dim,
-whatever the style and the order. On parts rest the two copies that kvflow makes itself: whole blocks between caches of
-one layout (`copy_blocks`: device to host and back), and heads of some tokens out of a scratch buffer in the order of
-a peer's memory into blocks in ours (`scatter_tokens`). Both write exactly the elements that they name.
+A cache is seen as *parts*: K and V, or the latent, of one layer. A part is a view with the axes block, token, head and
+dim, whatever the style and the order of the cache. kvflow itself makes two kinds of copies. `copy_blocks` copies whole
+blocks between caches of one layout: from a device to the host, and back. `scatter_tokens` copies heads of some tokens
+from a scratch buffer, in a peer's memory order, into local blocks. Both write exactly the elements that they name.
 
-All copies work on bytes, so that every dtype is copied alike, also those that torch cannot index. Memory of the CPU is
-copied by numpy: it copies run by run in one thread, at 10 GB/s for runs of 256 bytes and more for longer ones, with
-the GIL released. Torch's indexing goes by elements; on bytes it is 6 times slower, and on 16-byte elements it needs two
-threads to keep up. Elsewhere torch copies, in the largest elements that fit.
+All copies work on bytes, so that every dtype is copied alike, also those that torch cannot index. CPU memory is copied
+by numpy, which copies run by run in one thread, with the GIL released, at 10 GB/s for runs of 256 bytes and more for
+longer ones. Torch indexes element by element: on bytes it is 6 times slower, and on 16-byte elements it needs two
+threads to keep up. On other devices torch copies, in the largest elements that fit.
 
 Everything here is synchronous: it runs on a copy thread, and the bytes are there when it returns. A device has a stream
-for copies (`device.CacheDevice`), ids go there once per copy, and it is waited for once. The caller has made sure that
-the bytes were computed and that the block ids are of blocks that exist; a breach is our bug.
+for copies (`device.CacheDevice`). Ids are uploaded once per copy, and the device is waited for once. The caller has
+made sure that the bytes were computed and that the block ids exist; anything else is a bug of kvflow.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ LayerTensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 CacheTensors: TypeAlias = "Mapping[str, LayerTensors]"
 Ids: TypeAlias = npt.NDArray[np.int64]
 View: TypeAlias = Any
-"""A tensor or, of the CPU's memory, an array of numpy: what is made of one once need not be made for every copy."""
+"""A tensor or, for CPU memory, an array of numpy. Views are made once, not for every copy."""
 Copy: TypeAlias = Callable[[View, View], None]
-"""Copies from one view to another."""
+"""Function that copies from one view to another."""
 Way: TypeAlias = "Callable[[Ids, Ids], Copy]"
-"""Copier between places that two lists of ids say; made for these once, used for every region."""
+"""Function that makes a `Copy` for two lists of ids, which say what to copy where. One `Copy` serves every region."""
 
 
 # --- parts
 
 
 def canonical_parts(layer: LayerTensors, layout: CacheLayout, *, split_fused: bool = True) -> tuple[Tensor, ...]:
-    """Views (block, token, head, dim) of K and V of a layer, or of its latent, whose head axis has one entry.
+    """Return K and V of a layer, or its latent, as views (block, token, head, dim). A latent has one head.
 
-    K and V of a fused cache are the halves of its last axis, or stay together without `split_fused`.
+    K and V of a fused cache are the halves of its last axis; without `split_fused` they stay together.
     """
     parts = _part_tensors(layer, layout)
     if layout.style is KVStyle.MLA:
@@ -65,7 +65,7 @@ def canonical_parts(layer: LayerTensors, layout: CacheLayout, *, split_fused: bo
 
 
 def _part_tensors(layer: LayerTensors, layout: CacheLayout | StateLayout) -> tuple[Tensor, ...]:
-    """The tensors of a layer's regions, their axes after the block's as they are."""
+    """Return the tensor of each region of a layer: block axis first, then the layer's own axes in their own order."""
     if isinstance(layer, tuple | list):
         return tuple(layer)
     match _style_of(layout):
@@ -78,14 +78,14 @@ def _part_tensors(layer: LayerTensors, layout: CacheLayout | StateLayout) -> tup
 
 
 def _style_of(layout: CacheLayout | StateLayout) -> KVStyle | None:
-    """The cache's style; None for state, whose tensors have the block axis first."""
+    """Return the style of a cache; None for state, in which the block axis comes first."""
     return layout.style if isinstance(layout, CacheLayout) else None
 
 
 def _alias(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """Bytes of the tensor's memory from its first element on; sizes and strides in bytes.
+    """Return a view of a tensor's memory as bytes, from its first element on. Sizes and strides are in bytes.
 
-    Not by `Tensor.view`, which wants a stride of 1 even where an axis has one entry only.
+    `Tensor.view` cannot be used: it wants a stride of 1 even for an axis with one entry.
     """
     import torch
 
@@ -95,7 +95,7 @@ def _alias(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tens
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """View memory as bytes; the last axis, whose elements lie together, grows by the size of an element."""
+    """View a tensor as bytes. The last axis, which is dense, has the bytes of its elements."""
     size = tensor.element_size()
     *outer, last = tensor.shape
     return _alias(tensor, (*outer, last * size), (*(stride * size for stride in tensor.stride()[:-1]), 1))
@@ -107,10 +107,10 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def allocate_host_caches(
     kv_caches: CacheTensors, layout: CacheLayout | StateLayout, num_blocks: int, device: CacheDevice
 ) -> dict[str, LayerTensors]:
-    """Zeroed host tensors like those of a cache, for `num_blocks` blocks: same style, axes and memory order.
+    """Return zeroed host tensors like those of a cache, for `num_blocks` blocks: same style, axes and memory order.
 
-    Blocks are dense, whatever lies between them in the cache, and each tensor has its own memory, of the kind that
-    `device` copies fast. What is one tensor in the cache is one here.
+    Blocks are dense, even if the cache has gaps between them. Each tensor has its own memory, of the kind that `device`
+    copies fast. Layers that share a tensor of the cache share one here.
     """
     made: dict[tuple[object, ...], Tensor] = {}
 
@@ -127,11 +127,12 @@ def allocate_host_caches(
 
 
 def _host_tensor(tensor: Tensor, style: KVStyle | None, num_blocks: int, device: CacheDevice) -> Tensor:
+    """Return a zeroed host tensor like `tensor`, for `num_blocks` blocks."""
     block_axis = 1 if style is KVStyle.KV_FIRST else 0
     outer_count = 2 if style in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST) else 1
     shape = list(tensor.shape)
     shape[block_axis] = num_blocks
-    # Outermost in memory first. A single block's stride means nothing, so a block's own axes are sorted apart.
+    # Axes from outermost to innermost in memory. The stride of a single block means nothing, so outer axes come first.
     axes = sorted(range(len(shape)), key=lambda axis: (axis >= outer_count, -tensor.stride()[axis], axis))
     memory = device.host_memory(math.prod(shape) * tensor.element_size())
     dense = memory.view(tensor.dtype).view([shape[axis] for axis in axes])
@@ -141,10 +142,10 @@ def _host_tensor(tensor: Tensor, style: KVStyle | None, num_blocks: int, device:
 def block_rows(
     kv_caches: CacheTensors, layout: CacheLayout | StateLayout, *, as_bytes: bool = True
 ) -> tuple[Tensor, ...]:
-    """The blocks of each region of a cache, as rows: in memory a block is dense. To be made once.
+    """Return each region of a cache as a matrix with a row per block, since a block is dense in memory.
 
-    Rows are bytes; without `as_bytes` they are views in the tensors' own dtype, for which nobody needs an address.
-    Regions that are the same memory are one.
+    Rows are bytes; without `as_bytes` they are views in the dtype of the tensors, and need no address. Regions that
+    share their memory are returned once. Make them once per cache, not per copy.
     """
     rows: dict[tuple[object, int], Tensor] = {}
     for layer in kv_caches.values():
@@ -155,6 +156,7 @@ def block_rows(
 
 
 def _layer_rows(layer: LayerTensors, layout: CacheLayout | StateLayout, as_bytes: bool) -> Iterator[Tensor]:
+    """Yield each region of a layer as a matrix with a row per block."""
     for part in _part_tensors(layer, layout):
         count, each = part[0].numel(), part.element_size()
         stride = part.stride(0) if len(part) > 1 else count
@@ -167,10 +169,10 @@ def _layer_rows(layer: LayerTensors, layout: CacheLayout | StateLayout, as_bytes
 def copy_blocks(
     sources: Sequence[Tensor], targets: Sequence[Tensor], source_ids: Ids, target_ids: Ids, way: Way
 ) -> None:
-    """Copy block `source_ids[i]` of every region to block `target_ids[i]`, ids all different on either side.
+    """Copy block `source_ids[i]` of every region to block `target_ids[i]`. The ids of each side are distinct.
 
-    `sources` and `targets` are `block_rows` of caches of one layout, apart from the number of blocks. `way` is
-    `on_host`, or inside `copying` `to_host` or `to_device`, which on the CPU are that, too.
+    `sources` and `targets` are `block_rows` of caches with the same layout, except for the number of blocks. `way` is
+    `on_host` or, inside `CacheDevice.copying`, the result of `to_host` or `to_device`.
     """
     assert len(source_ids) == len(target_ids), f"source ids: {len(source_ids)}, target ids: {len(target_ids)}"
     if not len(source_ids):
@@ -184,7 +186,7 @@ def copy_blocks(
 
 
 def on_host(source_ids: Ids, target_ids: Ids) -> Copy:
-    """Copies of blocks from memory of the CPU to other memory of the CPU."""
+    """Return a function that copies blocks within CPU memory."""
     runs = list(_runs(source_ids, target_ids))
 
     def copy(source: Tensor, target: Tensor) -> None:
@@ -196,17 +198,17 @@ def on_host(source_ids: Ids, target_ids: Ids) -> Copy:
 
 
 def to_host(device: CacheDevice) -> Way:
-    """Copies of blocks from the device to memory of the host."""
+    """Return the function that makes copies of blocks from the device to host memory."""
     return on_host if device.on_host else partial(_pieces_or_kernels, device, gather=True)
 
 
 def to_device(device: CacheDevice) -> Way:
-    """Copies of blocks from memory of the host to the device."""
+    """Return the function that makes copies of blocks from host memory to the device."""
     return on_host if device.on_host else partial(_pieces_or_kernels, device, gather=False)
 
 
 def _pieces_or_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather: bool) -> Copy:
-    """Copy large pieces as they are, in one call for each region, and small ones by kernels that gather or spread."""
+    """Return a function that copies large blocks in one call per region, and small ones by kernels of the device."""
     in_pieces = cache(lambda: _in_one_call(device, source_ids, target_ids))
     by_kernels = cache(lambda: _by_kernels(device, source_ids, target_ids, gather=gather))
 
@@ -219,9 +221,9 @@ def _pieces_or_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *,
 
 
 def _by_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather: bool) -> Copy:
-    """Gather blocks on the device and copy them to the host run by run, or copy them there and spread them.
+    """Return a function that gathers blocks on the device and copies them to the host run by run, or the reverse.
 
-    Over the bus only dense copies are fast.
+    The bounce memory on the device makes copies over the bus dense: only these are fast.
     """
     import torch
 
@@ -251,7 +253,7 @@ def _by_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather
 
 
 def _in_one_call(device: CacheDevice, source_ids: Ids, target_ids: Ids) -> Copy:
-    """Copies of all blocks of a region in one call; blocks that lie together on both sides are one piece."""
+    """Return a function that copies all blocks of a region in one call. Blocks adjacent on both sides are one piece."""
     pieces_of = cache(lambda dense: np.array(list(_runs(source_ids, target_ids, dense=dense)), dtype=np.uint64))
 
     def copy(source: Tensor, target: Tensor) -> None:
@@ -266,7 +268,7 @@ def _in_one_call(device: CacheDevice, source_ids: Ids, target_ids: Ids) -> Copy:
 
 
 def _run_by_run(source_ids: Ids, target_ids: Ids) -> Copy:
-    """Copies between a device and the host without a kernel of the device: a copy for each run of blocks."""
+    """Return a function that copies between a device and the host without kernels, one run of blocks at a time."""
 
     def copy(source: Tensor, target: Tensor) -> None:
         for start, place, count in _runs(source_ids, target_ids, dense=_is_dense(source, target)):
@@ -276,12 +278,15 @@ def _run_by_run(source_ids: Ids, target_ids: Ids) -> Copy:
 
 
 def _is_dense(*regions: Tensor) -> bool:
-    """Return whether nothing lies between two blocks of each region."""
+    """Return whether each region has no gaps between its blocks."""
     return all(rows.stride(0) == rows.shape[1] for rows in regions)
 
 
 def _runs(first_ids: Ids, second_ids: Ids, *, dense: bool = True) -> Iterator[tuple[int, int, int]]:
-    """(first id, second id, count) of each stretch in which both go up by one; of each id if blocks are not dense."""
+    """Yield (first id, second id, count) of each stretch in which both ids go up by one.
+
+    If blocks are not dense, each id is a stretch of its own.
+    """
     follows = (np.diff(first_ids) == 1) & (np.diff(second_ids) == 1) & dense
     starts = np.flatnonzero(np.concatenate(([True], ~follows)))
     counts = np.diff(starts, append=len(first_ids))
@@ -294,10 +299,10 @@ def _runs(first_ids: Ids, second_ids: Ids, *, dense: bool = True) -> Iterator[tu
 def chunk_targets(
     parts: Sequence[Tensor], *, chunk_tokens: int, head_start: int, head_count: int, as_bytes: bool = True
 ) -> tuple[Tensor, ...]:
-    """Targets of chunks in parts of a cache: byte views (block, chunk of the block, token, head, byte).
+    """Return the places of chunks in parts of a cache: byte views (block, chunk of the block, token, head, byte).
 
-    A chunk is `chunk_tokens` tokens; a block holds one or more, and no part of one. To be made once, not per copy.
-    Without `as_bytes` the last axis has elements of the cache's own dtype.
+    A chunk is `chunk_tokens` tokens; a block holds one or more whole chunks. Without `as_bytes` the last axis has
+    elements of the cache's own dtype. Make the views once per cache, not per copy.
     """
     targets = []
     for part in parts:
@@ -312,10 +317,10 @@ def chunk_targets(
 def chunk_sources(
     scratch: Tensor, *, rows: int, chunks: int, tokens: int, heads: int, run_bytes: int, memory_order: str
 ) -> Tensor:
-    """A scratch buffer of bytes as (row, chunk, token, head, byte): dense chunks in a peer's memory order.
+    """View a scratch buffer of bytes as (row, chunk, token, head, byte): dense chunks in a peer's memory order.
 
-    `tokens` and `heads` are those that were read, of which a caller may slice some; `run_bytes` is one head of one
-    token. A longer buffer has bytes to spare.
+    `tokens` and `heads` are those that were read; a caller may slice them. `run_bytes` is the size of one head of one
+    token. The buffer may be longer than the view.
     """
     inner = (tokens, heads) if memory_order == "NHD" else (heads, tokens)
     size_bytes = rows * chunks * tokens * heads * run_bytes
@@ -326,11 +331,12 @@ def chunk_sources(
 def scatter_tokens(
     targets: Sequence[View], sources: Sequence[View] | View, block_ids: Ids, chunk_indices: Ids, way: Way
 ) -> None:
-    """Write chunk i of each source to chunk `chunk_indices[i]` of block `block_ids[i]` of the target at its place.
+    """Write the chunks of each source into local blocks, in the target with the same index.
 
-    Targets come from `chunk_targets`; sources are (..., token, head, byte), on the same device, with as many axes in
-    front as the ids have. Sources with fewer tokens than a chunk fill its first ones. Places are all different. `way`
-    is `spread_on_host`, or inside `copying` `spread_on_device`.
+    Chunk i goes to chunk `chunk_indices[i]` of block `block_ids[i]`. Targets come from `chunk_targets`. Sources are
+    (..., token, head, byte), on the same device, with as many leading axes as the ids have. A source with fewer tokens
+    than a chunk fills the first tokens of the chunk. All places are distinct. `way` is `spread_on_host` or, inside
+    `CacheDevice.copying`, the result of `spread_on_device`.
     """
     _check(block_ids, targets[0].shape[0])
     _check(chunk_indices, targets[0].shape[1])
@@ -344,11 +350,11 @@ def scatter_tokens(
 
 
 def spread_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
-    """Writes of chunks to memory of the CPU."""
+    """Return a function that writes chunks to CPU memory."""
 
     def copy(source: View, target: View) -> None:
         places, values = np.asarray(target), np.asarray(source)
-        if values.strides[-2] > values.strides[-3]:  # in the order of the memory read: as fast or 10 % faster
+        if values.strides[-2] > values.strides[-3]:  # in the memory order of the source: as fast or 10 % faster
             places, values = places.swapaxes(2, 3), values.swapaxes(-3, -2)
         places[block_ids, chunk_indices] = values
 
@@ -356,7 +362,7 @@ def spread_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
 
 
 def spread_on_device(device: CacheDevice) -> Way:
-    """Writes of chunks to memory of a device."""
+    """Return the function that makes copies of chunks to memory of a device."""
 
     def way(block_ids: Ids, chunk_indices: Ids) -> Copy:
         blocks, chunks = device.upload(block_ids), device.upload(chunk_indices)
@@ -374,8 +380,9 @@ def spread_on_device(device: CacheDevice) -> Way:
     return way
 
 
-# --- all of them
+# --- checks
 
 
 def _check(ids: Ids, count: int) -> None:
+    """Assert that all ids are below `count`, and not negative."""
     assert not ids.size or (ids.min() >= 0 and ids.max() < count), f"ids {ids.min()}..{ids.max()} of {count}"

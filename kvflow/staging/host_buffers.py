@@ -1,8 +1,9 @@
 """Host staging: blocks of a device that the transport cannot reach go through host buffers.
 
-Peers see a bounded set of host blocks, laid out like the device's. A producer copies a lease's blocks there before they
-can be read, and its seal says how far it is; a consumer reads into host blocks and copies from there. The copies run on
-the copy thread: by kvflow's own function for torch devices, or by one that the engine gives.
+Peers see a bounded set of host blocks, laid out like those of the device. A producer copies the blocks of a lease there
+before they can be read, and its seal says how far the copy is. A consumer reads into host blocks, and copies from there
+to the device. The copies run on the copy thread: by kvflow's own function for torch devices, or by one that the engine
+gives.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _BYTES_LEAST = 256 << 20
 
 
 class HostBuffers(HostBlocks):
-    """The host blocks of one group: their memory, which of them are free, and the copies to and from them."""
+    """The host blocks of one group: their memory, the pool of free ones, and the copies to and from them."""
 
     def __init__(self, group: CacheGroup, count: int, copier: BlockCopier | None, device: CacheDevice) -> None:
         self.block_size_bytes = group.block_size_bytes
@@ -48,7 +49,7 @@ class HostBuffers(HostBlocks):
         self._device_rows: list[torch.Tensor] = []
         self._host_rows: list[torch.Tensor] = []
         self.layers: list[tuple[dict[str, LayerTensors], CacheLayout | StateLayout]] = []
-        """The host blocks of each layout of the group."""
+        """Host tensors and layout of each layer set of the group."""
         for caches, layout in group.sets:
             device_caches = cast(CacheTensors, caches)
             host_caches = allocate_host_caches(device_caches, layout, count, device)
@@ -60,17 +61,17 @@ class HostBuffers(HostBlocks):
             else:
                 self.layers.append((host_caches, replace(layout, num_blocks=count)))
         if self._device_rows and not device.on_host:
-            # Now, while there is memory; and what the device can do is tried.
+            # Allocate the bounce memory now, while there is memory, and try what the device can do.
             device.bounce(1, max(row.shape[1] * row.element_size() for row in self._device_rows))
             for row in {row.dtype: row for row in self._device_rows}.values():
                 device.elements(row)
 
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
-        """Copy blocks to the host or to the device; on the copy thread."""
+        """Copy blocks to the host or to the device. Runs on the copy thread."""
         if self._copier is not None:
             host_caches = {name: layer for caches, _ in self.layers for name, layer in caches.items()}
             self._copier(host_caches, list(zip(device_ids.tolist(), host_ids.tolist(), strict=True)), direction)
-            self._device.wait()  # what it has queued on its current stream, if it has not waited itself
+            self._device.wait()  # the engine's function may only have queued its copies
             return
         with self._device.copying():
             if direction is CopyDirection.TO_HOST:
@@ -82,9 +83,9 @@ class HostBuffers(HostBlocks):
 def host_buffers(
     groups: Sequence[CacheGroup], config: Config, copier: BlockCopier | None, device: CacheDevice
 ) -> tuple[HostBuffers, ...]:
-    """Host blocks of each group, within Config.host_buffer_bytes_max in all: shared out by the groups' sizes.
+    """Make the host blocks of each group. Together they take at most Config.host_buffer_bytes_max.
 
-    ConfigError if a group gets no block.
+    Groups get shares in proportion to their sizes. ConfigError if a group gets no block.
     """
     sizes = [group.num_blocks * group.block_size_bytes for group in groups]
     most = config.host_buffer_bytes_max or _bytes_max(sum(sizes), config.tp_size)
@@ -100,5 +101,5 @@ def host_buffers(
 
 
 def _bytes_max(cache_bytes: int, ranks: int) -> int:
-    """Default size of all host blocks: enough for long prompts, and never much of the memory of host or container."""
+    """Return the default size of all host blocks: enough for long prompts, and a small part of the memory there is."""
     return min(max(cache_bytes // 4, _BYTES_LEAST), host_memory_bytes() // 8 // ranks)

@@ -1,7 +1,7 @@
-"""Memory that this process may have: the host's, or what its container's control groups allow.
+"""Memory that this process may use: the host's memory, or less if the control groups of its container allow less.
 
-A limit of control groups holds for all groups inside, so each group from the process's own up to the first is asked,
-of both versions. What cannot be read is no limit.
+The limit of a control group holds for all groups inside it. So the limits of the process's own group and of all groups
+around it are read, for both versions of control groups. A limit that cannot be read is ignored.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path, PurePosixPath
 
 
 def host_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process may have. `root` is where /proc and /sys are, for tests."""
+    """Return the bytes of memory that this process may use. `root` is where /proc and /sys are, for tests."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_limits(root)])
 
 
 def _limits(root: Path) -> Iterator[int]:
-    """Limits of all groups that the process is in."""
+    """Yield the memory limits of all control groups that the process is in."""
     own = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -34,7 +34,7 @@ def _limits(root: Path) -> Iterator[int]:
         shown, place = mounted.split()[3:5]
         if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
-        # In a container the mount may begin at the container's own group, whose path is that of the host.
+        # In a container the mount may begin at the container's own group, which has the path that the host sees.
         inside = own[kind].relative_to(shown) if own[kind].is_relative_to(shown) else PurePosixPath()
         name = "memory.max" if kind == "cgroup2" else "memory.limit_in_bytes"
         for group in (inside, *inside.parents):
@@ -44,7 +44,7 @@ def _limits(root: Path) -> Iterator[int]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a file; none if it cannot be read."""
+    """Return the lines of a file; none if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """Scratch memory: whole blocks of a peer are read there and permuted into the cache.
 
-`staging.whole_blocks` has the reading side and the rule when this pays. Here are the buffers, registered when the
-first load needs them, and the writing side: which tokens and heads of a scratch block go to which chunk of which of our
+`staging.whole_blocks` has the reading side, and the rule for when this pays. Here are the buffers, which are registered
+when the first load needs them, and the writing side, which maps tokens and heads of a scratch block to chunks of local
 blocks.
 """
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 
 class Scratch:
-    """A few equal buffers on the cache's device.
+    """A few buffers of equal size on the cache's device.
 
-    Each is made and registered when it is first taken, or before by `prepare`, where memory is scarce later.
+    A buffer is allocated and registered when it is first taken, or earlier by `prepare` if memory will be scarce later.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Scratch:
         self._made: dict[int, torch.Tensor] = {}
 
     async def prepare(self) -> None:
-        """Make all buffers now. TransportError if they cannot be had."""
+        """Allocate and register all buffers now. TransportError if that fails."""
         for number in range(self.pool.size):
             self._made[number] = await self._make()
 
     async def take(self) -> tuple[BlockIds, torch.Tensor]:
-        """Take a buffer, once one is free: its number, to be given back to `pool`, and its bytes.
+        """Take a buffer, once one is free. Return its number, to be given back to `pool`, and its bytes.
 
-        Raises TransportError if it cannot be had.
+        Raises TransportError if the buffer cannot be allocated or registered.
         """
         numbers = await self.pool.take(1)
         number = int(numbers[0])
@@ -77,6 +77,7 @@ class Scratch:
         return numbers, self._made[number]
 
     async def _make(self) -> torch.Tensor:
+        """Allocate and register a buffer."""
         allocate = partial(self.device.allocate, self.slot_bytes)
         try:
             made = allocate() if self.device.on_host else await self._copy_thread.run(allocate)
@@ -90,7 +91,10 @@ class Scratch:
 
 
 class Permutation:
-    """The way of one peer's blocks through scratch memory into our cache. Made once per peer; grows with regions."""
+    """Copies blocks of one peer from scratch memory to their places in the local cache.
+
+    Made once per peer and layer set; takes memory in proportion to the number of regions.
+    """
 
     def __init__(
         self,
@@ -124,7 +128,7 @@ class Permutation:
         self._targets: Sequence[View] = [target.numpy() for target in targets] if device.on_host else targets
 
     def plan(self, chunks: Chunks, buffer: torch.Tensor, offset: int) -> tuple[Descriptors, Callable[[], None]]:
-        """Plan to read the remote blocks of `chunks`, which are in prompt order, to `offset` of a buffer.
+        """Plan to read the remote blocks of `chunks`, which are in prompt order, into `buffer` from `offset` on.
 
         Returns the reads, and the copy out of the buffer.
         """
@@ -135,7 +139,7 @@ class Permutation:
         return descriptors, partial(self._permute, chunks, starts, memory)
 
     def _permute(self, chunks: Chunks, starts: BlockIds, memory: torch.Tensor) -> None:
-        """Permute a slice's blocks, on the copy thread."""
+        """Copy the blocks that were read to `memory` to their places in the cache. Runs on the copy thread."""
         whole = self.whole_blocks
         sources = chunk_sources(
             memory,
@@ -158,9 +162,10 @@ class Permutation:
                 scatter_tokens(self._targets, self._split(some), ids, parts, self._way)
 
     def _stretches(self, chunks: Chunks, starts: BlockIds) -> Iterator[tuple[slice, slice, slice]]:
-        """(blocks read, chunks of each, chunks of the load) so that each stretch takes the same chunks of its blocks.
+        """Yield slices of stretches: (blocks that were read, chunks of each such block, chunks of the load).
 
-        Only the first and the last block may be wanted in part.
+        Within a stretch the same chunks of each block are needed. Only the first and the last block may be needed in
+        part.
         """
         counts = np.diff(starts, append=len(chunks))
         first_parts = np.zeros_like(starts) if chunks.remote_parts is None else chunks.remote_parts[starts]
@@ -171,7 +176,7 @@ class Permutation:
             yield slice(begin, end), slice(part, part + count), slice(first, first + count * (end - begin))
 
     def _split(self, sources: View) -> Sequence[View]:
-        """The sources of each target: K and V are halves of every head where only the peer has them together."""
+        """Return the source of each target. If only the peer has K and V together, they are the halves of each head."""
         found = list(sources)
         if self._halve:
             half = self.whole_blocks.run_bytes // 2

@@ -1,11 +1,12 @@
-"""Whole remote blocks, read into scratch memory: the other way to read what lies in small pieces.
+"""Whole remote blocks, read into scratch memory: the alternative to reading small pieces.
 
-Where the pieces that are contiguous on both sides are small (a head slice of NHD, NHD to HND, block sizes that differ
-in HND) one descriptor for each is slow. Then whole blocks are read into scratch memory, each region's with one
-descriptor, and permuted into the cache from there. For NHD that reads all of the peer's heads, wanted or not.
+The pieces that are contiguous on both sides may be small: for a head slice of NHD, from NHD to HND, or for HND with
+different block sizes. Then a descriptor for each piece is slow. Instead, whole blocks are read into scratch memory,
+with one descriptor for each region of a block, and permuted into the cache from there. For NHD that reads all heads of
+the peer, even those that are not needed.
 
-Which way is faster is decided by a rule, `prefer_scratch`, with the costs of a descriptor and of a byte as measured
-over shared memory and tcp (docs/decisions/0006-scratch.md).
+A rule, `prefer_scratch`, decides which way is faster, by the costs of a descriptor and of a byte as measured over
+shared memory and tcp (docs/decisions/0006-scratch.md).
 """
 
 from __future__ import annotations
@@ -22,36 +23,36 @@ from kvflow.core.plan.topology import HeadSource
 
 
 class PathCosts(NamedTuple):
-    """The cost of reading, in seconds."""
+    """Costs of reading, in seconds."""
 
     descriptor_s: float
     byte_s: float
     permuted_byte_s: float
-    """Time to copy a byte from scratch memory to its place."""
+    """Seconds to copy a byte from scratch memory to its place."""
     batch_s: float = 100e-6
-    """Time to wait for a batch's reads and to start its copy."""
+    """Seconds to wait for the reads of a batch, and to start its copy."""
 
 
 COSTS: Mapping[tuple[str, bool], PathCosts] = {
     # Shared memory and tcp: measured, and a compromise between the two (docs/decisions/0006-scratch.md).
     ("cpu", True): PathCosts(2e-6, 0.2e-9, 0.045e-9),
     ("cpu", False): PathCosts(2e-6, 0.2e-9, 0.045e-9),
-    # cuda_ipc posts a copy and an event for each piece; RDMA posts work requests. Read in UCX and in what others have
-    # published, not measured by us: `python3 dev.py gpu` does (docs/decisions/0019-device.md).
+    # cuda_ipc posts a copy and an event for each piece; RDMA posts work requests. Taken from UCX's source and from
+    # publications, not measured: `python3 dev.py gpu` measures them (docs/decisions/0019-device.md).
     ("cuda", True): PathCosts(4e-6, 0.003e-9, 0.001e-9),
     ("cuda", False): PathCosts(0.25e-6, 0.02e-9, 0.001e-9),
 }
-"""Costs by the kind of memory that is read into, and whether the peer is on this host."""
+"""Costs by the kind of memory that is read into, and by whether the peer is on this host."""
 
 
 class WholeBlocks:
-    """Whole remote blocks: one contiguous piece in each region that is read from.
+    """Whole remote blocks, each with one contiguous piece in every region that is read.
 
-    In scratch memory a block has `tokens` and `heads` in the peer's order for each region.
+    In scratch memory a piece has `tokens` and `heads` in the peer's memory order.
     """
 
     def __init__(self, remote: Regions, heads: HeadSource, layers: Sequence[int]) -> None:
-        """`layers` are positions among the remote regions' layers, in the order in which they are wanted."""
+        """`layers`: positions of the layers in the remote regions, in the order that they have in scratch memory."""
         block = remote.block
         index = regions_of(layers, len(remote.parts))
         self._bases: Int64Array = remote.bases[index].astype(np.int64)
@@ -61,7 +62,7 @@ class WholeBlocks:
         if block.head_stride == block.tokens * block.run and block.token_stride == block.run:
             self.memory_order, self.heads, self.first_head = "HND", heads.heads, 0
             self._bases += heads.remote_start * block.head_stride
-        else:  # all heads are read: `first_head` is the first of those that we want
+        else:  # all heads are read: `first_head` is the first one that is needed
             self.memory_order, self.heads, self.first_head = "NHD", block.heads, heads.remote_start
         self.extent_bytes = self.tokens * self.heads * self.run_bytes
 
@@ -70,11 +71,11 @@ class WholeBlocks:
 
     @property
     def block_bytes(self) -> int:
-        """Scratch memory that one block takes."""
+        """Bytes of scratch memory that one block takes."""
         return len(self) * self.extent_bytes
 
     def plan(self, block_ids: BlockIds, scratch: int, device: Device) -> Descriptors:
-        """Read these blocks to `scratch`: region by region, block by block, dense."""
+        """Return descriptors that read blocks to the address `scratch`: region by region, block by block, dense."""
         count = len(self) * len(block_ids)
         table = np.empty((2, count, 3), dtype=np.int64)
         table[0, :, 0] = scratch + np.arange(count, dtype=np.int64) * self.extent_bytes
@@ -93,9 +94,11 @@ class WholeBlocks:
 def prefer_scratch(
     block_map: BlockMap, whole_blocks: WholeBlocks, *, chunks: int, blocks: int, batches: int, near: bool
 ) -> bool:
-    """True if reading `blocks` whole remote blocks and permuting `chunks` chunks beats reading every piece.
+    """Return whether to read whole remote blocks and permute them, because that is faster than reading every piece.
 
-    Both estimates are in seconds; all terms are linear, so only their ratio matters. `near`: the peer is on this host.
+    `chunks`: number of chunks to permute. `blocks`: number of whole blocks to read. `batches`: number of scratch
+    buffers to fill and copy. `near`: the peer is on this host. Both estimates are in seconds; all terms are linear, so
+    only their ratio matters.
     """
     costs = COSTS.get((block_map.local.device.kind, near), COSTS["cpu", near])
     groups = block_map.groups(block_map.chunk_tokens)

@@ -1,1 +1,1 @@
-"""Part: digests of blocks, which a reader compares with those of the producer."""
+"""Part: digests of a load's blocks, which the reader compares with the producer's digests."""

@@ -1,11 +1,11 @@
-"""Digests of the blocks of a cache (`verify.digests` defines them), computed on the copy thread.
+"""Digests of the blocks of a cache, computed on the copy thread. `verify.digests` defines a digest.
 
-Runs of bytes are hashed where they lie: on the CPU by numpy, with the GIL released while it reads them, at some 5 to
-10 GB/s on one core; on CUDA by torch. Other devices may lack the kernels, so their blocks are copied to the host first.
-The rest is arithmetic of numpy, for many layers at once, because one of its calls costs as much as 64 KiB of it. The
-copy thread computes in pieces, so that copies for other requests take turns with it.
+Runs of bytes are hashed in place: on the CPU by numpy, at some 5 to 10 GB/s on one core, with the GIL released while it
+reads; on CUDA by torch. Other devices may lack the kernels, so their blocks are copied to the host first. The rest is
+numpy arithmetic for many layers at once, because one numpy call takes the time of hashing 64 KiB. The copy thread
+computes in pieces, so that copies for other requests take turns with the digests.
 
-Views of a cache are made when its first digest is asked for.
+Views of a cache are made when its first digest is requested.
 """
 
 from __future__ import annotations
@@ -34,51 +34,54 @@ if TYPE_CHECKING:
 
 Tensor: TypeAlias = "torch.Tensor"
 View: TypeAlias = Any
-"""A tensor, or an array of numpy."""
+"""A torch tensor or a numpy array."""
 
 _HOST_DEVICE = CacheDevice(Device("cpu", 0))
-_JOB_BYTES = 4 << 20  # what is gathered of a part of a layer stays in the processor's cache
+_JOB_BYTES = 4 << 20  # the bytes gathered from one part of a layer stay in the processor's cache
 _JOB_BYTES_ON_DEVICE = 64 << 20
-_PIECE_BYTES = 32 << 20  # what a copy of another request waits for
-_DIRECT_BYTES_MIN = 1 << 18  # of one block: it is hashed where it is, smaller ones are gathered first
+_PIECE_BYTES = 32 << 20  # a copy of another request waits for at most this
+_DIRECT_BYTES_MIN = 1 << 18  # blocks of this size are hashed in place, smaller blocks are gathered first
 
 
 class Undigestible(Exception):
-    """Memory that neither numpy nor torch can read here, or heads that cannot be told apart."""
+    """Raised for memory that neither numpy nor torch can read here, or for heads that cannot be told apart."""
 
 
 class Digesting(NamedTuple):
-    """Blocks, tokens and heads to digest of some layers of one set."""
+    """The blocks, tokens and heads to digest, of some layers of one set."""
 
     layer_set: int
     layers: Sequence[int]
     """Positions of the layers in the set."""
     heads: range
-    """Heads of the set's blocks."""
+    """Heads to digest, by their positions in the set's blocks."""
     model_head: int
-    """Head of the model that the first of them is."""
+    """The model's number for the first of `heads`."""
     block_ids: BlockIds
-    """Blocks of `block_size` tokens of a prompt; the last one holds the last of `tokens`."""
+    """Blocks of `block_size` tokens of a prompt. The last block holds the last of `tokens`."""
     block_size: int
     tokens: range
-    """Places of the tokens in the prompt."""
+    """Positions of the tokens in the prompt."""
 
 
 class DigestedCache:
-    """The bytes of a cache, for digests. `sets` are those that peers see or, with host staging, those of the engine."""
+    """The bytes of a cache, for computing digests.
+
+    `sets` are the layers that peers see or, with host staging, the layers of the engine.
+    """
 
     def __init__(self, sets: Sequence[LayerSet], copy_thread: CopyThread, device: CacheDevice = _HOST_DEVICE) -> None:
-        """`device`: the device that they are on."""
+        """`device`: the device that the layers of `sets` are on."""
         self._sets = sets
         self._copy_thread = copy_thread
         self._device = device
 
     @cached_property
     def problem(self) -> str:
-        """The reason why it has no digests; "" if it has."""
+        """Reason why no digests can be computed; empty if they can."""
         try:
             return "" if self._digested else "there are no layers"
-        except (Undigestible, LayoutError) as error:  # layers that are staged need no addresses
+        except (Undigestible, LayoutError) as error:  # staged layers may have no addresses
             return str(error)
 
     @cached_property
@@ -86,9 +89,9 @@ class DigestedCache:
         return [_DigestedSet(one, self._device) for one in self._sets]
 
     async def digests(self, asked: Sequence[Digesting]) -> list[int]:
-        """Digests of each layer of each item, in order. Raises Undigestible, or what computing has raised.
+        """Return the digest of each layer of each item, in order. Raises Undigestible, or what computing has raised.
 
-        Cancelling stops the waiting, and what is not computed yet is not begun.
+        Cancelling stops the waiting, and begins no further piece.
         """
         if self.problem:
             raise Undigestible(self.problem)
@@ -104,7 +107,7 @@ class DigestedCache:
         return sums
 
     def _pieces(self, asked: Sequence[Digesting], sums: list[int]) -> Iterator[bool]:
-        """Add up the digests of each layer in `sums`. Yields True after each piece but the last."""
+        """Add the digests of each layer to `sums`, in place. Yield True after each piece except the last."""
         first = piece_bytes = 0
         for one in asked:
             for layer, found, size_bytes in self._digested[one.layer_set].digests(one):
@@ -118,7 +121,7 @@ class DigestedCache:
 
 
 class _DigestedSet:
-    """A set of layers as bytes: for each region a view (block, token, head, byte).
+    """A set of layers as bytes: for each region, a view with the axes block, token, head and byte.
 
     Tokens and heads are in the order of the memory, which is up to twice as fast.
     """
@@ -141,10 +144,10 @@ class _DigestedSet:
         self._views: list[View] = list(map(_on_host, views)) if on_host else views
 
     def digests(self, asked: Digesting) -> Iterator[tuple[int, UInt64Array, int]]:
-        """Summands of the layers' digests, which jobs of a bounded size compute.
+        """Yield summands of the layers' digests, computed in jobs of a bounded size.
 
-        Yields the position among the asked layers of the first of some layers, what to add to each of their digests,
-        and the bytes that were read.
+        A summand is: the position, among the requested layers, of the first of some layers; a number for each of these
+        layers, to add to its digest; and how many bytes were read.
         """
         heads = asked.heads
         if not self._heads_apart:
@@ -169,7 +172,7 @@ class _DigestedSet:
                 yield layer, found, step_bytes * len(found)
 
     def _steps(self, asked: Digesting, step: int) -> Iterator[tuple[BlockIds, UInt64Array]]:
-        """Block ids, at most `step`, and the weights of their tokens: 0 for tokens that are not asked for."""
+        """Yield at most `step` block ids at a time, and the weights of their tokens: 0 for tokens not requested."""
         size, start, stop = asked.block_size, asked.tokens.start, asked.tokens.stop
         first_block = -(-stop // size) - len(asked.block_ids)
         for begin in range(max(start // size - first_block, 0), len(asked.block_ids), step):
@@ -184,7 +187,7 @@ class _DigestedSet:
             yield ids, weights
 
     def _hashes(self, regions: Sequence[int], ids: BlockIds, heads: slice) -> UInt64Array:
-        """Return the hashes of runs: (region, block, token, head), in the order of the memory."""
+        """Return the hashes of runs, with the axes region, block, token and head, in the order of the memory."""
         views, where = [self._views[at] for at in regions], ids
         if self._fetched_from is not None:
             views, where = _fetched(views, ids, self._fetched_from), np.arange(len(ids))
@@ -198,7 +201,7 @@ class _DigestedSet:
 
 
 def _run_shape(block: BlockShape, kv_format: str) -> BlockShape:
-    """Shape of a block in runs: one head of one token, or a part of an opaque block that is never taken apart."""
+    """Return the shape of a block in runs: one head of one token or, in an opaque block, a piece that stays whole."""
     if kv_format == PLAIN:
         return block
     if heads_are_apart(kv_format, block):
@@ -208,7 +211,7 @@ def _run_shape(block: BlockShape, kv_format: str) -> BlockShape:
 
 
 def _views(one: LayerSet, regions: Regions, shape: BlockShape) -> Iterator[Tensor]:
-    """A view of bytes (block, token, head, byte) of each region, in the memory of the set's tensors."""
+    """Yield for each region a view of bytes (block, token, head, byte), in the memory of the set's tensors."""
     import torch
 
     storages = []
@@ -229,23 +232,23 @@ def _is_host(device: torch.device) -> bool:
 
 
 def _on_host(view: Tensor) -> npt.NDArray[Any]:
-    """View a region by numpy: as words, or as bytes if its runs are not of whole words."""
+    """View a region by numpy: as words, or as bytes if its runs do not consist of whole words."""
     found: npt.NDArray[Any] = view.numpy()
     return found if found.shape[3] % digests.WORD_BYTES else found.view("<u8")
 
 
 def _hash(view: npt.NDArray[Any], ids: BlockIds, words: UInt64Array, found: UInt64Array) -> None:
-    """Hash all runs of some blocks of a region."""
+    """Hash all runs of the blocks `ids` of one region into `found`."""
     if view[0].nbytes >= _DIRECT_BYTES_MIN:
         for block, hashes in zip(ids.tolist(), found, strict=True):
             np.einsum("xyw,w->xy", _padded(view[block]), words, out=hashes)
     else:
-        # Not into a buffer: copies of whole blocks that begin alike in their pages took five times as long.
+        # Not into a buffer: copies of whole blocks with the same offset within their pages took five times as long.
         np.einsum("bxyw,w->bxy", _padded(view[ids]), words, out=found)
 
 
 def _padded(runs: npt.NDArray[Any]) -> UInt64Array:
-    """Runs as words of 8 bytes; bytes are padded with 0."""
+    """Return runs as words of 8 bytes; bytes are padded with 0."""
     if runs.dtype != np.uint8:
         return runs
     rest = -runs.shape[-1] % digests.WORD_BYTES
@@ -253,7 +256,7 @@ def _padded(runs: npt.NDArray[Any]) -> UInt64Array:
 
 
 def _hashed_by_torch(views: Sequence[Tensor], ids: BlockIds, words: UInt64Array) -> UInt64Array:
-    """Hash all runs of some blocks of regions on their device, on its current stream."""
+    """Hash all runs of the blocks `ids` of each region, on the regions' device and its current stream."""
     import torch
 
     def there(numbers: npt.NDArray[Any]) -> Tensor:
@@ -270,7 +273,10 @@ def _hashed_by_torch(views: Sequence[Tensor], ids: BlockIds, words: UInt64Array)
 
 
 def _fetched(views: Sequence[Tensor], ids: BlockIds, device: CacheDevice) -> list[View]:
-    """Copy some blocks of regions to the host, all bytes of each block from the first to the last; inside `copying`."""
+    """Copy the blocks `ids` of each region to the host, every byte from a block's first to its last.
+
+    Call it inside `copying`.
+    """
     import torch
 
     from kvflow.staging.copies import copy_blocks, to_host

@@ -1,4 +1,4 @@
-"""What a reader's question for digests of leased blocks means: layers, heads and blocks of this rank."""
+"""From a reader's question for digests to the layers, heads and blocks of this rank that it is about."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from kvflow.verify.digests import DEFINITION
 
 
 def understood(local: LocalRank, question: messages.DigestRequest, found: OpenLease) -> list[Digesting]:
-    """Return the digests to compute. WireError if they are of nothing that this rank, or the lease, has."""
+    """Return what to digest for a question about an open lease.
+
+    WireError if this rank, or the lease, does not have the blocks in question.
+    """
     if question.definition != DEFINITION:
         raise codec.WireError(f"digests: ours are of definition {DEFINITION}, theirs {question.definition}")
     count = sum(len(part.layers) for part in question.parts)
@@ -30,12 +33,12 @@ def understood(local: LocalRank, question: messages.DigestRequest, found: OpenLe
 
 
 def digesting_of(local: LocalRank, part: messages.DigestPart, block_ids: BlockIds) -> Digesting:
-    """Return what the digests of a part are computed from. WireError if this rank has no such layers or heads.
+    """Return which blocks, layers and heads to digest for a part of a question. WireError if this rank has none.
 
     Args:
         local: this rank.
-        part: layers, heads and tokens.
-        block_ids: blocks of this rank, the last of which holds the last of the tokens.
+        part: layers, heads and tokens, as the model counts them.
+        block_ids: blocks of this rank; the last one holds the last of the part's tokens.
     """
     at, share = _share_of(local, part)
     heads = heads_held(share, part.model_heads) if part.model_heads > 0 else range(0)
@@ -55,7 +58,7 @@ def digesting_of(local: LocalRank, part: messages.DigestPart, block_ids: BlockId
 
 
 def _share_of(local: LocalRank, part: messages.DigestPart) -> tuple[int, CacheShare]:
-    """Find the set that has all these layers."""
+    """Return the set of layers that has all layers of a part: its index, and its cache share. WireError if none has."""
     layers = set(part.layers)
     for at, share in enumerate(local.cache_shares):
         if share.part == part.part and layers <= set(share.layers) and len(layers) == len(part.layers) > 0:
@@ -64,7 +67,10 @@ def _share_of(local: LocalRank, part: messages.DigestPart) -> tuple[int, CacheSh
 
 
 def _blocks_of(group: GroupFacts, blocks: int, ticket: Ticket, part: messages.DigestPart) -> int:
-    """Return how many of a lease's blocks of a group hold these tokens. WireError if not all tokens are there."""
+    """Return how many of a lease's `blocks` blocks, from the first one, reach to the end of a part's tokens.
+
+    WireError if the lease does not have all these tokens.
+    """
     size = group.block_size
     tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens
     last = -(-tokens // size)

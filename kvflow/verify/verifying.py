@@ -1,10 +1,11 @@
-"""Verifying a load: its bytes, by digests, against those that the producer still holds under the lease.
+"""Verification of a load: its digests are compared with digests of the bytes that the producer still holds.
 
-Each rank that is read from is asked for the digests of what we read from it, named by layers and heads of the model
-and tokens of the prompt; it computes while we read. Ours are computed after that, from the blocks that the load was
-asked to fill. So what is compared is what both engines take for the same tokens, whatever the plan of the reads was.
+Each rank that is read from is asked for digests of the bytes that are read from it, named by layers and heads of the
+model and by tokens of the prompt. The rank computes these digests during the read. The local digests are computed after
+the read, from the blocks that the load was asked to fill. So both engines digest what each takes for the same tokens,
+whatever the plan of the reads was.
 
-The digests say nothing about freshness: the seals have done so before, and the lease has to be open still. If they
+The digests say nothing about freshness: the seals have done so before, and the lease must still be open. If the digests
 differ, the load reads and compares once more.
 """
 
@@ -38,23 +39,23 @@ from kvflow.verify.lease_digests import digesting_of, understood
 logger = logger_of(__name__)
 
 OF_READER_MAX = 8
-"""Digest requests of one reader that are answered at once."""
+"""Digest requests of one reader that are answered at the same time, at most."""
 
 Compared: TypeAlias = tuple[messages.DigestPart, Digesting]
-"""A part of a question for digests, and what our digests of the same are computed from."""
+"""A part of a question for digests, and what the local digests of the same part are computed from."""
 
 
 class NotCompared(Exception):
-    """Comparison without digests; `__cause__` is the peer's error, if it is the peer that has none."""
+    """Raised if digests cannot be compared. If the peer has none to give, `__cause__` is the peer's error."""
 
 
 def begin(cache: RegisteredCache) -> Verifying:
-    """Return the part of a registration."""
+    """Make the part `verify` for one registration."""
     return Verifying(cache)
 
 
 class Verifying:
-    """Digests of one registration: its loads are compared by them, and readers that ask get them."""
+    """The part of one registration: compares loads with their producers by digests, and answers readers' questions."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         memory, copy_thread = cache.memory, cache.resources.copy_thread
@@ -65,22 +66,23 @@ class Verifying:
         self._known = cache.serving.known
         self._counts = cache.serving.digests
         self._under_way: Counter[str] = Counter()
-        """Questions under way, by reader."""
+        """Number of questions under way, by reader."""
         self.own = DigestedCache(memory.own, copy_thread, memory.device)
         """The engine's cache, which its loads fill."""
         self.shown = DigestedCache(memory.shown, copy_thread) if memory.staging else self.own
-        """Memory that peers read: the cache or, with host staging, the host blocks."""
+        """The memory that peers read: the cache or, with host staging, the host blocks."""
 
     @property
     def problem(self) -> str:
-        """The reason why loads cannot be verified; "" if they can."""
+        """Reason why loads cannot be verified; empty if they can."""
         return self.own.problem
 
     def answer(self, question: messages.DigestRequest) -> Answered:
-        """Promise a reader the digests of leased blocks that it asks for; or say at once why there are none.
+        """Begin to compute the digests of leased blocks that a reader asks for. Return the reply, or a future for it.
 
-        A question names a lease by its secret, so its reader has the ticket. It is answered if the lease is still open
-        when the digests are there: then its blocks were the lease's all the time.
+        A question names a lease by its secret id, so its reader has the ticket. The digests are sent only if the lease
+        is still open when they are computed: then the blocks belonged to the lease all the time. Refuses at once if the
+        lease has ended, the tokens cannot be read yet, the question cannot be right, or too many are under way.
         """
         reader, limits = question.reader, self._limits
         found = self._known(question.lease_id, question.request_id)
@@ -111,10 +113,10 @@ class Verifying:
     async def _compute(
         self, question: messages.DigestRequest, asked: Sequence[Digesting], reply: asyncio.Future[messages.Reply]
     ) -> None:
-        """Body of a question's task.
+        """Compute the digests of one question, and set the reply.
 
-        Task `kvflow-digest <request>`: begun by a reader's question for digests of leased blocks;
-        `limits.digests_max` at once. Ends when they are computed. If it fails the question is refused.
+        Task `kvflow-digest <request>`: begun by a reader's question for digests of leased blocks; `limits.digests_max`
+        at once. Ends when they are computed. If it fails the question is refused.
         """
         try:
             values = await self.shown.digests(asked)
@@ -129,15 +131,19 @@ class Verifying:
             reply.set_result(messages.Digests(values=tuple(values)))
 
     def _ended(self, reader: str, reply: asyncio.Future[messages.Reply], _: asyncio.Task[None]) -> None:
-        """End a question whose task is over, perhaps cancelled before its first step."""
+        """Callback at the end of a question's task. Refuse the question if it has no reply yet.
+
+        The task may have been cancelled before its first step.
+        """
         self._under_way -= Counter((reader,))
         if not reply.done():
             reply.set_result(self._refused(refusal("the engine closes", transient=True)))
 
     async def read(self, reader: Reader, load: Load, flight: Flight, plan: Plan) -> bool:
-        """Read by another reader, and compare with what the producer holds. If it differs, do both once more.
+        """Read with `reader`, and compare with the producer's digests. If they differ, read and compare once more.
 
-        Raises ChecksumMismatch, or why a load that has to be verified is not. Its blocks stay claimed all the time.
+        Returns as `reader` does. Raises ChecksumMismatch if they differ twice, or the reason why a load that must be
+        verified cannot be. The load's blocks stay claimed all the time.
         """
         read = partial(reader, load, flight, plan)
         try:
@@ -160,9 +166,9 @@ class Verifying:
         return True
 
     async def _read_and_compare(self, load: Load, read: Callable[[], Awaitable[bool]]) -> str | None:
-        """Read, and return the difference in words, "" if there is none; None if a lease has ended.
+        """Call `read`, then compare. Return the difference in words, empty if there is none; None if a lease has ended.
 
-        Ranks whose blocks are there compute while we read. Raises NotCompared afterwards.
+        Ranks with blocks that can be read already compute during the read. Raises NotCompared, after the read.
         """
         compared = [(source, list(self.parts(source, load.tables))) for source in load.sources]
         request_id = load.ticket.request_id
@@ -172,7 +178,7 @@ class Verifying:
             if not source.proof.grows
         }
         try:
-            await asyncio.sleep(0)  # the questions are sent before the read is planned and posted
+            await asyncio.sleep(0)  # send the questions before the read is planned and posted
             load.enter("wire")
             if not await read():
                 return None
@@ -193,11 +199,11 @@ class Verifying:
     async def _digests(self, asked: Sequence[Digesting]) -> list[int]:
         try:
             return await self.own.digests(asked)
-        except Exception as error:  # noqa: BLE001 - of the memory, or of who computes on it
+        except Exception as error:  # noqa: BLE001 - of the memory, or of the copy thread
             raise NotCompared(f"no digests of our cache: {error}") from None
 
     def _not_verified(self, load: Load, problem: NotCompared) -> None:
-        """Note that a read could not be compared. Raises if the load must not go on without that."""
+        """Note that the bytes of a load could not be compared. Raise an error if the load must be verified."""
         if load.verification is Verification.MISMATCH:
             why = f"what was read is not what is offered, and then could not be compared: {problem}"
             raise load.failure(ChecksumMismatch, why) from problem
@@ -209,7 +215,7 @@ class Verifying:
             raise load.failure(TransferFailed, f"it cannot be verified: {problem}") from problem
 
     async def _ask(self, request_id: str, read: Source, parts: Sequence[Compared]) -> Sequence[int] | None:
-        """Ask a rank for its digests; None if its lease has ended. `request_id` is the producer's."""
+        """Ask a rank for its digests of `parts`. Return None if its lease has ended. `request_id` is the producer's."""
         peer, lease = read.peer, read.lease
         question = messages.DigestRequest(
             reader=self._local.reader,
@@ -232,7 +238,7 @@ class Verifying:
         return reply.values
 
     def parts(self, read: Source, tables: Sequence[BlockIds]) -> Iterator[Compared]:
-        """Parts that are read from one rank, for each pair of sets of layers."""
+        """Yield the parts that are read from one rank, one for each pair of local and remote sets of layers."""
         for block_map, chunks in read.chunks.items():
             if some := [one for one in chunks if len(one)]:
                 asked = _part_of(self._local, read, block_map, some)
@@ -240,7 +246,7 @@ class Verifying:
 
 
 def _part_of(local: LocalRank, read: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> messages.DigestPart:
-    """Return the part of a question about chunks that are read from a rank."""
+    """Return the part of a question for digests that is about chunks to read from a rank."""
     size, mine = block_map.chunk_tokens, local.cache_shares[block_map.local_set]
     layers = tuple(mine.layers[ours] for ours, _ in block_map.places)
     model_heads = kv_heads_of_model(mine, _their_share(read, mine, layers))
@@ -256,13 +262,13 @@ def _part_of(local: LocalRank, read: Source, block_map: BlockMap, chunks: Sequen
 
 
 def _their_share(read: Source, mine: CacheShare, layers: Sequence[int]) -> CacheShare:
-    """The producer's share that holds these layers."""
+    """Return the producer's cache share that holds all of `layers`."""
     shares = read.connection.cache_shares
     return next(one for one in shares if one.part == mine.part and set(layers) <= set(one.layers))
 
 
 def _difference(read: Source, parts: Sequence[Compared], ours: Sequence[int], theirs: Sequence[int]) -> str:
-    """Layers that differ, with the first one's digests; "" if there are none."""
+    """Return a text that names the layers that differ, with the digests of the first; empty if none differ."""
     named = [(asked, layer) for asked, _ in parts for layer in asked.layers]
     wrong = [at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other]
     if not wrong:
