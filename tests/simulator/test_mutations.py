@@ -302,10 +302,10 @@ def ignore_mismatches(*_: Any) -> str:
     return ""
 
 
-@instead_of(verifying, "Digesting", "I2", 26)
-def digest_the_wrong_blocks(_: Any, *, block_ids: Any, **others: Any) -> Digesting:
+@instead_of(verifying, "digesting_of", "I2", 26)
+def digest_the_wrong_blocks(real: Any, local: Any, part: Any, block_ids: Any) -> Digesting:
     """The reader compares blocks in another order than that of the prompt."""
-    return Digesting(block_ids=block_ids[::-1], **others)
+    return real(local, part, block_ids[::-1])  # type: ignore[no-any-return]
 
 
 @instead_of(OfferedBlocks, "extend", "I3", 9)
