@@ -1,1 +1,1 @@
-"""Tasks: the asyncio shell around core and transport. Start reading at `runtime.Runtime`."""
+"""The asyncio shell around core and transport. Start reading at `runtime.Runtime`."""

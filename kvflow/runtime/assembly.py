@@ -1,4 +1,4 @@
-"""A registered KV cache: all that is made with it, once for each registration, and ends with it; answers to peers."""
+"""A registered KV cache, and every object that is made at its registration and ends with it. It answers peers."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ _USES = {
     "producer": MemoryUse.SERVED,
     "consumer": MemoryUse.READ_INTO,
 }
-"""Uses of the cache's memory, by Config.role."""
+"""How the cache's memory is used, by Config.role."""
 
 
 class RegisteredCache:
-    """One rank from the registration of its cache to the end of that: all that exists only then is made with it."""
+    """One rank while its cache is registered. It makes and holds the objects that exist only during that time."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class RegisteredCache:
         local: LocalRank,
         metadata: messages.Metadata,
     ) -> None:
-        """`config`: with the limits of the cache's device. `metadata`: this rank as readers are told of it."""
+        """`config` has the limits for the cache's device. `metadata` describes this rank to readers."""
         self.config = config
         self.rank = runtime.rank
         self.incarnation = registration.incarnation
         self.host, self.port = runtime.host, runtime.listener.port
-        """Address of its side channel, as tickets name it."""
+        """Host and port of the side channel, as in tickets."""
         self.clock = runtime.clock
         self.spawn = registration.spawn
         self.observers = runtime.observers
@@ -83,35 +83,35 @@ class RegisteredCache:
         self.side_channel = runtime.side_channel
         self.seals = runtime.seals
         self.token_hex = runtime.world.token_hex
-        """Draws that many random bytes, in hexadecimal, which nobody can guess."""
+        """Returns the given number of random bytes, unpredictable, in hexadecimal."""
         self.resources = resources
         self.memory = memory
         self._parts: dict[str, Any] = {}
-        """Parts that were asked for: each is made at its first use, and stays."""
+        """Parts by name that have been used; each is made at its first use."""
         self.local = local
         self.metadata = metadata
         self.ledger = resources.ledger
         self.scratch = config.scratch == "always" or (config.scratch == "auto" and "staging" in PARTS)
-        """True if small pieces may be read through scratch memory."""
+        """True if loads may read small pieces through scratch memory."""
         self.throttle = LoadThrottle(resources.poller)
         self.pools = [one.pool for one in memory.staging]
-        """Pools of host blocks and scratch buffers."""
+        """Pools of host blocks and, once it is made, scratch memory."""
         foreign = foreign_of(runtime.parts)
         self.telling = LeaseIdTelling(self)
-        """The way in which ranks of our own make are told of their leases."""
+        """The notifications about leases to kvflow ranks."""
         self.agents = Agents(self)
         self.peers = Peers(self, foreign.handshakes(self, Handshakes(self, self.telling)))
         self.own_reach = Reach(self)
-        """The resolver of tickets of our own make; `resolver` may know others."""
+        """The resolver of kvflow tickets. `resolver` may also know tickets of stock peers."""
         self.resolver = foreign.resolver(self)
         self.remote_leases = RemoteLeases(self)
         self.loader = Loader(self)
         self.serving = Serving(self)
         self.strangers = foreign.service(self)
-        """The service that answers readers of another make."""
+        """The service that answers stock readers; None if there is none."""
         self.readers = Farewells(self)
         self.begun: list[Part] = []
-        """Parts that have begun with the cache. Others are not ended here: one may be at work for another runtime."""
+        """Parts that have begun with this cache. Only these end with it: another may belong to another runtime."""
         self._answers: dict[type[Any], Callable[[Any], Answered]] = {
             messages.ReleaseRequest: self.serving.release,
             messages.DigestRequest: lambda question: self.part("verify", "a question for digests").answer(question),
@@ -123,15 +123,15 @@ class RegisteredCache:
             self._answers.update(one.answers)
 
     def part(self, name: str, what: str, kind: type[KVFlowError] = RequestError) -> Any:
-        """Return this registration's part of a name in `parts.PARTS`, made at its first use.
+        """Return a part of `parts.PARTS` for this cache. The first call makes it.
 
         Args:
-            name: folder of the part.
-            what: what needs it, for the error.
-            kind: the error if the part is not there.
+            name: name of the part: its folder.
+            what: describes the use that needs the part, for the error.
+            kind: class of the error if the part is not installed.
 
         Raises:
-            RequestError: The part is not there; or `kind`.
+            RequestError: the part is not installed; another class if `kind` is given.
         """
         made = self._parts.get(name)
         if made is None:
@@ -139,7 +139,7 @@ class RegisteredCache:
         return made
 
     def answer(self, header: codec.Header, request: messages.Request, *, draining: bool) -> Answered:
-        """Answer a peer, or promise to; never waits. A rank that drains connects readers of its open leases only."""
+        """Return the answer to a peer, or a future of it. `draining`: hand metadata to readers of open leases only."""
         ours = self.local.caller
         theirs = request.target
         if theirs.engine_id != ours.engine_id:
@@ -169,23 +169,23 @@ class RegisteredCache:
         return messages.Ack(incarnation=self.incarnation)
 
     async def begin_parts(self, runtime: Supervisor) -> None:
-        """Have the parts of the runtime begin with the cache, in order. Raises ConfigError."""
+        """Begin the parts of the runtime with this cache, in order. Raises ConfigError."""
         for one in runtime.parts:
             await one.registered(runtime, self)
             self.begun.append(one)
 
     @property
     def busy(self) -> bool:
-        """True if a lease or a load is open, or a part has work under way, or blocks are quarantined."""
+        """True if a lease or load is open, a part has work under way, or blocks are quarantined."""
         loading = self.loader.statistics
         open_now = self.serving.statistics.open_leases or loading.open_loads or loading.quarantines
         return bool(open_now or any(map(_open_of, self.begun)))
 
     async def drain(self, deadline_s: float) -> bool:
-        """Wait until nothing is open, at most `deadline_s`; then end what is left, and wait for that, too.
+        """Wait up to `deadline_s` until no lease, load or work of a part is open, then end the rest and wait for it.
 
-        The second wait is bounded by Limits.seal_hold_s, cancel_grace_s and drain_timeout_s. Return whether everything
-        ended within `deadline_s`. Cancelling stops the waiting.
+        Return whether everything ended within `deadline_s`. The second wait is bounded by Limits.seal_hold_s,
+        cancel_grace_s and drain_timeout_s. Cancelling stops the waiting.
         """
         serving, loader, engine_id = self.serving, self.loader, self.config.engine_id
         serving.news.turn_away(f"engine {engine_id!r} is draining")
@@ -198,16 +198,16 @@ class RegisteredCache:
         return finished
 
     def stop(self, why: Ending) -> None:
-        """Take no more work: revoke leases, and have loads and what parts have under way end soon."""
+        """Take no new work, revoke all leases, and let loads and the work of parts end soon. Does not wait."""
         self.serving.close()
         self.loader.close(unregistered=why is Ending.UNREGISTERED)
         for one in self.begun:
             one.end(why)
 
     async def end(self, *, broken: bool = False) -> None:
-        """Stop, and wait until leases, loads and what parts have under way have ended.
+        """Stop, and wait for a bounded time until leases, loads and the work of parts have ended.
 
-        In a broken runtime it may never be known when the last bytes of loads have landed.
+        `broken`: do not wait for loads, since in a broken runtime the end of their reads may never be known.
         """
         self.stop(Ending.CLOSED)
         serving, loader, bound_s = self.serving, self.loader, self.config.ending_s
@@ -219,11 +219,11 @@ class RegisteredCache:
             logger.warning("engine %r: still open after another %s s: %s", self.config.engine_id, bound_s, what)
 
     async def copies_ended(self) -> str:
-        """Wait until no copy of the cache runs; the copy thread stays. Returns what is left then, or ""."""
+        """Wait until no copy of the cache runs. Return what still uses the cache, as a text for an error, or ""."""
         bound_s = self.config.limits.transport_close_timeout_s
         try:
             async with asyncio.timeout(bound_s):
-                await self.resources.copy_thread.run(lambda: None)  # jobs run one after the other
+                await self.resources.copy_thread.run(lambda: None)  # jobs run one after another
         except TimeoutError:
             return f"a copy still runs after {bound_s} s"
         loads, leases = self.loader.open_requests, self.serving.open_requests
@@ -278,12 +278,12 @@ async def _prepared(
     staged: bool,
     copy_blocks: BlockCopier | None,
 ) -> RankMemory:
-    """The memory that peers read: checked, or host blocks for it."""
+    """Return the memory of the cache that is being registered: checked or, if `staged`, with host blocks for it."""
     shown = sets
     staging: Sequence[HostBlocks] = ()
     where = device_of([layer for one in sets for layer in one.caches.items()])
     device = await copy_thread.device(where, engine_copies=staged and copy_blocks is not None)
-    if staged:  # on the copy thread, since that touches all their pages
+    if staged:  # on the copy thread, since it touches every page of the host blocks
         what = f"a cache on {where.kind!r}, with Config.staging {config.staging!r},"
         host_buffers = part("staging", what, ConfigError).host_buffers
         staging = await copy_thread.run(lambda: host_buffers(groups, config, copy_blocks, device))
@@ -295,7 +295,7 @@ async def _prepared(
 
 
 async def _register(runtime: Supervisor, registration: Registration, memory: RankMemory) -> RegisteredCache:
-    """Register the memory with the transport, and make all that is made with it."""
+    """Register the memory with the transport and return the registered cache."""
     transport, seals, groups, sets = registration.transport, runtime.seals, memory.groups, memory.shown
     config = config_on(runtime.config, memory.filled.where.kind)
     resources = FlightResources(
@@ -344,18 +344,18 @@ def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> Ca
 
 
 def _open_of(part: Part) -> int:
-    """Requests that a part has under way."""
+    """Return the number of requests that a part has under way."""
     return 0 if (now := part.statistics) is None else now.open_requests
 
 
 def _some(requests: Sequence[str]) -> str:
-    """The first of some requests, for a log line."""
+    """Return the first of `requests` and the number of others, for a log line."""
     more = f" and {len(requests) - _NAMED_MAX} more" if len(requests) > _NAMED_MAX else ""
     return f"{list(requests[:_NAMED_MAX])}{more}"
 
 
 async def _all_within(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> bool:
-    """Wait for all of `waits`, at most `timeout_s`. True if all are over."""
+    """Wait for all of `waits`, for at most `timeout_s`. Return True if all have ended."""
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*waits)

@@ -1,4 +1,4 @@
-"""One machine's time, as the runtime reads it."""
+"""The clock of the machine, as the runtime reads it, and an alarm."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Protocol
 
 
 class Timer(Protocol):
-    """A callback that is due later."""
+    """A callback that will be called later."""
 
     def cancel(self) -> None: ...
 
 
 class Clock(Protocol):
-    """One machine's time. It never goes back and means nothing to another machine."""
+    """The clock of one machine. It never goes back, and its values mean nothing on another machine."""
 
     def now_s(self) -> float:
-        """Seconds since some moment of the past."""
+        """Return the seconds since an arbitrary time in the past."""
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
-        """Call `callback` on the loop after `delay_s` of this clock's seconds."""
+        """Call `callback` on the loop after `delay_s` seconds of this clock."""
 
 
 class SystemClock:
-    """The machine's clock: where it has one that goes on while it is suspended, that one."""
+    """The system's monotonic clock: CLOCK_BOOTTIME, which also counts suspended time, if there is one."""
 
     now_s = staticmethod(partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)))
 
@@ -36,17 +36,17 @@ class SystemClock:
 
 
 class Alarm:
-    """A timer that is set to other times while it runs. It rings once at the time that it was set to last."""
+    """A timer that can be set again at any time. It calls `ring` once, at the time of the last `set`."""
 
     def __init__(self, clock: Clock, ring: Callable[[], None]) -> None:
         self._clock = clock
         self._ring = ring
         self._timer: Timer | None = None
         self.due_s = math.inf
-        """Time at which it rings, by the clock; infinity: it is not set."""
+        """Clock time at which the alarm rings; infinity: it is not set."""
 
     def set(self, due_s: float) -> None:
-        """Ring at this time, and at no other; at once if it has passed, never if it is infinity."""
+        """Ring at clock time `due_s` instead of an earlier setting: at once if that is past, never if infinity."""
         if due_s == self.due_s:
             return
         if self._timer is not None:

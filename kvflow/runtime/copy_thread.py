@@ -1,7 +1,7 @@
-"""The copy thread: runs copies between buffers and caches off the loop, one after the other, and watches events.
+"""The copy thread: runs copies between buffers and caches one after another, off the loop, and watches device events.
 
-The first of them starts it. A copy that runs cannot be stopped, so its flight waits for its end. Events are looked at
-between copies.
+The first copy or event starts the thread. A running copy cannot be stopped, so its flight waits for its end. Events are
+polled between copies.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from kvflow.transport.thread import OwnerThread
 
 T = TypeVar("T")
 
-_IDLE_S = 3600.0  # nothing has to be done between jobs
+_IDLE_S = 3600.0  # nothing to do between jobs
 
 
 class CopyFailed(Exception):
-    """A copy between buffers and the cache raised; `__cause__` says what."""
+    """A copy between buffers and the cache failed; `__cause__` is the error."""
 
 
 class CopyThread:
-    """Runs jobs on one thread, and tells their ends on the loop.
+    """Runs copies and watches device events on one thread, and reports their ends on the loop.
 
     Thread `kvflow-copy <name>`: begun by the first copy, or event to watch. Ends at closing, once no copy runs.
-    Whoever submitted a copy gets its error.
+    The caller that submitted a copy gets its error.
     """
 
     def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] | None = None) -> None:
-        """`make_device` makes the device of a cache, on this thread; for tests another one than the real."""
+        """`make_device` replaces the real `make_device` in tests; it is called on the copy thread."""
         self._name = name
         self._make_device = make_device
         self._thread: OwnerThread | None = None
@@ -42,27 +42,27 @@ class CopyThread:
         self._ending = False
 
     def submit(self, job: Callable[[], object], on_end: OnEnd) -> None:
-        """Run `job` on the copy thread, then `on_end` with what it raised, or None, on the loop."""
+        """Run `job` on the copy thread, then call `on_end` on the loop with the error that it raised, or None."""
         thread = self._started()
 
         def run() -> None:
             error: BaseException | None = None
             try:
                 job()
-            except BaseException as problem:  # noqa: BLE001 - handed to who submitted the copy
+            except BaseException as problem:  # noqa: BLE001 - `on_end` gets it
                 error = problem
             thread.run_on_loop(lambda: on_end(error))
 
         thread.submit(run)
 
     def watch(self, event: DeviceEvent, on_end: OnEnd) -> Watch:
-        """Call `on_end` on the loop once the event has happened, with None, or with what asking it has raised."""
+        """Call `on_end` on the loop with None once `event` has happened, or with the error of querying it."""
         watch = Watch(event, on_end, time.monotonic())
         self._started().submit(lambda: self._watches.add(watch))
         return watch
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Run `job` on the copy thread and return its result. Cancelling stops the waiting only."""
+        """Run `job` on the copy thread and return its result. Cancelling stops the wait, not the job."""
         found: list[T] = []
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.submit(lambda: found.append(job()), partial(_settle, end))
@@ -70,14 +70,14 @@ class CopyThread:
         return found[0]
 
     async def run_into_buffers(self, copy: Callable[[], None], give_back: Callable[[], None]) -> None:
-        """Run a copy into buffers. If it fails, give them back; if this is cancelled, once the copy has ended.
+        """Run a copy into buffers. Raises CopyFailed.
 
-        Raises CopyFailed.
+        If the copy fails, call `give_back`. If this is cancelled, call `give_back` once the copy has ended.
         """
         copying = asyncio.ensure_future(self.run(copy))
 
         def ended(done: asyncio.Future[None]) -> None:
-            done.exception()  # seen: nobody is left whom it concerns
+            done.exception()  # retrieved here, since the caller was cancelled
             give_back()
 
         try:
@@ -90,7 +90,7 @@ class CopyThread:
             raise CopyFailed(str(error)) from error
 
     async def device(self, where: Device, *, engine_copies: bool = False) -> CacheDevice:
-        """Make the device of a cache, ready for copies on this thread. ConfigError or RuntimeError if it cannot be so.
+        """Return the device of a cache, ready for copies on the copy thread. Raises ConfigError or RuntimeError.
 
         `engine_copies`: the engine's own function copies blocks.
         """
@@ -100,7 +100,7 @@ class CopyThread:
         return await self.run(lambda: make(where))
 
     async def happened(self, event: DeviceEvent) -> None:
-        """Wait until the event has happened; raises what asking it has raised. Cancelling leaves it alone."""
+        """Wait until `event` has happened. Raises the error of querying it. Cancelling drops the watch."""
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watch = self.watch(event, partial(_settle, end))
         try:
@@ -109,7 +109,7 @@ class CopyThread:
             watch.dropped = True
 
     async def aclose(self, timeout_s: float) -> bool:
-        """End the thread. True if it has ended in time; if a copy still runs the thread ends after it."""
+        """End the thread. Return False if a copy still runs after `timeout_s`; then the thread ends after the copy."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ended()
@@ -118,12 +118,12 @@ class CopyThread:
         return True
 
     def abandon(self, wait_s: float) -> None:
-        """End the thread without the loop, which is gone; waits up to `wait_s` for a copy that still runs."""
+        """End the thread when the event loop no longer runs. Wait up to `wait_s` for a copy that still runs."""
         if self._thread is not None:
             self._thread.abandon(self._end, wait_s)
 
     async def _ended(self) -> None:
-        """Wait until no copy runs, and none ever will."""
+        """Let the thread end after its jobs, and wait for that."""
         if self._thread is not None and self._thread.alive:
             self._thread.submit(self._end)
             await self._thread.ended()
@@ -153,12 +153,12 @@ class CopyThread:
 
 
 def _settle(end: asyncio.Future[None], error: BaseException | None) -> None:
-    """Settle the end of a job or an event, unless nobody waits for it any more."""
+    """Complete the future of a job or an event, unless it was cancelled."""
     if not end.cancelled():
         end.set_result(None) if error is None else end.set_exception(error)
 
 
 def run_all(jobs: Sequence[Callable[[], None]]) -> None:
-    """Run jobs one after the other."""
+    """Run `jobs` one after another."""
     for job in jobs:
         job()

@@ -1,4 +1,4 @@
-"""Memory of a registered cache: the engine's layers, those that peers read and loads fill, and pools of host blocks."""
+"""The memory of a registered cache: the engine's layers, the layers that peers read, and pools of host blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvflow.transport.device.cache_device import CacheDevice
 
 
 async def granted(queue: FairQueue, permit: Permit) -> None:
-    """Return once a permit that waits is under way. Cancelling gives it, or its place, back."""
+    """Wait until a waiting permit is granted. If cancelled, give up the permit or its place in the queue."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     permit.on_grant = lambda: None if waiter.done() else waiter.set_result(None)
     try:
@@ -32,21 +32,21 @@ async def granted(queue: FairQueue, permit: Permit) -> None:
 
 
 class Pool:
-    """Numbers 0 to `size` - 1, given out first come, first served. Belongs to one event loop."""
+    """The numbers 0 to `size` - 1 of equal buffers, taken first come, first served. Belongs to one event loop."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = list(range(size - 1, -1, -1))
         self._queue = FairQueue((size,))
         self._permits: dict[int, Permit] = {}
-        """Permits by the first of the numbers that were taken together."""
+        """Permits of the taken numbers, by the first number that was taken with each permit."""
 
     @property
     def used(self) -> int:
         return self.size - len(self._free)
 
     def take_nowait(self, count: int) -> BlockIds | None:
-        """`count` numbers, or None if they are not free now or others wait."""
+        """Take and return `count` numbers; None if too few are free now, or others wait for numbers."""
         permit = self._queue.ask((count,)) if count <= len(self._free) else None
         if permit is None or permit.state is PermitState.UNDER_WAY:
             return None if permit is None else self._pop(permit)
@@ -54,7 +54,7 @@ class Pool:
         return None
 
     async def take(self, count: int) -> BlockIds:
-        """`count` numbers once they are free; `count` is at most `size`. Cancelling gives the place in the queue up."""
+        """Wait for `count` free numbers, at most `size`, and take them. If cancelled, give up the place in line."""
         assert 0 < count <= self.size, f"{count} of {self.size}"
         permit = self._queue.ask((count,))
         if permit.state is PermitState.WAITING:
@@ -62,7 +62,7 @@ class Pool:
         return self._pop(permit)
 
     def give_back(self, numbers: BlockIds) -> None:
-        """Give back numbers that were taken together. The next to take as many gets them in the same order."""
+        """Give back numbers that were taken together. The next call that takes as many gets the same, in order."""
         self._free.extend(numbers[::-1].tolist())
         self._queue.end(self._permits.pop(int(numbers[0])))
 
@@ -80,46 +80,46 @@ class CopyDirection(enum.StrEnum):
 
 
 BlockCopier: TypeAlias = "Callable[[KVCaches, Sequence[tuple[int, int]], CopyDirection], None]"
-"""A function of the engine's: `copy(host_caches, pairs, direction)` copies whole blocks of all layers between its own
-cache and `host_caches` (same layer names and shapes, fewer blocks). `pairs` are (device block, host block). It is
-called on kvflow's copy thread and returns when the bytes are there."""
+"""A function of the engine, `copy(host_caches, pairs, direction)`. It copies whole blocks of all layers between the
+engine's cache and `host_caches`, which have the same layer names and shapes but fewer blocks. `pairs` are (device
+block, host block). It is called on kvflow's copy thread, and returns when the copy is finished."""
 
 
 class HostBlocks:
-    """Host blocks that stand for blocks of one group where peers cannot read the cache: `kvflow.staging` makes them."""
+    """Host blocks for one group of a cache that peers cannot read directly. Made by `kvflow.staging`."""
 
     pool: Pool
-    """Which of the host blocks are free."""
+    """The numbers of the host blocks: which are free, and which are taken."""
     block_size_bytes: int
     layers: Sequence[tuple[KVCaches, CacheLayout | StateLayout]]
-    """The host blocks of each layout of the group."""
+    """The memory of the host blocks, for each layout of the group."""
 
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
         """Copy blocks to the host or to the device. Called on the copy thread.
 
         Args:
-            direction: where the bytes go.
-            device_ids: blocks of the cache.
-            host_ids: as many host blocks.
+            direction: to the host, or to the device.
+            device_ids: block ids in the cache.
+            host_ids: ids of the host blocks, one for each of `device_ids`.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Memory of a cache that is being registered."""
+    """The memory of a cache that is being registered."""
 
     groups: Sequence[CacheGroup]
     own: tuple[LayerSet, ...]
-    """Layers of the engine's cache."""
+    """Layers of the engine's cache, by set."""
     device: CacheDevice
-    """Device that `own` is on."""
+    """The device that `own` is on."""
     staging: Sequence[HostBlocks]
-    """Host blocks of each group; none if peers read the cache itself."""
+    """Host blocks, by group; none if peers read the cache itself."""
     shown: tuple[LayerSet, ...]
-    """Layers that peers are shown: the cache's or, with host staging, the host blocks'."""
+    """Layers that peers read: the layers of the cache or, with host staging, of the host blocks."""
 
     @property
     def filled(self) -> CacheDevice:
-        """The device whose memory loads fill."""
+        """The device of the memory that loads read into: the host with host staging, else the cache's device."""
         return CacheDevice(HOST) if self.staging else self.device

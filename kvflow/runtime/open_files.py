@@ -1,13 +1,13 @@
-"""Open files of this process: how many it may have, has and needs.
+"""Open files of this process: the limit, how many are left, and how many kvflow needs.
 
-Running out of them is not harmless. UCX closes its listener for ever at the first connection that it cannot accept
-(UCX 1.23), so no new reader ever connects again; ZeroMQ aborts the process where it cannot make a context, and spins
-where it cannot accept. So kvflow stops before: it takes no new reader while only a few files are left, and drops the
-connections of its side channel when fewer are left.
+Running out of open files has bad effects. UCX closes its listener for good at the first connection that it cannot
+accept (UCX 1.23), so no new reader can ever connect. ZeroMQ aborts the process if it cannot make a context, and spins
+if it cannot accept. So kvflow stops earlier: it accepts no new reader while only a few files are left, and drops the
+connections of its side channel when still fewer are left.
 
-What is needed was counted with NIXL 1.5.1 (UCX 1.23) and ZeroMQ 4.3.5: a runtime by itself has some 40; a peer that is
-read from costs 1 over shared memory and 2 over tcp, and so does a reader; a question on the side channel has 4 while it
-is asked, and its connection 1 where it is answered.
+Counted with NIXL 1.5.1 (UCX 1.23) and ZeroMQ 4.3.5: a runtime alone has some 40 open files. A peer costs 1 over shared
+memory and 2 over tcp, and so does a reader. A question on the side channel costs the asking side 4, and the answering
+side 1.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvflow.logs import logger_of
 logger = logger_of(__name__)
 
 RUNTIME_FILES = 64
-"""A runtime without any peer, and what the engine around it has open anyway."""
+"""Files of a runtime without peers, and of the engine around it."""
 PEER_FILES = READER_FILES = 2
 QUESTION_FILES = 4
 ANSWER_FILES = 1
 READERS_STOP_AT = 8
-"""Files that must be left for a new reader, or peer, to be connected."""
+"""Files that must be left before a new reader or peer is connected."""
 SIDE_CHANNEL_STOPS_AT = 4
-"""Files that must be left for the side channel to keep its connections."""
+"""If fewer files are left, the side channel drops its connections."""
 
 _OPENING = {"nixl": 44, "inproc": 22}  # by transport
-_CONTEXT_FILES = 8  # of ZeroMQ, whose first socket makes threads
-_SOFT_MAX = 1 << 20  # a limit of a thousand million makes programs slow that close all they might have inherited
+_CONTEXT_FILES = 8  # of a ZeroMQ context, which starts its threads with the first socket
+_SOFT_MAX = 1 << 20  # with a limit of 10^9, programs that close every possible inherited file become slow
 _NO_LIMIT = 1 << 30
 _CONNECTING_S = 2.0
 _WARN_AGAIN_S = 60.0
@@ -60,23 +60,23 @@ def left() -> int:
 
 
 def shortage(least: int) -> str:
-    """Return how many files are left, as a text for errors, if they are fewer than `least`; else ""."""
+    """Return "" if at least `least` files are left; else a text for errors that says how many are left."""
     found = left()
     return f"Too many open files: {found} of {limit()} are left (ulimit -n)" if found < least else ""
 
 
 def needed(config: Config) -> int:
-    """Files open with as many peers, readers and connections as the config allows, and all peers asked at once."""
+    """Return the open files at the limits of `config` for peers, readers and connections, all peers asked at once."""
     limits = config.limits
     peers, readers = limits.peers_max * (PEER_FILES + QUESTION_FILES), limits.readers_max * READER_FILES
     return RUNTIME_FILES + peers + readers + limits.side_channel_connections_max * ANSWER_FILES
 
 
 def prepare(config: Config) -> None:
-    """Raise the soft limit to the hard one, and warn if it is lower than `config` may need.
+    """Raise the soft limit to the hard limit, and warn if that is less than `config` may need.
 
     Raises:
-        ConfigError: too few files are left for a runtime, such that a library would end the process.
+        ConfigError: too few files are left for a runtime; a library would abort the process.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _SOFT_MAX if hard == resource.RLIM_INFINITY else min(hard, _SOFT_MAX)
@@ -98,22 +98,25 @@ def prepare(config: Config) -> None:
 
 
 def asking_shortage(*, first: bool) -> str:
-    """Return why no socket for a question can be opened, or "". `first`: ZeroMQ has no threads for it yet."""
+    """Return why no socket for a question can be opened, or "". `first`: it needs a ZeroMQ context as well."""
     return shortage(QUESTION_FILES + SIDE_CHANNEL_STOPS_AT + (_CONTEXT_FILES if first else 0))
 
 
 class ReaderAdmission:
-    """Says whether one more reader may connect. Those that were told so a moment ago count as if they still will."""
+    """Decides whether another reader may connect.
+
+    Readers that were admitted during the last `_CONNECTING_S` seconds count as still connecting.
+    """
 
     def __init__(self, engine_id: str) -> None:
         self._engine_id = engine_id
         self._admitted_s: deque[float] = deque()
         self._warn_s = 0.0
         self.refused = 0
-        """Readers that were refused because too few files were left."""
+        """Number of readers refused for too few open files."""
 
     def refusal(self, now_s: float) -> str:
-        """Return why no new reader is taken now, or "" and count one as on its way."""
+        """Return why no new reader may connect now; or "", and count a reader as connecting."""
         while self._admitted_s and self._admitted_s[0] <= now_s - _CONNECTING_S:
             self._admitted_s.popleft()
         why = shortage(READERS_STOP_AT + (READER_FILES + QUESTION_FILES) * len(self._admitted_s))

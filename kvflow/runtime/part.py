@@ -1,9 +1,9 @@
-"""Parts: capabilities that a runtime is given beside its core, in a list, in the order in which they are walked.
+"""Parts: optional features that a runtime gets beside its core, as a list. They begin and end in its order.
 
-A rank whose fleet has engines of another make is given a part that is a `Foreign`, such as `kvflow.stock` has. Its
-loads find their sources by a `Resolver` that knows both kinds of tickets, and each handshake says how the peer is told
-of its leases (`Telling`) and what vouches for reads from it (`Proof`). Peers, loads, leases and their books are the
-same objects for all makes.
+If other engines of a fleet do not run kvflow (stock peers, for example vLLM's own connector), a rank gets a part that
+is a `Foreign`, as in `kvflow.stock`. Its `Resolver` knows the tickets of both kinds of engines. Each handshake chooses
+how the peer is notified about its leases (`Telling`), and which proof (`Proof`) reads from the peer have. Peers, loads
+and leases are the same classes for both kinds.
 """
 
 from __future__ import annotations
@@ -26,70 +26,71 @@ if TYPE_CHECKING:
 
 
 class Ending(enum.Enum):
-    """Reason for which a part ends what it has under way."""
+    """Why a part must end its work."""
 
     CLOSED = enum.auto()
     """The runtime is closed, or has drained."""
     UNREGISTERED = enum.auto()
     """The cache is unregistered; another one may be registered later."""
     ABANDONED = enum.auto()
-    """The event loop is gone, or Python ends: nothing can be awaited any more."""
+    """The event loop no longer runs, or Python ends: nothing can be awaited."""
 
 
 class Part:
-    """A capability beside the core: `Runtime(config, parts=[...])`. It is used through its own object.
+    """An optional feature of a runtime: `Runtime(config, parts=[...])`. Users call the methods of its subclass.
 
-    A part belongs to one runtime at a time, which calls the methods below on its loop: `registered` first, and the
-    others only if it has returned. The core calls nothing else of it, and parts do not know each other. What a part
-    does not need it leaves as it is here.
+    A part belongs to one runtime at a time. The runtime calls the methods below on its loop: `registered` first, and
+    the others only after `registered` has returned. The core calls no other method, and parts do not use each other.
+    Override only the methods that the part needs.
     """
 
     name: str
     """Name in `RuntimeStatistics.parts`, in logs and in errors."""
     answers: Mapping[type[messages.ReaderRequest], Callable[[Any], Answered]] = {}
-    """Answers to the requests of peers that are this part's, by type; they never wait. Only these types are decoded."""
+    """Functions that answer requests of peers to this part, by type of request. They never wait. The side channel
+    decodes only these types and those of the core."""
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
-        """Begin with a cache that is being registered. Cancelling leaves the part without one.
+        """Begin to work with a cache that is being registered. If cancelled, the part is left without a cache.
 
         Args:
-            runtime: of the part.
-            cache: with its memory and what loads and leases of it are made with.
+            runtime: the runtime of the part.
+            cache: the cache, its memory, and the objects that its loads and leases share.
 
         Raises:
-            ConfigError: the cache cannot be registered with this part.
+            ConfigError: this part cannot work with the cache.
         """
 
     def end(self, why: Ending, wait_s: float = 0.0) -> None:
-        """Take no more work, and have what is under way end soon.
+        """Take no new work, and let the work under way end soon.
 
         Args:
             why: the reason.
-            wait_s: seconds that an abandoned part may wait for its threads.
+            wait_s: for ABANDONED, seconds that the part may wait for its threads.
         """
 
     async def drained(self) -> None:
-        """Wait until nothing is under way. Cancelling stops the waiting."""
+        """Wait until no work is under way. Cancelling stops the waiting."""
 
     async def closed(self, timeout_s: float) -> str:
-        """Let go of the cache: no read is under way any more.
+        """Release the cache. By now no read is under way.
 
         Args:
-            timeout_s: seconds that it may take.
+            timeout_s: seconds that this call may take.
 
         Returns:
-            What went wrong, or "".
+            A text for the error if something went wrong, or "".
         """
         return ""
 
     @property
     def statistics(self) -> PartStatistics | None:
-        """Counts now; None without a registered cache."""
+        """Current counts of the part; None without a registered cache."""
         return None
 
 
 class PartOwner:
-    """The runtime of a part. It may be another one once the runtime is closed."""
+    """The runtime that a part works for. After that runtime is closed, the part may work for another."""
 
     def __init__(self, part: Part) -> None:
         self._part = part
@@ -97,7 +98,7 @@ class PartOwner:
 
     @property
     def registered(self) -> bool:
-        """True while the runtime has a registered cache, also one that is being unregistered."""
+        """True while the runtime has a registered cache, or one that is being unregistered."""
         return self._runtime is not None and self._runtime.held is not None
 
     @property
@@ -106,18 +107,18 @@ class PartOwner:
         return self._runtime is not None and self._runtime.state is RuntimeState.OPEN
 
     def begin(self, runtime: Supervisor) -> None:
-        """Take the runtime whose cache is registered. Raises ConfigError if the part is at work for another one."""
+        """Note the runtime that registers a cache. Raises ConfigError if the part still works for another runtime."""
         before = self._runtime
         if before not in (None, runtime) and before.state is not RuntimeState.CLOSED:
             raise ConfigError(f"{self._part!r}: it is a part of another runtime, {before}")
         self._runtime = runtime
 
     def require(self, what: str, *, new_work: bool = True) -> RegisteredCache:
-        """Return the registered cache for a verb.
+        """Return the registered cache for a call of the part.
 
         Args:
-            what: the verb, for the error.
-            new_work: True if the verb begins something, which a runtime that drains refuses.
+            what: name of the call, for the error.
+            new_work: True if the call begins new work, which a draining runtime refuses.
 
         Raises:
             UsageError: the part has no runtime with a registered cache, or this is not the runtime's loop.
@@ -130,35 +131,35 @@ class PartOwner:
 
 
 class Service(Protocol):
-    """Answers to readers of another make."""
+    """Answers stock readers, and applies their notifications."""
 
     def answer(self, question: bytes) -> list[bytes] | None:
-        """The frames of an answer; None if there is none. Never waits, and never raises."""
+        """Return the frames of the answer, or None for no answer. Never waits, and never raises."""
 
     def hears(self, payload: bytes) -> bool:
-        """Take a notification if it is one of theirs. True if it is."""
+        """Apply a notification if it came from a stock reader. Return whether it did."""
 
 
 class Foreign(Part):
-    """A part that knows engines of another make. As it is here it knows none."""
+    """A part that knows stock peers: engines that do not run kvflow. This base class knows none."""
 
     def handshakes(self, cache: RegisteredCache, own: Handshakes) -> Handshaking:
-        """Return the handshakes with peers of both kinds."""
+        """Return handshakes with kvflow peers, as `own` does them, and with stock peers."""
         return own
 
     def resolver(self, cache: RegisteredCache) -> Resolver:
-        """Return the way from tickets of both kinds to their ranks."""
+        """Return the resolver of kvflow tickets and of stock tickets."""
         return cache.own_reach
 
     def service(self, cache: RegisteredCache) -> Service | None:
-        """Return the service that answers their readers, None if there is none.
+        """Return the service that answers stock readers, or None if there is none.
 
         Raises:
-            ConfigError: they cannot be answered.
+            ConfigError: stock readers cannot be served with this configuration.
         """
         return None
 
 
 def foreign_of(parts: Sequence[Part]) -> Foreign:
-    """Return the part that knows engines of another make, or one that knows none."""
+    """Return the first part that is a `Foreign`, or a `Foreign` that knows no stock peers."""
     return next((part for part in parts if isinstance(part, Foreign)), Foreign())

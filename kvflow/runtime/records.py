@@ -1,8 +1,8 @@
-"""Records: each load and each lease as it has ended, told once to the observers of a runtime.
+"""Records of ended loads and leases. The observers of a runtime get each record once.
 
-A record is final. Observers run on the event loop, in the step that ends the load or lease, so they have to be quick.
-The error of an observer is logged and changes nothing; of many of one observer the 1st, 2nd, 4th, 8th ... are logged,
-with how many were left out. In tests the first one is also raised when the runtime is closed (`World.forgives`).
+A record is final. Observers run on the event loop, in the step that ends the load or lease, so they must be quick. An
+error of an observer is logged and changes nothing. If an observer fails repeatedly, its 1st, 2nd, 4th, 8th ... error is
+logged, with the number of errors left out. In tests closing the runtime also raises the first error (`World.forgives`).
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ RecordT = TypeVar("RecordT", "LoadRecord", "LeaseRecord")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One source of a load that has several, and its outcome."""
+    """One source of a load with several sources, and the outcome of the attempt to read from it."""
 
     engine_id: str
     address: str
-    """Address of the rank that its ticket names first."""
+    """Address of the first rank in the source's ticket."""
     outcome: str
-    """"loaded", the name of the error's type, or "ended" if the load has ended before it was known."""
+    """"loaded", the name of the error's type, or "ended" if the load ended before the attempt had an outcome."""
     error: str
-    """The reason why it has not given the prompt, or ""."""
+    """Why the source did not deliver the prompt, or ""."""
     bytes: int
-    """Bytes that were asked of it; only those of the one that has "loaded" count."""
+    """Bytes whose reads were posted to this source. Only the bytes of the source that "loaded" were used."""
     seconds: float
-    """Seconds from its turn to its end: until no byte of it could land any more."""
+    """Seconds from the start of the attempt until no further byte from this source could land."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRecord:
-    """One load that has ended, or was refused. `seconds` has an entry per phase, which add up."""
+    """A load that has ended or was refused. `seconds` has an entry per phase; together they are the whole time."""
 
     engine_id: str
     rank: Rank
@@ -57,38 +57,39 @@ class LoadRecord:
     error: str
     """The error's message, or ""."""
     phase: str
-    """Phase in which it ended."""
+    """Phase in which the load ended."""
     seconds: Mapping[str, float]
     peer_engine_id: str = ""
-    """Empty, as all below, if it was refused: nothing of its request is known to be right."""
+    """Producer's engine id. Empty, as all fields below, if the load was refused: its request is unchecked."""
     remote_request_id: str = ""
-    """The producer's name for the request: its leases' records have it."""
+    """The producer's request id, as in the producer's lease records."""
     peer: str = ""
-    """Address of the rank that the ticket names first."""
+    """Address of the first rank in the ticket."""
     bytes: int = 0
     blocks: int = 0
     blocks_by_group: Mapping[str, int] = field(default_factory=dict)
     """Number of blocks by the names of the cache's groups of layers."""
     descriptors: int = 0
     verification: str = "off"
-    """Outcome of comparing its bytes with the producer's, a `Verification`: "off", "verified", "repaired", "mismatch"
+    """Outcome of the comparison with the producer's bytes, a `Verification`: "off", "verified", "repaired", "mismatch"
     or "unverified"."""
     freshness: str = ""
-    """Proof of the bytes of a load that reads, as in a `LoadReport`: "seal" or "deadline"; "" if it reads
-    nothing, or had ended before it knew from whom."""
+    """Proof of the bytes, as in a `LoadReport`: "seal" or "deadline"; "" if the load read no blocks, or ended before
+    its sources were known."""
     landed: Sequence[Moment] = ()
-    """Moments of a load of a lease that grows: how many tokens had landed when, in seconds from its beginning."""
+    """For a lease that grows: how many tokens had landed when, in seconds from the start of the load."""
     traceparent: str = ""
-    """Trace context that the ticket carried (W3C), or ""."""
+    """W3C trace context in the ticket, or ""."""
     attempts: Sequence[Attempt] = ()
-    """Sources of a load of several tickets, or with `again`, in the order of their turns."""
+    """Attempts of a load with several tickets, or with `again`, in the order in which they began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
-    """One lease that has ended and given its blocks back.
+    """A lease that has ended, and given its blocks back.
 
-    `seconds`: "offered" until it was read, expired, revoked or failed, then "held" until its blocks were free.
+    `seconds`: "offered" until the lease was read, expired, revoked or failed; "held" from then until its blocks were
+    free.
     """
 
     engine_id: str
@@ -96,39 +97,39 @@ class LeaseRecord:
     request_id: str
     outcome: str
     reason: str = ""
-    """The reason why its prompt could not be computed, if its producer has said so."""
+    """Why the prompt could not be computed, if the lease failed."""
     blocks: int
     blocks_by_group: Mapping[str, int]
     """Number of blocks by the names of the cache's groups of layers."""
     tokens: int
     readers: int
-    """Ranks of consumers that said they have read."""
+    """Number of consumer ranks that reported that they had read."""
     seconds: Mapping[str, float]
     traceparent: str
     computed: Sequence[Moment] = ()
-    """Moments of a lease that grows: how many tokens were computed when, in seconds from the offer."""
+    """For a lease that grows: how many tokens were computed when, in seconds from the opening of the lease."""
 
 
 class Observer(Protocol):
-    """Gets every record of the runtimes that it was given to."""
+    """Gets the record of every load and lease of the runtimes that it was passed to."""
 
     def load_ended(self, record: LoadRecord) -> None:
-        """A load has ended, in whatever way.
+        """Called when a load has ended, with any outcome.
 
         Args:
-            record: what the load was, how it ended, and how long its phases took.
+            record: the load, its outcome, and the seconds of its phases.
         """
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """A lease has ended, in whatever way.
+        """Called when a lease has ended, with any outcome, and its blocks are free.
 
         Args:
-            record: what the lease was, and how it ended.
+            record: the lease and its outcome.
         """
 
 
 class Observers:
-    """The observers of one runtime."""
+    """Passes records to the observers of one runtime, and logs their errors."""
 
     def __init__(self, observers: Sequence[Observer], *, forgiven: bool = True) -> None:
         listed = checks.answer(lambda: tuple(observers))
@@ -138,13 +139,13 @@ class Observers:
         self.all = listed
         self._forgiven = forgiven
         self._failures = Counter[int]()
-        """How often each observer has raised, by its id."""
+        """Number of errors of each observer, by `id`."""
         self._error: Exception | None = None
-        """The first, if it is not forgiven."""
+        """The first error of an observer, if errors are not forgiven."""
 
     @contextlib.contextmanager
     def one_more(self, observer: Observer) -> Iterator[None]:
-        """Tell another observer, too, inside the block: for tests."""
+        """Add an observer for the duration of the block. For tests."""
         self.all = (*self.all, observer)
         try:
             yield
@@ -161,7 +162,7 @@ class Observers:
             self._tell(observer, observer.lease_ended, record)
 
     def close(self) -> None:
-        """Take no more records. Raises what an observer has raised first, unless that is forgiven, or was told."""
+        """Log the errors that were left out. Raise the first error of an observer once, unless errors are forgiven."""
         for observer in list(self._failures):
             self._log_rest(observer)
         error, self._error = self._error, None
@@ -188,7 +189,7 @@ class Observers:
 
 
 def _left_out(count: int) -> int:
-    """Return how many of `count` failures came after the last one that was logged: the 1st, 2nd, 4th, 8th ..."""
+    """Return how many of `count` failures came after the last logged failure (the 1st, 2nd, 4th, 8th ...)."""
     return count - (1 << count.bit_length() >> 1)
 
 

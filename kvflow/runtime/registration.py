@@ -1,12 +1,12 @@
-"""One registration of a rank's cache, from its agent to its last task: it is an *incarnation* of the rank.
+"""One registration of a rank's cache, from its agent to its last task. It is one *incarnation* of the rank.
 
-A cache that is registered again gets another incarnation: another name, other agents, another poller, as if the rank
-had restarted at its address. Peers drop what they know of the one before by the comparison of names that also tells
-them of a restart (docs/decisions/0017-generations.md).
+If a cache is registered again, the rank gets another incarnation: a new name, new agents and a new poller, as if it had
+restarted at the same address. Peers notice the new name, as after a restart, and drop all that they know of the last
+incarnation (docs/decisions/0017-generations.md).
 
-The agent and the poller are there before the cache is. What ends, ends in one order: leases, loads and parts are told;
-they are waited for; readers are told; tasks and peers end; the agent closes; then no read is under way, and loads and
-parts let go of the memory.
+The agent and the poller start before the cache is registered. A registration ends in this order: leases, loads and
+parts are asked to end; they are waited for; readers get goodbyes; tasks and peers end; the agent closes. Then no read
+is under way, and loads and parts release the memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvflow.transport.base import TransportError
 
 
 class Registration:
-    """One incarnation of a rank. A transport is opened once, so another registration is another object."""
+    """One incarnation of a rank: its name, transport, poller, tasks and cache. Not used for another registration."""
 
     def __init__(self, config: Config, world: World, tasks: Tasks) -> None:
         self.incarnation: str = world.token_hex(8)
@@ -35,25 +35,25 @@ class Registration:
         self.transport = world.transport(config, self.agent_name)
         self.poller = Poller(self.transport, self._on_notification)
         self.cache: RegisteredCache | None = None
-        """The cache, once it is registered, until the last of it has ended."""
+        """The registered cache, until all of its work has ended; None before."""
         self.early_notifications = 0
-        """Notifications that came before the cache, when no lease could exist."""
+        """Number of notifications that came before the cache was registered, when no lease could exist."""
         self._config = config
         self._runtime_tasks = tasks
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._over = False
 
     async def open(self) -> None:
-        """Start the transport. Raises ConfigError; cancelling leaves it closed."""
+        """Start the transport. Raises ConfigError. If cancelled, the transport is closed."""
         await self.transport.open()
 
     def run(self) -> None:
-        """Have its poller run. Raises RuntimeClosed."""
+        """Start the task of the poller. Raises RuntimeClosed."""
         poller = self.spawn(self.poller.run(), name="kvflow-poller")
         self._runtime_tasks.must_last(poller, "poller", lambda: self._over)
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
-        """Start a task that ends with the registration. Raises RuntimeClosed, CacheUnregistered once it is over."""
+        """Start a task that ends with the registration. Raises RuntimeClosed, or after its end CacheUnregistered."""
         if self._over:
             body.close()
             owner = f"{self._config.engine_id!r} ({Rank.of(self._config)})"
@@ -64,7 +64,7 @@ class Registration:
         return task
 
     async def aclose(self) -> str:
-        """End its tasks and its transport, once no read is under way, and no copy. Returns what went wrong, or ""."""
+        """End the tasks, the peers and the transport, then the parts. Return a text for an error, or ""."""
         bound_s, cache = self._config.limits.transport_close_timeout_s, self.cache
         await self._end_tasks()
         if cache is not None:
@@ -83,14 +83,14 @@ class Registration:
         return problem
 
     def abandon(self, wait_s: float) -> None:
-        """Give back what it has without the loop, which is gone; waits up to `wait_s` for its threads."""
+        """Release everything when the event loop no longer runs. Wait up to `wait_s` for threads."""
         cache, self.cache = self.cache, None
         self.transport.abandon(wait_s)
         for part in cache.begun if cache is not None else ():
             part.end(Ending.ABANDONED, wait_s)
 
     async def _end_tasks(self) -> None:
-        """End its poller and all spawned tasks, and wait for that. `spawn` raises from now on."""
+        """Cancel the poller and all other tasks, and wait for their end. After this `spawn` raises."""
         self._over = True
         for task in list(self._tasks):
             task.cancel()

@@ -1,6 +1,6 @@
-"""The Runtime, which users hold. It checks that a call may be made, and passes it on to the part that does the work.
+"""The Runtime, the object that users hold. It checks that a call is allowed, and passes the call to its implementation.
 
-It belongs to the event loop that opened it: every verb is called there, by its thread, or raises UsageError.
+A runtime belongs to the event loop that opened it. A method that is called on another loop or thread raises UsageError.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)
 class Runtime:
     """Moves KV blocks for one rank of an engine. Use it as `async with Runtime(config) as rt`.
 
-    A runtime that is dropped without being closed is closed in the background, with a ResourceWarning.
+    If a runtime is dropped without being closed, it is closed in the background, with a ResourceWarning.
 
     Args:
         config: settings of the rank.
-        observers: are told how every load and lease has ended.
-        world: clock, network and the like, for tests.
-        parts: capabilities beside the core, such as `kvflow.prefix.Prefixes` or `kvflow.storage.Storage`, in the order
-            in which they begin and end.
+        observers: objects that get a record of every ended load and lease.
+        world: replaces transport, side channel, clock and random numbers, for tests.
+        parts: optional features, for example `kvflow.prefix.Prefixes` or `kvflow.storage.Storage`, in the order in
+            which they begin and end.
 
     Raises:
-        ConfigError: what was given is not of that kind.
+        ConfigError: an argument has the wrong type.
     """
 
     def __init__(
@@ -85,25 +85,25 @@ class Runtime:
 
     @property
     def address(self) -> str:
-        """The side channel's address as tickets name it."""
+        """Address of the side channel, as in tickets."""
         self._supervisor.require_running()
         return self._supervisor.address
 
     @property
     def quarantines(self) -> tuple[Load, ...]:
-        """Loads that have ended and in whose blocks bytes may still land: await their `settled()`."""
+        """Ended loads that may still write to their blocks. Reuse the blocks after `await load.settled()`."""
         cache = self._supervisor.held
         return cache.loader.quarantines if cache else ()
 
     async def __aenter__(self) -> Self:
-        """Start the transport, the listener and the poller. Raises ConfigError if one cannot be had.
+        """Start the transport, the listener and the poller. Raises ConfigError if that fails.
 
-        Cancelling leaves it closed.
+        If cancelled, the runtime is closed.
         """
         try:
             await self._supervisor.open()
         finally:
-            if self.state is RuntimeState.CLOSED:  # there is nothing to forget
+            if self.state is RuntimeState.CLOSED:  # it never opened, so nothing is left to close
                 self._drop.detach()
         return self
 
@@ -113,16 +113,15 @@ class Runtime:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close in order: no new work, let loads and leases finish, revoke what is left, deregister, stop everything.
+        """Close the runtime: refuse new work, let loads and leases finish, revoke the rest, deregister, stop all tasks.
 
-        Bounded by Config.drain_timeout_s and transport_close_timeout_s. Closing twice is fine, and so is closing after
-        the runtime's own loop was closed, from any other. In a forked child it only forgets the parent's runtime.
-        Cancelling it stops the waiting; the closing goes on.
+        Takes at most Config.drain_timeout_s and transport_close_timeout_s. Closing twice is fine. If the runtime's loop
+        is closed, this may be called on any other loop. In a forked child, forget the parent's runtime and close
+        nothing. Cancelling stops the waiting; the closing goes on.
 
         Raises:
-            RuntimeBroken: reads, or a copy, could not be stopped: the registered memory must stay until the process
-                ends.
-            UsageError: called on another loop than its own.
+            RuntimeBroken: reads or a copy could not be stopped. Keep the registered memory until the process ends.
+            UsageError: called on another loop while the runtime's loop is open.
         """
         loop = self._supervisor.loop
         if self._supervisor.inherited and loop is not None:
@@ -145,73 +144,75 @@ class Runtime:
         *,
         copy_blocks: BlockCopier | None = None,
     ) -> None:
-        """Make the cache readable by peers and writable by loads. A runtime has one at a time: see `unregister`.
+        """Register the cache, so that peers can read it and loads can write to it.
 
-        After `unregister` it waits until that is over. The tensors stay referenced until they are unregistered or the
-        runtime is closed. Where the transport cannot reach the cache's device, or with Config.staging "always", blocks
-        go through host buffers. Cancelling leaves the runtime unregistered.
+        A runtime has one cache at a time: see `unregister`. If an unregistration is under way, wait for its end first.
+        The runtime refers to the tensors until they are unregistered or the runtime is closed. If the transport cannot
+        read the cache's device, or Config.staging is "always", blocks go through host buffers. If cancelled, no cache
+        is registered.
 
         Args:
-            kv_caches: a dict of tensors by layer name, where all layers share a block table; else a list of
-                `CacheGroup`s, such as for layers with a sliding window.
-            layout: what the tensors of a dict look like; groups have their own.
-            copy_blocks: copies between host buffers and the cache. Without it kvflow copies itself, which needs
-                tensors that torch can index.
+            kv_caches: a dict of tensors by layer name if all layers share a block table; else a list of `CacheGroup`s,
+                for example for layers with a sliding window.
+            layout: layout of the tensors in a dict. A `CacheGroup` has its own layout.
+            copy_blocks: copies blocks between host buffers and the cache. By default kvflow copies them, for which
+                torch must be able to index the tensors.
 
         Raises:
-            LayoutError: the tensors are not as their layout says, or groups do not go together.
-            ConfigError: the transport cannot reach their device.
+            LayoutError: the tensors do not match their layout, or the groups do not fit together.
+            ConfigError: the transport cannot read the device of the tensors.
             UsageError: a cache is registered already.
         """
         self._require("register_kv_caches", new_work=True)
         await self._supervisor.register(kv_caches, layout, copy_blocks)
 
     async def unregister(self) -> None:
-        """Give the cache back, as before an engine sleeps: once this has returned, no byte of it is read or written.
+        """Unregister the cache, for example before an engine sleeps. Afterwards no byte of it is read or written.
 
-        From the first moment every lease is revoked, loads end with CacheUnregistered, as do later calls, and peers
-        that ask are told to come again. Then reads and copies under way are waited for, readers are told, and the
-        memory is deregistered. `register_kv_caches` takes the next cache, of any layout: it is served as another
-        incarnation of this rank, and no ticket, seal or connection of before is good for it.
+        At once, all leases are revoked, loads and later calls fail with CacheUnregistered, and questions of peers are
+        refused for now. Then wait for reads and copies under way, send goodbyes to readers, and deregister the memory.
+        After that `register_kv_caches` accepts another cache, of any layout. The new cache is another incarnation of
+        this rank: no earlier ticket, seal or connection is valid for it.
 
-        Bounded by Config.cancel_grace_s, drain_timeout_s, Limits.seal_hold_s, goodbye_timeout_s and twice
-        transport_close_timeout_s. Without a cache it returns at once; who calls it meanwhile waits, too. Cancelling
-        stops the waiting; the unregistering goes on, and the cache may be freed when another call has returned.
+        Takes at most Config.cancel_grace_s, drain_timeout_s, Limits.seal_hold_s, goodbye_timeout_s and twice
+        transport_close_timeout_s. Without a cache, return at once. Concurrent calls wait for the same end. Cancelling
+        stops the waiting; the unregistration goes on, and the cache may be freed once another call has returned.
 
         Raises:
-            RuntimeBroken: reads, or a copy, could not be stopped; the memory must stay until the runtime is closed.
+            RuntimeBroken: reads or a copy could not be stopped. Keep the memory until the runtime is closed.
             UsageError: a cache is being registered.
         """
         self._require("unregister", new_work=False)
         await self._supervisor.unregister()
 
     def serve_blocks(self, request: ServeRequest) -> Lease:
-        """Offer blocks to readers; the lease is in force when this returns.
+        """Offer blocks to readers. The lease is open when this returns.
 
         Args:
-            request: the blocks, in prompt order, and what of a prompt they hold.
+            request: the blocks, in prompt order, and the tokens of the prompt that they hold.
 
         Returns:
-            The lease. Its ticket goes to the consumer, and awaiting it gives its outcome.
+            The lease. Send `lease.ticket` to the consumer; await the lease for its outcome.
 
         Raises:
-            RequestError: it cannot be right; BlocksBusy if a block is being loaded, HostBlocksBusy if too few host
-                blocks are free (Config.host_buffer_bytes_max).
-            RuntimeUnavailable: the runtime drains, is closed, or has no cache just now.
+            RequestError: the request is wrong. BlocksBusy: a block is being loaded. HostBlocksBusy: too few host blocks
+                are free (Config.host_buffer_bytes_max).
+            RuntimeUnavailable: the runtime is draining or closed, or has no cache now.
         """
         return self._require_cache("serve_blocks").serving.serve(request)
 
     def introduce(self) -> Ticket:
-        """Say who this rank is: make a ticket that offers nothing, and opens no lease.
+        """Return a ticket that describes this rank. It offers no blocks and opens no lease.
 
-        A router, or a scheduler, makes tickets for requests of it: `Ticket.rendezvous`, `Ticket.without_leases`. An
-        engine of several ranks merges its ranks' (`merge_tickets`). It holds until the cache is registered again.
+        A router or scheduler makes tickets for requests from it: `Ticket.rendezvous`, `Ticket.without_leases`. An
+        engine of several ranks merges the tickets of its ranks (`merge_tickets`). The ticket is valid until the cache
+        is unregistered.
 
         Returns:
             The ticket.
 
         Raises:
-            RuntimeUnavailable: the runtime drains, is closed, or has no cache just now.
+            RuntimeUnavailable: the runtime is draining or closed, or has no cache now.
         """
         return self._require_cache("introduce").serving.introduce()
 
@@ -223,23 +224,23 @@ class Runtime:
         at: Ticket | Mapping[str, Any] | None = None,
         instead: Ticket | Mapping[str, Any] | None = None,
     ) -> None:
-        """Say that a request will not be served, such as one that was rejected or has failed before it was served.
+        """Announce that a request will not be served, for example since it was rejected or its prefill failed.
 
-        Readers that wait for its offer with a rendezvous (`Ticket.rendezvous`) get PrefillFailed with the reason at
-        once, and so do those who come later, for a while. A later `serve_blocks` of the same id takes it back. Legal
-        while the runtime drains. An engine of several ranks declines on each.
+        Readers that wait for its offer with a pending ticket (`Ticket.rendezvous`) fail at once: PrefillFailed, with
+        the reason. So do readers that ask later, for a while. A later `serve_blocks` with the same request id undoes
+        it. Allowed while the runtime drains. An engine of several ranks declines on each rank.
 
-        A router may have sent the request here while its readers wait at another engine. Then say so `at` that engine:
-        its ranks are told in the background, by one rank of this engine, and nothing is declined here.
+        A router may send a request to this engine while its readers wait at another engine. Then pass `at`: the ranks
+        of that engine are notified in the background, and nothing is declined here. Do so on one rank of this engine.
 
         Args:
-            request_id: the one that the rendezvous names.
-            reason: what readers are told.
-            at: the rendezvous of readers that wait at another engine.
-            instead: with `at`, a rendezvous of the same request with this engine: readers go on there.
+            request_id: the request id in the pending ticket.
+            reason: goes into the readers' errors.
+            at: the pending ticket of the readers that wait at another engine.
+            instead: with `at`, a pending ticket of the same request at this engine, where the readers continue.
 
         Raises:
-            RequestError: it is being served, or what was given is no request id, text or rendezvous of that request.
+            RequestError: the request is being served, or `request_id`, `reason`, `at` or `instead` is wrong.
         """
         cache = self._require_cache("decline", new_work=False)
         wanted = checks.request_id(request_id)
@@ -256,42 +257,42 @@ class Runtime:
         rendezvous.send_on(places[0], why[:REASON_CHARS_MAX], places[1] if instead is not None else None)
 
     async def load_blocks(self, request: LoadRequest) -> LoadReport:
-        """Read the blocks that a ticket offers into local blocks; the same as `await start_load(request)`.
+        """Read the blocks that a ticket offers into local blocks. The same as `await start_load(request)`.
 
-        Waits its turn when others load, too (`LoadRequest.priority`); never reports a success that is partial or stale.
-        Cancelling returns within Config.cancel_grace_s; if bytes may still land then, the load is in `quarantines`
-        until they have. Who may be cancelled uses `start_load`, whose handle tells.
+        Concurrent loads take turns (`LoadRequest.priority`). A partial or stale read never counts as a success. If
+        cancelled, return within Config.cancel_grace_s; if bytes may still land then, the load stays in `quarantines`
+        until they cannot. If your task may be cancelled, use `start_load`: its handle shows whether bytes may land.
 
         Args:
             request: the ticket, and the local blocks to fill.
 
         Returns:
-            What was read, and how long each phase took.
+            A report of the read tokens, blocks and bytes, and of the seconds of each phase.
 
         Raises:
-            RequestError: request or ticket cannot be right; PromptMismatch, BlocksBusy.
-            PeerError: the producer, or the way to it.
-            LoadError: LeaseExpired, PrefillFailed, TransferFailed, Overloaded, DeadlineExceeded. If bytes may still
-                land its `quarantine` is the load.
-            RuntimeUnavailable: the runtime drains, is closed, or has no cache just now.
-            RuntimeBroken: the runtime has to be closed.
+            RequestError: the request or its ticket is wrong. Also PromptMismatch and BlocksBusy.
+            PeerError: the producer, or the connection to it, failed.
+            LoadError: LeaseExpired, PrefillFailed, TransferFailed, Overloaded or DeadlineExceeded. If bytes may still
+                land, its `quarantine` is the load.
+            RuntimeUnavailable: the runtime is draining or closed, or has no cache now.
+            RuntimeBroken: the runtime can only be closed.
         """
         return await self._require_loader(request, "load_blocks").load(request)
 
     def start_load(self, request: LoadRequest) -> Load:
-        """Start to read the blocks that a ticket offers; `await load` gives the report.
+        """Start to read the blocks that a ticket offers, and return at once. `await load` gives the report.
 
-        Returns at once: whatever is wrong is raised by awaiting the load. Its blocks may be reused when
-        `await load.settled()` returns, however it has ended.
+        Every other error is raised by awaiting the load. After any outcome, the local blocks may be reused once
+        `await load.settled()` has returned.
 
         Args:
             request: the ticket, and the local blocks to fill.
 
         Returns:
-            A handle, which can be awaited, iterated for its progress, cancelled and settled.
+            A handle: await it, iterate over its progress, cancel it, or await its `settled()`.
 
         Raises:
-            UsageError: called off the runtime's loop, where no load could be awaited.
+            UsageError: not called on the runtime's loop.
         """
         try:
             return self._require_loader(request, "start_load").start(request)
@@ -301,40 +302,40 @@ class Runtime:
             return refused_load(request, error)
 
     async def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
-        """Give up what a ticket offers without reading it, such as for a request that was rejected before decode.
+        """Release the leases of a ticket without reading them, for example if the request was rejected before decode.
 
-        One message to each rank, no handshake; its lease ends as if we had read. The offer of a rendezvous may be yet
-        to come: then it is waited for, within the ticket's `ttl_s`, and its ranks are connected. A release that comes
-        late or twice changes nothing. Legal while the runtime drains. Cancelling stops it; some ranks may have been
-        told then.
+        Sends one message to each rank, without a handshake. The lease then ends as if it had been read. If the ticket
+        is pending and the offer does not exist yet, wait for the offer, within the ticket's `ttl_s`, and connect its
+        ranks. A late or repeated release changes nothing. Allowed while the runtime drains. If cancelled, some ranks
+        may have been notified.
 
         Args:
-            ticket: as it came from the router.
+            ticket: the ticket from the router.
 
         Returns:
-            True if all ranks were told, within Config.handshake_timeout_s. A producer that has restarted or cannot be
-            reached is no error, since leases run out.
+            True if all ranks were notified within Config.handshake_timeout_s. A producer that restarted or cannot be
+            reached is not an error, since leases expire.
 
         Raises:
-            RequestError: the ticket cannot be right.
+            RequestError: the ticket is wrong.
         """
         return await self._require_cache("release_blocks", new_work=False).remote_leases.release(ticket)
 
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Keep what a ticket offers while a request waits for its load, as in `with runtime.keep_leases(ticket): ...`.
+        """Renew the leases of a ticket while a request waits for its load: `with runtime.keep_leases(ticket): ...`.
 
-        Nothing waits for it: the ticket's ranks are connected, and its leases renewed, beside the block, up to
-        Config.lease_lifetime_s; how often is in `statistics().loading.renewals`. A lease that cannot be kept raises
-        nothing here; its load says why.
+        The block does not wait: in the background the ticket's ranks are connected and the leases renewed, for at most
+        Config.lease_lifetime_s. `statistics().loading.renewals` counts the renewals. If a lease cannot be renewed, the
+        block raises nothing; the load of the ticket raises the error.
 
         Args:
-            ticket: as it came from the router.
+            ticket: the ticket from the router.
 
         Returns:
-            A context manager; its block is how long the leases are kept.
+            A context manager. The leases are renewed until its block ends.
 
         Raises:
-            RequestError: the ticket cannot be right.
+            RequestError: the ticket is wrong.
         """
         cache = self._require_cache("keep_leases")
         return self._entered_here(cache.remote_leases.keep_while(cache.resolver.read_ticket(ticket)))
@@ -344,30 +345,30 @@ class Runtime:
     ) -> tuple[KVFlowError | None, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.
 
-        One bad engine does not keep others from being connected. Takes at most Config.handshake_timeout_s for each
-        rank. Cancelling stops the waiting; handshakes under way go on.
+        The failure of one engine does not affect others. Takes at most Config.handshake_timeout_s for each rank.
+        Cancelling stops the waiting; handshakes under way go on.
 
         Args:
-            engines: each named by the address of one of its ranks, or by a ticket of it.
+            engines: for each engine, the address of a rank or a ticket.
 
         Returns:
-            For each engine, in order, None if all ranks that loads need are connected, else the error.
+            For each engine, in order: None if all ranks that loads need are connected, else the error.
         """
         cache = self._require_cache("prewarm")
         return await prewarm(cache.own_reach, cache.peers, engines)
 
     async def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
-        """Forget all ranks of an engine, or the one at an address: connections, failures, waits.
+        """Forget the connections, failures and back-off of all ranks of an engine, or of the rank at one address.
 
-        The next load from it starts from scratch. Loads that read from it now go on; the transport forgets the engine
-        when they have left. Cancelling stops the waiting.
+        The next load from the engine connects again. Loads that read from it now go on; the transport drops the
+        connection after them. Cancelling stops the waiting.
 
         Args:
-            engine_id: whose ranks.
-            address: of one rank; None for all.
+            engine_id: the engine.
+            address: address of one rank; None for all ranks.
 
         Returns:
-            True if it was forgotten within Config.handshake_timeout_s; if not it will be later.
+            True if the transport dropped the connections within Config.handshake_timeout_s; else it does so later.
         """
         self._require("forget_peer", new_work=False)
         checks.text(engine_id, "engine_id")
@@ -376,28 +377,28 @@ class Runtime:
         return cache is None or await cache.peers.forget(engine_id, address)
 
     async def drain(self, deadline_s: float | None = None) -> bool:
-        """Take no new work, and wait until all leases and loads have ended, or until `deadline_s`.
+        """Refuse new work, and wait up to `deadline_s` until all leases and loads have ended.
 
-        From the first moment `serve_blocks` and `load_blocks` raise RuntimeDraining, and readers that come are refused
-        with PeerNotReady unless they have a ticket of an open lease. Draining twice is fine. Cancelling stops the
-        waiting: the runtime stays draining, and nothing is revoked.
+        At once, `serve_blocks` and `load_blocks` raise RuntimeDraining, and new readers get PeerNotReady unless they
+        have a ticket of an open lease. Draining twice is fine. If cancelled, the runtime stays draining, and nothing is
+        revoked.
 
         Args:
-            deadline_s: when leases are revoked and loads ended (Config.drain_timeout_s if None), which takes at most
-                Limits.seal_hold_s, cancel_grace_s and drain_timeout_s more.
+            deadline_s: seconds after which leases are revoked and loads ended; None: Config.drain_timeout_s. Ending
+                them takes at most Limits.seal_hold_s, cancel_grace_s and drain_timeout_s more.
 
         Returns:
-            True if everything ended before `deadline_s`. `statistics()` counts how leases and loads ended.
+            True if everything ended within `deadline_s`. `statistics()` counts the outcomes of leases and loads.
         """
         self._require("drain", new_work=False)
         wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
         return await self._supervisor.drain(checks.seconds(wanted_s, "drain: deadline_s", error=UsageError))
 
     def statistics(self) -> RuntimeStatistics:
-        """Counts of what is open now and of what has happened so far. Legal in every state.
+        """Return the state of the runtime, its open objects, and counts of past events. Allowed in every state.
 
         Returns:
-            A frozen copy.
+            An immutable snapshot.
         """
         return self._supervisor.statistics()
 
@@ -408,15 +409,15 @@ class Runtime:
         supervisor = self._supervisor
         here = asyncio._get_running_loop() is supervisor.loop
         if here and supervisor.state is RuntimeState.OPEN and supervisor.cache is not None:
-            return supervisor.cache  # the usual case, in few steps
+            return supervisor.cache  # the usual case, kept fast
         self._require(what, new_work=new_work)
         return supervisor.require_cache()
 
     def _require_loader(self, request: LoadRequest, what: str) -> Loader:
-        """The loader that takes loads now. Observers are told of loads that come while the runtime drains."""
+        """Return the loader if loads are allowed, else raise. Report a load refused by draining to the observers."""
         here = asyncio._get_running_loop() is self._supervisor.loop
         if here and self._supervisor.state is RuntimeState.OPEN and self._supervisor.cache is not None:
-            return self._supervisor.cache.loader  # the usual case, in few steps
+            return self._supervisor.cache.loader  # the usual case, kept fast
         try:
             return self._require_cache(what).loader
         except RuntimeUnavailable as error:
@@ -433,7 +434,7 @@ class Runtime:
 
 
 def _checked(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The parts as they were given, none of them twice. ConfigError for what is no part."""
+    """Return `parts` as a tuple. Raises ConfigError if an item is not a `Part`, or a name occurs twice."""
     given = checks.answer(lambda: tuple(parts))
     if given is None:
         raise ConfigError(f"parts: expected a list, got {checks.shown(parts)}")
@@ -445,7 +446,7 @@ def _checked(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def _dropped(supervisor: Supervisor) -> None:
-    """Close a runtime whose handle is gone, unless it was closed: on its loop, if that is still there."""
+    """Close an open runtime after its handle was dropped: on its loop, or without a loop if that is closed."""
     loop = supervisor.loop
     if loop is None or supervisor.inherited:
         return

@@ -1,4 +1,4 @@
-"""Statistics of a runtime: its state, what is open now, and what has happened over all its registrations."""
+"""Statistics of a runtime: its state, the open objects, and counts over all of its registrations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SENT = ("notifications_sent", "notifications_received", "notifications_failed")
 
 
 class RuntimeState(enum.StrEnum):
-    """State of a runtime: takes new work (OPEN), ends what it has (DRAINING, CLOSING), or can do nothing any more."""
+    """State of a runtime: it takes new work (OPEN), only ends its work (DRAINING, CLOSING), or cannot work."""
 
     NEW = "new"
     OPEN = "open"
@@ -36,40 +36,40 @@ class RuntimeState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartStatistics:
-    """Counts of a part. Parts have counts of their own beside."""
+    """Counts that every part has. A part may have a subclass with more."""
 
     open_requests: int
-    """Requests that the part has under way."""
+    """Number of requests that the part has under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeStatistics:
-    """A snapshot of a runtime: what is open, and what has happened.
+    """A snapshot of a runtime: its open objects, and counts of past events.
 
-    Before a cache is registered, and in a runtime that was abandoned, its parts are None.
+    `blocks`, `serving` and `loading` are None before the first cache is registered, and in an abandoned runtime.
 
-    A cache that is registered again goes on counting where the one before has ended. Between the two there are no
-    `blocks`.
+    If a cache is registered again, its counts continue those of the last cache. While no cache is registered, `blocks`
+    is None.
     """
 
     state: RuntimeState
     tasks: int
     blocks: BlockCounts | None
     buffers_used: int
-    """Host blocks and scratch buffers that are in use now."""
+    """Number of host blocks and scratch buffers in use."""
     serving: ServingStatistics | None
     loading: LoadingStatistics | None
     peers: tuple[PeerStatistics, ...]
     readers: int
-    """Ranks that have connected to this one and will be told when it goes."""
+    """Number of ranks that have connected to this rank and get a goodbye when it closes."""
     listener: ListenerStatistics | None
     transport: TransportStatistics
     readers_refused: int
-    """Readers that were refused because too few open files were left."""
+    """Number of readers refused for too few open files."""
     early_notifications: int
-    """Notifications that came before a cache was registered, when no lease could exist."""
+    """Number of notifications that came before a cache was registered, when no lease could exist."""
     parts: Mapping[str, PartStatistics] = field(default_factory=dict)
-    """Counts of the parts by name, such as "storage" and "prefix", anew with each registration."""
+    """Counts of the parts by name, for example "storage" or "prefix". They begin at 0 with each registration."""
 
 
 def totals(
@@ -78,7 +78,7 @@ def totals(
     loading: LoadingStatistics | None,
     transport: TransportStatistics | None,
 ) -> tuple[ServingStatistics | None, LoadingStatistics | None, TransportStatistics]:
-    """Return snapshots of what is open now, and of what was counted so far: `past` is of registrations that ended."""
+    """Return the current snapshots with the counts of earlier registrations, which `past` has, added."""
     if past is not None:
         serving = _total(serving, past.serving, (*_SERVED, *_NOTIFIED))
         loading = _total(loading, past.loading, _LOADED)
@@ -88,7 +88,7 @@ def totals(
 
 
 def _total(now: PartT | None, past: PartT | None, counters: Sequence[str]) -> PartT | None:
-    """Snapshot of what is open now, and what was counted so far."""
+    """Return `now` with the `counters` of `past` added; either may be None."""
     if now is None or past is None:
         return past if now is None else now
     return replace(now, **{name: getattr(now, name) + getattr(past, name) for name in counters})

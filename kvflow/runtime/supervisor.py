@@ -1,13 +1,13 @@
-"""The supervisor: opens, runs and closes the parts of a runtime in order, and ends them all if one dies.
+"""The supervisor: opens, runs and closes the services of a runtime in order, and ends all if one dies.
 
-`Runtime` is the handle that users hold. Nothing here refers to it, so that a handle which is dropped is noticed. The
-listener, the side channel, the copy thread, the clock and the seals last as long as the runtime. Agents, poller,
-ledger and peers last as long as one `Registration`. If a service dies the runtime is *broken*: leases are revoked,
-loads fail, and later calls raise RuntimeBroken with the cause.
+`Runtime` is the handle that users hold. Nothing here refers to the handle, so that a dropped handle is noticed. The
+listener, side channel, copy thread, clock and seals last as long as the runtime. Agents, poller, ledger and peers last
+as long as one `Registration`. If a service dies, the runtime is *broken*: leases are revoked, loads fail, and later
+calls raise RuntimeBroken with the cause.
 
-Unregistering ends one registration, closing ends everything. Both are carried: they go on if who waits is cancelled. A
-closing that is cancelled no longer waits for leases and loads to end by themselves. A runtime whose loop has gone is
-*abandoned*: sockets, threads and memory are given back without the loop.
+Unregistering ends one registration; closing ends everything. Both run to their end even if the caller is cancelled
+(`Tasks.carried`). If the closing itself is cancelled, it stops waiting for leases and loads to end by themselves. If
+the event loop no longer runs, the runtime is *abandoned*: sockets, threads and memory are released without the loop.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logger_of(__name__)
 
 
 class Supervisor:
-    """Everything of one runtime but its handle."""
+    """The implementation of one runtime, behind its handle."""
 
     def __init__(
         self,
@@ -64,33 +64,33 @@ class Supervisor:
         self.rank = Rank.of(config)
         self.state = RuntimeState.NEW
         self.cache: RegisteredCache | None = None
-        """The registered cache, while it takes work."""
+        """The registered cache while it takes work; None before, and from the start of `unregister`."""
         self.observers = observers
         self.world = world
         self.parts = tuple(parts)
         self.host = config.advertise_host or config.listen_host
         self.tasks = Tasks(str(self), self._on_break, self.aclose)
         self.registration: Registration | None = self._new_registration()
-        """The registration, from before its cache until all of it has ended."""
+        """The current registration, from before its cache is registered until all of its work has ended."""
         self.side_channel = world.side_channel(config)
         self.clock = world.clock()
         self.seals = SealTable(config.limits.leases_max)
         self._past: RuntimeStatistics | None = None
-        """Statistics at the end of the last registration."""
+        """Statistics at the end of the last registration, with those before it added."""
         self._registering = False
         self._admission = ReaderAdmission(config.engine_id)
         self._hurried = False
         self.inherited = False
-        """True in a child of the process that has opened it: its threads, and what they own, are the parent's."""
+        """True in a forked child of the process that opened the runtime: threads and their objects are the parent's."""
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The loop that has opened it; None before."""
+        """The loop that opened the runtime; None before that."""
 
     def __str__(self) -> str:
-        """Name in log lines."""
+        """Return the name of the runtime for log lines."""
         return f"{self.config.engine_id!r} ({self.rank})"
 
     def forked(self) -> None:
-        """See `forks`."""
+        """Count as closed in a forked child. See `forks`."""
         self.inherited = True
         self.state = RuntimeState.CLOSED
         self.tasks.forget()
@@ -100,11 +100,11 @@ class Supervisor:
         return address_at(self.host, self.listener.port)
 
     async def open(self) -> None:
-        """Start the transport, the listener and the poller. Raises ConfigError; cancelling leaves it closed."""
+        """Start the transport, the listener and the poller. Raises ConfigError. If cancelled, the runtime is closed."""
         if self.state is not RuntimeState.NEW:
             raise UsageError(f"a Runtime is opened once; {self} is {self.state}")
         forks.watch(self)
-        self.state = RuntimeState.CLOSED  # until everything is there: a runtime that failed to open stays closed
+        self.state = RuntimeState.CLOSED  # until all has started: a runtime that fails to open stays closed
         self.loop = asyncio.get_running_loop()
         first = self.registration
         assert first is not None, "made with the supervisor"
@@ -135,7 +135,7 @@ class Supervisor:
         logger.info("runtime %s opened at %s: %s", self, self.address, self._describe())
 
     def _begin(self) -> None:
-        """Start the services that run from the beginning."""
+        """Start the poller and the listener."""
         assert self.registration is not None, "made with the supervisor"
         self.registration.run()
         self.tasks.must_last(self.tasks.spawn(self.listener.serve(), name="kvflow-listener"), "listener")
@@ -152,9 +152,9 @@ class Supervisor:
         await self.tasks.supervised()
 
     def abandon(self, wait_s: float = 0.0) -> None:
-        """Give sockets back now, and threads when reads have ended, without the loop, which is gone.
+        """Release everything when the event loop no longer runs: sockets now, threads once their reads have ended.
 
-        Waits up to `wait_s` for the threads. Whoever waited on the loop was settled by the loop's own end.
+        Wait up to `wait_s` for the threads. Tasks that waited on the loop have ended with the loop.
         """
         if self.inherited or self.state in (RuntimeState.NEW, RuntimeState.CLOSED):
             self.state = RuntimeState.CLOSED
@@ -201,11 +201,11 @@ class Supervisor:
 
     @property
     def held(self) -> RegisteredCache | None:
-        """The cache, also while it is being unregistered: its books are open still."""
+        """The registered cache, also while it is being unregistered, when its leases and loads still end."""
         return None if self.registration is None else self.registration.cache
 
     def require_running(self, *, new_work: bool = False) -> None:
-        """Raise unless the runtime runs and, with `new_work`, takes new work."""
+        """Raise an error unless the runtime is open or draining. `new_work`: raise also if it is draining."""
         match self.state:
             case RuntimeState.DRAINING if new_work:
                 raise RuntimeDraining(f"the runtime {self} drains: it takes no new work")
@@ -220,14 +220,14 @@ class Supervisor:
         raise RuntimeClosed(f"the runtime {self} is {self.state}")
 
     def require(self, what: str, *, new_work: bool) -> None:
-        """Raise unless the runtime runs, this is its loop and, with `new_work`, it takes new work."""
+        """Raise an error unless the call `what` is allowed: the runtime runs (see `require_running`), on this loop."""
         self.require_running()
         require_loop(self.loop, what)
         if new_work:
             self.require_running(new_work=True)
 
     def require_cache(self) -> RegisteredCache:
-        """The cache that takes work. UsageError if none was registered ever, CacheUnregistered if none is now."""
+        """Return the registered cache. Raises CacheUnregistered, or UsageError if no cache was ever registered."""
         if self.cache is not None:
             return self.cache
         if self.held is not None or (self._past is not None and self._past.serving is not None):
@@ -240,7 +240,7 @@ class Supervisor:
         layout: CacheLayout | None,
         copy_blocks: BlockCopier | None,
     ) -> None:
-        """See `Runtime.register_kv_caches`. What is left of a registration before is waited for first."""
+        """See `Runtime.register_kv_caches`. Waits first for the end of an earlier registration."""
         if self.cache is not None or self._registering:
             raise UsageError("a KV cache is registered already; a runtime has one: await unregister first")
         groups = groups_of(kv_caches, layout)
@@ -261,7 +261,7 @@ class Supervisor:
             self.cache = None
         if self.held is not None:
             await self.tasks.carried("kvflow-unregister", self._unregister)
-        await self.tasks.over("kvflow-unregister")  # a registration that failed may be ending
+        await self.tasks.over("kvflow-unregister")  # a failed registration may still be ending
 
     async def _register(self, groups: Sequence[CacheGroup], copy_blocks: BlockCopier | None) -> None:
         registration = self.registration
@@ -282,23 +282,23 @@ class Supervisor:
         return Registration(self.config, self.world, self.tasks)
 
     def _on_break(self) -> None:
-        """Settle everybody, since a service has died."""
+        """Mark the runtime as broken and end leases and loads, after a service has died."""
         if self.state in (RuntimeState.OPEN, RuntimeState.DRAINING):
             self.state = RuntimeState.BROKEN
         if self.held is not None:
             self.held.stop(Ending.CLOSED)
 
     async def _unregister(self) -> None:
-        """End a registration, also one that is half done. It is carried.
+        """End the registration, complete or not. Runs by `Tasks.carried`.
 
-        Task `kvflow-unregister`: begun by `unregister`, or a registration that failed. It continues if
-        the caller is cancelled. If it dies the runtime breaks, and `unregister` raises its error.
+        Task `kvflow-unregister`: begun by `unregister`, or by a registration that failed. It goes on if its
+        caller is cancelled. If it dies, the runtime breaks, and `unregister` raises its error.
         """
         registration = self.registration
         if registration is None:
-            return  # another one could not even be made
+            return  # making a new one failed
         await to_its_end(self._end_work)
-        registration.poller.wait_for_transport()  # flights wait on for their reads to stop
+        registration.poller.wait_for_transport()  # flights go on waiting for their reads
         problem = await to_its_end(registration.aclose)
         if (cache := registration.cache) is not None:
             problem = problem or await to_its_end(cache.copies_ended)
@@ -306,16 +306,16 @@ class Supervisor:
             self.tasks.break_down(RuntimeBroken(f"the cache could not be unregistered: {problem}"))
             raise RuntimeBroken(f"unregistering the cache of {self}: {problem}")
         self._past = self.statistics()
-        registration.cache = None  # whoever holds its transport still holds no tensors by it
+        registration.cache = None  # a reference to its transport must not keep tensors alive
         self.cache = self.registration = None
         logger.info("runtime %s has no cache any more: %s", self, problem or "its memory is deregistered")
 
     async def _close(self) -> None:
-        """End everything. It is carried.
+        """End everything. Runs by `Tasks.carried`.
 
-        Task `kvflow-close`: begun by `aclose`, a cancelled supervisor's task, or a runtime that is dropped.
-        It continues if the caller is cancelled; if it is cancelled itself it no longer waits for leases and loads.
-        `aclose` raises its error.
+        Task `kvflow-close`: begun by `aclose`, by a cancelled supervisor's task, or by a dropped runtime. It goes
+        on if its caller is cancelled. If it is cancelled itself, it stops waiting for leases and loads. `aclose` raises
+        its error.
         """
         hurry = self._hurry
         try:
@@ -338,7 +338,7 @@ class Supervisor:
         self._hurried = True
 
     async def _end_work(self, *, drained: bool = False) -> None:
-        """End leases and loads, and tell readers. With `drained` they may first end by themselves, if there is time."""
+        """End leases and loads, and send goodbyes to readers. `drained`: first drain, unless in a hurry or broken."""
         cache = self.held
         if cache is None:
             return
@@ -353,7 +353,7 @@ class Supervisor:
         return "" if await self.copier.aclose(bound_s) else f"a copy still runs after {bound_s} s"
 
     def _answer(self, header: codec.Header, request: messages.Request) -> Answered:
-        """Answer a peer on the side channel, or promise to; never waits."""
+        """Return the answer to a peer on the side channel, or a future of it. Never waits."""
         cache, engine_id = self.cache, self.config.engine_id
         if cache is None:
             return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)
@@ -364,14 +364,14 @@ class Supervisor:
         return cache.answer(header, request, draining=self.state is not RuntimeState.OPEN)
 
     def _answer_stranger(self, question: bytes) -> list[bytes] | None:
-        """Answer a reader of another make; None if it gets no answer."""
+        """Return the frames of the answer to a stock reader, or None for no answer."""
         cache = self.cache
         if cache is None or cache.strangers is None or self.state is not RuntimeState.OPEN or self._no_new_reader():
             return None
         return cache.strangers.answer(question)
 
     def _no_new_reader(self) -> str:
-        """Return why this rank can connect no new reader now, or ""."""
+        """Return why no new reader may connect to this rank now, or ""."""
         if self.registration is not None and self.registration.transport.statistics.deaf:
             return "its transport's listener is closed, as when open files run out: register its cache again"
         return self._admission.refusal(self.clock.now_s())

@@ -1,11 +1,11 @@
-"""The tasks of one runtime, in one task group: if one of them dies, the runtime is *broken*.
+"""The tasks of one runtime, in one task group. If a task dies, the runtime is *broken*.
 
-The supervisor's task holds the group. A service (the listener, a poller) has died if it raises, or if somebody else
-cancels it. Any other task has died if it raises.
+The supervisor's task holds the group. A service (the listener, a poller) dies if it raises, or if code outside the
+runtime cancels it. Any other task dies if it raises.
 
-What has to come to its end although who waits for it is cancelled, such as closing, is a task outside the group
-(`carried`). A host that ends cancels all tasks, that one included. So its steps hold cancellation back
-(`to_its_end`): each step is bounded, and can be begun anew.
+Work that must finish even if its caller is cancelled, for example closing, is a task outside the group (`carried`). A
+host that ends cancels all tasks, this one included. So each step of the work is restarted if it is cancelled
+(`to_its_end`); every step is bounded, and may be run again.
 
 A runtime, its leases and its loads belong to the event loop that opened the runtime, and to that loop's thread
 (`require_loop`).
@@ -27,53 +27,53 @@ ResultT = TypeVar("ResultT")
 
 
 class Tasks:
-    """All tasks of a runtime. They belong to the loop that `start` was called on."""
+    """All tasks of a runtime. They belong to the loop on which `start` was called."""
 
     def __init__(self, owner: str, on_break: Callable[[], None], close: Callable[[], Awaitable[None]]) -> None:
-        """`on_break` is told once that a task has died. `close` closes the runtime, for when nobody else is left to."""
+        """`on_break` is called once if a task dies; `close` if the host cancels the supervisor's task."""
         self._owner = owner
         self._on_break = on_break
         self._close = close
         self.cause: Exception | None = None
-        """The error that has broken the runtime."""
+        """The error that broke the runtime; None if it is not broken."""
         self._stop = asyncio.Event()
         self._over = asyncio.Event()
         self._started = asyncio.Event()
-        self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation can be replayed
+        self._tasks: dict[asyncio.Task[None], None] = {}  # ordered, so that a simulation can be replayed
         self._supervision: asyncio.Task[None] | None = None
         self._carried: dict[str, asyncio.Task[None]] = {}
 
     @property
     def started(self) -> bool:
-        """True from `start` on, also when all of it is over."""
+        """True once `start` was called, also after all tasks have ended."""
         return self._supervision is not None
 
     @property
     def count(self) -> int:
-        """Tasks that run."""
+        """Number of running tasks."""
         return len(self._tasks) + (self._supervision is not None and not self._supervision.done())
 
     async def start(self, begin: Callable[[], None]) -> None:
-        """Begin the supervisor's task, in which `begin` spawns the first others.
+        """Start the supervisor's task, which calls `begin` to spawn the first other tasks.
 
-        It may have been cancelled before its first step: then there is a `cause`.
+        If the task is cancelled before its first step, `cause` is set.
         """
         self._supervision = asyncio.create_task(self._supervise(begin), name="kvflow-supervisor")
         self._supervision.add_done_callback(lambda _: self._never_ran())
         await self._started.wait()
 
     async def stop(self) -> None:
-        """End all tasks, and wait until they have ended."""
+        """End all tasks of the group, and wait until they have ended."""
         self._stop.set()
         await self._over.wait()
 
     async def supervised(self) -> None:
-        """Wait until the supervisor's task has ended, too, unless that is who waits."""
+        """Wait until the supervisor's task has ended. No effect if this is called in that task."""
         if self._supervision is not None and self._supervision is not asyncio.current_task():
             await asyncio.wait([self._supervision])
 
     async def carried(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Begin `work` as a task of that name, unless it is under way, and wait for it; raises what it raises.
+        """Run `work` as a task called `name`, or join the task of that name under way. Raise its error.
 
         Cancelling stops the waiting; the work goes on.
         """
@@ -81,7 +81,7 @@ class Tasks:
         cancels = task.cancelling() if task is not None else 0
         while True:
             running = self._carried.get(name)
-            if running is None or running.done():  # one that was cancelled before its first step is begun anew
+            if running is None or running.done():  # start again if it was cancelled before its first step
                 running = self._carried[name] = asyncio.create_task(work(), name=name)
                 running.add_done_callback(seen)
             try:
@@ -91,38 +91,38 @@ class Tasks:
                     raise
 
     async def over(self, name: str) -> None:
-        """Wait until no work of that name is under way, however it ends. Cancelling stops the waiting."""
+        """Wait for the end of the carried work called `name`, without its error. Cancelling stops the waiting."""
         if name in self._carried:
             await asyncio.wait([self._carried[name]])
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
-        """Start a task in the runtime's task group. Raises RuntimeClosed once the runtime is closing."""
+        """Start a task in the runtime's task group. Raises RuntimeClosed if the runtime is closing or broken."""
         if self._stop.is_set() or self.cause is not None:
             body.close()
             raise RuntimeClosed(f"the runtime {self._owner} is closing")
         watched = self._watched(body)
         try:
             task = self._group.create_task(watched, name=name)
-        except RuntimeError as error:  # the host has cancelled all tasks, the supervisor's among them
+        except RuntimeError as error:  # the host has cancelled all tasks, and so the supervisor's
             watched.close()
             body.close()
             raise RuntimeClosed(f"the runtime {self._owner} is closing") from error
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
-        task.add_done_callback(lambda _: body.close())  # cancelled before its first step, it never begins
+        task.add_done_callback(lambda _: body.close())  # if cancelled before its first step, the body never starts
         return task
 
     def must_last(self, task: asyncio.Task[None], what: str, over: Callable[[], bool] = lambda: False) -> None:
-        """Watch a service's task: if somebody else cancels it, before the service is `over`, the service has died."""
+        """Break the runtime if the task of a service is cancelled before `over` returns True and before `stop`."""
 
-        def ended(task: asyncio.Task[None]) -> None:  # cancelled early, the body never runs
+        def ended(task: asyncio.Task[None]) -> None:  # if cancelled early, the body never runs
             if task.cancelled() and not self._stop.is_set() and not over():
                 self.break_down(RuntimeBroken(f"the {what}'s task was cancelled from outside"))
 
         task.add_done_callback(ended)
 
     def break_down(self, cause: Exception) -> None:
-        """Break the runtime, once, since a task has died: settle everybody, and end the other tasks."""
+        """Break the runtime: keep `cause`, end all tasks, call `on_break`. No effect if it is closing or broken."""
         if self.cause is not None or self._stop.is_set():
             return
         logger.error("runtime %s broke: %s: %s", self._owner, type(cause).__name__, cause, exc_info=cause.__cause__)
@@ -131,16 +131,16 @@ class Tasks:
         self._on_break()
 
     def forget(self) -> None:
-        """In a forked child, let the tasks end as they are ended: nothing has broken."""
+        """In a forked child, do not take the end of the parent's tasks for a broken runtime."""
         self._stop.set()
 
     async def _supervise(self, begin: Callable[[], None]) -> None:
-        """Body of the supervisor's task: until told to stop, or until a service dies.
+        """Hold the task group until `stop` is called or a task dies. Body of the supervisor's task.
 
-        If a host that ends cancels it, it closes everything before it goes: nobody else may be left to do that.
+        If the host cancels this task at its own end, close the runtime first, since no other task may be left for that.
 
-        Task `kvflow-supervisor`: holds the runtime's task group, from opening to closing. A host that ends
-        cancels it: then it closes everything first.
+        Task `kvflow-supervisor`: holds the runtime's task group, from opening to closing. If the host cancels
+        it, it first closes the runtime.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -163,19 +163,19 @@ class Tasks:
             try:
                 return await self._close()
             except asyncio.CancelledError:
-                continue  # bounded, since each cancel makes the closing hurry
+                continue  # this ends, since each cancellation hurries the closing
             except RuntimeBroken:
-                return  # it is logged
+                return  # it is logged already
 
     async def _watched(self, body: Coroutine[None, None, None]) -> None:
-        """Body of every task: an error breaks the runtime."""
+        """Run the body of a task; an error breaks the runtime."""
         try:
             await body
-        except Exception as problem:  # noqa: BLE001 - whatever it is, everybody gets to know
+        except Exception as problem:  # noqa: BLE001 - any error breaks the runtime, which reports it
             self.break_down(problem)
 
     def _never_ran(self) -> None:
-        """Settle who waits, if the supervisor's task was cancelled before its first step."""
+        """Break the runtime and end all waits if the supervisor's task was cancelled before its first step."""
         if not self._started.is_set():
             self.cause = RuntimeBroken("the supervisor's task was cancelled before it began")
             self._on_break()
@@ -186,9 +186,10 @@ class Tasks:
 async def for_each(
     items: Sequence[ItemT], work: Callable[[ItemT], Coroutine[Any, Any, ResultT]], at_once: int
 ) -> list[ResultT]:
-    """Do `work` for all items, at most `at_once` at a time, and return the results in order.
+    """Await `work` for all `items`, at most `at_once` at a time, and return the results in order.
 
-    The first failure ends the others and is raised: none begins any more. Cancelling cancels those that have begun.
+    The first failure cancels the calls under way, begins no others, and is raised. Cancelling cancels the calls under
+    way.
     """
     if len(items) == 1:
         return [await work(items[0])]
@@ -212,7 +213,7 @@ async def for_each(
 
 
 async def to_its_end(step: Callable[[], Awaitable[ResultT]], on_cancel: Callable[[], None] = lambda: None) -> ResultT:
-    """Run one step of work that is carried: if it is cancelled it is begun anew, and `on_cancel` is called."""
+    """Await a step of carried work to its end. Each time it is cancelled, call `on_cancel` and run the step again."""
     while True:
         try:
             return await step()
@@ -224,13 +225,13 @@ async def to_its_end(step: Callable[[], Awaitable[ResultT]], on_cancel: Callable
 
 
 def seen(task: asyncio.Future[None]) -> None:
-    """Mark the error of a task as seen: who waits gets it, it is logged, and nobody may wait."""
+    """Mark the error of a task as retrieved, so that asyncio does not report it: it is logged, and waiters get it."""
     if not task.cancelled():
         task.exception()
 
 
 def require_loop(loop: asyncio.AbstractEventLoop | None, what: str) -> None:
-    """UsageError unless this is called on `loop`, by its thread."""
+    """Raise UsageError unless this is called on `loop`, in its thread. `what` begins the message."""
     try:
         running = asyncio.get_running_loop()
     except RuntimeError:

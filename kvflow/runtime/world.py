@@ -1,7 +1,7 @@
-"""The world around a runtime: bytes, questions and answers, time, secrets, a thread for copies.
+"""The world around a runtime: its transport, side channel, clock, random numbers and copy thread.
 
-Nothing else in `runtime/` reads a clock, opens a socket or draws a random number, so a simulator that gives a runtime
-another world sees all of it.
+Nothing else in `runtime/` reads a clock, opens a socket or draws a random number. So a simulator controls all of these
+by giving a runtime another world.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvflow.transport.base import Transport
 
 
 def make_transport(config: Config, agent_name: str) -> Transport:
-    """Make the transport that `config` names, not opened yet. A process imports the one that it uses, and no other.
+    """Return the transport that `config` names, not opened yet. Only that transport is imported.
 
-    ConfigError for an unknown name.
+    Raises ConfigError for an unknown name.
     """
     match config.transport:
         case "nixl":
@@ -40,18 +40,18 @@ def make_transport(config: Config, agent_name: str) -> Transport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Sources of what a runtime gets from outside; the defaults are the real ones."""
+    """Functions that make everything that connects a runtime to the outside. The defaults are the real ones."""
 
     transport: Callable[[Config, str], Transport] = make_transport
-    """Maker of the transport, from the config and the agent's name."""
+    """Makes the transport, from the config and the name of the agent."""
     side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
     own_host: Callable[[Config], Awaitable[str]] = own_host
-    """Finds the host that tickets name."""
+    """Finds the host to name in tickets."""
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
-    """Random bytes, so many, in hexadecimal: incarnations and lease ids, which must not be guessed."""
+    """Returns the given number of random bytes in hexadecimal, for incarnations and lease ids. Unpredictable."""
     copier: Callable[[str], CopyThread] = CopyThread
     forgives: bool = True
-    """True if the error of an observer is only logged. If False, as in tests, closing raises it, too."""
+    """True if errors of observers are only logged. If False, as in tests, closing the runtime also raises the first."""
     real: bool = True
-    """True if a runtime that is dropped, or is left at Python's end, is closed. A simulated process just crashes."""
+    """True if a runtime that is dropped, or still open when Python ends, is closed. A simulated process just dies."""

@@ -1,1 +1,1 @@
-"""Bytes: moving memory between agents, behind one small protocol (`base.Transport`)."""
+"""Transports: they read memory of other agents, behind one small protocol (`base.Transport`)."""

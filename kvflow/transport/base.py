@@ -1,8 +1,8 @@
-"""Transport: the protocol between the runtime and whatever moves the bytes.
+"""Transport: the protocol between the runtime and the library that moves the bytes.
 
-A transport owns one agent (or a set that acts as one). The runtime registers memory once, hands its metadata to
-readers, adds peers by the metadata they sent, posts reads without waiting, and takes events from `run`. What is posted
-cannot be taken back: each posted read ends in exactly one event, or in the transport's own death.
+A transport owns one agent, or several that act as one. The runtime registers memory once, sends the agent's metadata to
+readers, adds peers by their metadata, posts reads without waiting, and gets events from `run`. A posted read cannot be
+cancelled: it ends with exactly one event, unless the transport itself dies.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from kvflow.errors import ConfigError, KVFlowError
 AgentName = NewType("AgentName", str)
 
 DEVICES: Mapping[str, bool] = {"cpu": True, "cuda": True}
-"""Whether NIXL reaches the memory of a kind of device. Caches on all other kinds are staged, such as on hpu, npu, tpu,
-xla, neuron and privateuseone. A transport may know better: see `Transport.reaches`."""
+"""Kinds of devices with memory that NIXL can read. A cache on any other kind is staged, for example on hpu, npu, tpu,
+xla, neuron or privateuseone. A transport may know better: see `Transport.reaches`."""
 BY_SOME_BUILDS = ("xpu",)
-"""Kinds of devices whose memory some builds of NIXL reach. A peer that shows such memory has one; readers need not."""
+"""Kinds of devices with memory that only some builds of NIXL can read. A peer that registers memory of this kind has
+such a build; its readers do not need one."""
 _WITHOUT_MEMORY = "meta"
 
 
 def usually_reached(device: str) -> bool:
-    """Return whether NIXL reaches the memory of a kind of device, as `DEVICES` says."""
+    """Return whether NIXL can read memory of the kind `device`, according to `DEVICES`."""
     return DEVICES.get(device, False)
 
 
 def is_staged(device: str, staging: str, reached: bool | None = None) -> bool:
-    """Return whether a cache on a kind of device goes through host buffers.
+    """Return whether a cache on a kind of device is staged, so that its blocks move through host buffers.
 
     Args:
-        device: the kind.
+        device: the kind of device.
         staging: Config.staging.
-        reached: whether the transport reaches memory of this kind; by default as `DEVICES` says.
+        reached: whether the transport can read memory of this kind; None: according to `DEVICES`.
 
     Raises:
-        ConfigError: it has to be staged, and may not; or tensors of that kind have no memory.
+        ConfigError: the cache must be staged but `staging` is "never", or tensors of this kind have no memory.
     """
     if device == _WITHOUT_MEMORY:
         raise ConfigError(f"device {device!r} is not supported; supported are those whose tensors have memory")
@@ -51,42 +52,42 @@ def is_staged(device: str, staging: str, reached: bool | None = None) -> bool:
 
 
 class MemoryUse(enum.Flag):
-    """The use of registered memory. Registering costs time and, on some devices, room in an address window."""
+    """How registered memory is used. Registration costs time and, on some devices, part of an address window."""
 
     SERVED = enum.auto()
-    """Read by peers."""
+    """Peers read the memory."""
     READ_INTO = enum.auto()
-    """Written by our reads."""
+    """Local reads write to the memory."""
 
 
 class TransportError(KVFlowError):
-    """Failure of a transport call. The runtime translates it into the error of the request that it belongs to."""
+    """A transport call failed. The runtime translates this into the error of the request concerned."""
 
 
 class PeerGone(TransportError):
-    """Death of the peer, or of the connection to it; it has to be removed and added anew."""
+    """The peer, or the connection to it, is dead. Remove the peer and add it again."""
 
 
 @dataclass(slots=True, eq=False)
 class PostedRead:
-    """A read under way; compared by identity. The transport keeps what it needs in its own subclass."""
+    """A read under way, compared by identity. A transport may use a subclass with fields of its own."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """End of a posted read: no byte of it can land any more. `error` is None if all bytes landed."""
+    """The end of a posted read: no further byte can land. `error` is None if all bytes landed."""
 
     read: PostedRead
     error: TransportError | None
     post_s: float
-    """Time spent in the call that posted it; over shared memory that call copies the bytes."""
+    """Seconds spent in the call that posted the read. Over shared memory that call copies the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notified:
-    """Notification from a peer. Its name is not authenticated: trust the payload's secret, never the sender."""
+    """A notification from a peer. The sender is not authenticated: trust only the secret in the payload."""
 
     payload: bytes
 
@@ -96,7 +97,7 @@ Event: TypeAlias = ReadEnded | Notified
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportStatistics:
-    """Counts of what is open now, and of what has happened so far. All `open_` counts are 0 after `aclose`."""
+    """Counts of a transport: objects that are open now (0 after `aclose`), and events since `open`."""
 
     open_reads: int
     open_peers: int
@@ -109,73 +110,73 @@ class TransportStatistics:
     notifications_received: int
     notifications_failed: int
     listeners_lost: int = 0
-    """Listeners that the transport's library has closed while it is open: no new peer can connect by them."""
+    """Listeners that the transport's library has closed by itself. No new peer can connect to them."""
     deaf: bool = False
-    """True if no new peer can connect at all, since all listeners of the agent that peers read from are lost."""
+    """True if no new peer can connect, since all listeners of the serving agent are lost."""
 
 
 Join: TypeAlias = Callable[[Sequence[bytes]], Sequence[bytes]]
-"""Function that makes few notifications out of many."""
+"""Takes many payloads for one peer, and returns fewer that say the same."""
 
 
 class Transport(Protocol):
-    """Mover of bytes for one runtime. All methods belong to the event loop that called `open`."""
+    """Reads memory of peers for one registered cache. Call all methods on the event loop that called `open`."""
 
     async def open(self) -> None:
-        """Start the agent. Raises ConfigError if it cannot be started as configured."""
+        """Start the agent. Raises ConfigError if it cannot start as configured."""
 
     def reaches(self, device: str) -> bool:
-        """Return whether reads reach memory of this kind of device. Caches on other kinds are staged."""
+        """Return whether the transport can read memory of the kind `device`. If not, caches there are staged."""
 
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
-        """Make memory readable by peers, writable by our reads, or both; only `aclose` undoes it.
+        """Make memory readable by peers, writable by local reads, or both, as `use` says. Only `aclose` undoes that.
 
-        `keepalive` owns the memory: the transport holds it until nothing can touch the memory any more.
+        `keepalive` owns the memory. The transport refers to it until no read can touch the memory.
         """
 
     async def metadata(self) -> bytes:
-        """Metadata by which a reader adds us as a peer, registered memory included."""
+        """Return the metadata that a reader passes to `add_peer`. It describes the agent and the registered memory."""
 
     async def add_peer(self, metadata: bytes) -> AgentName:
-        """Learn a peer from its metadata; TransportError if it is not acceptable."""
+        """Add the peer that `metadata` describes and return its name. Raises TransportError for bad metadata."""
 
     async def remove_peer(self, name: AgentName) -> None:
-        """Forget a peer. Only legal when none of its reads is under way."""
+        """Remove a peer. Illegal while a read from the peer is under way."""
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
-        """Start to read; returns at once, and an event tells the end, a failure to start included.
+        """Start a read and return at once. A `ReadEnded` event follows, also if the read cannot start.
 
         Reads, and the descriptors of one read, may be performed in any order.
         """
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
-        """Send `payload` to a peer; returns at once. Failures are counted, not raised: delivery is best effort.
+        """Send `payload` to a peer and return at once. Delivery is best effort: failures are counted, not raised.
 
-        Payloads to one peer that wait to be sent and come with the same `join` may be sent as what that makes of them;
-        it is called on any thread.
+        If several payloads with the same `join` wait for one peer, the payloads that `join` makes from them may be sent
+        instead. `join` may be called on any thread.
         """
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
-        """Call `deliver` on the loop for every event, until cancelled; one caller only.
+        """Call `deliver` on the loop for every event, until cancelled. Only one call may run at a time.
 
-        Raises TransportBroken when there will be no more events. Events that come while nobody runs this are kept.
+        Raises TransportBroken when no further event can come. Events that come while no call runs are kept.
         """
 
     async def aclose(self, timeout_s: float) -> None:
-        """Deregister and shut down. Closing twice is fine.
+        """Deregister the memory and shut down. Closing twice is fine.
 
-        Nothing is torn down under a read that is under way. If reads do not stop within `timeout_s`, TransportError
-        is raised and the transport keeps itself and the memory alive until they have, then shuts down.
+        Nothing is torn down while a read is under way. If reads do not stop within `timeout_s`, raise TransportError;
+        the transport keeps itself and the memory alive until the reads have stopped, and then shuts down.
         """
 
     def abandon(self, wait_s: float) -> None:
-        """Shut down without the loop, which is gone, once reads have stopped; waits up to `wait_s`. Any thread."""
+        """Shut down, once reads have stopped, when the event loop no longer runs. Wait up to `wait_s`. Any thread."""
 
     @property
     def behind(self) -> bool:
         """True if more reads wait than can be started in the next milliseconds.
 
-        More of them gain nothing now, and preparing them keeps Python's lock from threads that need it.
+        Then it is better not to post more: they gain nothing, and preparing them takes the GIL from other threads.
         """
 
     @property

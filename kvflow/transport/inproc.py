@@ -1,10 +1,10 @@
-"""A transport inside one process: memcpy between agents of one network, with faults to script.
+"""A transport inside one process: memcpy between the agents of a network, with scripted faults.
 
-It behaves like the real one where it matters. A posted read cannot be taken back: its bytes land when it is performed,
-whatever has happened to the load meanwhile. Ranges are checked at the initiator against what was registered. Faults
-are named tools (`InprocFaults`), not sleeps: a test steps the transport.
+It behaves like NIXL where that matters. A posted read cannot be cancelled: its bytes land when the read is performed,
+even if its load has ended meanwhile. The reader checks all ranges against the registered memory. Faults are named
+settings (`InprocFaults`), not sleeps: a test steps the transport.
 
-Copies run on the event loop, so this is for tests and small caches.
+Copies run on the event loop, so this transport is for tests and small caches.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ Row: TypeAlias = tuple[int, int, int]
 
 
 class InprocNetwork:
-    """Agents that can reach each other."""
+    """A set of agents that can reach each other."""
 
     def __init__(self) -> None:
         self.agents: dict[AgentName, InprocTransport] = {}
         self.leaves_memory = False
-        """True if memory of a closed agent can still be read by whoever knows it, as over shared memory, where
-        nothing but its addresses is needed. Whatever it holds then, nobody may take it for good."""
+        """True if peers can still read the memory of a closed agent, as over shared memory, where a read needs only
+        addresses. A load must never count bytes that were read that way as fresh."""
         self.closed: dict[AgentName, InprocTransport] = {}
-        """Agents that were closed, whose memory can still be read."""
+        """Closed agents with memory that can still be read."""
 
 
 DEFAULT_NETWORK = InprocNetwork()
@@ -58,66 +58,69 @@ DEFAULT_NETWORK = InprocNetwork()
 
 @dataclass(slots=True, eq=False)
 class InprocRead(PostedRead):
-    """A read that has been posted and not performed yet."""
+    """A posted read: its peer and its descriptors."""
 
     peer: AgentName
     descriptors: Descriptors
 
     def rows(self) -> list[Row]:
-        """Pieces of the read: local address, remote address, size in bytes."""
+        """Return the pieces of the read: local address, remote address, size in bytes."""
         ours, theirs = self.descriptors.table
         return list(zip(ours[:, 0].tolist(), theirs[:, 0].tolist(), ours[:, 1].tolist(), strict=True))
 
 
 def flip(address: int) -> None:
-    """Invert a byte of this process's memory."""
+    """Invert the byte at `address` in this process."""
     byte = ctypes.c_uint8.from_address(address)
     byte.value ^= 0xFF
 
 
 class InprocFaults:
-    """Faults of one agent's reads and notifications; the defaults are a perfect network."""
+    """Scripted faults of one agent's reads and notifications. By default there are none."""
 
     def __init__(self) -> None:
         self.hold = False
-        """Posted reads wait for `InprocTransport.perform`."""
+        """True: posted reads wait for `InprocTransport.perform`."""
         self.fail_next: deque[TransportError] = deque()
-        """Errors for the next reads that are performed; their bytes do not land."""
+        """Errors of the next performed reads, one each; the bytes of these reads do not land."""
         self.flip_next = 0
-        """Number of the next reads that land with a byte flipped, the last one."""
+        """Number of next reads that land with their last byte inverted."""
         self.behind = False
-        """True to report that reads wait to be started."""
+        """Value of `InprocTransport.behind`."""
         self.never_finish = False
-        """Bytes land, but the end of the read is never reported."""
+        """True: bytes of reads land, but the end of the read is never reported."""
         self.drop_notifications = False
         self.duplicate_notifications = False
         self.cut = False
-        """The agent is unreachable for others: their reads from it fail with PeerGone."""
+        """True: other agents cannot reach this agent; their reads from it fail with PeerGone."""
 
 
 class Carrier(Protocol):
-    """Carrier of one agent's bytes: it decides when reads land and notifications arrive; else they do at once."""
+    """Decides when the reads of one agent land and its notifications arrive. Without a carrier they do at once."""
 
     def carry(self, reader: InprocTransport, read: InprocRead) -> None:
-        """Perform a posted read some time: `InprocTransport.refusal`, `copy` in any portions, and `end` once."""
+        """Perform a posted read, at any time.
+
+        Call `InprocTransport.refusal`, then `copy` for any portions of the read, then `end` exactly once.
+        """
 
     def send(self, target: InprocTransport, payload: bytes) -> None:
-        """Let a notification arrive by `InprocTransport.deliver`: some time, several times, or never."""
+        """Deliver a notification by `InprocTransport.deliver` of `target`: at any time, several times, or never."""
 
     def wake(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the loop, when the agent gets round to telling that something has happened."""
+        """Call `callback` on the loop, at the time when the agent would report its event."""
 
     async def landed(self, reader: InprocTransport) -> None:
-        """Wait until no read of the agent is under way."""
+        """Wait until no read of `reader` is under way."""
 
 
 class InprocTransport:
     """A transport within one process: see `transport.base.Transport`.
 
     Args:
-        name: The agent's, which no other one on its network has.
-        network: Whom it reaches.
-        carrier: When what is posted is performed; None is in the next turn of the loop.
+        name: Name of the agent, unique on its network.
+        network: The agents that it reaches.
+        carrier: Decides when posted reads are performed; None: in the next turn of the loop.
     """
 
     def __init__(self, name: str, network: InprocNetwork = DEFAULT_NETWORK, *, carrier: Carrier | None = None) -> None:
@@ -130,20 +133,20 @@ class InprocTransport:
         self._read_into: list[Span] = []
         self._keepalive: list[object] = []
         self._left: tuple[list[Span], list[object]] = ([], [])
-        """Memory that can be read after the agent's end: `InprocNetwork.leaves_memory`."""
+        """Memory that can be read after the agent is closed, with `InprocNetwork.leaves_memory`."""
         self._peers: set[AgentName] = set()
         self._reads: dict[InprocRead, None] = {}
         self._counts = {"reads": 0, "failed": 0, "bytes": 0, "sent": 0, "received": 0, "unsent": 0}
         self._open = False
         self._deliver: Callable[[Event], None] | None = None
         self._kept: deque[Event] = deque()
-        """Events that came while nobody took any."""
+        """Events that came while `run` was not running."""
 
     async def open(self) -> None:
         """Join the network.
 
         Raises:
-            TransportError: An agent of that name is on it.
+            TransportError: The network has an agent of this name.
         """
         if self.name in self._network.agents:
             raise TransportError(f"agent name {self.name!r} is taken")
@@ -153,27 +156,27 @@ class InprocTransport:
         self._open = True
 
     def reaches(self, device: str) -> bool:
-        """Return whether reads reach memory of this kind of device.
+        """Return whether reads reach memory of a kind of device, as NIXL would answer.
 
         Args:
-            device: The kind.
+            device: The kind of device.
 
         Returns:
-            What NIXL's answer would be, so that tests stage what engines stage.
+            NIXL's usual answer, so that tests stage the same caches as engines do.
         """
         return usually_reached(device)
 
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
-        """Let memory be read by peers, written by reads, or both.
+        """Make memory readable by peers, writable by local reads, or both.
 
         Args:
-            spans: Addresses and sizes in bytes, of this process.
-            device: Where they are; the CPU's memory only.
-            keepalive: Owns the memory; held until the transport is closed.
-            use: Which of the two.
+            spans: Addresses and sizes in bytes, in this process.
+            device: Device of the memory; only the CPU is supported.
+            keepalive: Owner of the memory; referred to until the transport is closed.
+            use: Whether peers read the memory, local reads write to it, or both.
 
         Raises:
-            TransportError: The device is another one.
+            TransportError: The device is not the CPU.
             TransportBroken: The transport is not open.
         """
         self._require_open()
@@ -184,10 +187,10 @@ class InprocTransport:
         self._keepalive.append(keepalive)
 
     async def metadata(self) -> bytes:
-        """Metadata by which a reader adds this agent as a peer.
+        """Return the metadata that a reader passes to `add_peer`.
 
         Returns:
-            JSON with its name.
+            JSON with the name of the agent.
 
         Raises:
             TransportBroken: The transport is not open.
@@ -196,16 +199,16 @@ class InprocTransport:
         return json.dumps({"name": self.name}).encode()
 
     async def add_peer(self, metadata: bytes) -> AgentName:
-        """Learn a peer.
+        """Add a peer.
 
         Args:
-            metadata: As the peer's own `metadata` gave it.
+            metadata: The result of the peer's own `metadata`.
 
         Returns:
             The peer's name, for reads and notifications.
 
         Raises:
-            TransportError: It is not the metadata of an in-process agent.
+            TransportError: `metadata` does not come from an in-process agent.
             PeerGone: The agent is not on the network.
             TransportBroken: The transport is not open.
         """
@@ -220,13 +223,13 @@ class InprocTransport:
         return name
 
     async def remove_peer(self, name: AgentName) -> None:
-        """Forget a peer.
+        """Remove a peer.
 
         Args:
-            name: As `add_peer` gave it; one that is not known is fine.
+            name: The result of `add_peer`. No effect if there is no peer of this name.
 
         Raises:
-            AssertionError: A read from it is under way.
+            AssertionError: A read from the peer is under way.
             TransportBroken: The transport is not open.
         """
         self._require_open()
@@ -234,14 +237,14 @@ class InprocTransport:
         self._peers.discard(name)
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
-        """Start to read; an event tells the end.
+        """Start a read and return at once; a `ReadEnded` event reports the end.
 
         Args:
-            peer: Whom to read from.
-            descriptors: Local and remote ranges, in bytes; judged when the read is performed.
+            peer: Name of the peer to read from.
+            descriptors: Local and remote ranges, in bytes; checked when the read is performed.
 
         Returns:
-            The read, which its `ReadEnded` names. With `InprocFaults.hold` it is in `held` until `perform`.
+            The read, as in its `ReadEnded`. With `InprocFaults.hold` it stays in `held` until `perform`.
 
         Raises:
             TransportBroken: The transport is not open.
@@ -263,10 +266,10 @@ class InprocTransport:
         """Perform waiting reads, oldest first.
 
         Args:
-            count: How many at most; None for all.
+            count: Number of reads at most; None for all.
 
         Returns:
-            How many were performed, those included that have failed.
+            Number of performed reads, including failed ones.
         """
         todo = len(self.held) if count is None else min(count, len(self.held))
         for _ in range(todo):
@@ -284,21 +287,21 @@ class InprocTransport:
         return todo
 
     def end(self, read: InprocRead, error: TransportError | None) -> None:
-        """End a read that a carrier has: it is stopped for good.
+        """End a read that the carrier performs: no further byte lands.
 
         Args:
-            read: As the carrier got it.
-            error: Why it has failed; None if all bytes have landed.
+            read: The read that the carrier got.
+            error: Why the read failed; None if all bytes have landed.
         """
         assert self._carrier is not None, "it says so"
         self._carrier.wake(partial(self._tell, ReadEnded(read, error, 0.0)))
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
-        """Send a notification; returns at once. One to a peer that is gone, cut off or not added is counted as failed.
+        """Send a notification and return at once. If the peer is gone, cut off or not added, count a failure.
 
         Args:
-            peer: To whom.
-            payload: What arrives there.
+            peer: Name of the peer.
+            payload: Content of the notification.
             join: Ignored: notifications are sent one by one.
 
         Raises:
@@ -320,10 +323,10 @@ class InprocTransport:
             target.deliver(payload)
 
     def deliver(self, payload: bytes) -> None:
-        """Let a notification arrive here, as if a peer had sent it; from any thread.
+        """Deliver a notification to this agent, as if a peer had sent it. May be called on any thread.
 
         Args:
-            payload: What arrives.
+            payload: Content of the notification.
         """
         tell = partial(self._tell, Notified(payload))
         if self._carrier is not None:
@@ -336,13 +339,13 @@ class InprocTransport:
         return self.faults.behind
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
-        """Hand out events, those first that were kept while nobody took any, until cancelled.
+        """Call `deliver` for every event, until cancelled. Kept events come first.
 
         Args:
-            deliver: Called on the loop with each.
+            deliver: Called on the loop with each event.
 
         Raises:
-            TransportBroken: The transport was closed or has died, or `deliver` has raised.
+            TransportBroken: The transport was closed or died, or `deliver` raised.
         """
         self._deliver = deliver
         try:
@@ -353,16 +356,16 @@ class InprocTransport:
             self._deliver = None
 
     def die(self, cause: BaseException) -> None:
-        """Fault: the transport itself breaks; nothing more is performed or reported.
+        """Break the transport itself, as a fault: no further read is performed and no further event reported.
 
         Args:
-            cause: What has broken it, as the TransportBroken that `run` raises says.
+            cause: The cause of the TransportBroken that `run` raises.
         """
         self._network.agents.pop(self.name, None)
         self._fail(cause)
 
     def _tell(self, event: Event) -> None:
-        """Give an event to whoever takes them, on the loop."""
+        """Deliver an event if `run` is running, else keep it. Called on the loop."""
         if self._deliver is None or self._over.done():
             self._kept.append(event)
             return
@@ -373,7 +376,7 @@ class InprocTransport:
             self._counts["failed" if event.error else "bytes"] += 1 if event.error else event.read.size_bytes
         try:
             self._deliver(event)
-        except BaseException as error:  # noqa: BLE001 - whoever takes events is broken; its task gets to know
+        except BaseException as error:  # noqa: BLE001 - `run` raises it
             self._fail(error)
 
     def _fail(self, cause: BaseException) -> None:
@@ -381,16 +384,16 @@ class InprocTransport:
             error = TransportBroken(f"the transport ended: {cause}")
             error.__cause__ = cause
             self._over.set_exception(error)
-            self._over.exception()  # seen: there may be nobody who takes events
+            self._over.exception()  # retrieved here, since `run` may not be running
 
     async def aclose(self, timeout_s: float) -> None:
-        """Leave the network and let go of the memory. Closing twice is fine.
+        """Leave the network and release the memory. Closing twice is fine.
 
         Args:
-            timeout_s: How long a carrier's reads are waited for. Held reads are not: only a test can end them.
+            timeout_s: Seconds to wait for reads of a carrier. Held reads are not waited for: only a test ends them.
 
         Raises:
-            TransportError: Reads are under way; the memory stays registered.
+            TransportError: Reads are still under way; the memory stays registered.
         """
         if not self._open and not self._reads:
             return
@@ -416,10 +419,10 @@ class InprocTransport:
         self._keepalive.clear()
 
     def abandon(self, wait_s: float) -> None:
-        """Leave the network and let go of the memory at once, without the loop.
+        """Leave the network and release the memory at once, when the event loop no longer runs.
 
         Args:
-            wait_s: Ignored: nothing is waited for.
+            wait_s: Ignored, since this call never waits.
         """
         self._network.agents.pop(self.name, None)
         self._open = False
@@ -442,13 +445,14 @@ class InprocTransport:
         )
 
     def refusal(self, read: InprocRead) -> TransportError | None:
-        """Error of a read that cannot be performed; None if it can. An error of `InprocFaults.fail_next` is used up.
+        """Return why a read cannot be performed. Consumes an error of `InprocFaults.fail_next`.
 
         Args:
-            read: One that was posted here.
+            read: A read that was posted on this transport.
 
         Returns:
-            PeerGone, the next scripted error, or that a range is not registered; None if it can be performed.
+            PeerGone if the peer is gone, the next scripted error, or an error if a range is not registered; None if the
+            read can be performed.
         """
         target = self._network.agents.get(read.peer) or self._network.closed.get(read.peer)
         if target is None or target.faults.cut or read.peer not in self._peers:
@@ -457,7 +461,7 @@ class InprocTransport:
             return self.faults.fail_next.popleft()
         ours, theirs = read.descriptors.table
         sides = ("local", ours, self._read_into), ("remote", theirs, target._served or target._left[0])
-        for side, rows, spans in sides:  # every range lies in one of the spans
+        for side, rows, spans in sides:  # every range must lie within one span
             starts, ends, inside = rows[:, 0], rows[:, 0] + ours[:, 1], np.zeros(len(rows), dtype=np.bool_)
             for span in spans:
                 inside |= (starts >= np.uint64(span.address)) & (ends <= np.uint64(span.address + span.size_bytes))
@@ -467,10 +471,10 @@ class InprocTransport:
 
     @staticmethod
     def copy(rows: Iterable[Row]) -> None:
-        """Copy the bytes of a read, or of a part of it.
+        """Copy the bytes of a read, or of a part of a read, from remote to local.
 
         Args:
-            rows: Local address, remote address, size in bytes; from remote to local.
+            rows: Pieces to copy: local address, remote address, size in bytes.
         """
         for local, remote, size in rows:
             ctypes.memmove(local, remote, size)

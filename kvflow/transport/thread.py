@@ -1,22 +1,22 @@
-"""OwnerThread: a thread of kvflow's own that runs jobs in order and turns a crank between them.
+"""OwnerThread: a thread that runs jobs in order, and a step function (the crank) between them.
 
-NIXL agents are not safe to share between threads, and their calls may block for milliseconds, so every call is a job
-for the one thread that owns them; copies, events and files have such a thread for the same reason. When it has done all
-jobs that wait it turns the crank, which moves things on and says for how long it may sleep; a new job ends the sleep at
-once. Progress therefore does not depend on the event loop.
+NIXL agents must not be shared between threads, and their calls may block for milliseconds. So every call is a job for
+the one thread that owns the agents. Copies, events and files have threads like this for the same reason. When no job
+waits, the thread calls the crank, which makes progress and returns how long the thread may sleep. A new job ends the
+sleep at once. Progress therefore does not depend on the event loop.
 
-The thread gets Python's lock as any thread does, and nothing on the loop or in the host's process is changed for it.
-Where it waits for the lock is where Python's own calls, and NIXL's, have let go of it; so what a thread does for one
-read is kept to few calls, and it tells what has ended before it lets go of the lock again. Beside a loop that is never
-idle each wait may take a second: docs/decisions/0033-bursts-and-threads.md.
+The thread competes for the GIL like any other thread; nothing on the loop or in the host process is changed for it. It
+may have to wait for the GIL after each call, of Python or NIXL, that released it. So each read takes few calls, and the
+thread reports ended reads before its next call that releases the GIL. Beside a loop that is never idle each wait may
+take a second: docs/decisions/0033-bursts-and-threads.md.
 
-The loop side belongs to one event loop. The thread ends when the crank returns None, or raises; then every waiter is
-told, and later calls raise TransportBroken.
+`call` and the callbacks belong to one event loop. The thread ends when the crank returns None or raises. Then every
+waiter gets an error, and later calls raise TransportBroken.
 
-When Python ends it also ends threads that still run, but a thread in C++ that then asks for Python's lock aborts the
-process ("terminate called without an active exception"). So at the interpreter's exit each thread leaves the crank
-first, and what the crank uses is never destroyed: bytes may still land there. A forked child has none of the threads,
-and does not destroy what belongs to them either.
+At exit Python ends the threads that still run, but a thread in C++ that then asks for the GIL aborts the process
+("terminate called without an active exception"). So at the interpreter's exit each thread first leaves the crank, and
+the objects that the crank uses are never destroyed, since bytes may still land in them. A forked child has none of the
+threads, and does not destroy those objects either.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ T = TypeVar("T")
 Job = Callable[[], None]
 
 _HALT_S = 5.0
-"""Time that the interpreter's exit waits for each thread to come back from a call of its library."""
+"""Seconds that the interpreter's exit waits for each thread to return from a library call."""
 _LIVE: weakref.WeakSet[OwnerThread] = weakref.WeakSet()
 
 
 def _halt_all() -> None:
-    """Have all threads end where they are, at the interpreter's exit; after the exit hooks of runtimes, which close."""
+    """End all threads where they are. Called at the interpreter's exit, after the exit hooks that close runtimes."""
     running = [thread for thread in _LIVE if thread.alive]
     for thread in running:
         thread.halt()
@@ -61,26 +61,26 @@ _SLEEP_SHARE = 8
 
 
 def pause_s(idle_s: float) -> float:
-    """Return how long a thread sleeps until it polls again, `idle_s` seconds after something last ended there."""
+    """Return the seconds to sleep before the next poll, if the last event was `idle_s` seconds ago."""
     return min(max(idle_s / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
 
 
 class OwnerThread:
-    """Thread that runs jobs and a crank. `crank` returns how many seconds it may be left alone, or None to end."""
+    """A thread that runs jobs, and `crank` between them: `crank` returns the seconds it may sleep, or None to end."""
 
     def __init__(self, name: str, crank: Callable[[], float | None], on_death: Callable[[BaseException], None]) -> None:
         self._crank = crank
         self._on_death = on_death
         self._jobs: deque[Job] = deque()
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """Wakes of the thread, one for all jobs that came until it is taken: putting one costs a system call."""
+        """Wake-ups of the thread. Since one costs a system call, it covers all jobs until the thread takes it."""
         self._called = False
-        """True while there is an entry that the thread has not taken yet."""
+        """True while a wake-up waits in `_calls`."""
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
         self.alive = True
-        """True while it takes jobs: until it is about to end."""
+        """True while the thread accepts jobs."""
         self._cause: BaseException | None = None
         self._halted = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -89,22 +89,22 @@ class OwnerThread:
         forks.watch(self)
 
     def called(self) -> bool:
-        """True if jobs wait that the thread has not taken yet."""
+        """Return True if jobs wait that the thread has not begun."""
         return bool(self._jobs)
 
     @property
     def orphaned(self) -> bool:
-        """True if its loop is gone, so that nobody will ever give it a job, or wait for one."""
+        """True if the event loop is closed, so that no further job can come."""
         return self._loop.is_closed()
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Run `job` on the thread and return its result. Cancelling stops the waiting, not the job."""
+        """Run `job` on the thread and return its result or raise its error. Cancelling stops the wait, not the job."""
         done: asyncio.Future[T] = self._loop.create_future()
 
         def run() -> None:
             try:
                 settle = partial(done.set_result, job())
-            except Exception as problem:  # noqa: BLE001 - handed to the caller, whoever it was
+            except Exception as problem:  # noqa: BLE001 - raised in the caller
                 settle = partial(done.set_exception, problem)
             self.run_on_loop(lambda: None if done.done() else settle())
 
@@ -116,7 +116,7 @@ class OwnerThread:
             self._waiting.discard(done)
 
     def submit(self, job: Job) -> None:
-        """Run `job` on the thread some time soon; it must not raise. TransportBroken if the thread has ended."""
+        """Run `job`, which must not raise, on the thread soon. Raises TransportBroken if the thread has ended."""
         if not self.alive:
             raise TransportBroken("the agent's thread has ended") from self._cause
         self._jobs.append(job)
@@ -125,7 +125,7 @@ class OwnerThread:
             self._calls.put(None)
 
     def run_on_loop(self, callback: Callable[[], None]) -> None:
-        """Run `callback` on the loop, from the thread, unless the loop is gone and nobody waits any more."""
+        """Schedule `callback` on the loop, from the thread. No effect if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
@@ -133,34 +133,37 @@ class OwnerThread:
                 raise
 
     async def ended(self) -> None:
-        """Wait until the thread is gone."""
+        """Wait until the thread has ended."""
         await self._ended.wait()
         self._thread.join()
 
     def abandon(self, last_job: Job, wait_s: float) -> None:
-        """Give the thread its last job, without the loop, from any thread, and wait up to `wait_s` for its end."""
+        """Give the thread its last job when the loop no longer runs, and wait up to `wait_s` for its end.
+
+        May be called on any thread.
+        """
         self._jobs.append(last_job)
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(wait_s)
 
     def halt(self) -> None:
-        """Have the thread end after the job or the turn that it is in, with everything as it is; from any thread."""
+        """End the thread after its current job or crank call, without cleaning up. May be called on any thread."""
         self.keep()
         self._halted = True
         self._calls.put(None)
 
     def join(self, wait_s: float) -> None:
-        """Wait up to `wait_s` for the end of the thread; from another thread."""
+        """Wait up to `wait_s` for the end of the thread. Call it on another thread."""
         self._thread.join(wait_s)
 
     def forked(self) -> None:
-        """See `forks`: the library's objects are kept for ever."""
+        """Never destroy the library's objects in a forked child. See `forks`."""
         if self.alive:
             self.keep()
 
     def keep(self) -> None:
-        """Never destroy this object, nor what its crank refers to, until the process ends."""
+        """Keep this object, and all that its crank refers to, alive until the process ends."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _run(self) -> None:
@@ -180,10 +183,10 @@ class OwnerThread:
             except queue.Empty:
                 pass
             else:
-                self._called = False  # before any job is done: one that comes now calls again
+                self._called = False  # before any job runs: a job that comes now wakes the thread again
                 if self._jobs:
                     self._jobs.popleft()()
-                for _ in range(len(self._jobs)):  # what has come meanwhile: the crank may start something long
+                for _ in range(len(self._jobs)):  # jobs that came meanwhile run first: the crank may take long
                     self._jobs.popleft()()
             if not self._halted:
                 idle_s = self._crank()

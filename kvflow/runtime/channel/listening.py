@@ -126,8 +126,8 @@ class ZmqListener:
 
         A reply that is a future is sent once it is done.
 
-        Task `kvflow-listener`: from opening to closing the runtime, with a task each for `-requests`,
-        `-connections`, `-files` and, with CURVE, `-keys`. If one of them dies the runtime breaks.
+        Task `kvflow-listener`: from the opening to the closing of the runtime, with a task each for `-requests`,
+        `-connections`, `-files` and, with CURVE, `-keys`. If one dies, the runtime breaks.
         """
         if self._inherited:
             return

@@ -83,7 +83,7 @@ def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[str]) -> None
     """Look `host` up, then release `room` and complete `found` on its loop. The body of a thread.
 
     Thread `kvflow-lookup <host>`: begun by a question to a host that is given by name. Ends when the resolver
-    answers. Whoever asked gets its error.
+    answers. The question gets its error.
     """
     outcome: str | Exception
     try:

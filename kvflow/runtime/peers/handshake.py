@@ -160,8 +160,8 @@ class Agents:
     async def _remove(self, connection: Connection) -> None:
         """Remove the connection's agent from the transport once no load holds the connection.
 
-        Task `kvflow-remove <agent>`: begun when a connection is given up. Ends when its last load has left, and the
-        transport has forgotten it.
+        Task `kvflow-remove <agent>`: begun when a connection is dropped. Ends when no load holds it, and the
+        transport has removed the agent.
         """
         await connection.idle()
         await self._transport.remove_peer(connection.agent)

@@ -330,8 +330,8 @@ class Peers:
         """Shake hands and complete the handshake's future. If cancelled, leave the future to the task's done callback.
 
         Task `kvflow-handshake <address>`: begun by the first load that needs a peer. Ends with the answer,
-        `handshake_timeout_s` after its turn at the latest, or when nobody waits for it and others need its
-        turn. Its waiters get its error.
+        `handshake_timeout_s` after its turn at the latest, or when no load waits for it and another first
+        contact needs its turn. Its waiters get its error.
         """
         try:
             shake_hands = partial(self.handshakes.connect, peer, request_id)

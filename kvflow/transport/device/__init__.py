@@ -1,1 +1,1 @@
-"""The device that a cache is on: the CPU, or one with streams and memory of its own."""
+"""Devices that caches are on: the CPU, or an accelerator with its own streams and memory."""

@@ -1,12 +1,12 @@
-"""A device of any kind for which torch has streams and events, as copies need it. Nothing here names a kind.
+"""Copies on any kind of device for which torch has streams and events. Nothing here names a kind.
 
-Copies run on a stream that waits for nobody. So whoever asks for one has made sure that what it reads was computed
-(`ServeRequest.ready`), and that nothing writes to its target any more (`LoadRequest.after`); that a busy engine does
-not hold it up is the point. A copy is over when the stream has been waited for, and not before.
+Copies run on a stream of their own that does not wait for the engine's streams, so that a busy engine does not delay
+them. Before a copy the caller must therefore make sure that the source is computed (`ServeRequest.ready`), and that
+nothing still writes to the target (`LoadRequest.after`). A copy is finished only when its stream has been synchronized.
 
-Which kernels a device has differs: many have none for complex numbers, some none for 64-bit integers. So rows go in the
-cache's own dtype, or as bytes. What the device can do is tried, once for each dtype. Where it can do neither, every
-block is a copy of its own, which any device can do.
+Devices differ in their kernels: many have none for complex numbers, some none for 64-bit integers. So rows are copied
+in the cache's own dtype or, if the device cannot do that, as bytes. Each dtype is tried once. If neither works, each
+block is copied by a call of its own, which every device can do.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _INDEX_TYPES = (torch.int64, torch.int32)
 
 
 class AcceleratorDevice(CacheDevice):
-    """See `CacheDevice`. Made on the copy thread, for which it makes the device current."""
+    """A `CacheDevice` with a stream for copies. Made on the copy thread, on which it makes the device current."""
 
     def __init__(self, where: Device) -> None:
-        """Raises what torch raises for a kind of device that has no streams, or no events."""
+        """Open the device and try an event. Raises torch's own error if torch has no streams or events for the kind."""
         super().__init__(where)
         self._stream, self._done = self._open()
         with self.copying():
@@ -39,7 +39,7 @@ class AcceleratorDevice(CacheDevice):
             self._index_type = next((one for one in _INDEX_TYPES if self._indexes(torch.uint8, one)), None)
 
     def _open(self) -> tuple[torch.Stream, torch.Event]:
-        """Make the device current on this thread. Return a stream of it, and an event."""
+        """Make the device current on this thread. Return a new stream and event for copies there."""
         found = torch.accelerator.current_accelerator()
         if found is None or found.type != self.where.kind:
             raise RuntimeError(f"torch's accelerator is {found}")
@@ -47,7 +47,7 @@ class AcceleratorDevice(CacheDevice):
         return torch.Stream(self.name), torch.Event(self.name)
 
     def _entered(self) -> contextlib.AbstractContextManager[object]:
-        """Return the context in which the stream is the current one."""
+        """Return a context in which the copy stream is the current stream."""
         return self._stream
 
     @property
@@ -65,13 +65,13 @@ class AcceleratorDevice(CacheDevice):
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         found = super().allocate(size_bytes)
-        torch.accelerator.synchronize(self.name)  # the engine may have queued work for a block of torch's cache
+        torch.accelerator.synchronize(self.name)  # torch may reuse memory that queued work of the engine still uses
         return found
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
         try:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).zero_()
-        except RuntimeError:  # some devices pin no memory
+        except RuntimeError:  # some devices cannot pin memory
             return super().host_memory(size_bytes)
 
     def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor | None:
@@ -80,7 +80,7 @@ class AcceleratorDevice(CacheDevice):
         return torch.from_numpy(np.ascontiguousarray(ids)).to(self._index_type).to(self.name)
 
     def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """View all in the dtype of the engine's own among them if kernels take it, else as bytes."""
+        """View all `views` in the dtype of the engine's tensors if the device has kernels for it, else as bytes."""
         found = super().elements(*views)
         dtype = found[0].dtype
         if dtype not in self._indexed:
@@ -88,7 +88,7 @@ class AcceleratorDevice(CacheDevice):
         return found if self._indexed[dtype] else tuple(view.view(torch.uint8) for view in found)
 
     def _indexes(self, dtype: torch.dtype, index_type: torch.dtype) -> bool:
-        """Return whether the device gathers and scatters such elements by such ids: tried, since no device tells."""
+        """Try whether the device gathers and scatters rows of `dtype` by indices of `index_type`; no call says so."""
         try:
             with self.copying():
                 rows = torch.zeros(32, dtype=torch.uint8).view(dtype).view(2, -1).to(self.name)

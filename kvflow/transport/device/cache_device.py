@@ -1,8 +1,8 @@
-"""The device that a cache is on, as copies need it: whose calls go there, in which order, and memory of their own.
+"""The device that a cache is on: how blocks are copied to and from it, in which order, and memory for copies.
 
-One is made per registration (`make_device`). The CPU's memory is copied at once. A device with streams and events has a
-stream of its own for copies (`accelerator`), CUDA some things more (`cuda_device`). A device without them is reached by
-an engine's own function only. Nothing of a device is loaded where there is none.
+Each registration makes one (`make_device`). Memory of the CPU is copied at once. If torch has streams and events for
+the device, copies have a stream of their own (`accelerator`); CUDA has some more calls (`cuda_device`). If torch has
+none, only the engine's own function can copy there. No library of a device is loaded in a process that does not use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BOUNCE_BYTES = 8 << 20
 
 
 class CacheDevice:
-    """A device without streams. Everything here is called on the copy thread."""
+    """A device without streams, and the base of those with streams. Every method is called on the copy thread."""
 
     def __init__(self, where: Device) -> None:
         self.where = where
@@ -34,37 +34,37 @@ class CacheDevice:
 
     @property
     def name(self) -> str:
-        """Name of the device in torch."""
+        """Torch's name of the device, for example "cuda:0"."""
         return self.where.kind if self.where.kind == "cpu" else f"{self.where.kind}:{self.where.number}"
 
     @property
     def on_host(self) -> bool:
-        """True if its memory is the CPU's, which needs no stream and no memory to gather in."""
+        """True if the device is the CPU, which needs neither a stream nor memory to gather blocks in."""
         return self.where.kind == "cpu"
 
     @property
     def eager(self) -> bool:
-        """True if memory is to be had at registration: later the engine has taken it all."""
+        """True if memory for copies must be allocated at registration, before the engine takes all of it."""
         return False
 
     @property
     def as_bytes(self) -> bool:
-        """True if blocks are copied as bytes; else they are views of the engine's own tensors, in their dtype."""
+        """True if blocks are copied as bytes, False if as views of the engine's tensors, in their dtype."""
         return self.on_host
 
     def check(self, spans: Sequence[Span]) -> None:
-        """ConfigError if peers cannot read this memory as they should."""
+        """Raise ConfigError if peers could not read the memory of `spans`."""
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Copies inside go to the device in order; when it ends they are done, also those before an error.
+        """Queue the copies made in the block, in order; the end of the block waits until they are done.
 
-        Raises what a queued copy has failed with.
+        That includes the copies before an error in the block. Raises the error of a queued copy.
         """
         yield
 
     def wait(self) -> None:
-        """Wait for what this thread has queued on its current stream. Raises what has failed there."""
+        """Wait for the work that this thread has queued on its current stream. Raises the error of failed work."""
         import torch
 
         accelerator = getattr(torch, "accelerator", None)  # torch 2.6
@@ -73,22 +73,22 @@ class CacheDevice:
             torch.accelerator.current_stream(self.name).synchronize()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Bytes on the device that nothing else uses, or has queued work for. RuntimeError if there are not so many."""
+        """Allocate bytes on the device that no queued work uses. Raises RuntimeError if too few are free."""
         import torch
 
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.name)
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
-        """Zeroed bytes of the host, which the device copies from and to as fast as it can."""
+        """Allocate zeroed host memory that the device copies to and from at full speed, page-locked if possible."""
         import torch
 
         memory = torch.empty(size_bytes, dtype=torch.uint8)
-        return memory.zero_()  # gives every page its memory now
+        return memory.zero_()  # touches every page, so that it has memory now
 
     def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor | None:
-        """Ids as kernels of the device take them; inside `copying`, and only there.
+        """Return `ids` as an index tensor on the device. Call it inside `copying` and use the result only there.
 
-        None if it has no kernels that gather and scatter: then blocks are copied one by one.
+        None: the device has no kernels that gather and scatter, so blocks are copied one by one.
         """
         import torch
 
@@ -97,25 +97,28 @@ class CacheDevice:
     def copy_pieces(
         self, targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
     ) -> None:
-        """Copy between addresses of the device and of `host_memory`; inside `copying`, if pieces may be copied."""
+        """Copy pieces between addresses on the device and in `host_memory`.
+
+        Call it inside `copying`, and only if `piece_bytes_min` is not None.
+        """
         raise NotImplementedError(self.name)
 
     @property
     def piece_bytes_min(self) -> int | None:
-        """Size in bytes from which `copy_pieces` is faster than kernels that gather; None if it has no such call."""
+        """Smallest piece in bytes for which `copy_pieces` beats kernels that gather; None if it is not supported."""
         return None
 
     def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """View all as elements that kernels take: in the dtype of the engine's own among them."""
+        """View all `views` in the dtype of the engine's tensors; if all are bytes, as bytes."""
         import torch
 
         dtype = next((view.dtype for view in views if view.dtype is not torch.uint8), torch.uint8)
         return tuple(view.view(dtype) for view in views)
 
     def bounce(self, count: int, size_bytes: int) -> torch.Tensor:
-        """Rows of bytes on the device to gather into, at most `count`, as many as there is room for; inside `copying`.
+        """Return memory on the device to gather blocks into: up to `count` rows of `size_bytes` bytes.
 
-        It is the same memory each time.
+        At least one row, and as many as fit. Every call returns the same memory. Call it inside `copying`.
         """
         if self._bounce is None or len(self._bounce) < size_bytes:
             self._bounce = self.allocate(max(_BOUNCE_BYTES, size_bytes))
@@ -124,7 +127,7 @@ class CacheDevice:
 
 
 def is_rocm() -> bool:
-    """Return whether torch was built for AMD's devices, which it calls "cuda", too. They have another driver."""
+    """Return whether torch is built for ROCm: it calls AMD's devices "cuda" as well, but they have another driver."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.version.hip is not None
 
@@ -136,14 +139,14 @@ _WITHOUT_STREAMS = (
 
 
 def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
-    """Make the device of a cache, on the copy thread.
+    """Return the `CacheDevice` of a cache. Call it on the copy thread.
 
     Args:
         where: the device.
-        engine_copies: whether the engine's own function copies blocks, so that a device without streams will do.
+        engine_copies: whether the engine's own function copies blocks; then the device needs no streams.
 
     Raises:
-        ConfigError: kvflow cannot copy there.
+        ConfigError: kvflow cannot copy blocks on this device.
     """
     if where.kind == "cpu":
         return CacheDevice(where)
@@ -166,17 +169,19 @@ def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
 
 
 def record_event(where: Device) -> DeviceEvent | None:
-    """Record an event behind all that this thread has launched on its current stream of a device, its current one.
+    """Record an event behind all work that this thread has queued on its current stream of a device.
+
+    `where` must be the current device of its kind.
 
     Returns:
-        The event, as `ServeRequest.ready` and `LoadRequest.after` take it. None for the CPU, which has done what it was
-        told, and for a kind of device for which torch has no events: copies of such a device are the engine's own.
+        The event, for `ServeRequest.ready` or `LoadRequest.after`. None for the CPU, where all work is already done,
+        and for a kind of device without events in torch, where the engine's own function makes the copies.
     """
     if where.kind == "cpu":
         return None
     import torch
 
-    if where.kind == "cuda":  # torch's own name for AMD's devices, too
+    if where.kind == "cuda":  # on ROCm, too, torch calls its devices "cuda"
         on_cuda = torch.cuda.Event()  # type: ignore[no-untyped-call]
         on_cuda.record()
         return on_cuda

@@ -1,6 +1,6 @@
-"""CUDA as threads need it: which device is current, and the few calls of the driver (libcuda) that torch lacks.
+"""CUDA: the current device of a thread, and the few calls of the driver (libcuda) that torch lacks.
 
-A runtime loads the driver only in a process that uses CUDA: torch has been initialized for it before.
+A runtime loads the driver only in a process that uses CUDA, where torch has initialized CUDA before.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import numpy.typing as npt
 from kvflow.errors import ConfigError
 from kvflow.transport.device.cache_device import is_rocm
 
-# Numbers of attributes are from cuda.h, where they never change.
+# The numbers of attributes come from cuda.h, where they never change.
 DEVICE_ATTRIBUTES: Mapping[str, int] = {
     "compute mode": 20,
     "GPUDirect RDMA supported": 116,
     "GPUDirect RDMA writes ordering": 118,
     "DMA-BUF supported": 124,
 }
-"""Attributes of a device that concern RDMA and peers."""
+"""Numbers of the device attributes that concern RDMA and reads by peers, by name."""
 WRITES_ORDERING_OWNER = 100
-"""Least value with which a NIC's writes are seen by the owner of the memory once the host has seen their end."""
+"""Least value of "GPUDirect RDMA writes ordering" at which the device sees the data that a NIC wrote once the host has
+seen the end of the write."""
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
 _FLUSH_BY_HOST = 1
@@ -36,7 +37,7 @@ _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
 
 class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes: in which order sources are read, two hints for managed memory, and flags."""
+    """CUmemcpyAttributes: the order in which sources are read, two hints for managed memory, and flags."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),
@@ -47,7 +48,7 @@ class _CopyAttributes(ctypes.Structure):
 
 
 def current_device() -> int | None:
-    """The device that is current on this thread; None if the process does not use CUDA."""
+    """Return the number of this thread's current CUDA device, or None if the process does not use CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or is_rocm() or not torch.cuda.is_initialized():
         return None
@@ -55,7 +56,7 @@ def current_device() -> int | None:
 
 
 def make_current(number: int) -> None:
-    """Have calls on this thread go to a device; it has a context there from now on, and disturbs no capture."""
+    """Make a CUDA device current on this thread and give the thread a context there. It disturbs no graph capture."""
     import torch
 
     torch.cuda.set_device(number)
@@ -64,27 +65,27 @@ def make_current(number: int) -> None:
 
 
 class DriverError(RuntimeError):
-    """The driver is not there, does not start, or refuses a call."""
+    """The CUDA driver is not installed, does not start, or refuses a call."""
 
 
 class CudaDriver:
-    """Calls of the CUDA driver, which raise DriverError. Where it says no other, the thread has to have a context."""
+    """Calls of the CUDA driver. They raise DriverError, and need a context on the thread unless they say otherwise."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
     def start(self) -> None:
-        """Before anything is asked in a process that has not used CUDA. Needs no context."""
+        """Initialize the driver, which a process that has not used CUDA needs before other calls. Needs no context."""
         self._call("cuInit", ctypes.c_uint(0))
 
     def version(self) -> tuple[int, int]:
-        """The CUDA version that it supports, such as (13, 0). Needs no context."""
+        """Return the CUDA version that the driver supports, for example (13, 0). Needs no context."""
         version = ctypes.c_int()
         self._call("cuDriverGetVersion", ctypes.byref(version))
         return version.value // 1000, version.value % 1000 // 10
 
     def attributes(self, number: int = 0) -> dict[str, int | None]:
-        """`DEVICE_ATTRIBUTES` of a device; None where it does not know one. Needs no context."""
+        """Return the `DEVICE_ATTRIBUTES` of a device by name; None for an unknown attribute. Needs no context."""
         device = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(number))
         found: dict[str, int | None] = {}
@@ -96,7 +97,7 @@ class CudaDriver:
         return found
 
     def allocate(self, size_bytes: int) -> int:
-        """The address of memory from the driver itself. DriverError if there is not so much."""
+        """Allocate device memory from the driver, not from torch, and return its address."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
         return address.value
@@ -105,8 +106,9 @@ class CudaDriver:
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def is_shareable(self, address: int) -> bool:
-        """True if other processes can open the memory, as cuda_ipc does: not if its pages were mapped one by one (VMM),
-        as torch's expandable segments are. Needs no context.
+        """Return True if other processes can open the memory by CUDA IPC. Needs no context.
+
+        They cannot if its pages were mapped one by one (VMM), as those of torch's expandable segments are.
         """
         capable = ctypes.c_int()
         self._call(
@@ -115,20 +117,20 @@ class CudaDriver:
         return bool(capable.value)
 
     def needs_flush(self, number: int) -> bool:
-        """True if the device may see what a network card wrote to its memory only after `flush`."""
+        """Return True if the device may see data that a NIC wrote to its memory only after `flush`."""
         ordering, options = self._attribute(_WRITES_ORDERING, number), self._attribute(_FLUSH_OPTIONS, number)
         return ordering < WRITES_ORDERING_OWNER and bool(options & _FLUSH_BY_HOST)
 
     def leave_captures_alone(self) -> None:
-        """Let this thread ask events and allocate while another one captures a graph: it has nothing to do with that.
+        """Let this thread query events and allocate memory while another thread captures a CUDA graph.
 
-        A capture in the mode that is usual ("global") is broken by such calls of any thread that has not said so.
+        Otherwise these calls, on any thread, break a capture in the default mode ("global").
         """
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
 
     @property
     def has_batches(self) -> bool:
-        """True if the driver has `copy_batch`: CUDA 12.8."""
+        """True if the driver supports `copy_batch`: CUDA 12.8 or newer."""
         return hasattr(self._library, "cuMemcpyBatchAsync")
 
     def copy_batch(
@@ -138,9 +140,9 @@ class CudaDriver:
         sizes: npt.NDArray[np.uint64],
         stream: int,
     ) -> None:
-        """Queue copies between addresses on a stream that is not the default one, in one call.
+        """Queue copies from `sources` to `targets` in one call. `stream` must not be the default stream.
 
-        The copies of a batch are in no order among themselves; memory of the host has to be page-locked.
+        The copies of one batch run in any order. Host memory must be page-locked.
         """
         attributes, index, failed = _CopyAttributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
         self._call(
@@ -155,7 +157,7 @@ class CudaDriver:
         )
 
     def flush(self) -> None:
-        """Wait until what network cards have written is what the device sees."""
+        """Wait until the device sees all data that NICs have written to its memory."""
         self._call("cuFlushGPUDirectRDMAWrites", ctypes.c_int(_CURRENT_CONTEXT), ctypes.c_int(_TO_OWNER))
 
     def _attribute(self, attribute: int, number: int) -> int:
@@ -170,7 +172,7 @@ class CudaDriver:
 
 
 def load_driver() -> CudaDriver:
-    """The driver of this machine, started, so that what needs no context can be asked. Raises DriverError."""
+    """Load and start the CUDA driver, so that calls without a context work. Raises DriverError."""
     try:
         loaded = CudaDriver(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:
@@ -181,7 +183,7 @@ def load_driver() -> CudaDriver:
 
 @cache
 def driver() -> CudaDriver:
-    """The driver of this machine. ConfigError if it does not load or start."""
+    """Return the CUDA driver, loaded once. Raises ConfigError if it does not load or start."""
     try:
         return load_driver()
     except DriverError as error:

@@ -1,8 +1,8 @@
-"""A CUDA device, as copies need it: an accelerator, and what only CUDA has.
+"""Copies on a CUDA device: an accelerator with a few features that only CUDA has.
 
-Its stream goes ahead of the engine's, and who waits for its event sleeps. Memory comes from the driver: a block of
-torch's cache may still be written to by what the engine has queued, and one of expandable segments cannot be shared
-with other processes. Its kernels take elements of 16 bytes.
+The copy stream has priority over the engine's streams, and a thread that waits for its event sleeps. Memory for copies
+comes from the driver: queued work of the engine may still write to memory in torch's cache, and memory of expandable
+segments cannot be shared with other processes. CUDA's kernels copy elements of up to 16 bytes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kvflow.transport.device.accelerator import AcceleratorDevice
 from kvflow.transport.device.cuda import CudaDriver, driver, make_current
 from kvflow.transport.device.foreign_memory import OnCuda
 
-_PIECE_BYTES_MIN = 1 << 10  # half the time of kernels from here on, on an H100; smaller ones were not measured
-_HIGH_PRIORITY = -1  # of streams: ahead of what the engine has queued on ordinary ones
+_PIECE_BYTES_MIN = 1 << 10  # from here on half the time of kernels, on an H100; smaller pieces were not measured
+_HIGH_PRIORITY = -1  # of a stream: it runs before the engine's streams, which have priority 0
 
 
 class CudaDevice(AcceleratorDevice):
-    """See `CacheDevice`. Made on the copy thread, for which it makes the device current."""
+    """A CUDA `CacheDevice`. Made on the copy thread, on which it makes the device current."""
 
     def _open(self) -> tuple[torch.Stream, torch.Event]:
         make_current(self.where.number)
         self._driver = driver()
         stream = torch.cuda.Stream(self.where.number, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
-        return stream, torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # who waits for it sleeps
+        return stream, torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # a waiting thread sleeps
 
     def _entered(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ class CudaDevice(AcceleratorDevice):
         self._driver.copy_batch(targets, sources, sizes, torch.cuda.current_stream(self.where.number).cuda_stream)
 
     def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """View bytes as the largest elements in which all views can be addressed."""
+        """View all `views`, which are bytes, as the largest elements that their addresses and strides allow."""
         unit = 16
         for view in views:
             unit = math.gcd(unit, view.data_ptr(), view.storage_offset(), view.shape[-1], *view.stride()[:-1])

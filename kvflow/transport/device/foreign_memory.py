@@ -1,4 +1,4 @@
-"""Tensors of memory that somebody else keeps, by its address: on the CPU, on CUDA, and where torch takes DLPack."""
+"""Tensors over memory that another library owns, by its address: on the CPU, CUDA, or a device with DLPack in torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = b"dltensor"
 
 
 class _Memory(ctypes.Structure):
-    """DLManagedTensor of one axis of bytes, without a deleter: the memory is somebody else's."""
+    """A DLManagedTensor: one axis of bytes, without a deleter since another library owns the memory."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -33,29 +33,29 @@ class _Memory(ctypes.Structure):
 
 
 class OnCuda:
-    """Bytes of a CUDA device as torch takes them from others."""
+    """Memory on a CUDA device, as the `__cuda_array_interface__` that torch makes tensors from."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {"data": (pointer, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
 _described: list[_Memory] = []
-"""Descriptions that torch may still look at: as long as the process lives, as such memory does."""
+"""Structures that torch may still read. They live as long as the process, as does the memory that they describe."""
 
 
 def bytes_at(pointer: int, size: int, device: str) -> torch.Tensor:
-    """View memory as bytes.
+    """Return a tensor of bytes over existing memory.
 
     Args:
-        pointer: its address.
-        size: in bytes.
-        device: where it is, as torch names it; without a number the current one of its kind.
+        pointer: address of the memory.
+        size: size in bytes.
+        device: torch's name of the device; without a number, the current device of that kind.
 
     Returns:
-        The tensor. Whoever keeps the memory keeps it for longer.
+        The tensor, which does not own the memory. Keep the memory alive for longer than the tensor.
 
     Raises:
-        ConfigError: this torch makes no tensors of addresses there.
+        ConfigError: torch cannot make a tensor from an address on this kind of device.
     """
     where = torch.device(device)
     if where.type == "cpu":

@@ -1,1 +1,1 @@
-"""NIXL: the transport on the loop, its agents on their thread, and the way between."""
+"""The NIXL transport: its side on the event loop, its agents on their own thread, and NIXL's bindings."""

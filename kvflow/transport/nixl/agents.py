@@ -1,17 +1,17 @@
-"""NixlAgents: the two NIXL agents of one runtime, on their owner thread.
+"""NixlAgents: the two NIXL agents of one registration, on their owner thread.
 
-There are two, because serving and reading want opposite things of NIXL (measured; docs/decisions/0002-two-agents.md):
+Serving and reading need opposite settings of NIXL (measured; docs/decisions/0002-two-agents.md), so each has an agent:
 
-- The *serving* agent owns the memory that peers read. It must progress while Python does nothing, so it has NIXL's
-  progress thread with a long delay: the thread sleeps in poll() on UCX's event descriptors, costs next to nothing
-  when idle, wakes at once when a peer writes, and needs neither the loop nor the GIL.
-- The *reading* agent posts reads and sends notifications. It has no progress thread: the owner thread polls it,
-  first tightly for latency, then with growing sleeps, which on tcp is a third faster than polling without a pause.
+- The *serving* agent owns the memory that peers read. It must progress while Python does nothing. So it has NIXL's
+  progress thread with a long delay: the thread sleeps in poll() on UCX's event descriptors, costs almost nothing when
+  idle, wakes at once when a peer writes, and needs neither the loop nor the GIL.
+- The *reading* agent posts reads and sends notifications. It has no progress thread. The owner thread polls it, first
+  without a pause for latency, then with growing sleeps, which on tcp is a third faster than polling without a pause.
 
-Reads are made from address arrays, not from prepared lists of all blocks: plans join runs themselves, and a peer's
-cost stays independent of its number of blocks (docs/decisions/0001-address-plans.md).
+Reads are made from arrays of addresses, not from prepared descriptor lists of all blocks: plans already join adjacent
+blocks, and so the cost of a peer does not depend on its number of blocks (docs/decisions/0001-address-plans.md).
 
-A posted read cannot be taken back, so no agent is destroyed while one of its reads is under way.
+A posted read cannot be cancelled, so no agent is destroyed while one of its reads is under way.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from kvflow.transport.thread import pause_s
 logger = logger_of(__name__)
 
 _SPIN_S = POLLING["cpu"].spin_s
-_SPIN_TURN_S = 50e-6  # how long a new job may have to wait for the spinning thread
-# A notification wakes the peer up and holds the next read back for 30 to 100 us. Blocks are held far longer than this.
+_SPIN_TURN_S = 50e-6  # a new job waits at most this long for the polling thread
+# A notification wakes the peer and delays the next read by 30 to 100 us. These delays are short beside a lease's hold.
 _SEND_QUIET_S = 2e-3
 _SEND_DELAY_MAX_S = 10e-3
 POST_COST_BYTES = 256 << 10
-"""Bytes that could be copied in the time of posting a read; over shared memory posting copies the read, too."""
-# Of what is posted as one request, where several reads wait: a small read that comes now waits for no more, as behind
-# a slice (`limits.BY_DEVICE`).
+"""Cost of posting a read, as the bytes that could be copied in that time."""
+# Limits of several reads that are posted as one request: a small read that comes now waits for at most this much, as
+# behind a slice (`limits.BY_DEVICE`).
 _TOGETHER_BYTES_MAX = 8 << 20
 _TOGETHER_COUNT_MAX = 4096
 # An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
@@ -69,14 +69,14 @@ _LOOK_S = 1.0
 
 
 class _ToPost(NamedTuple):
-    """A read that is to be posted."""
+    """A read that waits to be posted."""
 
     read: PostedRead
     peer: AgentName
     descriptors: Descriptors
 
     def goes_with(self, other: _ToPost) -> bool:
-        """True if both may be one request of NIXL."""
+        """Return True if both reads may be one NIXL request: same peer and same devices."""
         ours, theirs = self.descriptors, other.descriptors
         same_devices = ours.local_device == theirs.local_device and ours.remote_device == theirs.remote_device
         return self.peer == other.peer and same_devices
@@ -84,7 +84,7 @@ class _ToPost(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request of NIXL, and the reads that are made by it. Its handle is 0 before it was made, and once released."""
+    """A NIXL transfer request, and the reads in it. `handle` is 0 before the request is made and after its release."""
 
     together: Sequence[_ToPost]
     handle: int = 0
@@ -94,13 +94,13 @@ class _Request:
 
 
 class NixlAgents:
-    """Pair of agents, the reads in flight and the crank. Made and used on the owner thread only."""
+    """The serving and the reading agent, the reads in flight, and the crank. Made and used on the owner thread only."""
 
     def __init__(self, config: Config, name: str, put: Callable[[Event], None], called: Callable[[], bool]) -> None:
-        """`called` is True while there are jobs that the thread has not taken yet."""
+        """Start both agents. `put` is called with each event; `called` returns True while jobs wait for this thread."""
         self._bindings = bindings = import_bindings()
         self._memory_kinds = defaultdict[str, Any](lambda: bindings.VRAM_SEG, cpu=bindings.DRAM_SEG)
-        """NIXL's kind of memory by that of the device; all that are not the host are one to NIXL."""
+        """NIXL's kind of memory, by kind of device. For NIXL all devices but the host are alike."""
         self._errors = error_types(self._bindings)
         self._put = put
         self._called = called
@@ -114,12 +114,12 @@ class NixlAgents:
         self._serving_listeners = self._serving.listener_count
         self._in_flight: list[_Request] = []
         self._made: deque[_Request] = deque()
-        """Requests that are to be posted next."""
+        """Requests that are made and will be posted next."""
         self._ended: list[_Request] = []
-        """Requests that have ended, and of which the loop has not heard yet."""
+        """Requests that have ended but are not yet reported to the loop."""
         self.taken = 0
-        """Cost of the reads that were taken on so far, as a size: theirs, and `POST_COST_BYTES` for each. Any thread
-        may read it.
+        """Cost of all reads that were made into requests so far: their bytes, and `POST_COST_BYTES` for each read. Any
+        thread may read this.
         """
         self._to_post: ShortestFirst[_ToPost] = ShortestFirst(POST_COST_BYTES)
         self._keepalive: list[object] = []
@@ -132,7 +132,7 @@ class NixlAgents:
         self._next_notifications_s = 0.0
         self._look_s = 0.0
         self.lost: tuple[int, int] = (0, 0)
-        """Listeners that UCX has closed, of the serving and of the reading agent."""
+        """Numbers of listeners that UCX has closed: of the serving agent, and of the reading agent."""
         self.sent = 0
         self.unsent = 0
 
@@ -143,12 +143,12 @@ class NixlAgents:
 
     @property
     def busy(self) -> bool:
-        """True if a read is under way, or the loop has not heard of its end, so that nothing may be torn down."""
+        """True if a read is waiting, under way or not yet reported to the loop. Nothing may be torn down then."""
         return bool(self._in_flight or self._ended) or self._more
 
     @property
     def _more(self) -> bool:
-        """True if there is something to post."""
+        """True if reads wait to be posted."""
         return bool(self._made or self._to_post)
 
     def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
@@ -167,7 +167,7 @@ class NixlAgents:
             raise TransportError(f"NIXL cannot register {counted(len(spans), 'span')} on {device}: {error}") from error
 
     def _use_cuda(self, number: int) -> None:
-        """Prepare reads into a device's memory: UCX needs a context on the thread, and some devices need flushes."""
+        """Prepare for reads into a CUDA device: UCX needs a context on this thread, and some devices need flushes."""
         cuda.make_current(number)
         calls = cuda.driver()
         if calls.needs_flush(number):
@@ -179,11 +179,11 @@ class NixlAgents:
     def add_peer(self, metadata: bytes) -> AgentName:
         try:
             name = self._reading.native.loadRemoteMD(metadata)
-        except self._bindings.nixlBackendError as error:  # UCX makes its endpoints here: the network may be down
+        except self._bindings.nixlBackendError as error:  # UCX makes endpoints here, and the network may be down
             raise PeerGone(f"NIXL cannot reach the peer: {error}") from error
         except self._errors as error:
             raise TransportError(f"NIXL does not accept the peer's metadata: {error}") from error
-        # A name that is no UTF-8 is not the one that was expected; the caller compares.
+        # A name that is not UTF-8 is never the expected name, which the caller compares.
         return AgentName(name.decode(errors="replace"))
 
     def remove_peer(self, name: AgentName) -> None:
@@ -191,18 +191,18 @@ class NixlAgents:
         self._reading.native.invalidateRemoteMD(name)
 
     def post(self, read: PostedRead, peer: AgentName, descriptors: Descriptors) -> None:
-        """Have the crank post a read, small ones first; its end, a failure to start included, is an event.
+        """Queue a read for the crank, which posts small reads first. An event follows, also if the read cannot start.
 
-        Over shared memory the call that posts a read copies it, so the order of posting is the order of reading.
+        Over shared memory the call that posts a read also copies the bytes, so reads happen in the order of posting.
         """
         self._to_post.add(_ToPost(read, peer, descriptors), descriptors.size_bytes)
 
     def _post_next(self) -> None:
-        """Post the request whose turn it is.
+        """Post the next request.
 
-        Each call of NIXL lets go of Python's lock, and while the loop is busy this thread waits for it: in a burst, for
-        milliseconds. So the loop hears of what has ended only when the next request is made, and is busy with that
-        while it is being posted.
+        Each NIXL call releases the GIL, and while the loop is busy this thread waits to get it back: in a burst, for
+        milliseconds. So ended reads are reported to the loop only when the next request is made; the loop then handles
+        them while that request is being posted.
         """
         if not self._made:
             self._make()
@@ -212,9 +212,9 @@ class NixlAgents:
         self._release(told)
 
     def _make(self) -> None:
-        """Make one request of the read whose turn it is and of small ones of its peer that wait.
+        """Make one request from the next read and the small reads behind it that go with it.
 
-        So many reads at once are few calls of NIXL.
+        A burst of reads thus takes few NIXL calls.
         """
         first = self._to_post.pop()
         together, size_bytes, count = [first], first.descriptors.size_bytes, len(first.descriptors)
@@ -229,7 +229,7 @@ class NixlAgents:
         self._make_request(together)
 
     def _make_request(self, together: Sequence[_ToPost]) -> None:
-        """Make one request of some reads, or one of each where that fails; one that fails alone ends with its error."""
+        """Make one request from these reads; if that fails, one for each read. A read that fails alone is ended."""
         peer, descriptors = together[0].peer, together[0].descriptors
         table, size_bytes = descriptors.table, descriptors.size_bytes
         if len(together) > 1:
@@ -254,11 +254,11 @@ class NixlAgents:
             self._end(request, translated(error, self._bindings))
             return
         self._release([request])
-        for one in request.together:  # one of them cannot be read
+        for one in request.together:  # at least one of the reads is faulty
             self._make_request([one])
 
     def _start(self, request: _Request) -> None:
-        """Post a request."""
+        """Post a request that has been made."""
         started_s = time.monotonic()
         try:
             status = self._reading.native.postXferReq(request.handle, "")
@@ -275,13 +275,16 @@ class NixlAgents:
             self._in_flight.append(request)
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None) -> None:
-        """Send `payload` once no read has started or ended for a moment: the next read should not wait for it."""
+        """Queue `payload` for a peer. It is sent once no read has been posted or ended for `_SEND_QUIET_S`.
+
+        So the next read does not wait for it. It is sent after `_SEND_DELAY_MAX_S` at the latest.
+        """
         if not self._outbox:
             self._outbox_since_s = time.monotonic()
         self._outbox.setdefault((peer, join), []).append(payload)
 
     def send_notifications(self) -> None:
-        """Send the notifications that wait."""
+        """Send the queued notifications now."""
         if not self._outbox:
             return
         outbox, self._outbox = self._outbox, {}
@@ -293,12 +296,12 @@ class NixlAgents:
                     self.unsent += 1
                 else:
                     self.sent += 1
-        self._heard_s = time.monotonic()  # a first message to a peer takes several steps: look often for a while
+        self._heard_s = time.monotonic()  # the first message to a peer takes several steps: poll often for a while
         self._next_notifications_s = min(self._next_notifications_s, self._heard_s)
         self._reading.native.getNotifs({}, [])  # progress, so that the message leaves now
 
     def crank(self) -> float:
-        """Move transfers on, collect events; returns how many seconds nothing needs to be done."""
+        """Make progress with reads, and collect events. Return the seconds for which no further call is needed."""
         if self._more:
             self._post_next()
         elif self._ended:
@@ -312,7 +315,7 @@ class NixlAgents:
                 self._spin(now_s + _SPIN_TURN_S)
             self._check_reads()
         if self._ended and not self._more and not self._called():
-            self._release(self._tell())  # else once the thread has taken what it is called for, but no later
+            self._release(self._tell())  # else by the next call, after the waiting jobs
         send_s = math.inf
         if self._outbox:
             send_s = min(self._active_s + _SEND_QUIET_S, self._outbox_since_s + _SEND_DELAY_MAX_S)
@@ -334,7 +337,7 @@ class NixlAgents:
         return pause_s(now_s - self._active_s)
 
     def _look_at_listeners(self) -> None:
-        """Log the listeners that UCX has closed since the last look."""
+        """Count the listeners that UCX has closed, and log if there are new ones."""
         ports = [*(serving := self._serving.lost_listeners()), *self._reading.lost_listeners()]
         lost = (len(serving), len(ports) - len(serving))
         if sum(lost) > sum(self.lost):
@@ -347,7 +350,7 @@ class NixlAgents:
         self.lost = lost
 
     def close(self) -> None:
-        """Deregister and destroy both agents; only legal when not busy."""
+        """Deregister the memory and destroy both agents. Illegal while `busy`."""
         assert not self.busy, "agents closed under a running read"
         for agent in (self._reading, self._serving):
             agent.deregister()
@@ -355,14 +358,14 @@ class NixlAgents:
         self._keepalive.clear()
 
     def _spin(self, until_s: float) -> None:
-        """Poll the oldest read without a pause: polling is what moves a tcp read on, and small reads end soon."""
+        """Poll the oldest read without a pause until `until_s`: a tcp read needs polling, and small reads end soon."""
         status, handle = self._reading.native.getXferStatus, self._in_flight[0].handle
         in_progress = self._bindings.NIXL_IN_PROG
         try:
             while status(handle) == in_progress and time.monotonic() < until_s:
                 pass
         except self._errors:
-            pass  # a failed read fails again when it is checked
+            pass  # `_check` gets the error again
 
     def _check_reads(self) -> None:
         still = [request for request in self._in_flight if self._check(request)]
@@ -372,7 +375,7 @@ class NixlAgents:
             self._in_flight = still
 
     def _check(self, request: _Request) -> bool:
-        """Look at a request in flight. True if it still is."""
+        """Check a request in flight, and end it if it is done. Return True if it is still in flight."""
         error = None
         try:
             if self._reading.native.getXferStatus(request.handle) != self._bindings.NIXL_SUCCESS:
@@ -383,7 +386,10 @@ class NixlAgents:
         return False
 
     def _end(self, request: _Request, error: TransportError | None) -> None:
-        """End a request: the device sees what has landed, or nothing of it runs. The loop hears of it later."""
+        """Note the end of a request, for a later report to the loop.
+
+        If it failed, release it, so that nothing of it still runs; else make the device see the bytes that landed.
+        """
         if error is not None:
             self._release([request])
         elif self._flush is not None:
@@ -392,7 +398,7 @@ class NixlAgents:
         self._ended.append(request)
 
     def _tell(self) -> Sequence[_Request]:
-        """Tell the loop what has ended, and give back the requests: releasing them lets go of Python's lock."""
+        """Report the ended reads to the loop. Return their requests, for a later release, which releases the GIL."""
         ended, self._ended = self._ended, []
         for request in ended:
             for one in request.together:
@@ -406,13 +412,13 @@ class NixlAgents:
                 request.handle = 0
 
     def _collect_notifications(self) -> int:
-        """Take the notifications that have arrived, and count them."""
+        """Report the notifications that have arrived to the loop. Return their number."""
         count = 0
         for payloads in self._serving.native.getNotifs({}, []).values():
             for payload in payloads:
                 self._put(Notified(bytes(payload)))
                 count += 1
-        self._reading.native.getNotifs({}, [])  # nobody notifies the reading agent: this is its idle progress
+        self._reading.native.getNotifs({}, [])  # the reading agent gets no notifications: this only makes progress
         return count
 
     def _descriptor_list(self, rows: UInt64Array, device: Device) -> Any:

@@ -1,4 +1,4 @@
-"""Defaults of NIXL and its polling: by backend, and by the kind of memory that is read into."""
+"""Default settings of NIXL's backends, and how long to poll by the kind of memory that is read into."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 _SETTINGS: Mapping[str, Mapping[str, str]] = {
-    # UCX reads over cuda_ipc only where it finds NVLink; without this it emulates reads over tcp at a hundredth.
-    # A read over tcp is answered in frames of so much, 8 KiB otherwise; UCX takes 64 KiB if it is told nothing.
+    # Without the first setting UCX reads by cuda_ipc only over NVLink, and else emulates reads over tcp at a hundredth
+    # of the speed. The second is the size of the frames that answer a read over tcp, by UCX's default 8 KiB; by default
+    # UCX receives frames of up to 64 KiB.
     "UCX": {"CUDA_IPC_ENABLE_GET_ZCOPY": "on", "TCP_TX_SEG_SIZE": "64k"},
 }
-"""Settings by backend: the library's own, without the prefix that its environment variables have."""
+"""Settings of each backend's library, named as its environment variables without their prefix."""
 
 _BESIDE: Mapping[str, str] = {"TCP_TX_SEG_SIZE": "TCP_RX_SEG_SIZE"}
-"""Settings that are left alone, too, where another one was chosen: UCX refuses to receive less than it sends."""
+"""If the user has chosen the setting on the right, the setting on the left is not set either: UCX refuses to receive
+smaller frames than it sends."""
 
 
 class Polling(NamedTuple):
-    """Polling for a read's end without a pause: for `spin_s`, and longer for a large one."""
+    """How long to poll for the end of a read without a pause: `spin_s`, and longer for a large read."""
 
     spin_s: float
     bytes_per_s: float
-    """A read of this speed is polled for twice as long as it takes."""
+    """Expected speed of a read; polling lasts for twice the time that the read takes at this speed."""
 
     def until_s(self, size_bytes: int) -> float:
         return self.spin_s + 2 * size_bytes / self.bytes_per_s
 
 
 POLLING: Mapping[str, Polling] = {
-    # Shared memory is read by the call that posts; tcp is faster when it is left alone.
+    # Shared memory is read by the call that posts the read; tcp is faster with pauses.
     "cpu": Polling(150e-6, math.inf),
-    # NVLink and RDMA need polling to go on, and end soon: a read of 32 MiB is polled for 7 ms.
+    # NVLink and RDMA progress only while polled, and end soon: a read of 32 MiB is polled for 7 ms.
     "cuda": Polling(150e-6, 10e9),
 }
 
 
 def backend_params(backend: str, given: Mapping[str, str]) -> dict[str, str]:
-    """The backend's parameters: those that were given, and our settings that neither they nor the environment have."""
+    """Return `given` parameters of a backend, plus each default setting that neither they nor the environment set."""
     params = dict(given)
     chosen = params.get("engine_config", "")
     ours = [

@@ -1,4 +1,4 @@
-"""NixlTransport: the NIXL transport on the event loop. Every call is a job for the thread that owns the agents."""
+"""NixlTransport: the event loop's side of the NIXL transport. Every call is a job for the thread of the agents."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from kvflow.transport.nixl.agents import POST_COST_BYTES, NixlAgents
 from kvflow.transport.nixl.native import found_kinds
 from kvflow.transport.thread import OwnerThread
 
-_BEHIND = 8 << 20  # as `NixlAgents.taken` counts: most of a request, while one is posted
-_OPENING_S = 1.0  # how long the crank sleeps while the agents are being made: no job comes in between
+_BEHIND = 8 << 20  # in the units of `NixlAgents.taken`: one full request, while another is posted
+_OPENING_S = 1.0  # sleep of the crank until the agents are made
 
 
 class NixlTransport:
-    """See `transport.base.Transport`."""
+    """A `transport.base.Transport` over NIXL."""
 
     def __init__(self, config: Config, name: str) -> None:
         self._config = config
@@ -46,14 +46,14 @@ class NixlTransport:
         self._peers: set[AgentName] = set()
         self._open_spans = 0
         self._given = 0
-        """Cost of the reads that were given to the thread, as `NixlAgents.taken` counts those that it took on."""
+        """Cost of all reads given to the thread so far, in the units of `NixlAgents.taken`."""
         self._reads_total = 0
         self._reads_failed = 0
         self._bytes_read = 0
         self._notifications_received = 0
         self._found_kinds: Mapping[str, bool] = {}
         self._events: deque[Event] = deque()
-        """Events that the loop has yet to take."""
+        """Events that are not yet delivered on the loop."""
         self._wake_scheduled = False
         self._deliver: Callable[[Event], None] | None = None
 
@@ -63,7 +63,7 @@ class NixlTransport:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         device = cuda.current_device()
         try:
-            if device is not None:  # UCX looks at the thread's device when an agent is made
+            if device is not None:  # UCX uses the current device of the thread that makes an agent
                 await thread.call(lambda: cuda.make_current(device))
             self._agents, self._found_kinds = await thread.call(
                 lambda: (NixlAgents(self._config, self._name, self._put, thread.called), found_kinds())
@@ -177,10 +177,10 @@ class NixlTransport:
         return self._thread, self._agents
 
     def _crank(self) -> float | None:
-        """Crank on the owner thread. Once closing, it ends the thread as soon as no read is under way.
+        """The crank of the owner thread. After `_end`, end the thread as soon as no read is under way.
 
-        Thread `kvflow-agent <name>`: one for a registration. Ends once no read is under way. If it dies the poller
-        ends, and the runtime breaks. NIXL has a progress thread of its own beside it.
+        Thread `kvflow-agent <name>`: one for each registration. Ends once no read is under way. If it dies, the poller
+        ends and the runtime breaks. NIXL has a progress thread beside it.
         """
         agents = self._agents
         if agents is None:
@@ -195,18 +195,18 @@ class NixlTransport:
         return idle_s
 
     def _end(self) -> None:
-        """End the thread by a job of its own: all jobs that were given before it have been done."""
+        """Let the crank end the thread. Run as a job, so that all earlier jobs have been done."""
         self._ending = True
 
     def _on_death(self, cause: BaseException) -> None:
-        self._wake()  # events that came before are delivered first
+        self._wake()  # deliver earlier events first
         self._fail(cause)
 
     def _put(self, event: Event) -> None:
-        """Keep an event for the loop; from any thread.
+        """Queue an event for the loop. May be called on any thread.
 
-        The loop is woken once for all that came meanwhile and delivers them then and there: waking the task first would
-        cost every read a turn of the loop.
+        One wake-up of the loop covers all events until then. The wake-up itself delivers them: waking the task of `run`
+        for that would cost every read a turn of the loop.
         """
         self._events.append(event)
         if not self._wake_scheduled:
@@ -214,8 +214,8 @@ class NixlTransport:
             self._run_on_loop(self._wake)
 
     def _wake(self) -> None:
-        """Deliver and count the events that have come, if somebody takes them. If `deliver` raises, `run` ends."""
-        # Cleared before anything is taken: an event put after this schedules its own wake-up.
+        """Deliver and count the queued events, if `run` is running. If `deliver` raises, `run` ends."""
+        # Cleared first, so that an event that is put after this schedules another wake-up.
         self._wake_scheduled = False
         while self._events and self._deliver is not None:
             event = self._events.popleft()
@@ -227,7 +227,7 @@ class NixlTransport:
                 self._notifications_received += 1
             try:
                 self._deliver(event)
-            except BaseException as error:  # noqa: BLE001 - whoever takes events is broken; its task gets to know
+            except BaseException as error:  # noqa: BLE001 - `run` raises it
                 self._fail(error)
                 return
 
@@ -236,4 +236,4 @@ class NixlTransport:
             error = TransportBroken(f"the transport ended: {cause}")
             error.__cause__ = cause
             self._over.set_exception(error)
-            self._over.exception()  # seen: there may be nobody who takes events
+            self._over.exception()  # retrieved here, since `run` may not be running

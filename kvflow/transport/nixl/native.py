@@ -1,9 +1,8 @@
-"""NIXL's own objects: its bindings, its errors, and an agent. The only module that imports nixl.
+"""NIXL's own objects: its bindings, its errors and its agents. The only module that imports nixl.
 
-The wheel of NIXL brings a libibverbs and a libnl of its own. On a host with RDMA its InfiniBand module also loads the
-system's libibverbs, which then binds to both copies of libnl, and the process ends by signal 11 in a destructor of
-libnl-route (nixl 1.5.1, Debian 12). If the system's library is loaded before UCX starts, it binds to the system's
-libnl alone.
+NIXL's wheel contains its own libibverbs and libnl. On a host with RDMA its InfiniBand module also loads the system's
+libibverbs, which then binds to both copies of libnl, and the process dies of signal 11 in a destructor of libnl-route
+(nixl 1.5.1, Debian 12). If the system's libibverbs is loaded before UCX starts, it binds only to the system's libnl.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 VERBS = "libibverbs.so.1"
 _TCP_LISTEN = "0A"
 _LOST: set[int] = set()
-"""File descriptors of the listeners that UCX has closed in this process."""
+"""File descriptor numbers of listeners that UCX has closed in this process."""
 
 
 class Agent:
-    """A NIXL agent with its backends, and the memory that is registered with it."""
+    """A NIXL agent, its backends, its registered memory, and the listeners of its UCX."""
 
     def __init__(self, bindings: ModuleType, name: str, given: Config, *, progress: bool) -> None:
         for file in _LOST:
@@ -59,17 +58,17 @@ class Agent:
             for file, socket in listening_sockets().items()
             if others.get(file) != socket and socket.port.to_bytes(2, "big") in address
         }
-        """Sockets at which UCX takes connections over tcp. It closes one at the first connection that it cannot accept,
-        as when open files run out, and never opens it again (UCX 1.23).
+        """Sockets on which UCX accepts tcp connections. UCX closes a listener at the first connection that it cannot
+        accept, for example without free open files, and never opens the listener again (UCX 1.23).
         """
 
     @property
     def listener_count(self) -> int:
-        """Listeners that the agent had at first."""
+        """Number of listeners that the agent had when it was made."""
         return len(self._listeners)
 
     def lost_listeners(self) -> list[int]:
-        """Return the ports of the listeners that are closed."""
+        """Return the ports of the listeners that UCX has closed."""
         lost = {file: socket.port for file, socket in self._listeners.items() if _inode(file) != socket.inode}
         _LOST.update(lost)
         return list(lost.values())
@@ -85,14 +84,14 @@ class Agent:
 
 
 class ListeningSocket(NamedTuple):
-    """A socket of this process that takes connections over tcp."""
+    """A listening tcp socket of this process: its inode, as the kernel names it, and its port."""
 
     inode: str
     port: int
 
 
 def listening_sockets() -> dict[int, ListeningSocket]:
-    """Return the sockets of this process that listen, by file descriptor; none where /proc does not say."""
+    """Return the listening tcp sockets of this process, by file descriptor; none if /proc cannot be read."""
     ports = {}
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -110,10 +109,10 @@ def listening_sockets() -> dict[int, ListeningSocket]:
 
 
 def _keep_from_ucx(file: int) -> None:
-    """Take the number of a listener that UCX has closed, for as long as the process lasts.
+    """Occupy the file descriptor number of a listener that UCX has closed, until the process ends.
 
-    UCX still has a handler under that number, so no agent can be made whose listener would get it. No effect if
-    somebody else has the number now.
+    UCX still has a handler under that number, so an agent with a new listener of that number could not be made. No
+    effect if the number is in use.
     """
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -127,7 +126,7 @@ def _keep_from_ucx(file: int) -> None:
 
 
 def _inode(file: int) -> str:
-    """Return what a file descriptor is, as the kernel names it; "" if it is closed."""
+    """Return the kernel's name of an open file, which for a socket holds its inode; "" if `file` is closed."""
     try:
         return os.readlink(f"/proc/self/fd/{file}")
     except OSError:
@@ -135,7 +134,7 @@ def _inode(file: int) -> str:
 
 
 def new_agent(bindings: ModuleType, name: str, *, progress: bool = False) -> Any:
-    """A NIXL agent of one thread's, without backends. With `progress` it has a thread of its own that serves peers."""
+    """Return a NIXL agent without backends, for use by one thread. `progress`: NIXL's progress thread serves peers."""
     config = bindings.nixlAgentConfig()
     config.useProgThread = progress
     config.pthrDelay = _PROGRESS_DELAY_US if progress else 0
@@ -145,14 +144,14 @@ def new_agent(bindings: ModuleType, name: str, *, progress: bool = False) -> Any
 
 
 def start_agent(backend: str) -> tuple[tuple[str, ...], bool]:
-    """Start an agent, with `backend` if NIXL has that plugin.
+    """Start an agent as a trial, with `backend` if NIXL has that plugin.
 
     Returns:
         The names of NIXL's plugins, and whether the system's libibverbs was loaded.
 
     Raises:
-        ConfigError: NIXL is not there or does not load.
-        Exception: the backend does not start; NIXL's own error.
+        ConfigError: NIXL is not installed or does not load.
+        Exception: NIXL's own error if the backend does not start.
     """
     bindings = import_bindings()
     agent = new_agent(bindings, "kvflow-plugins", progress=True)
@@ -164,15 +163,15 @@ def start_agent(backend: str) -> tuple[tuple[str, ...], bool]:
 
 @functools.cache
 def load_verbs() -> bool:
-    """Load the system's libibverbs, where it is installed, and return whether it is. Without effect once UCX runs."""
+    """Load the system's libibverbs. Return whether it is installed. Useless once UCX has started."""
     with contextlib.suppress(OSError):
-        ctypes.CDLL(VERBS)  # RTLD_LOCAL: in the global scope, as by LD_PRELOAD, it would be what ends the process
+        ctypes.CDLL(VERBS)  # RTLD_LOCAL: with global scope, as by LD_PRELOAD, the process would crash at exit
         return True
     return False
 
 
 def import_bindings() -> ModuleType:
-    """NIXL's Python bindings. ConfigError if they are not there or do not load."""
+    """Return NIXL's Python bindings. Raises ConfigError if they are not installed or do not load."""
     load_verbs()
     try:
         return importlib.import_module("nixl._bindings")
@@ -184,7 +183,7 @@ def import_bindings() -> ModuleType:
 
 
 def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
-    """NIXL's own exception classes; nothing else is translated."""
+    """Return NIXL's exception classes. No other exceptions are translated."""
     found = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
     return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
 
@@ -196,7 +195,7 @@ _GONE = (
 
 
 def translated(error: Exception, bindings: ModuleType) -> TransportError:
-    """Translate an error of NIXL's."""
+    """Return the TransportError for an exception of NIXL: PeerGone if the peer has disconnected."""
     reported = f"{type(error).__name__}: {error}"
     if isinstance(error, bindings.nixlRemoteDisconnectError):
         found: TransportError = PeerGone(f"{_GONE} (NIXL: {reported})")
@@ -207,20 +206,20 @@ def translated(error: Exception, bindings: ModuleType) -> TransportError:
 
 
 def prefault(span: Span) -> None:
-    """Give every page of a span its memory now; contents do not change. Kernels that cannot are left alone."""
+    """Give every page of a span its memory now, with contents unchanged. No effect before Linux 5.14."""
     start = span.address - span.address % mmap.PAGESIZE
     length = span.address + span.size_bytes - start
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
 
 def found_kinds() -> Mapping[str, bool]:
-    """Return whether NIXL reaches those kinds of devices that depend on its UCX. Once an agent has loaded UCX."""
+    """Return, by kind of device, whether the loaded UCX can read its memory. Call it after an agent has loaded UCX."""
     found = {"xpu": has_module("ze")}
     return {**found, "cuda": has_module("rocm")} if is_rocm() else found
 
 
 def has_module(name: str) -> bool:
-    """Return whether the UCX that this process has loaded has its module for a kind of device, such as "ze"."""
+    """Return whether the UCX that this process has loaded comes with the module `name`, for example "ze"."""
     lines = _MAPS.read_text("utf-8", "replace").splitlines()
     loaded = {Path(line.split(maxsplit=5)[5]) for line in lines if "/libuct" in line}
     folders = {folder for library in loaded for folder in (library.parent, library.parent / "ucx")}
