@@ -1,4 +1,4 @@
-"""Names of ranks: in tickets, of transport agents, and in errors."""
+"""Addresses and names of ranks, as tickets, transport agents and errors have them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvflow.hosts import address_at, is_host, split_address
 _LIFE = re.compile(r"/([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})#(.+)")
 
 UNKNOWN_ENGINE = "unknown engine"
-"""First words of a refusal by another engine than the one that was asked for."""
+"""First words of a refusal if another engine than the target listens at the address."""
 
 ErrorT = TypeVar("ErrorT", bound=PeerError)
 
 
 class Address(NamedTuple):
-    """A rank of an engine, and where its side channel is believed to listen."""
+    """A rank of an engine, and the address at which its side channel is expected to listen."""
 
     engine_id: Name
     rank: Rank
@@ -34,7 +34,7 @@ class Address(NamedTuple):
         return f"engine {self.engine_id!r} ({self.rank}) at {self.address}"
 
     def failure(self, kind: type[ErrorT], why: str, *, retry_after_s: float | None = None) -> ErrorT:
-        """Return an error that names the rank."""
+        """Return an error of class `kind` with the message `why`, which names this rank as the peer."""
         return kind(f"{self}: {why}", peer=self.address, engine_id=self.engine_id, retry_after_s=retry_after_s)
 
 
@@ -51,14 +51,16 @@ SideChannel: TypeAlias = Annotated[str, _side_channel]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress:
-    """One rank of an engine, and where its side channel listens (`Runtime.address`).
+    """The address of one rank of an engine.
 
-    The engine's other ranks are found by their ports, as `Config.listen` gives them out. RequestError names a field
-    that cannot be.
+    The ports of the engine's other ranks follow from it by the rule of `Config.listen`. RequestError names an invalid
+    field.
     """
 
     engine_id: EngineId
+    """Engine id of the rank."""
     address: SideChannel
+    """Address of the rank's side channel, tcp://host:port (`Runtime.address`)."""
     dp_rank: Count = 0
     pp_rank: Count = 0
     tp_rank: Count = 0
@@ -68,11 +70,11 @@ class PeerAddress:
 
 
 def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
-    """Name of the transport agent, which no other incarnation of the rank has."""
+    """Return the name of a rank's transport agent, unique to this incarnation."""
     return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
 
 
 def life_of(agent: str, engine_id: str) -> tuple[Rank, str] | None:
-    """Rank and incarnation whose `agent_name` this is, of that engine; None for agents of another make."""
+    """Return the rank and incarnation in an `agent_name` of the engine; None if `agent` is no name of that form."""
     found = _LIFE.fullmatch(agent.removeprefix(engine_id)) if agent.startswith(engine_id) else None
     return None if found is None else (Rank(*map(int, found.groups()[:3])), found[4])

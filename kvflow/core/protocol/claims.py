@@ -1,7 +1,7 @@
-"""Claims of a peer about its cache: where its regions lie, what it holds, how its layers are grouped.
+"""Checks of a peer's claims about its cache: its regions, its cache shares and its groups.
 
-Bounds of the fields say what one number may be. Here is what has to be true of them together before any address is
-read from. A claim that cannot be true is a WireError with its values.
+The bounds of the fields limit each number alone. This module checks that the numbers are possible together, before any
+address is read from. An impossible claim is a WireError with its values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def regions_to_wire(regions: Regions) -> RegionTable:
 
 
 def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
-    """Regions of each set of layers. WireError where one cannot be true, or there are too many to look at."""
+    """Return the regions of each set of layers. WireError if a table is impossible, or there are too many."""
     count = sum(len(table.bases) for table in tables)
     if len(tables) > SETS_MAX or count > REGIONS_MAX:
         found = f"{len(tables)} with {counted(count, 'region')}"
@@ -44,7 +44,7 @@ def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
 
 
 def regions_from_wire(table: RegionTable) -> Regions:
-    """Check a peer's region table and turn it into arrays; WireError where it cannot be true."""
+    """Return a peer's region table as arrays. WireError if it is impossible."""
     count = len(table.bases)
     if not count or len(table.strides) != count:
         raise WireError(f"region table: {counted(count, 'base')} and {counted(len(table.strides), 'stride')}")
@@ -68,7 +68,7 @@ def regions_from_wire(table: RegionTable) -> Regions:
 
 
 def _is_dense(block: BlockShape) -> bool:
-    """True if tokens and heads fill a block without gaps, in either order."""
+    """Return True if tokens and heads fill the block without gaps, in either order."""
     tokens, heads, run = block[:3]
     if min(tokens, heads, run) < 1 or max(tokens, heads, run) >= 1 << 31:
         return False
@@ -76,7 +76,7 @@ def _is_dense(block: BlockShape) -> bool:
 
 
 def check_cache_shares(shares: Sequence[CacheShare]) -> None:
-    """WireError unless a rank can hold these shares."""
+    """Raise WireError if one rank cannot have all these cache shares."""
     count = sum(len(share.layers) for share in shares)
     if not 0 < len(shares) <= SETS_MAX or count > REGIONS_MAX:
         found = f"{len(shares)} with {counted(count, 'layer')}"
@@ -102,7 +102,7 @@ def _check_cache_share(share: CacheShare) -> None:
 
 
 def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> None:
-    """WireError unless a rank with these groups and regions can hold these shares."""
+    """Raise WireError if one rank cannot have these cache shares, regions and groups together."""
     check_cache_shares(shares)
     if not 0 < len(groups) <= GROUPS_MAX or len({group.name for group in groups}) < len(groups):
         raise WireError(f"groups: {len(groups)}, expected 1 to {GROUPS_MAX} of different names")

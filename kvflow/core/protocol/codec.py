@@ -1,8 +1,8 @@
-"""Encoding of messages, and their decoding.
+"""Encoding and decoding of messages.
 
-A message of the side channel is two msgpack frames: a `Header` (magic, protocol version, fingerprint) and a body. The
-header is decoded and judged first, so that a peer of another version gets an answer before its body is read. Decoding
-is strict: another type or a size out of bounds is a `WireError`. No code can run here.
+A message of the side channel is two MessagePack frames: a `Header` (magic, protocol version, fingerprint) and a body.
+The header is decoded and checked first, so that a peer of another version gets an answer before its body is decoded.
+Decoding is strict: a value of another type or out of bounds is a `WireError`. Decoding runs no code of the peer.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _KIND_CHARS_MAX = 40
 
 
 class WireError(Exception):
-    """Bytes that are no valid kvflow message. The shell counts a refusal, or raises a ProtocolError."""
+    """Bytes that are not a valid kvflow message. The shell counts a refusal, or raises a ProtocolError."""
 
 
 class UnknownRequest(WireError):
-    """A request of a kind that nobody here answers, such as of a part that the runtime was not given."""
+    """A request of a kind that this runtime does not answer, for example because it lacks the part."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame of every side-channel message: an array, as in all versions, so that any peer reads it."""
+    """The first frame of every side-channel message. It is an array in all versions, so every peer can read it."""
 
     magic: Name
     version: Count
     fingerprint: Digest
     question: Count = 0
-    """Number of the question on its connection; an answer has the same. 0 from a peer that does not number them."""
+    """Number of the question on its connection, repeated in the answer. 0 from a peer that numbers none."""
     answer_bytes_max: Count = 0
-    """Bytes of the largest answer that the reader takes; 0 from a reader that does not say."""
+    """Bytes of the largest answer that the reader accepts; 0 from a reader that states no bound."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -57,7 +57,7 @@ def our_header(fingerprint: bytes, question: int = 0, answer_bytes_max: int = 0)
 
 
 def decode_header(frame: bytes) -> Header:
-    """Decode a first frame; WireError if it is none of ours. The version is for the caller to judge."""
+    """Decode a first frame. WireError if it is not a kvflow header. The caller checks its version."""
     header: Header = _decode(frame, Header)
     if header.magic != MAGIC:
         raise WireError(f"not a kvflow header: magic {header.magic[:16]!r}")
@@ -65,12 +65,12 @@ def decode_header(frame: bytes) -> Header:
 
 
 def requests_with(more: Iterable[type[ReaderRequest]]) -> Any:
-    """Return the kinds of requests that a rank decodes: the core's, and `more` of its parts."""
+    """Return the union of the request types that a rank decodes: the core's, and `more` from its parts."""
     return Union[(CoreRequest, *more)]
 
 
 def decode_request(frame: bytes, kinds: Any = CoreRequest) -> Request:
-    """Decode a request of one of `kinds`. Raises UnknownRequest if it is of another kind, WireError if it is wrong."""
+    """Decode a request of one of `kinds`. UnknownRequest if it is of another kind, WireError if it is invalid."""
     try:
         message: Request = _decode(frame, kinds)
     except WireError as error:
@@ -95,7 +95,7 @@ def decode_notification(payload: bytes) -> Notification:
 def _decode(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except InvalidInput as error:  # of a struct that checks itself
+    except InvalidInput as error:  # raised by a struct that checks its own values
         raise _undecoded(data, str(error)) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raw = answer(partial(msgspec.msgpack.decode, data))
@@ -103,5 +103,5 @@ def _decode(data: bytes, kind: Any) -> Any:
 
 
 def _undecoded(data: bytes, why: str) -> WireError:
-    why = printable(why, _ERROR_CHARS_MAX)  # msgspec repeats a tag or a word that it does not know
+    why = printable(why, _ERROR_CHARS_MAX)  # msgspec quotes an unknown tag or value
     return WireError(f"a message of {counted(len(data), 'byte')} does not decode: {why}")

@@ -1,7 +1,7 @@
-"""Compatibility: the facts that two engines must agree on for any byte of a cache to mean the same on both.
+"""`Compatibility`: the properties in which two engines must agree, so that a byte of the cache means the same on both.
 
-Its fingerprint travels in the header of every message. Facts that may differ, and that a plan allows for, are in a
-rank's `topology.CacheShare`; a refused peer is told both.
+Its fingerprint is in the header of every message. Properties that may differ, because a plan can handle that, are in a
+rank's `topology.CacheShare`. A refusal contains both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 
 
 class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that both sides must agree on. Error messages show the field names."""
+    """Properties in which both sides must agree. Error messages show the names of the fields."""
 
     model: Fact
     dtype: Fact
@@ -27,19 +27,20 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
     head_size: Fact
 
     def fingerprint(self) -> bytes:
-        """A 16-byte digest, equal exactly for equal facts."""
+        """Return a digest of 16 bytes, which is equal only for equal values."""
         return hashlib.sha256(msgspec.msgpack.encode(self), usedforsecurity=False).digest()[:16]
 
     def differences(self, theirs: Compatibility) -> list[str]:
-        """Differences, as "field: ours X, theirs Y" for each fact."""
+        """Return the differences from `theirs`, each as "field: ours X, theirs Y"."""
         pairs = ((name, getattr(self, name), getattr(theirs, name)) for name in self.__struct_fields__)
         return [f"{name}: ours {ours!r}, theirs {other!r}" for name, ours, other in pairs if ours != other]
 
 
 def compatibility_of(layouts: Sequence[CacheLayout | StatePart], *, model: str) -> Compatibility:
-    """Facts of one rank's cache; where layers differ, all values.
+    """Return the compatibility of one rank's cache. If layers differ in a property, its value names all of theirs.
 
-    State has its own in the cache shares. So have layers of a draft model, which the other side may lack.
+    State per request and layers of a draft model, which the other side may lack, are left out: peers compare them by
+    their cache shares.
     """
     attention = [layout for layout in layouts if isinstance(layout, CacheLayout)]
     own = [layout for layout in attention if min(layout.layer_indices) < FIRST_DRAFT_LAYER] or attention

@@ -1,8 +1,8 @@
-"""Messages of the side channel: the questions that a reader puts to a rank, and the answers.
+"""Messages of the side channel: the questions of readers to a rank, and the answers.
 
-Each is a frozen struct whose fields have bounds (`core.bounds`), so that decoding (`core.protocol.codec`) refuses
-whatever is of another type or size. Claims that are true or false as a whole, such as where a peer's cache lies, are
-judged by `core.protocol.claims`.
+Each message is a frozen struct. Its fields have types and bounds (`core.bounds`), which decoding checks
+(`core.protocol.codec`). Values that are only valid together, such as the addresses of a peer's cache, are checked by
+`core.protocol.claims`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
 AGENT_METADATA_BYTES_MAX = 1 << 26
 INSTEAD_BYTES_MAX = 1 << 13
-"""Size of the rendezvous that readers are sent on to; one of more ranks than fit sends nobody on."""
+"""Most bytes of a rendezvous that sends readers to another engine. If its ranks do not fit, readers are not sent."""
 
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
@@ -60,108 +60,118 @@ Numbers: TypeAlias = Annotated[list[Size], Meta(max_length=REGIONS_MAX)]
 
 
 class ReaderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of every question that a reader puts to a rank."""
+    """Base of the questions that a reader asks a rank."""
 
     reader: Reader
+    """Name of the reader's transport agent (`addresses.agent_name`)."""
     target: Address
-    """The engine and rank that a reader believes to listen there."""
+    """The engine and rank that the reader expects at the address."""
 
 
 class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadata"):
-    """Question for a rank's name and the place of its cache; the answer is `Metadata`."""
+    """Handshake: ask for a rank's identity and the place of its cache. The answer is `Metadata`."""
 
     request_id: RequestName | None = None
-    """The request of the reader's ticket; a rank that drains connects nobody else."""
+    """Request of the reader's ticket. A draining rank connects only readers of requests with an open lease."""
     caller: Address | None = None
-    """The reader itself, to be told when the rank closes."""
+    """Address of the reader, where the rank sends a `Goodbye` when it closes."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
-    """Word of a rank to a reader (`target`) that it closes now.
+    """Notice of a rank to a reader that the rank closes now.
 
-    The reader believes it if `incarnation` is that of its connection. A forged one costs a handshake at most.
+    The reader accepts it if `incarnation` is the one that it is connected to. A forged notice costs the reader at most
+    a handshake.
     """
 
     target: Address
+    """The reader."""
     sender: Address
+    """The rank that closes."""
     incarnation: Incarnation
+    """Incarnation that ends."""
 
 
 class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
-    """Question for the lease of a request. The answer is a `LeaseAnswer`.
+    """Ask for the lease of a request, which may not have begun yet. The answer is a `LeaseAnswer`.
 
-    It comes as soon as there is something to tell that the reader does not know, at the latest after `wait_s`. The
-    request id is the secret that gives access; the request may have yet to begin.
+    The rank answers as soon as it has news for the reader, and after `wait_s` at the latest. The secret request id
+    authorizes the reader.
     """
 
     request_id: RequestName
     wait_s: Wait = 0.0
+    """Longest time for which the question may wait for news."""
     num_tokens: Count = 0
+    """Offered tokens, if `blocks_digest` is set."""
     blocks_digest: Digest = b""
-    """`digest_of` the engine's block ids, the same on all its ranks, of a reader that knows the offer: a lease of other
-    blocks, or of other than `num_tokens`, is not meant. Empty: the offer is told, too."""
+    """Digest (`digest_of`) of the engine's block ids, from a reader that knows the offer. Leases of other blocks, or of
+    another `num_tokens`, are not meant. Empty: the reader does not know the offer, so the answer contains it."""
     lease_id: LeaseId | None = None
-    """The lease, of a reader that knows it: only what becomes of this one is told."""
+    """Id of the lease, from a reader that knows it: the answer is about this lease only."""
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)] = ()
-    """Blocks of that lease that the reader knows, counted by group."""
+    """Number of blocks of that lease that the reader knows, by group."""
     missing_max: Missing = -1
-    """Missing tokens of that lease at which an answer is due as well; -1: not before the end of the lease."""
+    """Answer also when at most this many tokens of that lease are missing; -1: only when the lease ends."""
 
 
 class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
-    """Word that the blocks of a lease are needed no more: a `ReadDone` of a reader that is not connected.
+    """Notice that a reader without a connection has finished with a lease: `ReadDone` as a question.
 
-    Its share of the lease follows from the cache shares (`topology.report_share`). The answer is an `Ack`.
+    The answer is an `Ack`.
     """
 
     lease_id: LeaseId
     cache_shares: CacheShares
+    """Cache shares of the reader, from which its share of the lease follows (`topology.report_share`)."""
 
 
 class DigestPart(msgspec.Struct, frozen=True, array_like=True):
-    """Layers, heads and tokens to digest, numbered as in the model and the prompt, not as on one rank."""
+    """Layers, heads and tokens to digest. All numbers are those of the model and the prompt, not of one rank."""
 
     part: Fact
-    """Segment of state, or "": as in a `CacheShare`."""
+    """Segment of state, or "" for the KV cache, as in a `CacheShare`."""
     layers: Layers
     head: Count
-    """The first head."""
+    """First head."""
     heads: Count
+    """Number of heads."""
     model_heads: Count
-    """Heads of the model: a rank's own follow from them."""
+    """Heads of the model, from which a rank finds its own heads."""
     start: Count
-    """The first token of the prompt."""
+    """First token."""
     stop: Count
-    """The one after the last."""
+    """Token after the last."""
 
 
 DigestParts: TypeAlias = Annotated[tuple[DigestPart, ...], Meta(max_length=DIGEST_PARTS_MAX)]
 
 
 class DigestRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_digests"):
-    """Question for the digests of these bytes of an open lease. See `verify.digests`."""
+    """Ask for digests of parts of an open lease (`verify.digests`). The answer is `Digests`."""
 
     request_id: RequestName
     lease_id: LeaseId
     definition: Count
-    """Number of the definition of a digest that the reader computes."""
+    """Version of the digest that the reader computes."""
     parts: DigestParts
 
 
 class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
-    """Word of another engine that a request, whose readers wait for its offer here, has come to it.
+    """Notice of another engine that it got a request for which readers wait here.
 
-    The request id is the secret that gives access, as for a `LeaseRequest`. The answer is an `Ack`.
+    The secret request id authorizes the notice, as in a `LeaseRequest`. The answer is an `Ack`.
     """
 
     request_id: RequestName
     reason: Reason
+    """Reason that readers get."""
     instead: Instead = b""
-    """See `LeaseAnswer`."""
+    """Where readers can go instead: see `LeaseAnswer.instead`."""
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
-    """`regions.Regions` on the wire."""
+    """The wire form of `regions.Regions`."""
 
     bases: Numbers
     strides: Numbers
@@ -172,118 +182,123 @@ class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """The table of a producer's seals in its host memory: see `core.protocol.proof`."""
+    """The table of a producer's seals in its host memory (`core.protocol.proof`)."""
 
     address: SealAddress
     count: SealCount
     hold_s: Hold
-    """Time the producer keeps blocks after it has wiped a seal."""
+    """Seconds for which the producer keeps the blocks of a lease after it has wiped the seal."""
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
-    """Answer with all that a reader needs to know about a rank."""
+    """The answer to a handshake: everything that a reader needs to read from a rank."""
 
     engine_id: Name
     incarnation: Incarnation
     cache_shares: CacheShares
-    """Shares of each set of layers that look alike."""
+    """Cache share of each set of layers that look alike."""
     agent_metadata: Annotated[bytes, Meta(max_length=AGENT_METADATA_BYTES_MAX)]
     agent_metadata_crc32: Word32
-    """NIXL crashes on flipped bits in its metadata, so a reader compares this first."""
+    """Checksum of `agent_metadata`. Readers compare it first, because NIXL crashes on damaged metadata."""
     regions: Annotated[tuple[RegionTable, ...], Meta(max_length=SETS_MAX)]
-    """Regions of the sets, in the same order."""
+    """Regions of each set of layers, in the order of `cache_shares`."""
     groups: Annotated[tuple[GroupFacts, ...], Meta(max_length=GROUPS_MAX)]
-    """Groups of layers, which the sets name by number (`CacheShare.group`)."""
+    """Groups of layers; `CacheShare.group` is an index of them."""
     seals: SealLocation
     staged: bool
-    """Blocks are copied to host buffers before they can be read, so that a lease's seal says how far it is."""
+    """True if blocks are copied to host buffers before they can be read. Then seals show the missing tokens."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank offers: the content of a ticket, for readers that have none."""
+    """The offer in a ticket, for readers without the ticket."""
 
     num_tokens: Count
     ttl_s: Seconds
     block_ids: BlockTables
     """Block ids of the engine, by group."""
     extends: bool
+    """True if more blocks follow."""
     prompt_digest: PromptDigest
     queued_bytes: Count = 0
-    """Bytes of prefixes that are leased to others now, and may be read before these."""
+    """Bytes of prefixes that are leased to other readers now, and may be read first."""
 
 
 class Told(enum.StrEnum):
-    """States of a request's lease, as a rank tells them."""
+    """The state of a request's lease in an answer."""
 
     WAITING = "waiting"
-    """There is nothing to tell yet: no lease, or no more of it than the reader knows."""
+    """No news yet: no lease, or no more of it than the reader knows."""
     OPEN = "open"
-    """The end of the lease is still to come."""
+    """The lease is open; news of it may follow."""
     COMPLETE = "complete"
-    """All of it can be read, and it has its payload if one was promised. Without a lease: there is nothing to read."""
+    """The whole lease can be read, and its payload, if promised, is known. Without a lease: the offer has no blocks."""
     ENDED = "ended"
-    """The lease is over: no read of it can succeed any more."""
+    """The lease has ended: no read of it can succeed."""
     FAILED = "failed"
-    """The prompt cannot be computed, or the rank will not serve it: no read of it can succeed."""
+    """The prompt cannot be computed, or the rank will not serve it. No read can succeed."""
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
-    """Answer about a lease, with what the reader does not know of it."""
+    """The answer about a lease, with everything about it that the reader does not know."""
 
     state: Told
     lease: RankLease | None = None
-    """The lease; its `block_ids` are set if they differ from the engine's (host buffers). The reader knows where the
-    rank listens."""
+    """The lease, if the reader does not know it. Its host and port are left out, since the reader knows them."""
     offer: Offer | None = None
+    """The offer, if the reader does not know it."""
     more_block_ids: BlockTables = ()
-    """Block ids, by group, that the reader did not know."""
+    """Block ids, by group, that the reader does not know."""
     payload: Annotated[bytes, Meta(max_length=PAYLOAD_BYTES_MAX)] = b""
     reason: Reason = ""
-    """Reason of a failure."""
+    """Reason, if the state is FAILED."""
     instead: Instead = b""
-    """Rendezvous (MessagePack of `Ticket.to_params`) at the engine that serves the request instead; empty if none
-    does."""
+    """Rendezvous at the engine that serves the request instead, as MessagePack of `Ticket.to_params`; empty if no
+    engine is known."""
 
 
 NOTHING_YET = LeaseAnswer(state=Told.WAITING)
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
-    """Digests of each layer of each part of a question, in order. The lease was open when the last was computed."""
+    """The digests that a `DigestRequest` asks for: of each layer of each part, in order.
+
+    The lease was open when the last digest was computed.
+    """
 
     values: Annotated[tuple[Word64, ...], Meta(max_length=REGIONS_MAX)]
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
-    """Refusal of a question, with its reason. The facts are set when the fingerprints differ."""
+    """The refusal of a question. If fingerprints differ, it has the rank's compatibility and cache shares."""
 
     reason: Reason
     version: Count
+    """Protocol version of the rank."""
     transient: bool = False
-    """True if the answer may be another one soon: the rank has no cache yet, or is about to go."""
+    """True if the refusal is not final: the rank has no cache yet, or drains."""
     compatibility: Compatibility | None = None
     cache_shares: CacheShares = ()
     listens: Address | None = None
-    """The rank that listens here, if the question was for another engine."""
+    """The rank that listens at the address, if the question was for another engine."""
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
-    """Acknowledgement, by this incarnation, of a `Goodbye`, `DeclineRequest` or `ReleaseRequest`."""
+    """The acknowledgement of a `Goodbye`, `DeclineRequest` or `ReleaseRequest`, with the rank's incarnation."""
 
     incarnation: Incarnation
 
 
 Request: TypeAlias = ReaderRequest | Goodbye
-"""A question to a rank, of the core or of a part."""
+"""A question to a rank, from the core or from a part."""
 CoreRequest: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | DigestRequest | Goodbye | DeclineRequest
 Reply: TypeAlias = Metadata | LeaseAnswer | Digests | Ack | Refusal
 
 
 def digest_of(block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> bytes:
-    """A short digest of block ids, by group if there are several, to compare those of two ranks."""
+    """Return a digest of block ids, or of block tables by group, by which two ranks compare theirs."""
     return hashlib.sha256(msgspec.msgpack.encode(block_ids), usedforsecurity=False).digest()[:16]
 
 
 def asked_by(request: Request) -> str:
-    """Return the engine in whose name a request is; any text where a reader's name is no `agent_name`."""
+    """Return the engine id that a request claims to come from. It is any text if the reader has an invalid name."""
     return request.sender.engine_id if isinstance(request, Goodbye) else request.reader.rpartition("/")[0]

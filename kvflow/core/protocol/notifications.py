@@ -1,4 +1,4 @@
-"""Notifications: a few bytes from a reader to a producer, which travel beside its reads and are not answered."""
+"""Notifications: short messages from a reader's transport agent to a producer's, without an answer."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from kvflow.core.bounds import NO_LEASE_ID, Count, LeaseId, Reader
 
 NOTIFICATION_BYTES_MAX = 4 << 10
 LEASE_IDS_MAX = 1 << 20
-"""Lease ids in one notification."""
+"""Most lease ids in one notification."""
 
 LeaseIds: TypeAlias = Annotated[tuple[LeaseId, ...], Meta(max_length=LEASE_IDS_MAX)]
 
 
 class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
-    """Word from a reader that it needs the blocks of these leases no more.
+    """Notice that a reader has finished with the blocks of some leases.
 
-    A lease id is a secret of its ticket. Readers of one engine share a lease, which ends when their shares, `numerator`
-    of `denominator` each, add up to 1 (`topology.ReportShare`).
+    The secret lease ids authorize it. The ranks of one reading engine share a lease; it ends when their shares add up
+    to 1 (`topology.ReportShare`).
     """
 
     lease_ids: LeaseIds
     reader: Reader
     numerator: Count
+    """Share of this reader, as a fraction: `numerator` / `denominator`."""
     denominator: Count
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """Word from a reader that it still needs the blocks of these leases."""
+    """Notice that a reader still needs the blocks of some leases; it renews them."""
 
     lease_ids: LeaseIds
     reader: Reader
@@ -43,7 +44,7 @@ _READ_DONE = msgspec.msgpack.Decoder(ReadDone)
 
 
 def leases_max(reader: str, bytes_max: int) -> int:
-    """Leases that a notification of at most `bytes_max` may name; one at least."""
+    """Return how many leases fit in a notification of at most `bytes_max` bytes; at least 1."""
     array_header_bytes = 5
     id_bytes = len(msgspec.msgpack.encode(NO_LEASE_ID))
     rest = ReadDone(lease_ids=(), reader=reader, numerator=1 << 32, denominator=1 << 32)
@@ -52,7 +53,7 @@ def leases_max(reader: str, bytes_max: int) -> int:
 
 
 def joined(payloads: Sequence[bytes], leases_most: int) -> list[bytes]:
-    """Join `ReadDone`s of one reader to one producer into few messages of at most `leases_most` leases each."""
+    """Join encoded `ReadDone` messages to one producer. Return few, each with at most `leases_most` leases."""
     lease_ids: dict[tuple[str, int, int], list[str]] = {}
     for payload in payloads:
         done = _READ_DONE.decode(payload)

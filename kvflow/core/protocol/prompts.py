@@ -1,13 +1,13 @@
 """Digests of prompts, so that a ticket is not used for another prompt.
 
-A router may mix tickets up, or both engines may make different tokens of the same text (another chat template, another
-tokenizer). The bytes would arrive in good order, and the answer would be about something else. So a ticket can carry a
-digest of its tokens, which the consumer compares with its own.
+A router may mix tickets up. Or the two engines may tokenize the same text differently, with another chat template or
+tokenizer. Then the bytes would arrive intact, and the answer would be to another prompt. So a ticket can carry a digest
+of its tokens, which the reader compares with its own prompt.
 
-More than tokens can tell prompts apart: an adapter, pictures, a cache's salt. An engine marks the token that such a
-thing begins with (`marked_by_keys`), and gives what comes of that as the prompt. A prompt without marks is its token
-ids. The digest of a marked prompt has a part for its tokens and one for each kind of mark: where only marks differ, the
-request may have lost its pictures on the way, and an engine must not compute it (`PromptMismatch.parts`).
+Prompts can also differ in more than tokens: in an adapter, pictures, or a cache salt. An engine marks the token at
+which one of these begins (`marked_by_keys`), and passes the marked prompt to kvflow. A prompt without marks is a list
+of token ids. The digest of a marked prompt has a part for the tokens and a part for each kind of mark. If only marks
+differ, the request may have lost its pictures on the way, and the engine must not compute it (`PromptMismatch.parts`).
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ _PARTS = {
     "prompt_embeds": "embeddings",
     _OTHER: "adapter, picture or salt",
 }
-"""What errors call each kind of mark."""
+"""Name of each kind of mark in errors."""
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """What stands at one place of a prompt besides its token."""
+    """The marks at one position of a prompt."""
 
     place: int
+    """Position in the prompt."""
     token: int
+    """Token id at that position."""
     parts: tuple[tuple[str, bytes], ...]
-    """A digest for each kind of mark there is at this place."""
+    """(kind, digest) for each kind of mark at that position."""
 
 
 class MarkedPrompt(list[int]):
-    """A prompt that `marked_by_keys` has made: a list of numbers with its tokens and marks, also in its slices."""
+    """The result of `marked_by_keys`: a list of numbers that keeps its marks, also when it is sliced or extended."""
 
     def __init__(self, numbers: Iterable[int], marks: Iterable[Mark]) -> None:
         super().__init__(numbers)
@@ -68,20 +70,24 @@ def _moved(marks: Iterable[Mark], to: Callable[[int], int]) -> list[Mark]:
 
 
 def marks_of(prompt: Sequence[int] | None) -> tuple[Mark, ...]:
-    """Return the marks of a prompt; () for one that is nothing but token ids, or not known."""
+    """Return the marks of a prompt; () if it has only token ids, or is None."""
     return prompt.marks if isinstance(prompt, MarkedPrompt) else ()
 
 
 def with_marks(numbers: Sequence[int] | None, marks: Sequence[Mark]) -> Sequence[int] | None:
-    """Return the prompt that `numbers` and `marks` were taken from; a message carries them apart."""
+    """Return the prompt with these numbers and marks, which messages carry separately."""
     return MarkedPrompt(numbers, marks) if marks and numbers is not None else numbers
 
 
 def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
-    """Digest (BLAKE2b) of a request's prompt. Equal prompts of two requests have different ones: tickets tell nobody.
+    """Return the digest (BLAKE2b) of a request's prompt.
 
-    For token ids it is 32 hexadecimal digits. Each kind of mark adds `:kind=` and 16 more, which are salted with the
-    tokens: who does not know those cannot guess a salt. RequestError if they are no token ids.
+    The request id is its salt, so tickets do not reveal that two requests have the same prompt. The digest of token ids
+    has 32 hexadecimal digits. Each kind of mark adds `:kind=` and 16 digits, which are salted with the tokens: without
+    the tokens a cache salt cannot be guessed from its digest.
+
+    Raises:
+        RequestError: `token_ids` are not token ids.
     """
     tokens = whole_numbers(token_ids, f"request {request_id!r}: prompt")
     marks = [mark for mark in marks_of(token_ids) if mark.place < len(tokens)]
@@ -101,15 +107,15 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
 
 
 MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
-"""Keys that the blocks of a prompt depend on besides its tokens, in the field's words, by the place where it begins."""
+"""Keys that a prompt's blocks depend on besides tokens, as in KV events, by the position where each begins."""
 
 
 def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
-    """Return a prompt as numbers; at a place with keys the number stands for the token and the keys.
+    """Return a prompt as numbers: its token ids, but at a position with keys a number for the token and the keys.
 
-    So whatever of a prompt is offered is compared with the marks in it, and not with those that come later. Engines and
-    readers of their events make the same one. Keys of a place are in this order: ("lora", name, path),
-    ("cache_salt", salt), ("mm", identifier); then those of any other kind.
+    So the offered beginning of a prompt is compared with the marks inside it, not with later ones. Engines and
+    followers of their KV events get the same result from the same input. The keys of a position must be in this order:
+    ("lora", name, path), ("cache_salt", salt), ("mm", identifier), then keys of any other kind.
     """
     prompt, marks = list(token_ids), list[Mark]()
     for place in sorted(keys.keys() & range(len(prompt))):
@@ -131,9 +137,9 @@ def _part_digest(keys: Sequence[tuple[str | bytes, ...]]) -> bytes:
 
 
 def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -> str:
-    """Digest of the offered part of a prompt, for its ticket.
+    """Return the digest of the first `num_tokens` tokens of a prompt, for its ticket.
 
-    RequestError if it is shorter than that, or holds what are no token ids.
+    RequestError if the prompt has fewer tokens, or its entries are not token ids.
     """
     what = f"request {request_id!r}: prompt"
     if count(token_ids, what) < num_tokens:
@@ -145,9 +151,9 @@ def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -
 
 
 def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
-    """PromptMismatch unless the ticket offers the beginning of this prompt. A ticket without a digest passes.
+    """Raise PromptMismatch if a ticket offers another prompt than the beginning of `token_ids`.
 
-    `what` names who asks. RequestError if it is no prompt at all, as far as that is looked at.
+    A ticket without a digest passes. `what` begins the message. RequestError if `token_ids` is not a list of token ids.
     """
     found, offered = count(token_ids, f"{what}: prompt"), ticket.num_tokens
     if not ticket.prompt_digest:
@@ -170,7 +176,7 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
 
 
 def _compared(ours: str, theirs: str) -> tuple[tuple[str, ...], str]:
-    """The parts in which a request's prompt differs from a ticket's, by their digests, and the words for it."""
+    """Return the parts in which two prompts differ, by their digests, and the difference in words for a message."""
     (tokens, our_parts), (their_tokens, their_parts) = _split(ours), _split(theirs)
     if tokens != their_tokens:
         return TOKENS, ""
@@ -190,15 +196,16 @@ def _compared(ours: str, theirs: str) -> tuple[tuple[str, ...], str]:
 
 
 def _split(digest: str) -> tuple[str, dict[str, str]]:
-    """A prompt's digest as that of its tokens, and those of its marks by kind."""
+    """Return the digest of the tokens, and the digests of the marks by kind, from a prompt's digest."""
     tokens, *parts = digest.split(":")
     return tokens, dict(part.split("=", 1) for part in parts)
 
 
 def check_alike(first: Ticket, other: Ticket, what: str) -> None:
-    """PromptMismatch if two tickets are of different prompts, as far as both tell.
+    """Raise PromptMismatch if two tickets are known to be for different prompts.
 
-    Digests can be compared where the request ids are equal, since they are salted with those.
+    Their numbers of tokens are compared, and their digests if the request ids are equal: a digest is salted with the
+    request id. A rendezvous passes.
     """
     if first.awaited or other.awaited:
         return

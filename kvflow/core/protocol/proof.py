@@ -1,30 +1,30 @@
-"""SealProof: proof by a lease's seal that the lease covered the whole read (invariant I2).
+"""`SealProof`: the proof, by a lease's seal, that the lease covered a whole read (invariant I2).
 
-A producer keeps one 16-byte word per open lease in memory that peers can read: the *seal*. It holds the lease's secret
-id while the lease is open. When the lease ends, for whatever reason, the seal is wiped at once, and the blocks are
-given back `hold_s` later. A reader fetches the seal through the same transport as the blocks and compares it with its
-ticket; a torn, wiped or reused word matches no id. Two arguments make a read fresh:
+A producer keeps a 16-byte word for each open lease in memory that peers can read: the *seal*. While the lease is open
+the seal holds the lease's secret id. When the lease ends, for any reason, the producer wipes the seal at once, and
+gives the blocks back `hold_s` later. A reader fetches the seal through the same transport as the blocks, and compares
+it with its ticket. A torn, wiped or reused word matches no id. Two arguments prove that a read is fresh:
 
-- *Fetched after*: the seal was intact when it was fetched, after the last byte had landed. So the lease was open
-  during the whole read.
-- *Fetched meanwhile*: the seal was intact when it was fetched; and the last byte had landed within less than
-  `quick_read_max_s`, half of `hold_s`, of the moment at which that fetch was posted, on the reader's own clock. Had the
-  lease ended later than the fetch, the blocks were still held. This saves small loads a round trip.
+- *Fetched after*: the seal was fetched after the last byte had landed, and was intact. So the lease was open during the
+  whole read.
+- *Fetched meanwhile*: the seal was intact when it was fetched, and the last byte landed less than `quick_read_max_s`
+  (half of `hold_s`) after that fetch was posted, on the reader's own clock. Even if the lease ended right after the
+  fetch, its blocks were still held when the last byte landed. This saves small loads a round trip.
 
-A producer whose device has yet to compute the prompt, or that copies its blocks to host buffers before they can be
-read, opens the lease first: until all is there, the last four bytes of its word are those of the id, exclusive-or the
-number of the prompt's last tokens that are missing. What comes before those is there in all groups. So a reader that
-comes early finds out how far it may read, again without an answer from the producer. If the prompt will never be
-complete the word says so, by a number that no prompt has (`FAILED`), through the hold after the lease's end and, for
-readers that come later, until the word is needed for another lease.
+A lease may be opened before its blocks can be read: the device has yet to compute the prompt, or the blocks are first
+copied to host buffers. Until all tokens can be read, the last four bytes of the seal are those of the id XOR the number
+of missing tokens at the end of the prompt. The tokens before those can be read in all groups. So an early reader finds
+out how far it may read without an answer from the producer. If the prompt will never be complete, the number is
+`FAILED`, which no prompt can have. It stays in the seal through the hold after the lease's end, and then for late
+readers until another lease needs the seal.
 
-Both arguments have two premises, which a seal cannot vouch for. What it says to be there has been computed: the
-producer's engine says so, by an event or by having waited for its device. And addresses mean the memory that they meant
-when they were registered: so nobody maps other memory there before they are unregistered (`Runtime.unregister`).
+Both arguments rest on two premises that a seal cannot prove. First, tokens that the seal shows as readable have been
+computed: the producer's engine asserts that, by an event or because it has waited for its device. Second, registered
+addresses still mean the same memory: the engine maps no other memory there before `Runtime.unregister`.
 
-No clocks are compared, nobody on the producer has to answer, and it makes no difference why a lease ended: ran out,
-was revoked, or was used up by another reader of the same ticket. Half of the hold leaves room for the drift of clocks
-and the coarseness of timers.
+No clocks of two machines are compared, and the producer need not answer. It makes no difference whether the lease
+expired, was revoked, or was used up by another reader of the same ticket. The other half of the hold is a margin for
+the drift of clocks and the coarseness of timers.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ SEAL_SIZE_BYTES = 16
 HOST = Device("cpu", 0)
 _WIPED = bytes(SEAL_SIZE_BYTES)
 FAILED = (1 << 32) - 1
-"""Word in place of how many tokens are missing: the lease has ended because its prompt could not be computed."""
-_SECRET_BYTES = 12  # of an id; the rest of its word also counts
+"""Number in place of the missing tokens: the lease has ended because its prompt could not be computed."""
+_SECRET_BYTES = 12  # bytes of an id that stay in the seal; the last four also carry the missing tokens
 _WORD_COUNTS = SEAL_SIZE_BYTES // 4
 
 
 class SealTable:
-    """Words of host memory, free or used: a producer's seals, or a reader's landing places for them."""
+    """Words of 16 bytes in host memory, free or used: a producer's seals, or places where a reader's fetches land."""
 
     def __init__(self, count: int) -> None:
         self.words: npt.NDArray[np.uint8] = np.zeros((count, SEAL_SIZE_BYTES), dtype=np.uint8)
@@ -75,27 +75,27 @@ class SealTable:
         return self._address + index * SEAL_SIZE_BYTES
 
     def take(self) -> int | None:
-        """A free word's index, or None if all are used."""
+        """Take a free word. Return its index, or None if all words are used."""
         return self._free.pop() if self._free else None
 
     def give_back(self, index: int) -> None:
-        """Wipe a word and make it free."""
+        """Wipe a word and free it."""
         self.words[index] = 0
         self._free.append(index)
 
     def retire(self, index: int) -> None:
-        """Make a word free as it is: it is the last to be taken, and says what it says until it is sealed again."""
+        """Free a word without wiping it. It is taken last, and keeps its content until it is sealed again."""
         self._free.appendleft(index)
 
     def seal(self, index: int, lease_id: str, tokens_missing: int = 0) -> None:
-        """Write a lease's id, which its readers find from now on, with the number of tokens that cannot be read yet."""
+        """Write a lease's id into a word, with the number of tokens that cannot be read yet."""
         word, start = bytes.fromhex(lease_id), index * SEAL_SIZE_BYTES
         self._bytes[start : start + _SECRET_BYTES] = word[:_SECRET_BYTES]
         # One aligned store: a reader sees the old count or the new one.
         self._counts[index] = int.from_bytes(word[_SECRET_BYTES:], "little") ^ tokens_missing
 
     def tokens_missing(self, index: int, lease_id: str) -> int | None:
-        """Return how many tokens of this lease cannot be read yet; None if the word is not this lease's id."""
+        """Return how many tokens of a lease cannot be read yet, by its seal. None if the word is not its seal."""
         word: bytes = self.words[index].tobytes()
         wanted = bytes.fromhex(lease_id)
         if word == wanted and word != _WIPED:  # the usual case, in few steps
@@ -106,16 +106,19 @@ class SealTable:
 
 
 class Step(enum.StrEnum):
-    """The next step of a read about one lease."""
+    """The next step of a read, by what is known of its lease."""
 
-    POST = "post"  # the lease stands, as far as is known: read
-    FETCH = "fetch"  # its seal has to be seen first
-    STALE = "stale"  # it has ended
-    FRESH = "fresh"  # it covered the whole read
+    POST = "post"  # as far as is known the lease is open: post the read
+    FETCH = "fetch"  # the seal has to be fetched first
+    STALE = "stale"  # the lease had ended: the read proves nothing
+    FRESH = "fresh"  # the lease covered the whole read
 
 
 class Proof(Protocol):
-    """The proof that a read was fresh: `SealProof`, by a seal, or `stock.deadline`, where there is none."""
+    """A proof that a read was fresh: `SealProof`, or that of `stock.deadline` for producers without seals.
+
+    `SealProof` says what each method does.
+    """
 
     asked: bool
     seen_s: float
@@ -149,51 +152,53 @@ class Proof(Protocol):
 
 
 class SealProof:
-    """The proof of a lease for a load's read; pure. `before` is asked before each post, `after` after the last byte,
-    `heard` tells what was seen, `there` how far the prompt may be read.
+    """The proof that one lease covered a load's reads. Pure: the caller fetches the seal and gives the times.
 
-    The seal is fetched with the first read, and has to say that everything is there. Of a lease that `grows` (some of
-    it is still being computed, or staged) nothing is read beyond what its seal was seen to say.
+    Call `fetching` when a fetch of the seal is posted and `heard` with its result, `before` before each read is posted,
+    and `after` once the last byte has landed.
+
+    The seal is fetched with the first read, and must show that no token is missing. If the lease `grows`, because part
+    of it is still being computed or staged, only tokens are read that a fetched seal has shown as readable (`there`).
     """
 
     kind = "seal"
-    """The kind of proof, as in `LoadReport.freshness`."""
+    """Kind of proof, for `LoadReport.freshness`."""
 
     def __init__(self, *, grows: bool, quick_read_max_s: float) -> None:
         self.asked = False
-        """True once a fetch was posted."""
+        """True once a fetch of the seal was posted."""
         self.grows = grows
-        """True if tokens may not be there yet when a read of them is due."""
+        """True if some tokens may not be readable yet."""
         self.seen_s = -math.inf
-        """Time at which the last fetch was posted that has found the lease open."""
+        """When the last fetch was posted that found the lease open."""
         self._quick_read_max_s = quick_read_max_s
         self.looking = False
-        """True while a fetch is under way."""
+        """True while a fetch of the seal is under way."""
         self.over = False
-        """True once the seal has shown that the lease is not open any more, for good."""
+        """True once a fetched seal has shown that the lease has ended."""
         self._seen: int | None = None
 
     @property
     def failed(self) -> bool:
-        """True if the seal was seen to say that the prompt could not be computed."""
+        """True if a fetched seal has shown that the prompt could not be computed."""
         return self._seen == FAILED
 
     def there(self, num_tokens: int) -> int:
-        """Tokens of the lease that may be read, as far as is known."""
+        """Return how many of the lease's `num_tokens` tokens may be read, as far as is known."""
         if not self.grows:
             return num_tokens
         return 0 if self.over or self._seen is None else num_tokens - self._seen
 
     def anew(self) -> SealProof:
-        """A fresh proof for another read under the same lease: nothing was seen yet."""
+        """Return a new proof for another read under the same lease, without a fetched seal."""
         return SealProof(grows=self.grows, quick_read_max_s=self._quick_read_max_s)
 
     def fetching(self) -> None:
-        """Note that a read that fetches the seal was posted."""
+        """Note that a fetch of the seal was posted."""
         self.asked = self.looking = True
 
     def heard(self, tokens_missing: int | None, posted_s: float) -> None:
-        """Note what a fetch that was posted then has found; None if the word is not the lease's."""
+        """Note the result of the fetch that was posted at `posted_s`, from `SealTable.tokens_missing`."""
         self.asked, self.looking = True, False
         if tokens_missing is None or tokens_missing == FAILED:
             if tokens_missing is not None or not self.over:
@@ -203,12 +208,14 @@ class SealProof:
             self._seen, self.seen_s = tokens_missing, posted_s
 
     def before(self) -> Step:
-        """POST or STALE, before a read: of a lease that grows, of no more than is `there`."""
+        """Return POST if a read (of no more than `there`) may be posted, STALE if the lease has ended."""
         return Step.STALE if self.over else Step.POST
 
     def after(self, read_s: float | None) -> Step:
-        """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long ago the last fetch was posted that has
-        found the lease open; None if that was after the end of the read.
+        """Return FRESH, STALE or FETCH, once no read is under way.
+
+        `read_s`: seconds from the post of the last fetch that found the lease open to the landing of the last byte.
+        None if that fetch was posted after the last byte had landed.
         """
         if self.over or self._seen is None or (self._seen > 0 and not self.grows):
             return Step.STALE
@@ -216,12 +223,12 @@ class SealProof:
 
 
 def quick_read_max_s(hold_s: float) -> float:
-    """Longest time of a read for which a seal that was fetched meanwhile may vouch."""
+    """Return the longest read, in seconds, that a seal fetched meanwhile can prove."""
     return hold_s / 2
 
 
 def fetch_seal(seal: Piece) -> Descriptors:
-    """The read that fetches one seal and nothing else."""
+    """Return descriptors that read one seal and nothing else."""
     return Descriptors.of(
         local=[seal.local], remote=[seal.remote], sizes=[seal.size_bytes], local_device=HOST, remote_device=HOST
     )

@@ -1,7 +1,7 @@
-"""The lease of one rank, as tickets and answers of ranks carry it, and how a struct that others fill in is checked.
+"""The lease of one rank in tickets and answers, and the checks of structs with values from outside.
 
-Tickets come through routers, so nothing in them is trusted. Types and bounds of the fields refuse most of what no
-producer would have written. Every refusal is a RequestError that names the field and its value.
+Tickets come through routers, so nothing in them is trusted. The types and bounds of the fields refuse most values that
+no producer writes. Every refusal is a RequestError that names the field and its value.
 """
 
 from __future__ import annotations
@@ -33,52 +33,54 @@ BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_
 
 
 class Checked(msgspec.StructMeta):
-    """Structs whose constructor checks the types and bounds of the fields, as decoding does: none exists unchecked."""
+    """Metaclass of structs with a constructor that checks types and bounds, as decoding does."""
 
     def __call__(self, **given: Any) -> Any:
         if unknown := given.keys() - {*self.__struct_fields__}:
             raise TypeError(f"{self.__name__} has no fields {sorted(unknown)}")
         more = given.get("more_block_ids")
         for ids in (given.get("block_ids"), more, *(more if isinstance(more, tuple | list) else ())):
-            if isinstance(ids, set | frozenset):  # msgspec would take one, but its order is nobody's
+            if isinstance(ids, set | frozenset):  # msgspec accepts sets, but they have no order
                 raise RequestError(f"ticket: block_ids, more_block_ids: expected tuples, got {shown(ids)}")
         return _convert(given, self)
 
 
 class RankLease(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_defaults=True):
-    """The lease of one rank, and where its side channel listens.
-
-    `block_ids` are set if the rank's differ from the engine's: it offers host buffers. In a ticket's dict the first
-    rank has no host and port: they are where routers look for them. With an empty `lease_id` the rank has to be asked.
-    """
+    """The lease of one rank, and the address of its side channel."""
 
     pp_rank: Count
     tp_rank: Count
     lease_id: TicketLeaseId
+    """Secret id of the lease; "" if readers have to ask the rank for its lease."""
     seal_index: Count
+    """Index of the lease's seal in the rank's table of seals."""
     incarnation: Name
+    """Incarnation of the rank that opened the lease."""
     host: Host = ""
+    """Host of the side channel. In a ticket's dict the first rank's is in `remote_host`, where routers look for it."""
     port: Int64 = 0
+    """Port of the side channel. In a ticket's dict the first rank's is in `remote_port`."""
     block_ids: BlockIds | None = None
+    """Block ids on this rank if they differ from the engine's, as those of host buffers do; else None."""
     more_block_ids: BlockTables = ()
-    """Block ids of the further groups, as in a ticket."""
+    """Block ids of the further groups, if `block_ids` is set."""
     pending: bool = False
-    """True if blocks were still being computed: the seal has to be seen before anything is read."""
+    """True if blocks were still being computed: a reader must fetch the seal before it reads a block."""
     payload: bool = False
-    """True if a payload comes with the lease's end."""
+    """True if readers get a payload once the prompt is complete."""
     held: bool = True
-    """True if blocks are held for a moment after the lease's end; else the seal is looked at after the last byte."""
+    """True if blocks are held after the lease's end (`hold_s`); else readers fetch the seal after the last byte."""
 
     def __post_init__(self) -> None:
         if {*map(type, _TEXTS(self))} != {str}:
             raise foreign_text(self)
         host = check_place(self.host, self.port, self.incarnation)
-        if host != self.host:  # hosts have one form
+        if host != self.host:  # hosts are kept in one form
             msgspec.structs.force_setattr(self, "host", host)
 
     @classmethod
     def unasked(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
-        """The entry of a rank that has to be asked for its lease."""
+        """Return the entry of a rank that readers have to ask for its lease."""
         place: dict[str, Any] = {"pp_rank": rank.pp, "tp_rank": rank.tp, "host": host, "port": port}
         return cls(**place, incarnation=incarnation, lease_id="", seal_index=0)
 
@@ -88,12 +90,12 @@ class RankLease(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, om
 
     @property
     def block_tables(self) -> tuple[BlockIds, ...]:
-        """Block ids by group, if they differ from the engine's."""
+        """Block ids by group if they differ from the engine's; else ()."""
         return () if self.block_ids is None else (self.block_ids, *self.more_block_ids)
 
 
 def _convert(given: Mapping[str, Any], kind: Any) -> Any:
-    """Convert a struct that somebody else has filled in. RequestError names a field of another type."""
+    """Return a struct of type `kind` from values from outside. RequestError names a field with an invalid value."""
     try:
         return msgspec.convert(given, kind)
     except RequestError:
@@ -102,10 +104,10 @@ def _convert(given: Mapping[str, Any], kind: Any) -> Any:
         raise wrong(given, error) from error
 
 
-# Engines have few ranks, and each ticket names one of them again. Types bound the lengths of what is remembered.
+# Cached: tickets name the same few ranks again and again. The types of the fields bound the cached texts.
 @lru_cache(maxsize=1024)
 def check_place(host: str, port: int, incarnation: str) -> str:
-    """Return the host in its one form (`hosts`). RequestError names what cannot be."""
+    """Check the address and incarnation of a rank. Return `host` in its one form (`hosts`). May raise RequestError."""
     if not 0 < port <= PORT_MAX:
         raise RequestError(f"ticket: remote_port {port} is not in 1..{PORT_MAX}")
     plain = plain_host(host)
@@ -119,7 +121,7 @@ def check_place(host: str, port: int, incarnation: str) -> str:
 
 
 def foreign_text(struct: msgspec.Struct) -> RequestError:
-    """Error for a text of a class that is not Python's own: no message can carry it."""
+    """Return the error for a field of `struct` that is a subclass of str, which no message can carry."""
     values = msgspec.structs.asdict(struct).items()
     name, value = next((name, value) for name, value in values if isinstance(value, str) and type(value) is not str)
     return RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {shown(value)}")
@@ -132,7 +134,7 @@ _FIELD = re.compile(r"`\$\.(ranks\[0\]\.(?:host|port)|\w+)")
 
 
 def wrong(given: Mapping[str, Any], error: Exception, *, on_the_way: bool = False) -> RequestError:
-    """Error for fields that make no struct; `on_the_way`: named as in a ticket's dict."""
+    """Return the error for values that make no valid struct. `on_the_way`: name fields as in a ticket's dict."""
     if isinstance(error, UnicodeEncodeError):
         is_it = partial(operator.is_, error.object)
         where = [name for name, one in given.items() if type(one) in (list, tuple) and any(map(is_it, one))]

@@ -1,8 +1,9 @@
-"""Spare of a ticket's field "kvflow", for routers that forward only the fields they know.
+"""The spare: a copy of a ticket's field "kvflow" for routers that forward only fields they know.
 
-Routers of this field pass `remote_request_id` on as it is. A spare of the fields "kvflow" and "tp_size" is written
-behind the id, and taken off where the ticket is read; it counts only where a field itself is gone, or null. The id is
-marked whatever there is room for: without the field a dict would pass for one of an engine of another make.
+Routers for KV transfer forward `remote_request_id` unchanged. So a copy of the fields "kvflow" and "tp_size" is
+appended to that id, and removed where the ticket is read. The copy of a field is used only if the field itself is
+missing or null. The id gets its mark even if the copy does not fit, because a ticket without the field "kvflow" would
+be taken for one from vLLM's own connector.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ import msgspec
 
 MARK = "~kvflow~"
 CHARS_MAX = 4096
-"""Longest spare; that of a ticket of very many ranks names one of them."""
+"""Most characters of a spare. If the ranks of a ticket do not fit, the spare names only the first."""
 
 
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ticket's dict with the spare behind its request id.
+    """Return a ticket's dict with the spare appended to its request id.
 
-    Where there is no room for all of it, the spare names one of the ranks, or nothing: who reads no more than that asks
-    the others, or refuses the ticket.
+    If the whole spare is too long, it has only the first rank, or is empty. A reader that gets nothing else asks the
+    other ranks, or refuses the ticket.
     """
     extra = params["kvflow"]
-    # Routers leave "tp_size" out, and engines of another make take its absence for 1.
+    # Some routers drop "tp_size", and other engines take 1 if it is missing.
     whole = {**extra, **({"tp_size": params["tp_size"]} if "tp_size" in params else {})}
     spares = map(_packed, (whole, {**whole, "ranks": extra["ranks"][:1]}, {}))
     packed = next(packed for packed in spares if len(packed) <= CHARS_MAX)
@@ -34,7 +35,7 @@ def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bare_id(request_id: str) -> str:
-    """A request's id without what is written behind it."""
+    """Return a request id without its spare."""
     return request_id.rpartition(MARK)[0] or request_id
 
 
@@ -43,7 +44,7 @@ def _packed(extra: Mapping[str, Any]) -> str:
 
 
 def without_spare(params: Mapping[str, Any], request_id: str) -> Mapping[str, Any]:
-    """Take the spare off the id, and use it for fields that are gone. A dict without a spare stays as it is."""
+    """Remove the spare from the id and take missing fields from it. Return `params` unchanged if it has no spare."""
     bare, _, packed = request_id.rpartition(MARK)
     try:
         spare = msgspec.msgpack.decode(base64.b64decode(packed, altchars=b"-_", validate=True))

@@ -1,16 +1,18 @@
-"""The ticket: what a consumer needs to load one request's blocks. It travels through routers as a dict of JSON types.
+"""The ticket: everything that a reader needs to load one request's blocks. Routers carry it as a dict of JSON types.
 
-A lease is a promise of one rank. An engine of several ranks makes one on each, under the same request id, and a ticket
-names one or more of them: `merge_tickets` makes one ticket of those that the ranks have made. A reader that needs a
-rank which its ticket does not name works its port out and asks it (`messages.LeaseRequest`), which costs a round trip.
+A lease is a promise of one rank. An engine of several ranks opens a lease on each rank, under the same request id, and
+each rank makes a ticket. `merge_tickets` makes one ticket that names all these leases. If a reader needs a rank that
+its ticket does not name, it computes the rank's port and asks the rank for its lease (`messages.LeaseRequest`), which
+costs a round trip.
 
-Who makes a ticket need not be where the lease is: `Ticket.without_leases` names an engine's ranks and a request, and
-its readers ask every rank for its lease. The request id is what they ask for, so it has to be a secret of that ticket.
-A *rendezvous* (`Ticket.rendezvous`) does not know the blocks either: its readers ask for the offer, and wait for it.
+A ticket can be made without a lease. `Ticket.without_leases` names an engine's ranks and a request; readers ask every
+rank for its lease. They ask by request id, so this id must be a secret of the ticket. A *rendezvous*
+(`Ticket.rendezvous`) does not even know the blocks: readers ask for the offer, and wait for it.
 
-In a ticket's dict the entry of each rank has a checksum of what its readers rely on, under the id of its lease. If a
-dict was changed on its way, or mixed from several, its content has another one, and it is refused. That is against
-mistakes: no secret goes into it. It leaves out who the engine is and where it listens: whoever answers there says so.
+In a ticket's dict the entry of each rank has a checksum of the lease id and all that readers rely on. If the dict was
+changed on its way, or mixed from several tickets, a checksum does not match, and the ticket is refused. The checksum
+guards against mistakes only: it has no key. It leaves out the engine id, host and port: the engine that answers at the
+address identifies itself.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ from kvflow.limits import REQUEST_ID_CHARS_MAX
 _PLACE_OF = operator.attrgetter("pp_rank", "tp_rank")
 _TEXTS = operator.attrgetter("engine_id", "request_id", "traceparent", "prompt_digest")
 _SPARED_CHARS_MAX = REQUEST_ID_CHARS_MAX + len(MARK) + CHARS_MAX
-_FIELDS_MAX = 256  # of a dict on the way; routers add some
+_FIELDS_MAX = 256  # most fields of a dict; routers may add some
 _DIGEST_IN = operator.methodcaller("get", "digest", "")
 _NAMES = (
     *("do_remote_prefill", "do_remote_decode", "remote_engine_id", "remote_request_id", "remote_block_ids"),
@@ -79,45 +81,60 @@ _PLACE_AND_FLAGS_OF = operator.attrgetter(
 
 
 class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_defaults=True, dict=True):
-    """The offer of one request's blocks, as a consumer needs it to read them: checked, by whatever way it was made.
+    """The offer of one request's blocks, with everything that a reader needs to load them.
 
-    `block_ids` are the producer's, in prompt order; `num_tokens` says how far the last one counts. `ttl_s` is the time
-    that the lease had left when the ticket was made, and what each renewal gives it anew; it is a hint, readers trust
-    the seal (`core.protocol.proof`).
-    `ranks` are those whose leases it names, all of replica `dp_rank`. `kv_heads` are those of one rank,
-    `model_kv_heads` the model's or 0 if unknown. With `fixed_ports` the ports of the other ranks follow from the
-    first one's. An engine with several groups of layers (`CacheGroup`) has a block table for each: `block_ids` is the
-    first one's, `more_block_ids` are the others'; `groups` says what they are, and `more_kinds` what further kinds of
-    layers there are (block_size, kv_heads, model_kv_heads).
+    The constructor checks all fields, as `from_params` does; RequestError names an invalid field.
+
+    Example, on the prefill and on the decode engine:
+
+        params = prefill.serve_blocks(request).ticket.to_params()
+        await decode.load_blocks(LoadRequest("req-1", ticket=params, block_ids=[0, 1, 2]))
     """
 
     engine_id: Name
+    """Engine id of the producer."""
     request_id: RequestId
+    """Id under which the producer serves the request."""
     block_ids: BlockIds
+    """Block ids of the producer in prompt order; with several groups of layers (`CacheGroup`), of the first group."""
     num_tokens: Count
+    """Tokens of the prompt that the blocks hold; the last block may be partly filled."""
     ttl_s: Seconds
+    """Seconds that the lease had left when the ticket was made, and that each renewal gives it. This is a hint: readers
+    trust the seal (`core.protocol.proof`)."""
     dp_rank: Count
+    """Data-parallel replica of all `ranks`."""
     tp_size: RankCount
+    """Tensor-parallel ranks of the producer's engine."""
     pp_size: RankCount
+    """Pipeline stages of the producer's engine."""
     block_size: Size
+    """Tokens of a block, in the first group."""
     kv_heads: Size
+    """KV heads of one rank of the producer."""
     model_kv_heads: Count
+    """KV heads of the model; 0 if unknown."""
     fixed_ports: bool
+    """True if the ports of all ranks follow from the port of the first rank."""
     ranks: Ranks
+    """Leases that the ticket names, one for each rank."""
     traceparent: Traceparent
-    """W3C trace context of the request, for what observes the load; "" if there is none."""
+    """W3C trace context of the request, for observers of the load; "" if it has none."""
     prompt_digest: PromptDigest
-    """Tells its tokens from those of another prompt (`core.protocol.prompts`); "" if the producer did not say."""
+    """Digest of the prompt, to detect another prompt (`core.protocol.prompts`); "" if the producer gave no prompt."""
     more_block_ids: BlockTables = ()
+    """Block ids of each further group."""
     groups: Groups = ()
+    """Properties of the groups, in the order of their block tables; () for one group of full attention."""
     more_kinds: Kinds = ()
+    """(block_size, kv_heads, model_kv_heads) of each further kind of layers."""
     extends: bool = False
     """True if more blocks follow, until they hold all tokens (`Lease.extend`)."""
     awaited: bool = False
-    """True if the offer is not known yet: a rendezvous."""
+    """True for a rendezvous: the offer is not known yet."""
 
     def __post_init__(self) -> None:
-        """Check what the fields have to be together. RequestError names one that cannot be."""
+        """Check that the fields are possible together. RequestError names an invalid one."""
         if {*map(type, _TEXTS(self))} != {str}:
             raise foreign_text(self)
         check_engine_id(self.engine_id)
@@ -133,11 +150,11 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         if self.extends or self.awaited:
             check_to_come(self)
         elif len(self.ranks) == 1 and self.ranks[0].block_ids is None and not self.more_block_ids:
-            vars(self)["block_ids_count"] = len(self.block_ids)  # in few steps
+            vars(self)["block_ids_count"] = len(self.block_ids)  # the usual case, in few steps
 
     @property
     def first(self) -> RankLease:
-        """The rank that made the ticket, or the first of those that were merged."""
+        """Lease of the rank that made the ticket; of a merged ticket, the first lease."""
         return self.ranks[0]
 
     @property
@@ -150,18 +167,18 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
     @cached_property
     def parallelism(self) -> Parallelism:
-        """The parallelism of its engine."""
+        """Parallelism of the producer's engine."""
         kind = (self.block_size, self.kv_heads, self.model_kv_heads)
         return Parallelism(self.tp_size, self.pp_size, *kind, self.more_kinds)
 
     @property
     def block_tables(self) -> tuple[BlockIds, ...]:
-        """Block ids by group; one group has one table."""
+        """Block ids of each group."""
         return (self.block_ids, *self.more_block_ids)
 
     @cached_property
     def offered_tokens(self) -> int:
-        """Tokens that the blocks hold, by the groups that hold the prompt from its first token on."""
+        """Tokens that the blocks hold, by the groups with blocks from the first token of the prompt on."""
         if self.extends:
             return self.num_tokens
         if not self.groups:
@@ -172,22 +189,22 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
     @property
     def asks(self) -> bool:
-        """True if its ranks are asked for their leases, and may be asked to take them back."""
+        """True if readers ask the ranks for leases, and give leases back to them."""
         return True
 
     @property
     def has_blocks(self) -> bool:
-        """True if there is something to read, now or later."""
+        """True if the ticket offers blocks, now or later."""
         return any(self.block_tables) or self.awaited or self.extends
 
     @property
     def offers_nothing(self) -> bool:
-        """True if its leases ended when they were made: there is nothing to read, and nothing will be told."""
+        """True if the ticket offers neither blocks nor a payload: its leases ended when they were opened."""
         return not self.has_blocks and not any(rank.payload for rank in self.ranks)
 
     @cached_property
     def block_counts(self) -> tuple[int, ...]:
-        """Blocks that there are in the end, by group."""
+        """Number of blocks in the end, by group."""
         if not self.extends:
             return tuple(map(len, self.block_tables))
         if not self.groups:
@@ -196,46 +213,47 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
     @cached_property
     def block_ids_count(self) -> int:
-        """Block ids that it has, over all its ranks, or will have."""
+        """Number of block ids in the ticket, over all its ranks, or of blocks in the end if that is more."""
         tables = (*self.block_tables, *(ids for rank in self.ranks for ids in rank.block_tables))
         return max(sum(map(len, tables)), sum(self.block_counts))
 
     @cached_property
     def blocks_digest(self) -> bytes:
-        """Digest of the block ids, which ranks compare."""
+        """Digest of the block ids, for `messages.LeaseRequest`."""
         return digest_of(self.block_tables if self.more_block_ids else self.block_ids)
 
     @cached_property
     def leases(self) -> dict[tuple[int, int], RankLease]:
-        """Leases by (pp_rank, tp_rank)."""
+        """Leases that the ticket names, by (pp_rank, tp_rank)."""
         return dict(zip(map(_PLACE_OF, self.ranks), self.ranks, strict=True))
 
     def find(self, rank: Rank) -> RankLease | None:
-        """Look a rank's lease up.
+        """Return the lease of a rank.
 
         Args:
-            rank: its dp does not count, since all leases of a ticket are of one replica.
+            rank: the rank. Its `dp` is ignored, since all leases of a ticket are of one replica.
 
         Returns:
-            The lease; None if the ticket does not name that rank.
+            The lease; None if the ticket does not name the rank.
 
         Raises:
-            RequestError: what was given is no Rank.
+            RequestError: `rank` is not a Rank.
         """
         checks.instance(rank, Rank, "rank")
         return self.leases.get((rank.pp, rank.tp))
 
     def address_of(self, rank: Rank) -> str:
-        """Address of a rank's side channel.
+        """Return the address of a rank's side channel.
 
         Args:
-            rank: one of the engine's, named in the ticket or not.
+            rank: a rank of the producer's engine, named in the ticket or not.
 
         Returns:
-            The address; of a rank that is not named, worked out from the first one's port.
+            The address, tcp://host:port. If the ticket does not name the rank, its port is computed from the port of
+            the first rank.
 
         Raises:
-            RequestError: what was given is no Rank, or is not named and its port cannot be worked out.
+            RequestError: `rank` is not a Rank, or the ticket does not name it and its port cannot be computed.
         """
         named = self.find(rank)
         if named is not None:
@@ -265,20 +283,20 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         ttl_s: float,
         prompt_digest: str = "",
     ) -> Ticket:
-        """A ticket of the same ranks for another request, whose readers ask each rank for its lease.
+        """Return a ticket of the same ranks for another request. Its readers ask each rank for its lease.
 
         Args:
-            request_id: the id that the engine serves the other request under.
-            block_ids: the producer's blocks in prompt order, of the one group, or a block table for each group.
-            num_tokens: how many tokens of the prompt they hold.
-            ttl_s: the lease's time, in seconds.
-            prompt_digest: of the other request's prompt; "" if it is not known.
+            request_id: id under which the engine serves the other request. Everybody who knows it may read.
+            block_ids: the producer's blocks in prompt order, or a block table for each group.
+            num_tokens: tokens of the prompt that the blocks hold.
+            ttl_s: seconds that the lease has, and that each renewal gives.
+            prompt_digest: digest of the other request's prompt; "" if it is not known.
 
         Returns:
-            The ticket, checked as readers check it.
+            The ticket.
 
         Raises:
-            RequestError: no reader would take it.
+            RequestError: a value is invalid.
         """
         ranks = tuple(
             RankLease.unasked(Rank(self.dp_rank, rank.pp_rank, rank.tp_rank), rank.incarnation, rank.host, rank.port)
@@ -311,19 +329,20 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         ttl_s: float = 30.0,
         traceparent: str = "",
     ) -> Ticket:
-        """A ticket of a request that no engine has begun yet, for readers that come before its blocks are known.
+        """Return a ticket for a request before its blocks are known. Its readers wait until the lease is open.
 
         Args:
-            introduction: any ticket of the engine that is to serve the request, or its dict: it names the ranks.
-            request_id: the id that the engine will serve it under. Whoever knows it may read, so it has to be a secret.
-            ttl_s: how long a reader waits for the engine to open its lease, in seconds, within its own deadline.
+            introduction: any ticket of the engine that will serve the request, or its dict. It names the ranks.
+            request_id: id under which the engine will serve the request. Everybody who knows it may read, so it must
+                be a secret.
+            ttl_s: seconds for which a reader waits until the engine opens the lease, within the deadline of its load.
             traceparent: W3C trace context of the request.
 
         Returns:
-            A ticket for `LoadRequest.ticket`, whose dict travels as every ticket's does.
+            A ticket for `LoadRequest.ticket`.
 
         Raises:
-            RequestError: the introduction, or what else was given, cannot be right.
+            RequestError: the introduction or another value is invalid.
         """
         known = read_ticket(introduction)
         nothing = given_block_ids([()] * len(known.block_tables))
@@ -331,12 +350,12 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         return changed(ticket, awaited=True, traceparent=traceparent)
 
     def to_params(self) -> dict[str, Any]:
-        """The ticket as a dict, in the form that `from_params` reads.
+        """Return the ticket as a dict for routers, which `from_params` reads.
 
         Returns:
-            A new dict of JSON types that survives any HTTP router.
+            A new dict of JSON types, which any router can carry.
         """
-        kvflow = _unpack(_pack(self))  # builtins as JSON has them: lists, no tuples
+        kvflow = _unpack(_pack(self))  # JSON types: lists, no tuples
         for rank, digest in zip(kvflow["ranks"], _digests(self), strict=True):
             rank["digest"] = digest
         first, ids, more = kvflow["ranks"][0], kvflow.pop("block_ids"), kvflow.pop("more_block_ids", None)
@@ -354,24 +373,25 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Ticket:
-        """Read a ticket's dict.
+        """Return the ticket in a dict.
 
         Args:
-            params: as `to_params` made it and routers passed it on. Unknown fields are ignored.
+            params: the dict from `to_params`, as routers have forwarded it. Unknown fields are ignored.
 
         Returns:
-            The ticket, checked.
+            The ticket.
 
         Raises:
-            RequestError: it names the field that is missing or wrong.
+            RequestError: a field is missing or invalid; the message names it.
         """
         return read_ticket(params)
 
 
 def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:
-    """Return a ticket of its dict. RequestError names what is wrong, before much work is done for it.
+    """Return the ticket in a dict, or `ticket` itself if it is a Ticket, with at most `block_ids_max` block ids.
 
-    A ticket was checked when it was made, but for the number of its block ids.
+    RequestError names an invalid field. An oversized dict is refused before much work is done. Of a Ticket only the
+    block ids are counted, since its constructor has checked all else.
     """
     told: list[str] = []
     if not isinstance(ticket, Ticket):
@@ -415,16 +435,18 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
-    """Merge tickets into one that names the ranks of all: each rank of an engine has made one for the same request.
+    """Merge the tickets that the ranks of an engine have made for one request.
+
+    A reader of the merged ticket need not ask the ranks for their leases.
 
     Args:
-        tickets: at least one, in any order.
+        tickets: at least one ticket, in any order.
 
     Returns:
-        A ticket that saves its readers a question to each rank.
+        A ticket that names the leases of all ranks. Its `ttl_s` is the shortest.
 
     Raises:
-        RequestError: they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
+        RequestError: the tickets differ in engine, request, blocks or tokens, or name two leases of one rank.
     """
     if (count := checks.count(tickets, "merge_tickets: tickets")) > RANKS_MAX:
         raise RequestError(f"merge_tickets: {counted(count, 'ticket')}, but an engine has at most {RANKS_MAX} ranks")
@@ -468,7 +490,7 @@ def check_groups(ticket: Ticket) -> None:
 
 
 def check_to_come(ticket: Ticket) -> None:
-    """RequestError if an offer whose blocks are still to come cannot be right."""
+    """Raise RequestError if a ticket with blocks still to come is impossible."""
     counts = tuple(map(len, ticket.block_tables))
     if ticket.awaited and (any(counts) or ticket.num_tokens or ticket.extends):
         raise RequestError(
@@ -480,7 +502,7 @@ def check_to_come(ticket: Ticket) -> None:
 
 
 def check_lease(lease: RankLease, ticket: Ticket) -> None:
-    """RequestError names what cannot be in a lease of the ticket's blocks."""
+    """Raise RequestError if `lease` cannot be a lease of the ticket's blocks."""
     if lease.block_ids is not None:
         counts, theirs = (tuple(map(len, tables)) for tables in (ticket.block_tables, lease.block_tables))
         if counts != theirs:
@@ -492,12 +514,12 @@ def check_lease(lease: RankLease, ticket: Ticket) -> None:
 
 
 def changed(ticket: Ticket, **changes: Any) -> Ticket:
-    """Return a ticket with other values in these fields, checked as every ticket is."""
+    """Return the ticket with other values in the fields `changes`. RequestError if one is invalid."""
     return Ticket(**{**{name: getattr(ticket, name) for name in Ticket.__struct_fields__}, **changes})
 
 
 def _digests(ticket: Ticket) -> list[str]:
-    """Return the checksums of what each rank offers, under the id of its lease: block ids, tokens, and all the rest."""
+    """Return a checksum for each named lease: of its block ids, its tokens and all the rest, each with its lease id."""
     ids, tokens, rest = crc32(_pack(_IDS_OF(ticket))), crc32(_pack(_TOKENS_OF(ticket))), crc32(_pack(_REST_OF(ticket)))
     found = []
     for lease in ticket.ranks:
@@ -513,7 +535,7 @@ _PARTS = ("block ids", "tokens or prompt", "request, ranks or lease")
 
 
 def check_digests(ticket: Ticket, told: Sequence[str], found: Sequence[str]) -> None:
-    """RequestError names the parts of a ticket that are not what a rank has offered, by their digests."""
+    """Raise RequestError if a ticket's checksums `told` differ from the computed `found`. It names the parts."""
     for lease, theirs, ours in zip(ticket.ranks, told, found, strict=True):
         if checks.text(theirs, "ticket: digest") and len(theirs) != len(ours):
             raise RequestError(f"ticket: digest: expected {counted(len(ours), 'character')}, got {shown(theirs)}")
@@ -530,9 +552,10 @@ def check_digests(ticket: Ticket, told: Sequence[str], found: Sequence[str]) -> 
 
 
 def _params_of(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[str, Any], bool]:
-    """Refuse more block ids, ranks or fields than can be right, before time is spent on reading them.
+    """Refuse a dict with too many block ids, ranks or fields, before time is spent on reading them.
 
-    Returns the dict without its spare and its doubles, and whether it has a list of block tables, one for each group.
+    Return the dict with its spare applied and with whole numbers in place of doubles, and whether it has a list of
+    block tables, one for each group.
     """
     request_id = params.get("remote_request_id")
     if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and MARK in request_id:
