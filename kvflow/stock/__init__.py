@@ -1,7 +1,7 @@
-"""Fleets with engines that have vLLM's own NixlConnector: read from those, and be read by them.
+"""Exchange with stock engines, which have vLLM's own NixlConnector: read from stock producers, serve stock readers.
 
-`Runtime(config, parts=[StockPeers(...)])` switches it on; without it nothing of this is imported. Promises that are
-weaker with such peers than among our own: docs/stock.md.
+`Runtime(config, parts=[StockPeers(...)])` switches it on; without that, nothing here is imported. docs/stock.md lists
+the promises that are weaker with stock peers than between kvflow's own engines.
 """
 
 from kvflow.stock.deadline import Arrival, Terms

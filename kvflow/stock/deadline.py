@@ -1,17 +1,18 @@
-"""DeadlineProof: how long a stock producer's blocks may be believed, by arithmetic, since it has no seals.
+"""DeadlineProof: how long a stock producer's blocks can be trusted, computed from times, since it has no seals.
 
-A stock producer keeps a prompt's blocks for `lease_s` from the end of the request. It tells nobody when that was, and
-frees them without a word. The reader knows when the parameters arrived. If the router took less than `router_s` to
-bring them, and nobody else has used them, the blocks are held until `arrival + lease_s - router_s`: the first bound.
+A stock producer keeps a prompt's blocks for `lease_s` from the end of the request. It does not say when that was, and
+frees the blocks without a message. The reader knows when the parameters arrived. If the router took less than
+`router_s` to bring them, and no other engine has used them, the blocks are held until `arrival + lease_s - router_s`.
+This is the first bound.
 
-A heartbeat extends the lease to `lease_s * 2/3` from the moment at which the producer's worker takes it; the worker
-takes heartbeats before it looks for leases that are over. Nothing confirms a heartbeat, and one that comes before the
-worker knows of the request is dropped. So a heartbeat moves the bound only if it was sent at least `settle_s` after the
-arrival, and if the bound of then left it `allowance_s` to get there. After one gap, or one message that could not be
-sent, the bound stays where it was for good.
+A heartbeat extends the lease to `lease_s * 2/3` from the moment at which the producer's worker takes the heartbeat. The
+worker takes heartbeats before it looks for expired leases. Nothing confirms a heartbeat, and a heartbeat is dropped if
+it comes before the worker knows the request. So a heartbeat moves the bound only if it was sent at least `settle_s`
+after the arrival, and at least `allowance_s` before the bound at that time. After one gap, or one message that could
+not be sent, the bound stays where it is for good.
 
-A read that ends after the bound is refused, whatever has landed. This is weaker than a seal: both premises are the
-router's and the producer's to keep.
+A read that ends after the bound is refused, whatever has landed. This is weaker than a seal: whether the two conditions
+hold depends on the router and on other engines, and kvflow cannot check it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvflow.errors import ConfigError
 
 
 class Arrival(NamedTuple):
-    """Time at which parameters came, on the clock of a machine; other machines' clocks say nothing about it."""
+    """Time at which parameters arrived, on the clock of `machine`. It says nothing about other machines' clocks."""
 
     machine: str
     now_s: float
@@ -36,16 +37,16 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Assumptions about stock producers and routers, in seconds. ConfigError if they leave nothing of a lease."""
+    """Assumptions about stock producers and routers, in seconds. ConfigError if they leave no time of a lease."""
 
     lease_s: Seconds = 30.0
-    """Time for which a producer keeps what it has offered: its `kv_lease_duration`."""
+    """Seconds that a producer keeps the blocks of an offer: its `kv_lease_duration`."""
     router_s: Seconds = 5.0
     """Longest time from the end of a request until its parameters reach this engine."""
     settle_s: Seconds = 10.0
-    """Time after the parameters' arrival from which on the producer's worker knows of their request."""
+    """Seconds after the parameters' arrival by which the producer's worker knows the request."""
     allowance_s: Seconds = 1.0
-    """Longest way of a message to a producer."""
+    """Longest time that a message takes to a producer."""
 
     def __post_init__(self) -> None:
         checks.settle(self, ConfigError)
@@ -55,21 +56,21 @@ class Terms:
 
     @property
     def extension_s(self) -> float:
-        """Seconds that a heartbeat gives; vLLM counts in whole seconds."""
+        """Seconds that a lease lasts after a heartbeat; vLLM counts whole seconds."""
         return float(int(self.lease_s) * 2 // 3)
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds from one heartbeat to the next."""
+        """Seconds between two heartbeats."""
         return max(self.lease_s / 6, 0.05)
 
 
 class DeadlineProof:
-    """Proof of what is read of one rank of a stock producer for one request, where others have a `SealProof`."""
+    """Proof of what is read from one rank of a stock producer for one request; the counterpart of `SealProof`."""
 
     kind = "deadline"
     grows = looking = over = failed = False
-    """False, ever: there is nothing to look at, and nothing is told before the end."""
+    """Always False: there is nothing to look at, and nothing is reported before the end."""
 
     def __init__(
         self,
@@ -81,13 +82,13 @@ class DeadlineProof:
         request_id: str = "",
         agent: str = "",
     ) -> None:
-        """`unsent` returns how many messages could not be sent so far; `agent` is the rank's, of its present life."""
+        """`unsent` returns how many messages could not be sent so far; `agent` is the rank's present agent."""
         self.request_id, self.agent = request_id, agent
         self.asked = True
-        """True: there is no seal to fetch."""
+        """Always True: there is no seal to fetch."""
         self.seen_s = -math.inf
         self.bound_s = arrived_s + terms.lease_s - terms.router_s
-        """Time on our clock until which the blocks are held, as far as is known."""
+        """Time on this engine's clock until which the blocks are held, as far as is known."""
         self._settled_s = arrived_s + terms.settle_s
         self._terms = terms
         self._now_s = now_s
@@ -102,9 +103,9 @@ class DeadlineProof:
             self._beats.append(now_s)
 
     def surely_until_s(self) -> float:
-        """The bound, with the heartbeats that have got there by now."""
+        """Return the bound, moved by the heartbeats that have arrived by now."""
         now_s, terms = self._now_s(), self._terms
-        if self._unsent() != self._unsent_before:  # one of them may be ours
+        if self._unsent() != self._unsent_before:  # one of the unsent messages may be a heartbeat of this request
             self._beats.clear()
             return self.bound_s
         while self._beats and self._beats[0] + terms.allowance_s <= now_s:
@@ -114,19 +115,19 @@ class DeadlineProof:
         return self.bound_s
 
     def there(self, num_tokens: int) -> int:
-        """All tokens: they were computed before the parameters left."""
+        """Return `num_tokens`: all tokens were computed before the parameters left."""
         return num_tokens
 
     def before(self) -> Step:
-        """See `SealProof.before`."""
+        """Return POST if the bound has not passed, else STALE; see `SealProof.before`."""
         return Step.POST if self._now_s() < self.surely_until_s() else Step.STALE
 
     def after(self, read_s: float | None) -> Step:
-        """See `SealProof.after`: right after the last byte."""
+        """Return FRESH if the bound has not passed right after the last byte, else STALE; see `SealProof.after`."""
         return Step.FRESH if self._now_s() < self.surely_until_s() else Step.STALE
 
     def anew(self) -> DeadlineProof:
-        """A fresh proof for another read under the same lease."""
+        """Return the proof for another read under the same lease: the same proof."""
         return self
 
     def fetching(self) -> None:
@@ -134,5 +135,5 @@ class DeadlineProof:
         raise AssertionError("a stock producer has no seals")
 
     def heard(self, tokens_missing: int | None, posted_s: float) -> None:
-        """See `fetching`."""
+        """Never called; see `fetching`."""
         self.fetching()

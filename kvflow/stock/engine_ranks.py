@@ -1,8 +1,8 @@
-"""EngineRanks: the ranks of one engine, as each of them shows them to stock readers.
+"""EngineRanks: the metadata of all ranks of one engine, as stock readers get it from any rank.
 
-A stock engine has one listener, and its readers ask it for every rank that they read from. Our ranks have a runtime
-each, so their engine brings what each of them shows (its *card*) to the others, as it does with tickets for
-`merge_tickets`. Until all cards are there nobody is answered: a reader would take some ranks for the engine.
+A stock engine has one listener, and its readers ask it about every rank that they read from. In kvflow each rank has a
+runtime, so the engine passes each rank's metadata (its *card*) to the other ranks, as it does with tickets for
+`merge_tickets`. Until a rank has all cards it answers no reader: a reader would take some ranks for the whole engine.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from kvflow.stock.wire import METADATA_BYTES_MAX, StockMetadata
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 _ALIKE = ("num_blocks", "block_size", "block_lens", "kv_cache_layout", "region_names", "region_group_ids")
-"""Fields that are the same for all ranks of an engine: readers look at the first one's."""
+"""Fields that must be equal on all ranks of an engine: readers look at the first rank's only."""
 
 
 class _Card(msgspec.Struct, frozen=True, kw_only=True):
-    """Metadata that one rank shows, for its engine's other ranks."""
+    """Metadata of one rank, for the other ranks of its engine."""
 
     engine_id: str
     tp_rank: int
     tp_size: int
     metadata: bytes
-    """Metadata as a reader gets it."""
+    """The metadata as a reader gets it."""
 
 
 class EngineRanks:
-    """Cards that all ranks of an engine show stock readers: one object for each rank, given to its `StockPeers`.
+    """The cards of all ranks of an engine, for stock readers. Each rank gives an object of its own to its `StockPeers`.
 
         card = ranks.card  # once a cache is registered, on every rank
         ranks.show(cards)  # of all ranks, on every rank that tickets may name first
 
-    A rank that registers its cache anew has another card, and answers nobody before it has been shown them all again.
-    An engine of one rank needs none of it. Its methods may be called from any thread.
+    A rank that registers its cache again has another card, and answers no reader until it has been given all cards
+    again. An engine of one rank needs no EngineRanks. The methods may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -53,20 +53,21 @@ class EngineRanks:
 
     @property
     def card(self) -> bytes:
-        """Card of this rank. UsageError before its cache is registered, or if readers are not served."""
+        """Card of this rank. UsageError before a cache is registered, or if stock readers are not served."""
         if self._own is None:
             raise UsageError("stock ranks: no cache is registered that stock readers are served from")
         return msgspec.msgpack.encode(self._own)
 
     def show(self, cards: Sequence[bytes]) -> None:
-        """Answer readers for all ranks of this engine from now on: these are the cards of all of them.
+        """Answer stock readers for all ranks of this engine, with these cards.
 
         Args:
-            cards: what `card` has said on every rank, in any order.
+            cards: the `card` of every rank, in any order.
 
         Raises:
-            RequestError: they are not of all ranks of this engine in their present lives, or their caches differ.
-            UsageError: as `card`.
+            RequestError: these are not the cards of all ranks of this engine since their last registration, or the
+                ranks' caches differ.
+            UsageError: no cache is registered, or stock readers are not served.
         """
         own = _read(self.card)
         given = checks.answer(lambda: list(cards))
@@ -86,13 +87,13 @@ class EngineRanks:
         self._shown = {card.tp_rank: card.metadata for card in found}
 
     def begin(self, engine_id: str, tp_rank: int, tp_size: int, metadata: bytes) -> None:
-        """Begin to show the cache that this rank has registered. Only its runtime calls it.
+        """Begin to show the cache that this rank has registered. Only the rank's runtime calls it.
 
         Args:
-            engine_id: of the engine.
-            tp_rank: which of its ranks this is.
-            tp_size: how many it has.
-            metadata: what a reader gets of this rank.
+            engine_id: name of the engine.
+            tp_rank: index of this rank.
+            tp_size: number of ranks of the engine.
+            metadata: this rank's metadata as a reader gets it.
         """
         self._shown = {}
         self._own = _Card(engine_id=engine_id, tp_rank=tp_rank, tp_size=tp_size, metadata=metadata)
@@ -100,13 +101,13 @@ class EngineRanks:
             self._shown = {0: metadata}
 
     def metadata_of(self, tp_rank: int) -> bytes | None:
-        """Metadata of a rank that its readers get.
+        """Return the metadata that readers get for a rank.
 
         Args:
-            tp_rank: which of the engine's ranks.
+            tp_rank: index of the rank.
 
         Returns:
-            Its metadata; None if there is no such rank, or not all are known.
+            The metadata; None if there is no such rank, or the cards of all ranks have not been given yet.
         """
         return self._shown.get(tp_rank)
 
@@ -118,7 +119,7 @@ def _read(card: bytes) -> _Card:
 
 
 def _check_alike(cards: Sequence[_Card]) -> None:
-    """RequestError for ranks that a reader would not take for those of one engine, and fail."""
+    """Raise RequestError if the ranks differ where a reader expects one engine's ranks to agree."""
     shown = [_decoded(card.metadata, StockMetadata) for card in cards]
     for name in _ALIKE:
         values = {repr(getattr(one, name)) for one in shown}

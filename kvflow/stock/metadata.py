@@ -1,7 +1,7 @@
-"""The one question to a stock engine's listener: for the metadata of one of its ranks.
+"""The one question to a stock engine's listener: the question for the metadata of a rank.
 
-The listener is one thread of the engine's scheduler, and it ends for good on any other message. So nothing else can be
-sent from here, and every question has a socket of its own.
+The listener is a thread of the engine's scheduler, and any other message ends it for good. So this module can send
+nothing else, and every question has a socket of its own.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ async def ask_rank(
     engine_id: str = "",
     bytes_max: int = METADATA_BYTES_MAX,
 ) -> Shown:
-    """Ask a stock engine what one of its ranks shows of itself. Cancelling gives the question up.
+    """Ask a stock engine for the metadata of one of its ranks. Cancelling gives up the question.
 
-    **The rank has to exist**: vLLM's listener dies of the question about another one. Every engine has rank 0, 0.
+    **The rank has to exist**: a question about another rank crashes vLLM's listener. Every engine has rank 0, 0.
 
     Args:
         address: where the engine listens, `tcp://host:port`.
-        pp_rank: which of its stages.
-        tp_rank: which rank of the stage.
-        timeout_s: how long an answer may take, in seconds.
-        engine_id: for errors.
-        bytes_max: how large an answer may be.
+        pp_rank: pipeline stage of the rank.
+        tp_rank: tensor-parallel rank within the stage.
+        timeout_s: longest time for an answer, in seconds.
+        engine_id: name of the engine, for errors.
+        bytes_max: largest size of an answer.
 
     Returns:
-        The hash of its engine, its metadata, and what its clock showed.
+        The engine's compatibility hash, the rank's metadata, and the names of all fields of the metadata.
 
     Raises:
-        PeerUnreachable: nobody answers in time.
-        ProtocolError: what answers is no stock vLLM.
-        RequestError: what was given is no address, rank, name or time.
+        PeerUnreachable: there is no answer in time.
+        ProtocolError: the answer is not vLLM's.
+        RequestError: an argument is not a valid address, rank, name or time.
     """
     host, port = split_address(address, what="stock address", error=RequestError)
     checks.text(engine_id, "engine_id", most=NAME_CHARS_MAX)

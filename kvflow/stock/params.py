@@ -1,4 +1,4 @@
-"""Parameters (`kv_transfer_params`) of stock engines: read as tickets of a kind of their own, and made for readers."""
+"""Parameters of stock engines (`kv_transfer_params`): read as `StockTicket`s, and made for stock readers."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _Block: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
-    """Offer of a stock producer, by its parameters: a prompt's blocks, and nothing that could prove them.
+    """A stock producer's offer, read from its parameters: a prompt's blocks, without anything that could prove them.
 
-    Its engine's block size and heads, as a `Ticket` has them, are not known before a rank has been asked, nor are its
-    groups: `needed_blocks` says which of the blocks its tokens need.
+    A `Ticket` has its engine's block size, heads and groups. Here they are unknown until a rank has been asked; then
+    `needed_blocks` returns the blocks that the tokens need.
     """
 
     def __post_init__(self) -> None:
-        """Leave it to `read_stock`, since the groups are not known."""
+        """Check nothing, since the groups are not known; `read_stock` has checked the fields."""
 
     least_line: str
-    """The first release line that makes such parameters."""
+    """Version of the first release line that makes parameters with these keys."""
     arrived: Arrival | None = None
-    """Time at which the parameters came to this engine; None if nobody noted it."""
+    """When the parameters came to this engine; None if that was not noted."""
     params: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """Parameters as they came."""
+    """The parameters as they came, without keys that no stock producer makes."""
     left: int = 0
-    """Offered tokens that are not taken, from the last one on: `num_tokens` is without them."""
+    """Number of offered tokens, at the end of the prompt, that are not loaded; `num_tokens` does not count them."""
 
     @cached_property
     def offered_tokens(self) -> int:
@@ -54,7 +54,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
         return False
 
     def to_params(self) -> dict[str, Any]:
-        """The parameters that routers carry, as they came.
+        """Return the parameters that routers carry, as they came.
 
         Returns:
             A copy.
@@ -63,7 +63,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
 
 
 class _Params(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of a stock producer, as far as they are looked at."""
+    """The fields of a stock producer's parameters that are checked."""
 
     do_remote_prefill: bool
     remote_block_ids: Annotated[tuple[tuple[_Block, ...], ...], Meta(min_length=1, max_length=GROUPS_MAX)]
@@ -79,7 +79,7 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_stock(params: Mapping[str, Any]) -> bool:
-    """True if a request's parameters ask for a load, and none of a kvflow engine's."""
+    """Return True if a request's parameters ask for a load from a stock engine."""
     request_id = params.get("remote_request_id")
     ours = params.get("kvflow") is not None or (isinstance(request_id, str) and MARK in request_id)
     return not ours and "remote_block_ids" in params
@@ -88,9 +88,9 @@ def is_stock(params: Mapping[str, Any]) -> bool:
 def read_stock(
     params: Mapping[str, Any], *, arrived: Arrival | None, lease_s: float, block_ids_max: int, left: int = 0
 ) -> StockTicket:
-    """Read a stock producer's parameters as a ticket, without the last `left` tokens.
+    """Return a stock producer's parameters as a ticket, without the last `left` tokens.
 
-    RequestError names a field that is wrong, or of a version that is not spoken with.
+    RequestError names the field that is invalid, or the vLLM version that is not supported.
     """
     given = checks.mapping(params, "stock params")
     if isinstance(given.get("remote_port"), float):
@@ -140,9 +140,9 @@ def read_stock(
 def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts]) -> tuple[tuple[int, ...], ...]:
     """Return the offered blocks that the ticket's tokens need, for each of a rank's `groups`.
 
-    vLLM lists a prompt's blocks up to its last token: all of them, or for a window as many as it may reach back, with
-    null blocks (0) where it has given some back.
-    RequestError if the list has another length, or a needed block is null.
+    vLLM lists a prompt's blocks up to its last token. A group of full attention has all blocks. A group with a window
+    has as many blocks as the window may reach back, with null blocks (0) in place of blocks that vLLM has freed.
+    RequestError if a list has another length, or a needed block is null.
     """
     what = f"stock request {ticket.request_id!r}"
     if len(ticket.block_tables) != len(groups):
@@ -164,9 +164,9 @@ def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts]) -> tuple[tu
 
 
 def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> int | None:
-    """Return the first needed block of a group that its producer has given back; None if there is none.
+    """Return the index of the first needed block of a group that its producer has freed, or None if there is none.
 
-    None, too, where the group's blocks are of another size than `facts` say: the handshake finds that out.
+    Also None if the group's block size is not the one in `facts`: the handshake finds that out.
     """
     kept = None if facts.whole else _needed_ids(ticket, facts, ids)
     if kept is None or 0 not in kept:
@@ -175,7 +175,7 @@ def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> in
 
 
 def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> Sequence[int] | None:
-    """Return the needed ids of a group's table, which ends with the prompt's last block; None if it cannot be one."""
+    """Return the needed ids of a table, which ends with the prompt's last block. None if its length is impossible."""
     size, tokens = facts.block_size, ticket.num_tokens
     first, behind = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size) - len(ids)
     if not 0 <= behind <= first or (facts.whole and behind):
@@ -184,15 +184,16 @@ def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> S
 
 
 def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:
-    """Make of a ticket the parameters that a stock producer of that version would give, with "kvflow" for our readers.
+    """Return a ticket in the parameters of a stock producer of `version`, with "kvflow" added for kvflow readers.
 
-    The content of "kvflow" stands behind the request's id once more, for routers that drop the field: without either, a
-    reader of ours would take the producer for a stock one. To a stock reader the id is a name like any other.
+    The content of "kvflow" is also appended to the request id, for routers that drop the field: without both, a kvflow
+    reader would take the producer for a stock engine. To a stock reader the id is a name like any other.
 
-    Each group has a table of block ids up to the end of the prompt. Its last `left` tokens are not offered, but a stock
-    reader makes room for all and computes the last one itself. Where that token would begin a block, another block of
-    the prompt stands for it, and "kvflow" says so. RequestError for a ticket that a stock reader would die of, or read
-    wrongly.
+    Each group has a table of block ids up to the end of the prompt. The last `left` tokens of the prompt are not
+    offered, but a stock reader makes room for all tokens, and computes the last token itself. If a token that is not
+    offered would begin a block, another block of the prompt takes the place of that block in the table, and "kvflow"
+    has the number of these blocks (`padding`). RequestError for a ticket that would crash a stock reader, or that it
+    would read wrongly.
     """
     checks.instance(ticket, Ticket, "stock params: ticket")
     line = line_of(checks.text(version, "stock params: version"))
@@ -238,7 +239,7 @@ def _groups(ticket: Ticket) -> tuple[GroupFacts, ...]:
 
 
 def _arrival(value: object) -> Arrival | None:
-    """Check a noted arrival: anybody may have made it, and it is compared with times."""
+    """Return `value` if it is None or a valid Arrival; any caller may have made it. Else raise RequestError."""
     if value is not None:
         fits = isinstance(value, Arrival) and type(value.machine) is str and type(value.now_s) in (int, float)
         if not fits or not abs(value.now_s) <= checks.SECONDS_MAX:  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""StockService: answers the questions of stock readers, and takes their notifications for our leases.
+"""StockService: answers the questions of stock readers, and takes their notifications for this rank's leases.
 
-A stock reader believes what it is told. It is shown a rank's metadata with one region for each layer, in the fields of
-its own release line, and nothing that it would die of. It reports by a request's id, so the id has to be a secret, as
-it is in every ticket whose ranks are asked for their leases.
+A stock reader trusts every answer. So an answer has a rank's metadata with one region for each layer, in the fields of
+the reader's own release line, and nothing that would crash the reader. A stock reader's notifications name a request
+id, so the id has to be a secret, as in every ticket with ranks that are asked for their leases.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class StockService:
-    """See `runtime.part.Service`: answers for all ranks of its engine, and hears what is told to its own."""
+    """A `runtime.part.Service`: answers stock readers for all ranks of its engine, takes notifications for its rank."""
 
     def __init__(self, cache: RegisteredCache, stock: StockPeers) -> None:
-        """ConfigError for a cache that stock readers cannot read."""
+        """ConfigError if stock readers cannot read the cache."""
         self._clock = cache.clock
         self._leases = cache.serving
         self._hash = stock.hashes[0]
@@ -56,9 +56,10 @@ class StockService:
         shown = encode_metadata(shown_of(ours, cache.metadata, stock), stock.serve_line)
         self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
         self._told = Latest[str, tuple[int, int]](_TOLD_MAX)
-        """How many readers there are, and have told, of leases that some of them have read, by lease id."""
+        """For each lease that some of its readers have read, by lease id: how many readers it has, and how many have
+        reported."""
         self.refused = 0
-        """Questions that had no answer, and texts that said nothing."""
+        """Number of questions that got no answer, and of notifications that were invalid."""
 
     def answer(self, question: bytes) -> list[bytes] | None:
         try:
@@ -88,13 +89,16 @@ class StockService:
         return True
 
     def _renew(self, request_ids: tuple[str, ...]) -> None:
-        """Renew the leases of these requests. All that have none count as one late word: there may be thousands."""
+        """Renew the leases of these requests.
+
+        All requests without a lease are counted as one late notification, since a heartbeat may name thousands.
+        """
         leased = {self._leases.lease_id_of(request_id) or _NOBODYS for request_id in request_ids}
         for lease_id in leased:
             self._leases.on_notification(codec.encode(Renew(lease_ids=(lease_id,), reader="stock")))
 
     def _read(self, request_id: str, readers: int) -> None:
-        """Count one reader's report. Readers do not say who they are, so only their number is known."""
+        """Count a report that a reader has read. Reports do not name readers, so only their number is known."""
         lease_id = self._leases.lease_id_of(request_id)
         if lease_id is None:
             self._note_late(request_id)
@@ -110,9 +114,9 @@ class StockService:
         self._leases.on_notification(codec.encode(message))
 
     def _note_late(self, request_id: str) -> None:
-        """Warn that a stock reader may have read another prompt: it checks nothing itself.
+        """Warn that a stock reader may have read another prompt, since it checks nothing itself.
 
-        The reader may as well have given up a request unread. Of very many not each has a line in the log.
+        The reader may also have given up the request unread. If there are very many, not every one is logged.
         """
         self._leases.note_late_read()
         self._late_reads += 1
@@ -134,7 +138,7 @@ class StockService:
 
 
 def shown_of(ours: OurCache, metadata: messages.Metadata, stock: StockPeers) -> StockMetadata:
-    """Return our rank as a stock reader expects one. ConfigError for a cache that it cannot read."""
+    """Return this rank's metadata as a stock reader expects it. ConfigError if stock readers cannot read the cache."""
     for one in ours.sets:
         if one.regions.parts not in (("KV",), ("latent",)):
             parts = one.regions.parts
@@ -170,7 +174,7 @@ def shown_of(ours: OurCache, metadata: messages.Metadata, stock: StockPeers) -> 
 
 
 def _layout_name(regions: Regions, line: Line) -> str:
-    """vLLM's name for the order inside a block; before 0.29 an older one."""
+    """Return vLLM's name for the order inside a block; lines before 0.29 have older names."""
     block: BlockShape = regions.block
     heads_first = block.head_stride >= block.token_stride
     if line.number < (0, 29):

@@ -1,13 +1,14 @@
-"""Metadata of a stock rank in kvflow's words, and ours in a stock reader's: layers, blocks, heads, memory.
+"""Conversion between the metadata of stock ranks and kvflow ranks: layers, blocks, heads, memory.
 
-A stock rank says how many bytes a block has, not of how many heads: that follows from our own cache, of the same model.
-Nor does it say which layers share a region, where several groups of layers are laid over the same memory: it names the
-first, and says that the region is no single group's. vLLM lays the same model out alike everywhere, so ours says it, if
-regions, names and groups are the same.
+A stock rank says how many bytes a block has, but not how many heads. The number of heads follows from this rank's
+cache, which is of the same model. If several groups of layers lie in the same memory, a stock rank does not say which
+layers share a region: it names the first layer, and says that the region belongs to no single group. vLLM lays out the
+same model alike everywhere, so this rank's cache shows which layers share a region, provided that regions, names and
+groups agree.
 
-It cannot say how many ranks its engine has, either; parameters do, and nobody signs them. A question about a rank that
-does not exist ends a stock listener, so what is said is believed only where the first rank's heads prove it, or where
-this engine was told that there are such engines.
+A stock rank cannot say how many ranks its engine has. The parameters do, but nobody signs them. A question about a rank
+that does not exist ends a stock listener, so the number is believed only if the first rank's heads prove it, or if it
+is configured (`StockPeers.tp_sizes`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvflow.stock.wire import StockMetadata
 HEADS_FIRST = ("LBHNC", "HND")
 TOKENS_FIRST = ("LBNHC", "NHD")
 SHARED = -1
-"""Mark in place of the group, for a region that layers of several groups lie in."""
+"""Value of `OurRegion.group` if layers of several groups lie in the region."""
 _LAYOUTS = (*HEADS_FIRST, *TOKENS_FIRST)
 _MEMORY = {"DRAM": "cpu", "VRAM": "cuda"}
 _NUMBER = re.compile(r"\d+")
@@ -43,42 +44,42 @@ _NO_SEALS = SealLocation(address=1, count=1, hold_s=SEAL_HOLD_S_MAX)
 
 
 class OurSet(NamedTuple):
-    """Layers of our own rank that look alike."""
+    """Layers of this rank that look alike."""
 
     share: CacheShare
     regions: Regions
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of one token, K and V."""
+        """Bytes of one head of one token, K and V together."""
         return self.regions.block.run * len(self.regions.parts)
 
     @property
     def model_kv_heads(self) -> int:
-        """0 if this rank does not know."""
+        """Number of KV heads of the model; 0 if this rank does not know it."""
         if self.share.latent:
             return 1
         return self.share.model_kv_heads or (self.share.kv_heads if self.share.tp_size == 1 else 0)
 
 
 class OurRegion(NamedTuple):
-    """Memory of ours as a stock rank shows it: that of one layer, or of one layer of each of several groups."""
+    """A region of this rank's memory as stock ranks show it: a layer, or a layer of each of several groups."""
 
     layer: int
-    """The first of its layers, by which it is named."""
+    """The first layer in the region, which the region is named after."""
     at: tuple[int, int]
-    """Place of that: which set, and which layer of it."""
+    """Place of that layer: the index of its set, and its index in the set."""
     group: int
-    """Group of all its layers, or SHARED."""
+    """Group of all layers in the region, or SHARED."""
 
     @property
     def number(self) -> int:
-        """The number that the first layer's name has."""
+        """The number in the first layer's name."""
         return self.layer % NAMED_LAYERS_MAX
 
 
 class OurCache(NamedTuple):
-    """Our own rank's cache, as a stock one is compared with it."""
+    """This rank's cache, in the form in which stock caches are compared with it."""
 
     sets: tuple[OurSet, ...]
     groups: tuple[GroupFacts, ...]
@@ -89,7 +90,7 @@ class OurCache(NamedTuple):
 
     @property
     def regions(self) -> tuple[OurRegion, ...]:
-        """Regions in a stock rank's order: by the first layers' numbers in their names, those of a draft model last."""
+        """Regions in a stock rank's order: by the number in the first layer's name; a draft model's regions last."""
         found: dict[int, OurRegion] = {}
         for layer, which, nth in sorted(self._layers(), key=_stock_order):
             group, base = self.sets[which].share.group, self.base_of(which, nth)
@@ -99,7 +100,7 @@ class OurCache(NamedTuple):
         return tuple(found.values())
 
     def base_of(self, which: int, nth: int) -> int:
-        """Address at which the blocks of a set's layer begin."""
+        """Return the address at which the blocks of layer `nth` of set `which` begin."""
         regions = self.sets[which].regions
         return int(regions.bases[nth * len(regions.parts)])
 
@@ -113,7 +114,7 @@ def _stock_order(layer: tuple[int, int, int]) -> tuple[bool, int, int]:
 
 
 def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> OurCache:
-    """Return our cache as stock ones are compared with it. ConfigError if it is not exchanged with stock engines."""
+    """Return this rank's cache for comparison with stock caches. ConfigError if stock engines cannot exchange it."""
     what = "stock peers: our cache"
     if any(share.part for share in shares) or any(group.kind is GroupKind.STATE for group in groups):
         raise ConfigError(f"{what}: state per request is not exchanged with stock engines, attention is")
@@ -125,9 +126,9 @@ def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: 
 
 
 def metadata_of(at: Address, found: StockMetadata, agent: str, ours: OurCache, *, tp_size: int) -> messages.Metadata:
-    """Return a stock rank's metadata as a rank of ours tells it, to be judged like that. Raises PeerIncompatible.
+    """Return a stock rank's metadata as kvflow's own, to be judged in the same way. Raises PeerIncompatible.
 
-    `tp_size`: how many ranks its engine has.
+    `tp_size`: number of ranks of the stock engine.
     """
     if problems := unread(found):
         raise at.failure(PeerIncompatible, "; ".join(problems))
@@ -171,9 +172,9 @@ def metadata_of(at: Address, found: StockMetadata, agent: str, ours: OurCache, *
 
 
 def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collection[int]) -> None:
-    """Raise PeerIncompatible unless the first rank's `share` proves how many ranks its engine is said to have.
+    """Raise PeerIncompatible unless the first rank's `share` proves that its engine has `share.tp_size` ranks.
 
-    Sizes in `known`, which this engine was told of, need no proof: heads that are on several ranks prove none.
+    A size in `known`, which was configured, needs no proof: heads that are replicated on several ranks prove nothing.
     """
     kv_heads, tp_size, model = share.kv_heads, share.tp_size, ours.sets[0].model_kv_heads
     if tp_size == 1 or tp_size in known:
@@ -186,7 +187,7 @@ def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collect
 
 
 def unread(found: StockMetadata) -> list[str]:
-    """Reasons why no cache like this one is read, whatever ours is; empty if it may be."""
+    """Return the reasons why a stock cache like this one is never read; an empty list if it may be."""
     layout, split = found.kv_cache_layout, found.physical_blocks_per_logical_kv_block
     problems = {
         f"dcp_size {found.dcp_size}, pcp_size {found.pcp_size}: only 1 is read from": found.dcp_size * found.pcp_size
@@ -203,7 +204,10 @@ def unread(found: StockMetadata) -> list[str]:
 
 
 def _places(at: Address, found: StockMetadata, ours: OurCache) -> dict[int, int]:
-    """Return their regions by the address of ours. Raises PeerIncompatible unless they are laid out alike."""
+    """Return the index of the stock rank's region for each region of this rank, by the address of the latter.
+
+    Raises PeerIncompatible unless both ranks lay out their regions alike.
+    """
     regions = _regions_of(at, found, ours.regions)
     groups = [region.group for region in regions]
     shown = found.region_group_ids
@@ -216,7 +220,11 @@ def _places(at: Address, found: StockMetadata, ours: OurCache) -> dict[int, int]
 
 
 def _regions_of(at: Address, found: StockMetadata, regions: Sequence[OurRegion]) -> Sequence[OurRegion]:
-    """Return our region for each of theirs, which name their first layers or, without names, are in our order."""
+    """Return this rank's region for each of the stock rank's regions.
+
+    Regions are matched by the number in the first layer's name; without names, both ranks have the same order. Raises
+    PeerIncompatible if they do not match.
+    """
     count = len(found.kv_caches_base_addr)
     if count != len(regions):
         raise at.failure(PeerIncompatible, f"layers: ours {len(regions)}, theirs {counted(count, 'region')}")
@@ -238,7 +246,10 @@ def _text(numbers: Collection[int]) -> str:
 
 
 def _heads(at: Address, found: StockMetadata, ours: OurSet, places: Sequence[int]) -> int:
-    """Return the KV heads of a rank by its regions at `places`. PeerIncompatible if they differ, or are not whole."""
+    """Return the number of a stock rank's KV heads, computed from its regions at `places`.
+
+    Raises PeerIncompatible if the regions differ, or do not hold a whole number of heads.
+    """
     sizes = {found.block_lens[place] for place in places}
     if len(sizes) > 1:
         why = f"block_lens: theirs {sorted(sizes)[:8]} for layers that are alike here"

@@ -1,7 +1,7 @@
-"""The handshake with a stock rank: one question, whose answer is judged like any other peer's.
+"""The handshake with a stock rank: one question, with an answer that is judged like any other peer's.
 
-The address of such a peer is written "stock+ADDRESS/RANKS". So it is never taken for one of ours at the same
-port, and what one ticket claims of an engine's size concerns no other ticket.
+A stock peer has the address "stock+ADDRESS/RANKS". So it is never taken for a kvflow peer at the same port, and the
+number of ranks that one ticket claims does not concern other tickets.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from kvflow.stock.stock_peers import StockPeers
 
 _MARK = "stock+"
-_LOOK_AGAIN_S = 2.0  # no engine restarts as fast
+_LOOK_AGAIN_S = 2.0  # no engine restarts faster
 
 
 def peer_address(ticket: StockTicket, rank: Rank) -> Address:
-    """Return the address of a rank of a stock engine as a peer."""
+    """Return the peer address of a rank of a stock engine."""
     return Address(ticket.engine_id, rank, f"{_MARK}{ticket.address}/{ticket.tp_size}")
 
 
 class StockHandshakes:
-    """Handshakes of one rank with peers of both kinds; see `runtime.peers.table.Handshaking`."""
+    """Handshakes of one rank with kvflow peers and stock peers; see `runtime.peers.table.Handshaking`."""
 
     def __init__(self, cache: RegisteredCache, own: Handshakes, stock: StockPeers) -> None:
-        """ConfigError if the cache is not exchanged with stock engines."""
+        """ConfigError if stock engines cannot exchange the cache."""
         local = cache.local
         self.ours = our_cache(local.cache_shares, local.regions, local.groups)
         self.leases = StockLeases(cache, stock.terms)
@@ -54,20 +54,23 @@ class StockHandshakes:
         self._tp_sizes = {*stock.tp_sizes, local.cache_shares[0].tp_size}
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
-        """See `Handshakes.connect`."""
+        """Connect to a peer of either kind; see `Handshakes.connect`."""
         if not peer.address.startswith(_MARK):
             return await self._own.connect(peer, request_id)
         async with asyncio.timeout(self._config.handshake_timeout_s):
             return await self._connect(peer)
 
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
-        """See `Handshakes.ask`. ProtocolError for a stock rank: its listener would die of a question of ours."""
+        """Ask a kvflow peer; see `Handshakes.ask`. ProtocolError for a stock rank: that would crash its listener."""
         if peer.address.startswith(_MARK):
             raise peer.at.failure(ProtocolError, "a stock engine is asked for its metadata, and nothing else")
         return await self._own.ask(peer, request, timeout_s)
 
     async def lives(self, peer: Peer, connection: StockConnection) -> bool:
-        """Return whether a rank is still the one that we know. Raises a PeerError; cancelling stops the asking."""
+        """Return whether a rank still has the agent of `connection`. Ask the rank, unless it was seen alive within 2 s.
+
+        Raises a PeerError if the rank does not answer. Cancelling gives up the question.
+        """
         asked_s = self._clock.now_s()
         if asked_s - connection.seen_s < _LOOK_AGAIN_S:
             return True

@@ -1,6 +1,6 @@
-"""Leases of stock producers: how long each may be believed, and what its producer is told of it.
+"""Leases of stock producers: how long each can be trusted, and which notifications its producer gets.
 
-A producer is sent the texts of `stock.texts` and nothing else: anything that it does not expect ends its engine.
+A producer gets the texts of `stock.texts` and nothing else: any other message crashes its engine.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvflow.stock.texts import heartbeat_texts, read_text
 
 _Key: TypeAlias = tuple[str, str, str]  # engine, address, request
 StockRequest: TypeAlias = tuple[float, dict[Rank, DeadlineProof]]
-"""When the parameters of a request came, and the proof of each rank of its producer."""
+"""When the parameters of a request arrived, and the proof of each rank of its producer."""
 _SEEN_MAX = 1 << 16
 _MET_MAX = 1 << 14
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_id() -> str:
-    """Return the name of this run of this machine: processes that have the same one have the same clock."""
+    """Return an id of this machine's current boot, or "". Processes with the same id have the same clock."""
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except OSError:
@@ -38,7 +38,7 @@ def machine_id() -> str:
 
 
 def arrival() -> Arrival:
-    """The moment at which parameters have come, for `StockTicket.arrived`.
+    """Return the current time as the arrival of parameters, for `StockTicket.arrived`.
 
     Returns:
         Now, on this machine's clock.
@@ -47,18 +47,18 @@ def arrival() -> Arrival:
 
 
 class StockConnection(Connection):
-    """A stock rank after its handshake."""
+    """Connection to a stock rank after its handshake."""
 
     reporters: int
-    """Number of us that read, as we say it in a notification."""
+    """Number of readers that this engine states in its notifications to the rank."""
     seen_s: float
-    """Time at which it last showed that it lives."""
+    """Time at which the rank was last seen alive."""
     told: messages.Metadata
-    """Metadata of the rank, in our words."""
+    """The rank's metadata in kvflow's form."""
 
 
 class StockLeases:
-    """The requests of stock producers that were seen lately; it notifies producers (`runtime.peers.peer.Telling`)."""
+    """Recent requests of stock producers. Notifies the producers as `runtime.peers.peer.Telling`."""
 
     def __init__(self, cache: RegisteredCache, terms: Terms) -> None:
         self.terms = terms
@@ -67,14 +67,14 @@ class StockLeases:
         self._clock = cache.clock
         self._transport = cache.transport
         self._seen = Latest[_Key, StockRequest | None](_SEEN_MAX)
-        """Requests, the latest last. None: the producer was told that it was read, or is not needed."""
+        """Requests, the latest last. None: the producer was notified that the request was read, or is not needed."""
         self._met = Latest[tuple[str, str, Rank], tuple[str, float]](_MET_MAX)
-        """The agent of each rank, and when it was met, if there was another one before."""
+        """The agent of each rank, and the time at which it took the place of another agent; -inf if there was none."""
 
     def request_of(self, ticket: StockTicket) -> StockRequest:
-        """Return a ticket's request. The first look at it is its arrival, unless the ticket says when that was.
+        """Return the request of a ticket. If the ticket has no arrival, the first call for it is the arrival.
 
-        Raises LeaseExpired if it was read here, or arrived by another machine's clock.
+        Raises LeaseExpired if the request was read here before, or if its arrival is by another machine's clock.
         """
         key = (ticket.engine_id, ticket.address, ticket.request_id)
         if key not in self._seen:
@@ -86,10 +86,10 @@ class StockLeases:
         return request
 
     def proof_of(self, request: StockRequest, ticket: StockTicket, peer: Peer, agent: str) -> DeadlineProof:
-        """Return the proof of what is read of a rank for a request.
+        """Return the proof of what is read from a rank for a request.
 
-        LeaseExpired if the rank has restarted since the parameters came, or may have: parameters that come within
-        `router_s` after a rank was met anew may be of its life before.
+        LeaseExpired if the rank has restarted since the parameters arrived, or may have: parameters that arrive within
+        `router_s` after a new agent was met may be from before the restart.
         """
         arrived_s, proofs = request
         if peer.rank in proofs and proofs[peer.rank].agent != agent:
@@ -102,7 +102,7 @@ class StockLeases:
         return proofs[peer.rank]
 
     def needed(self, sources: Sequence[Source]) -> int:
-        """See `Telling.needed`: send a heartbeat."""
+        """Send a heartbeat for the requests of `sources`; see `Telling.needed`."""
         proofs = {proof.request_id: proof for proof in map(_proof, sources)}
         for proof in proofs.values():
             proof.beat()
@@ -111,14 +111,14 @@ class StockLeases:
         return len(proofs)
 
     def read(self, source: Source) -> None:
-        """See `Telling.read`: from now on nothing is read for this request."""
+        """Notify a producer that a request was read; nothing is read for it afterwards. See `Telling.read`."""
         connection, request_id = source.connection, _proof(source).request_id
         assert isinstance(connection, StockConnection), "it is told so"
         self._seen[source.peer.engine_id, source.lease.address, request_id] = None
         self._transport.notify(connection.agent, read_text(request_id, connection.reporters))
 
     def _met_s(self, ticket: StockTicket, peer: Peer, agent: str) -> float:
-        """Return when a rank was met that is another one than before; -inf for a rank that was not known."""
+        """Return when the rank's agent took the place of another agent; -inf if none was known."""
         key = (ticket.engine_id, peer.address, peer.rank)
         known, met_s = self._met.get(key, (agent, -math.inf))
         if known != agent:

@@ -1,4 +1,4 @@
-"""StockPeers: facts about the stock engines of a fleet, and the parts of a runtime that deal with them."""
+"""StockPeers: the part of a runtime that exchanges blocks with stock engines, and the settings for it."""
 
 from __future__ import annotations
 
@@ -30,29 +30,31 @@ Names: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=NAMED_LAYERS_MAX)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockPeers(Foreign):
-    """The stock engines that a runtime reads from, and is read by: a part of it. ConfigError names a bad field.
+    """The stock engines that a runtime reads from and serves: a part of the runtime. ConfigError names a bad field.
 
-    It takes part in what stock engines do, so it is as safe as they are: neither side proves who it is, and what is
-    read from one is believed by arithmetic (`Terms`). Loads from engines of our own make lose nothing.
+    The exchange is as safe as between stock engines: neither side proves which engine it is, and a read from a stock
+    engine is trusted by computed times (`Terms`). Loads from kvflow's own engines keep all promises.
     """
 
     name = "stock"
     hashes: Hashes = ()
-    """The compatibility hashes of engines that are read from: whoever shows another one is refused. The first one is
-    shown to readers. `kvflow doctor --stock` says which one an engine has."""
+    """Compatibility hashes of the engines that are read from; an engine with another hash is refused. Readers are shown
+    the first hash. `kvflow doctor --stock` shows the hash of an engine."""
     terms: Terms = field(default_factory=Terms)
     tp_sizes: tuple[RankCount, ...] = ()
-    """Sizes of tensor parallelism that there are. One that the heads of a first rank prove need not be named."""
+    """Tensor-parallel sizes of the stock engines. A size that a first rank's heads prove need not be listed."""
     serve_version: Name = ""
-    """The version of vLLM whose engines read from this one, such as "0.32.0"; without it none is served."""
+    """vLLM version of the engines that read from this engine, for example "0.32.0"; empty: stock readers are not
+    served."""
     attn_backend_name: Name = ""
-    """Name that readers are shown, which compare it with theirs."""
+    """Name of the attention backend that readers are shown, and compare with their own."""
     region_names: Names = ()
-    """Names of all layers that readers are shown, in the order of the layers' numbers; () shows none."""
+    """Names of all layers that readers are shown, in order of the layers' numbers; empty: no names are shown."""
     ranks: EngineRanks | None = None
-    """Facts that the ranks of an engine of several ranks, which is read by others, know of each other."""
+    """Cards of all ranks of this engine; needed to serve stock readers from an engine of several ranks."""
     on_late_read: Callable[[str], None] | None = None
-    """Called, on the runtime's loop, with each request that a reader says to have read when its lease was over."""
+    """Function that is called on the runtime's loop with the id of each request that a reader reports as read after the
+    end of its lease."""
 
     def __post_init__(self) -> None:
         checks.settle(self, ConfigError, "stock ")
@@ -65,48 +67,49 @@ class StockPeers(Foreign):
 
     @property
     def serve_line(self) -> Line:
-        """Line of versions whose readers are served."""
+        """Release line of the readers that are served."""
         return line_of(self.serve_version, ConfigError)
 
     def handshakes(self, cache: RegisteredCache, own: Handshakes) -> StockHandshakes:
-        """For the runtime: see `runtime.part.Foreign`.
+        """Return the handshakes with peers of both kinds. Called by the runtime: see `runtime.part.Foreign`.
 
         Args:
-            cache: the rank's, as it is being registered.
-            own: how engines of our own make are asked.
+            cache: the rank's cache, which is being registered.
+            own: handshakes with kvflow peers.
 
         Returns:
-            How engines of both makes are asked who they are.
+            Handshakes with kvflow peers and stock peers.
 
         Raises:
-            ConfigError: the cache is not exchanged with stock engines.
+            ConfigError: stock engines cannot exchange the cache.
         """
         return StockHandshakes(cache, own, self)
 
     def resolver(self, cache: RegisteredCache) -> StockResolver:
-        """For the runtime: see `runtime.part.Foreign`.
+        """Return the resolver of tickets of both kinds. Called by the runtime: see `runtime.part.Foreign`.
 
         Args:
-            cache: the rank's, as it is being registered.
+            cache: the rank's cache, which is being registered.
 
         Returns:
-            The way from tickets of both makes.
+            Resolver for tickets of kvflow's engines and of stock engines.
         """
         handshakes = cache.peers.handshakes
         assert isinstance(handshakes, StockHandshakes), "as they were given"
         return StockResolver(cache, handshakes)
 
     def service(self, cache: RegisteredCache) -> Service | None:
-        """For the runtime: see `runtime.part.Foreign`.
+        """Return the service that answers stock readers. Called by the runtime: see `runtime.part.Foreign`.
 
         Args:
-            cache: the rank's, as it is being registered.
+            cache: the rank's cache, which is being registered.
 
         Returns:
-            Who answers stock readers; None without `serve_version`.
+            The service; None without `serve_version`.
 
         Raises:
-            ConfigError: they cannot be served from this cache, with CURVE, or by several ranks without `ranks`.
+            ConfigError: stock readers cannot be served: from this cache, with CURVE, or by several ranks without
+                `ranks`.
         """
         config = cache.config
         if not self.serve_version:

@@ -1,7 +1,7 @@
-"""StockResolver: the way from a stock producer's parameters to the ranks that a load reads from or reports to.
+"""StockResolver: leads from a stock producer's parameters to the ranks that a load reads from or reports to.
 
-The first rank is asked before any other, because a question about a rank that does not exist ends the engine's
-listener: what it shows has to confirm the number of ranks that the parameters claim.
+The first rank is asked before any other rank. A question about a rank that does not exist crashes the engine's
+listener, so the first rank's answer has to confirm the number of ranks that the parameters claim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvflow.stock.stock_leases import StockConnection, StockRequest
 
 
 class StockResolver:
-    """The way from a ticket of either kind to its ranks; see `runtime.peers.peer.Resolver`."""
+    """Resolver for tickets of kvflow's own engines and of stock engines; see `runtime.peers.peer.Resolver`."""
 
     def __init__(self, cache: RegisteredCache, handshakes: StockHandshakes) -> None:
         self._block_ids_max = cache.config.limits.block_ids_max
@@ -32,7 +32,7 @@ class StockResolver:
         self._handshakes = handshakes
 
     def read_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        """Return the ticket, checked even if it was read before, since anybody can make one. Raises RequestError."""
+        """Return the checked ticket. RequestError; a ticket is checked each time, since any caller can make one."""
         lease_s, most = self._leases.terms.lease_s, self._block_ids_max
         if not isinstance(ticket, StockTicket):
             if not isinstance(ticket, Mapping) or not is_stock(ticket):
@@ -42,11 +42,11 @@ class StockResolver:
         return read_stock(params, arrived=arrived, lease_s=lease_s, block_ids_max=most, left=left)
 
     def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:
-        """See `Reach.reach_at_once`. A stock producer may have restarted: it is looked at first."""
+        """See `Reach.reach_at_once`. None for a stock ticket: first ask whether its producer has restarted."""
         return None if isinstance(ticket, StockTicket) else self._own.reach_at_once(ticket, found)
 
     async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
-        """See `Reach.reach`. LeaseExpired, too, for what has been read here already."""
+        """See `Reach.reach`. Also raises LeaseExpired for a stock request that was read here before."""
         if not isinstance(ticket, StockTicket):
             return await self._own.reach(ticket, found)
         request = self._leases.request_of(ticket)
@@ -63,7 +63,10 @@ class StockResolver:
         return sources
 
     def _source(self, ticket: StockTicket, request: StockRequest, peer: Peer, connection: StockConnection) -> Source:
-        """Return a rank, and which of its blocks are read. Raises as `needed_blocks` and `StockLeases.proof_of` do."""
+        """Return a rank as a source, with the blocks to read from it.
+
+        Raises the errors of `needed_blocks` and `StockLeases.proof_of`.
+        """
         proof = self._leases.proof_of(request, ticket, peer, connection.agent)
         tables, rank = needed_blocks(ticket, connection.groups), peer.rank
         lease = msgspec.structs.replace(
@@ -72,7 +75,10 @@ class StockResolver:
         return Source(peer, connection, lease, 0, proof)
 
     async def _connect(self, at: Address) -> tuple[Peer, StockConnection]:
-        """Connect a rank that lives, as far as it has shown lately: a process that is gone may have left its port."""
+        """Return a rank and its connection. The rank was seen alive recently, or is asked.
+
+        If the rank has restarted, drop its connection and connect again: another process may have taken its port.
+        """
         peer = self._peers.get(at)
         connection = await self._peers.connect(peer, None)
         assert isinstance(connection, StockConnection), "by its address"

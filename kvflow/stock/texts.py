@@ -1,8 +1,9 @@
-"""Notifications of stock readers: "ID:N" says that one of N readers has read, "HB:ID,ID" that these are still needed.
+"""Notifications of stock readers: "ID:N" (one of N readers has read ID) and "HB:ID,ID" (these are still needed).
 
-A stock producer decodes them in its engine's step without a guard: bytes that are no UTF-8, a text without a colon, or
-a number that is none ends its engine. So only texts that this module makes are ever sent to one, and it makes none of
-an id that cannot stand in one. Ours are MessagePack arrays, which begin with a byte that no such text begins with.
+A stock producer decodes notifications in its engine's step, without error handling: bytes that are not UTF-8, a text
+without a colon, or a count that is not a number crash its engine. So a stock producer is only ever sent texts that this
+module makes, and this module makes no text with an id that cannot be part of it. kvflow's own notifications are
+MessagePack arrays, which begin with a byte that no text begins with.
 """
 
 from __future__ import annotations
@@ -20,41 +21,47 @@ _HEARTBEAT = "HB:"
 _PUSHED = "PUSH_REG:"
 _ARRAYS = range(0x90, 0xA0)
 TEXT_BYTES_MAX = 1 << 14
-"""Size of texts that are sent."""
+"""Largest size of a text that is sent."""
 HEARD_BYTES_MAX = 1 << 22
-"""Size of texts that come: a stock reader names all requests that wait there for one producer at once, by ids with
-a spare behind them."""
+"""Largest size of a text that is accepted. A stock reader's heartbeat names all requests that wait for one producer, by
+ids that have a copy of kvflow's parameters appended."""
 _HEARD_IDS_MAX = 1 << 14
 
 
 class ReaderText(NamedTuple):
-    """What a stock reader reports: a request that it has read, or the requests whose blocks it still needs."""
+    """A stock reader's notification: a request that it has read, or the requests with blocks that it still needs."""
 
     request_ids: tuple[str, ...]
     readers: int = 0
-    """Number of readers of this rank, of which one has read; 0 of a heartbeat."""
+    """Number of readers of this rank, one of which has read; 0 for a heartbeat."""
 
 
 def is_text(payload: bytes) -> bool:
-    """True if a notification is a stock reader's, if it is anybody's."""
+    """Return True if a notification is not one of kvflow's, so that only a stock reader can have sent it."""
     return not payload or payload[0] not in _ARRAYS
 
 
 def can_be_told(request_id: str) -> bool:
-    """True if a text can name this request, so that a stock producer takes it for no other."""
+    """Return True if a text can name this request, and a stock producer will not take it for another one."""
     plain = request_id.isprintable() and request_id.isascii() and 0 < len(request_id) <= REQUEST_ID_CHARS_MAX
     return plain and "," not in request_id and not request_id.startswith((_HEARTBEAT, _PUSHED))
 
 
 def read_text(request_id: str, readers: int) -> bytes:
-    """The notification that one of `readers` has read. ValueError for what would end the engine that gets it."""
+    """Return the notification that one of `readers` readers has read.
+
+    ValueError if it would crash the producer's engine.
+    """
     if not can_be_told(request_id) or not 1 <= readers <= RANKS_MAX:
         raise ValueError(f"no notification can say {request_id[:80]!a}:{readers}")
     return f"{request_id}:{readers}".encode()
 
 
 def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
-    """Notifications that these are needed still, few and of a bounded size. ValueError as `read_text`."""
+    """Yield the notifications that these requests are still needed: few, and of bounded size.
+
+    ValueError if an id would crash the producer's engine.
+    """
     some: list[str] = []
     size = 0
     for request_id in request_ids:
@@ -70,7 +77,7 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
 
 
 def decode_text(payload: bytes) -> ReaderText:
-    """Decode a stock reader's text, with request ids as they are here. WireError for anything else."""
+    """Decode a stock reader's text, with the request ids that this engine uses. WireError for anything else."""
     if len(payload) > HEARD_BYTES_MAX:
         raise WireError(f"a text of {counted(len(payload), 'byte')}, at most {HEARD_BYTES_MAX}")
     try:

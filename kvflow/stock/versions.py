@@ -1,8 +1,8 @@
-"""Release lines of vLLM that we speak with, as a table: the fields that each sends, and where they differ.
+"""Release lines of vLLM that kvflow exchanges with, as a table: the fields that each sends, and where they differ.
 
-A peer does not say its version. The fields of its parameters and its metadata tell the line as closely as anything on
-the wire depends on it; lines that cannot be told apart are spoken with alike. A line that is not in the table is
-refused by name: an older listener dies of our question, and a later one may mean something else.
+A peer does not say its version. The fields of its parameters and of its metadata show the line, as far as anything on
+the wire depends on the line. Lines that look the same are treated the same. A line that is not in the table is refused
+by name: an older listener crashes on kvflow's question, and a later line may mean something else.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from kvflow.checks import ErrorKind
 from kvflow.errors import RequestError
 
 HASH = re.compile("[0-9a-f]{64}")
-"""A compatibility hash: one digest of what two stock engines compare before they believe anything else."""
+"""Form of a compatibility hash: a digest of all that two stock engines compare before they trust anything else."""
 
 
 class Line(NamedTuple):
-    """One release line."""
+    """One release line of vLLM."""
 
     version: str
     counts_engine: bool
-    """True if a reader reports how many tensor-parallel ranks its engine has; False: how many read from that rank."""
+    """True if a reader reports the number of tensor-parallel ranks of its engine; False if it reports the number of
+    ranks that read from that producer rank."""
     metadata: tuple[str, ...]
-    """The fields of a rank's metadata, in order."""
+    """Fields of a rank's metadata, in order."""
     params: tuple[str, ...]
-    """The keys of `kv_transfer_params` that a producer makes."""
+    """Keys of the `kv_transfer_params` that a producer makes."""
 
     @property
     def number(self) -> tuple[int, ...]:
@@ -68,7 +69,7 @@ SPOKEN = f"vLLM {LINES[0].version} to {LINES[-1].version}"
 
 
 def line_of(version: str, error: ErrorKind = RequestError) -> Line:
-    """Return the line of a version such as "0.32.0+cpu". Raises `error` for a version that is not in the table."""
+    """Return the line of a version, for example "0.32.0+cpu". Raises `error` if the table does not have it."""
     number = version.partition("+")[0].split(".")
     found = next((line for line in LINES if line.version.split(".") == number[:2]), None)
     if found is None:
@@ -77,9 +78,9 @@ def line_of(version: str, error: ErrorKind = RequestError) -> Line:
 
 
 def least_line(params: Collection[str]) -> Line:
-    """Return the first line whose producers make parameters with these keys; later ones make the same.
+    """Return the first line with producers that make parameters with these keys; later lines make the same parameters.
 
-    RequestError for parameters of a line before the table, whose listener would die of the question that we ask.
+    RequestError for parameters of a line before the table: its listener would crash on kvflow's question.
     """
     if "remote_blocks_expiry_time" not in params:
         what = "parameters without 'remote_blocks_expiry_time' are of vLLM before 0.26"
@@ -88,12 +89,15 @@ def least_line(params: Collection[str]) -> Line:
 
 
 def line_that_shows(metadata: Collection[str]) -> Line:
-    """Return the first line whose ranks show metadata with these fields."""
+    """Return the first line with ranks that show metadata with these fields."""
     return _last_with(lambda line: line.metadata, metadata)
 
 
 def _last_with(names_of: Callable[[Line], tuple[str, ...]], found: Collection[str]) -> Line:
-    """Return the last of the lines that have nothing but what was found, or the first that is like it."""
+    """Return the last line that has no other fields than `found`, or the first line with the same fields.
+
+    `names_of` returns the fields of a line.
+    """
     known = [line for line in LINES if set(names_of(line)) <= set(found)] or [LINES[0]]
     most = names_of(known[-1])
     return next(line for line in known if set(names_of(line)) == set(most))

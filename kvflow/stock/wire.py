@@ -1,7 +1,7 @@
 """Messages of the stock side channel, byte for byte: the question for a rank's metadata, and its answer.
 
-A stock engine has one listener for all its ranks, without a guard: a question that it does not expect ends it for good.
-So one function makes questions, and only the expected one. Answers are decoded strictly and with bounds.
+A stock engine has one listener for all its ranks, without error handling: an unexpected question ends it for good. So
+one function makes questions, and only the expected question. Answers are decoded strictly and with limits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Many = Meta(max_length=REGIONS_MAX)
 
 
 class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Metadata that a rank shows: vLLM's NixlAgentMetadata, as far as its line has it."""
+    """Metadata that a stock rank shows: vLLM's NixlAgentMetadata, with the fields that its release line has."""
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
     agent_metadata: bytes
@@ -51,7 +51,7 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     attn_backend_name: Name
     physical_blocks_per_logical_kv_block: Size
     block_strides: Annotated[list[Bytes], _Many] | None = None
-    """Since 0.29; before, one block lies right behind the other."""
+    """Since vLLM 0.29. None: each block begins where the block before it ends."""
     region_num_blocks: Annotated[list[Size], _Many] | None = None
     region_group_ids: Annotated[list[Number], _Many] | None = None
     region_names: Annotated[list[Name], _Many] | None = None
@@ -60,22 +60,23 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     pcp_size: Ranks = 1
     ple_block_len: Size | None = None
     region_members: Annotated[list[msgspec.Raw], _Many] = []
-    """The names of each region's layers: one, where they are read. So are the next ones as they came."""
+    """Names of the layers in each region. In a cache that is read, each region has one name. Not decoded, like the next
+    field."""
     packed_member_layouts: Annotated[dict[Name, msgspec.Raw], _Many] = {}
 
     @property
     def packs_layers(self) -> bool:
-        """True if a region holds several layers, each in a part of its blocks."""
+        """True if a region holds several layers, each in a part of the region's blocks."""
         return bool(self.packed_member_layouts) or not all(map(_is_one, self.region_members))
 
 
 class Shown(NamedTuple):
-    """A listener's answer."""
+    """Answer of a stock listener."""
 
     compatibility_hash: str
     metadata: StockMetadata
     fields: frozenset[str]
-    """Fields that the metadata has, be they known or not."""
+    """Names of all fields of the metadata, known or not."""
 
 
 _One = Annotated[list[Name], Meta(max_length=1)]
@@ -88,9 +89,9 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_question(pp_rank: int, tp_rank: int) -> bytes:
-    """The one question that a stock listener survives, about a rank that it has to have: `stock.shape` says which.
+    """Return the one question that a stock listener survives. The rank has to exist: see `stock.shape`.
 
-    ValueError for what is no rank.
+    ValueError if the rank is out of range.
     """
     if not (0 <= pp_rank < RANKS_MAX and 0 <= tp_rank < RANKS_MAX):
         raise ValueError(f"no rank: pp {pp_rank}, tp {tp_rank}")
@@ -108,18 +109,18 @@ def decode_question(frame: bytes) -> tuple[int, int]:
 
 
 def encode_metadata(metadata: StockMetadata, line: Line) -> bytes:
-    """The metadata as readers of that line expect it."""
+    """Return the metadata encoded as readers of `line` expect it."""
     return msgspec.msgpack.encode({name: getattr(metadata, name) for name in line.metadata})
 
 
 def encode_answer(compatibility_hash: str, metadata: bytes, clock_s: float) -> list[bytes]:
-    """Frames of a listener's answer."""
+    """Return the frames of a listener's answer."""
     payload = _Payload(compatibility_hash=compatibility_hash, agent_metadata_bytes=metadata)
     return [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(clock_s)]
 
 
 def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> Shown:
-    """A stock listener's answer. WireError names what it cannot be."""
+    """Decode a stock listener's answer. WireError says what is wrong."""
     if len(frames) != 2:
         raise WireError(f"{counted(len(frames), 'frame')}, a stock listener (vLLM 0.26 and later) answers with 2")
     if len(frames[0]) > bytes_max or len(frames[1]) > QUESTION_BYTES_MAX:
@@ -138,9 +139,9 @@ def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> S
 
 
 def agent_of(agent_metadata: bytes) -> str:
-    """The name of the NIXL agent whose metadata this is: a stock worker has another one in each of its lives.
+    """Return the name of the NIXL agent that the metadata is from. A stock worker has another agent after each start.
 
-    WireError if it is no agent's metadata as NIXL writes it.
+    WireError if the metadata is not in NIXL's form.
     """
     begin = len(_AGENT) + 8
     size = int.from_bytes(agent_metadata[len(_AGENT) : begin], "little")
@@ -158,7 +159,7 @@ def agent_of(agent_metadata: bytes) -> str:
 
 
 def _check(metadata: StockMetadata) -> None:
-    """WireError for tables that do not go together."""
+    """Raise WireError if tables of the metadata contradict each other."""
     count = len(metadata.kv_caches_base_addr)
     if not is_name(metadata.engine_id, ENGINE_ID_CHARS_MAX):
         raise WireError(f"engine_id {metadata.engine_id[:80]!a} is no name")
@@ -181,7 +182,7 @@ def _check(metadata: StockMetadata) -> None:
 
 
 def _is_one(names: msgspec.Raw) -> bool:
-    """True if a region has one layer, or says nothing of any."""
+    """Return True if `names` has one name or none."""
     try:
         msgspec.msgpack.decode(names, type=_One)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
