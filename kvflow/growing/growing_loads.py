@@ -123,8 +123,8 @@ class _GrowingRead:
     async def groups(self) -> AsyncGenerator[CopyGroup, None]:
         """Yield copy groups as their tokens can be read, once they are enough for a read.
 
-        If all blocks can be read before anything was, and go straight into the cache, they are read like those of a
-        lease that does not grow.
+        If everything can be read before the first read, and goes straight into the cache, it is read like a lease that
+        does not grow.
         """
         sources, load = self._load.sources, self._load
         lanes = self._spans.lanes(sources, load.tables)

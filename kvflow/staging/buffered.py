@@ -93,7 +93,7 @@ class Buffered:
         ]
 
     def _scratch_bytes(self, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> int:
-        """Return the scratch memory that one of the rank's blocks takes; 0 if they are better read straight."""
+        """Return the scratch memory that one of the rank's blocks takes; 0 if its blocks are better read straight."""
         if not in_pieces(self._cache, block_map):
             return 0
         whole, count = self._permutation(block_map).whole_blocks, sum(map(len, chunks))

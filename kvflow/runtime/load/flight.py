@@ -50,7 +50,7 @@ class Read(NamedTuple):
 
 
 class CopyGroup(NamedTuple):
-    """Reads that go into the same buffers, and what follows when all have landed."""
+    """A group of reads, the copy that follows when all have landed, and how its buffers are given back."""
 
     reads: Sequence[Read]
     copy: Callable[[], None] | None = None
@@ -91,7 +91,7 @@ class Flight:
         priority: int,
         resources: FlightResources,
     ) -> None:
-        """Make the flight of an admitted load. It takes over the words of its sources (`SealSlots.take`)."""
+        """Make the flight of an admitted load. The flight takes over the words of its sources (`SealSlots.take`)."""
         try:
             resources.ledger.begin_load(ids)
         except BlocksBusy:
@@ -349,6 +349,7 @@ class Flight:
             running.begun_s = min(running.begun_s, now_s)
 
     async def _permitted(self, permit: Permit) -> None:
+        """Wait until `permit` is granted, and add that time to `queued_s`."""
         since_s, self.waits = self._resources.clock.now_s(), True
         try:
             await granted(self._resources.queue, permit)
@@ -430,11 +431,13 @@ class Flight:
             self._tell_landed(running)
 
     def _tell_landed(self, running: _Running) -> None:
+        """Call the group's `on_land`, unless the flight has failed or is being stopped."""
         on_land = running.group.on_land
         if on_land is not None and self.state is TransferState.READING and self._error is None:
             on_land(self._resources.clock.now_s(), running.begun_s)
 
     def _copied(self, running: _Running, error: BaseException | None) -> None:
+        """Callback of the copy thread: a group's copy has ended, with `error` if it failed."""
         self._copies -= 1
         self._under_way -= 1
         if error is not None and self._error is None:

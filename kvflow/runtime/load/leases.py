@@ -125,8 +125,8 @@ class RemoteLeases:
     def keep_while(self, ticket: Ticket) -> Iterator[None]:
         """Keep the leases of a checked ticket until the block ends, for a request that waits for its load.
 
-        A task beside the block looks the leases up as a load would, so their ranks are connected before the load
-        begins. A lease that cannot be kept raises nothing here: the load fails later. Raises RuntimeClosed.
+        Beside the block, a task finds the leases as a load would, so their ranks are connected before the load begins.
+        If a lease cannot be kept, nothing is raised here: the load fails later. Raises RuntimeClosed.
         """
         if ticket.offers_nothing:
             yield  # an empty offer: its leases have ended already
@@ -148,9 +148,9 @@ class RemoteLeases:
         """Give the leases of a ticket back, unread. Return whether every rank that holds a lease was notified.
 
         One rank is notified first. The others follow only if that rank holds a lease for the ticket's request, or held
-        one. Takes at most Config.handshake_timeout_s; for a rendezvous it also waits for the offer, within the ticket's
-        `ttl_s`. RequestError if the ticket cannot be right, or the address of a rank cannot be known. Cancelling stops
-        it; some ranks may have been notified by then.
+        one. This takes at most Config.handshake_timeout_s and, for a rendezvous, the time until its offer comes, within
+        the ticket's `ttl_s`. RequestError if the ticket cannot be right, or the address of a rank cannot be known. If
+        cancelled, some ranks may have been notified.
         """
         ticket, problems = self._resolver.read_ticket(given), list[KVFlowError]()
         told = await self._release(ticket, problems)

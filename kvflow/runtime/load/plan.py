@@ -1,4 +1,4 @@
-"""A load before its bytes: does the request fit its offer, and which offered block goes where? Pure.
+"""A load before its bytes: checks that the request fits its offer, and plans which offered block goes where. Pure.
 
 The plan leads from tables of block ids to chunks of tokens.
 
@@ -131,7 +131,7 @@ def check_expected(
 def check_met(groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:
     """Compare a request with an offer that was waited for, as `check_expected` does.
 
-    PromptMismatch if the local blocks were made for the prompt, and the offer ends before or behind them.
+    If the request has a prompt, the error for local blocks that do not end with the offered tokens is PromptMismatch.
     """
     if request.prompt is not None or request.num_tokens is not None:
         _check_offer(ticket, request)

@@ -67,11 +67,12 @@ class LoadRequest:
     rendezvous. PromptMismatch, before anything is read, if the offer has another number. Required for a window with
     smaller blocks than all groups without a window, unless `prompt` has as many tokens."""
     keep_offer: bool = False
-    """True if the producer is not notified at the end, because other requests will read the same offer.
-    `Runtime.release_blocks` notifies it then, and `Runtime.keep_leases` keeps the blocks until then."""
+    """True if the producer is not notified at the end, because other requests will read the same offer. Call
+    `Runtime.release_blocks` after the last request; `Runtime.keep_leases` keeps the blocks until then."""
     again: GivenAgain = None
     """Async function, awaited within the deadline when no source is left. It gets the outcome of each source so far,
-    and returns another ticket, such as from a prefill elsewhere, or None. An exception that it raises ends the load."""
+    and returns another ticket, for example from another prefill engine, or None. An exception that it raises ends the
+    load."""
     again_max: Count = 2
     """Largest number of times that `again` is awaited."""
     cached_tokens: Count = 0
@@ -107,8 +108,8 @@ class Verification(enum.StrEnum):
 class LoadReport:
     """Result of one load that has succeeded.
 
-    `seconds` has an entry for each phase; their sum is `total_s`. It has "verify" if the load was verified, and
-    "compute" if the load had to wait until its producer had computed more of the prompt.
+    `seconds` has an entry for each phase; their sum is `total_s`. A load that was verified also has "verify", and a
+    load that had to wait for its producer to compute more of the prompt also has "compute".
     """
 
     request_id: str
@@ -193,7 +194,7 @@ class LoadingStatistics:
     renewals: int
     """Renewals of leases, for loads under way and by `keep_leases`."""
     sources_left: int = 0
-    """Sources that failed, after which their loads went on with another source."""
+    """Sources that failed in loads that went on with another source."""
     never_read: int = 0
     """Engines that loads have failed to read from several times, and that no load has ever read from."""
     verified: int = 0

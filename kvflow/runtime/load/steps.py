@@ -88,7 +88,7 @@ async def _carry_empty(cache: RegisteredCache, load: Load) -> LoadReport:
     """
     ticket = load.ticket
     if ticket.offers_nothing:
-        return load.report()  # its leases ended when they were made
+        return load.report()  # an empty offer: its leases have ended already
     if not any(rank.payload for rank in ticket.ranks):
         load.enter("notify")
         told = not load.request.keep_offer and await cache.remote_leases.release(ticket)
@@ -156,7 +156,7 @@ async def _admitted(cache: RegisteredCache, load: Load) -> None:
 
 
 def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
-    """Choose how to read, at once or as blocks are computed, and with or without a comparison. Return that read."""
+    """Choose how to read: at once or as blocks are computed, with or without a comparison. Return the chosen read."""
     ticket, verify = load.ticket, load.request.verify
     if plan.few:
         load.enter("wire")
