@@ -1,7 +1,7 @@
 """kvflow: an asyncio-native runtime that moves paged KV cache between LLM engines.
 
-The public names of the package, and in `__public_modules__` the modules whose `__all__` is public as well; everything
-else may change.
+Public are the names in `__all__` of this package and of the modules in `__public_modules__`. Everything else may
+change without notice.
 """
 
 from kvflow import errors

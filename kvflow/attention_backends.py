@@ -1,15 +1,16 @@
-"""Layouts of the caches of attention backends: one table, each row with the source it was read from.
+"""The cache layouts of attention backends, as a table. Each row names the source file that it was read from.
 
-An engine names its backend (vLLM's FLASH_ATTN, ...), or the class that allocates the cache where all its backends
-share one (SGLang's pools, TensorRT-LLM's manager). The name does not settle the shape alone: vLLM has changed most
-of them twice. So a name may have several rows, and the tensors decide which row it is; where they fit two, the
-engine's version does. A row says what shapes cannot: the order of the axes, which orders strides may give, and
-whether the bytes are plain values.
+An engine names its attention backend, such as vLLM's FLASH_ATTN. If all backends of an engine share an allocator, the
+table has the allocator's class: SGLang's pools, TensorRT-LLM's manager. A name alone does not determine the shape,
+since vLLM has changed most shapes twice. So a name may have several rows. The tensors decide which row applies; if they
+fit two rows, the engine's version decides. A row has what shapes cannot show: the order of the axes, the orders that
+strides may give, and whether the bytes are plain values.
 
-A backend that is not in the table needs none of this: describe its layout with `CacheLayout.infer`.
+For a backend without a row use `CacheLayout.infer`.
 
-Rows were read from the source packages of vLLM 0.11 to 0.33 (0.15, 0.16, 0.18 and 0.19 lie between equal ones and
-were not opened), SGLang 0.5.23 and one commit of TensorRT-LLM. What could not be confirmed there has no row.
+The rows were read from the source packages of vLLM 0.11 to 0.33, SGLang 0.5.23 and one commit of TensorRT-LLM. Of vLLM,
+0.15, 0.16, 0.18 and 0.19 were not opened, because the versions around them are equal. A layout that could not be
+confirmed in a source has no row.
 """
 
 from __future__ import annotations
@@ -26,37 +27,42 @@ from kvflow.errors import LayoutError
 
 Version: TypeAlias = tuple[int, int]
 
-# Engines keep quantized caches as bytes, so these dtypes do not tell what the values are.
+# Engines keep quantized caches as bytes, so these dtypes do not show the format of the values.
 _BYTE_DTYPES = ("uint8", "int8")
 _VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})(?!\d)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLayout:
-    """A row of the table: how `backend` shapes its cache in the versions from `since` to `until`, both included.
-
-    `style` and `order` are as in CacheLayout. `kv_formats` is what the bytes may mean; if there is more than one, the
-    caller has to say which. `byte_formats` takes its place where the dtype is uint8 or int8. Bytes of another format
-    than "plain" move unchanged between caches of the same format, in whole blocks or whole heads of them.
-    """
+    """A row of the table: the layout of the cache that `backend` allocates in some versions of its project."""
 
     backend: str
+    """Name of the backend, or of the class that allocates the cache."""
     style: KVStyle
+    """Style of a layer, as in `CacheLayout`."""
     project: str
+    """Project of the backend, such as "vLLM"."""
     read: str
-    """Version, or commit, whose source was read."""
+    """Version or commit of the source that was read."""
     file: str
-    """File in the project's repository that says the shape."""
+    """File in the project's repository that defines the shape."""
     order: str
+    """Order of the axes, as in `CacheLayout`."""
     memory_orders: tuple[str, ...]
+    """Orders that the tensors' strides may give."""
     kv_formats: tuple[str, ...]
+    """Possible formats of the bytes; if several, the caller has to choose. Bytes of another format than "plain" are
+    copied unchanged between caches of the same format, in whole blocks or in whole heads of a block."""
     byte_formats: tuple[str, ...]
+    """Possible formats if the dtype is uint8 or int8; if empty, `kv_formats` applies there, too."""
     since: Version | None
+    """First version with this layout."""
     until: Version | None
+    """Last version with this layout; None: all later versions."""
     view: str
-    """View to make first of the engine's tensor."""
+    """View of the engine's tensor that has this layout, in words; "" if the tensor itself has it."""
     needs_num_kv_heads: bool
-    """True if a tensor without that view cannot be told from one with it."""
+    """True if shapes do not show whether the tensor was viewed, so that the caller has to give `num_kv_heads`."""
 
     @property
     def versions(self) -> str:
@@ -75,7 +81,7 @@ class BackendLayout:
         return f"{self.style} {self.order} ({self.versions})"
 
 
-# What the bytes may mean: of any dtype, and of uint8 and int8 where that is something else.
+# Possible formats of the bytes: for any dtype, then for uint8 and int8 if they differ there.
 _FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "plain": ((PLAIN,), ()),
     "nvfp4": ((PLAIN,), (PLAIN, "nvfp4")),
@@ -91,7 +97,7 @@ _FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cpu_fused": (tuple(f"cpu_fused_{isa}" for isa in CPU_ISAS), ()),
 }
 
-# What to do first to a tensor as the engine has it.
+# Views to make of the engine's tensor first, in words.
 _VIEWS = {
     "-": "",
     "heads": "tensor.view(2, num_blocks, num_kv_heads, block_size, head_size)",
@@ -106,7 +112,7 @@ _NEEDS_NUM_KV_HEADS = "pairs"
 
 
 def _rows(project: str, folder: str, text: str) -> Iterator[BackendLayout]:
-    """Rows of one project; `file` is in `folder`, or counts from the root of the repository if it begins with "/"."""
+    """Yield the rows of one project. Files lie in `folder`, or in the root of the repository if they begin with "/"."""
     for line in text.strip().splitlines():
         backend, versions, style, order, strides, formats, view, read, file = line.split()
         kv_formats, byte_formats = _FORMATS[formats]
@@ -138,11 +144,11 @@ def _parse_version(text: str) -> Version:
 # Columns: backend, versions, style, axes, strides, bytes, view, version that was read, file in the repository
 # (vllm-project/vllm; sgl-project/sglang, below python/; NVIDIA/TensorRT-LLM).
 #
-# (2, B, N, H, D) is vLLM's first shape; (B, 2, N, H, D) that of FLASHINFER and TRITON_ATTN from the start, and of most
-# others from 0.23 on. (B, H, N, 2 * D) is what all have since 0.26 or 0.29, whatever the strides. The kernels of
-# ROCM_ATTN keep K as (B, H, D / x, N, x) and V as (B, H, D, N) whatever the shape says: heads come first. The fused
-# blocks of CPU_ATTN hold K of all tokens of a head, then V of all tokens. MLA is (B, N, D) until 0.28; after that there
-# is an axis of one head, which vLLM's MLA layers drop themselves.
+# (2, B, N, H, D) is vLLM's first shape. (B, 2, N, H, D) is the shape of FLASHINFER and TRITON_ATTN from the start, and
+# of most others from 0.23 on. (B, H, N, 2 * D) is the shape of all since 0.26 or 0.29, whatever the strides. The
+# kernels of ROCM_ATTN keep K as (B, H, D / x, N, x) and V as (B, H, D, N), whatever the shape: heads come first. The
+# fused blocks of CPU_ATTN hold K of all tokens of a head, then V of all tokens. MLA is (B, N, D) until 0.28. Later
+# versions add an axis of one head, which vLLM's MLA layers drop themselves.
 BACKEND_LAYOUTS: tuple[BackendLayout, ...] = (
     *_rows(
         "vLLM",
@@ -224,16 +230,19 @@ KVCacheManager - blocks_first HND HND plain - 001541bad83b84ae4c5c4a279e464572d5
 """,
     ),
 )
-"""Rows of all backends, in the order above."""
+"""Rows of all backends."""
 
 
 def known_backends() -> tuple[str, ...]:
-    """Every name in the table, as its engine spells it."""
+    """Return every backend in the table, spelled as its engine spells it."""
     return tuple(dict.fromkeys(row.backend for row in BACKEND_LAYOUTS))
 
 
 def rows_of(backend: str, engine_version: str | None = None) -> tuple[BackendLayout, ...]:
-    """The rows of a backend, whatever the case of its name; of one version of the engine if it is given."""
+    """Return the rows of a backend, whatever the case of its name; only those for `engine_version` if it is given.
+
+    LayoutError if no row is known.
+    """
     backend = checks.text(backend, "backend", error=LayoutError)
     rows = tuple(row for row in BACKEND_LAYOUTS if row.backend.casefold() == backend.casefold())
     if not rows:
@@ -263,22 +272,23 @@ def layout_for_backend(
     kv_format: str | None = None,
     layer_indices: Sequence[int] | None = None,
 ) -> CacheLayout:
-    """The layout of `kv_caches` as `backend` allocates them.
+    """Return the layout of a cache that an attention backend has allocated.
 
     Args:
-        kv_caches: the layers, by name.
-        backend: an attention backend's name, in any case.
-        block_size: that of the tensors: an engine whose kernels split blocks hands out the smaller ones.
-        engine_version: such as "0.33.0"; needed only where the tensors fit two versions' shapes.
-        num_kv_heads: checked if given.
-        kv_format: needed where a backend has several for this dtype.
+        kv_caches: the layers' tensors, by layer name.
+        backend: name of the attention backend, in any case.
+        block_size: tokens of a block in the tensors. If the engine's kernels split its blocks, the smaller size.
+        engine_version: version of the engine, such as "0.33.0". Needed only if the tensors fit the shapes of two
+            versions.
+        num_kv_heads: KV heads of this rank, to check the tensors against.
+        kv_format: format of the bytes. Needed only if the backend has several for this dtype.
         layer_indices: see `CacheLayout.infer`.
 
     Returns:
         A layout for `Runtime.register_kv_caches`.
 
     Raises:
-        LayoutError: the backend is not known, or the tensors are not as it allocates them.
+        LayoutError: the backend is not known, or it does not allocate tensors like these.
     """
     kv_caches = checked_caches(kv_caches)
     if num_kv_heads is not None:
@@ -311,7 +321,7 @@ def _read(
     num_kv_heads: int | None,
     layer_indices: Sequence[int] | None,
 ) -> CacheLayout:
-    """The layout if the tensors are as the row says."""
+    """Return the layout of tensors that match a row. LayoutError if they do not."""
     layout = CacheLayout.infer(
         kv_caches, order=row.order, style=row.style, block_size=block_size, layer_indices=layer_indices
     )

@@ -1,11 +1,11 @@
-"""Checks of values: the one border for what callers, configurations and tickets give, before anything is done.
+"""Checks of values from callers, configurations and tickets, before kvflow uses them.
 
-Each function takes a value of any kind and gives it back in Python's own type, or raises the error class that it was
-told, with the field's name and the value, cut short. A bool is no number and a float is no whole number; a number of
-another package, such as numpy's, is the number that it says it is. Whole numbers have 64 bits, because messages
-have; seconds have a bound, because timers have.
+Each check takes any object and returns it in Python's own type. If the value is invalid it raises the given error
+class, with the name of the field and the shortened value. A bool is not a number, and a float is not a whole number.
+Numbers of other packages, such as numpy's, are accepted. Whole numbers have 64 bits, as in messages; seconds have an
+upper bound, as timers do.
 
-What a value does when it is looked at is its own: an object whose methods raise is a wrong value, nothing else.
+A value may run its own code when it is inspected. If that code raises, the value is invalid.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 ErrorKind: TypeAlias = type[InvalidInput]
 Check: TypeAlias = Callable[[object, str], object]
-"""Function that gives a value back in Python's own type, or raises an error with its name."""
+"""Check of (value, name of the field): returns the value in Python's own type, or raises an error."""
 ValueT = TypeVar("ValueT")
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 SECONDS_MAX = 1e9
 GIVEN_ID_CHARS_MAX = 512
-"""Characters of a request id that a caller gives; peers take longer ones (`limits.REQUEST_ID_CHARS_MAX`)."""
+"""Most characters of a request id from a local caller. Peers may send longer ids (`limits.REQUEST_ID_CHARS_MAX`)."""
 _SHOWN_CHARS = 80
 _SAID_CHARS = 400
-_KNOWN_SHOWN = 12  # names of an unknown one's place that no known name is close to
-_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of the path in a message of msgspec's, such as `$.ranks[0].port`
+_KNOWN_SHOWN = 12  # known names in an error about an unknown name that is close to none
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # step of a path in msgspec's messages, such as `$.ranks[0].port`
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _SHOWN_CHARS
@@ -53,15 +53,15 @@ _SHORT.maxlevel = 3
 
 
 def answer(ask: Callable[[], ValueT]) -> ValueT | None:
-    """Ask a caller's object; None if it raises instead of answering."""
+    """Return `ask()`, which runs code of a caller's object. None if it raises."""
     try:
         return ask()
-    except Exception:  # noqa: BLE001 - the object's own code runs there, and may raise whatever it likes
+    except Exception:  # noqa: BLE001 - the object's own code may raise anything
         return None
 
 
 def shown(value: object) -> str:
-    """A value for a message, however large or broken it is."""
+    """Return a short text for any value, for a message, even if its `repr` is huge or raises."""
     text = answer(lambda: _SHORT.repr(value))
     if text is None:
         return f"a {type(value).__name__[:_SHOWN_CHARS]}"
@@ -70,34 +70,34 @@ def shown(value: object) -> str:
 
 
 def printable(text: str, chars_max: int) -> str:
-    """Text of somebody else as it may stand in our messages and logs: printable, of one line, and not too much."""
+    """Return text from outside as one printable line of at most about `chars_max` characters, for messages and logs."""
     cut = text[: chars_max + 1]
     plain = cut if cut.isprintable() else ascii(cut)[1:-1]
     return plain if len(plain) <= chars_max else f"{plain[:chars_max]}..."
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return a number and its noun, such as "1 block" or "3 blocks"; a plural without an s is given."""
+    """Return a number with its noun, such as "1 block" or "3 blocks". `plural`: if it is not the noun with an s."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def few(values: Collection[object], most: int) -> str:
-    """The first of many values, for a message, each cut short."""
+    """Return the first `most` values as a text, each shortened, with "..." if there are more."""
     first = (str(value)[:_SHOWN_CHARS] for value in islice(values, most))
     return ", ".join(first) + (", ..." if len(values) > most else "")
 
 
 def said(error: BaseException) -> str:
-    """The words of an error of a caller's own code, as they may stand in messages and logs."""
+    """Return the message of an error from a caller's code, made printable and short for messages and logs."""
     text = answer(lambda: str(error))
     return "it does not say why" if text is None else printable(text, _SAID_CHARS)
 
 
 def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError) -> Any:
-    """Return a value as one of `kind`, a type with bounds as msgspec has them, in Python's own type.
+    """Return a value of the type `kind`, which may have msgspec's bounds, in Python's own type.
 
     Raises:
-        InvalidInput: `error`, if it is none.
+        InvalidInput: of class `error`, if the value is not of that type or out of bounds.
     """
     plain = value if type(value) in _OWN else _plain(value)
     try:
@@ -105,7 +105,7 @@ def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError
         if texts and not all(encodes(one) for one in texts if type(one) is str):
             raise ValidationError("Expected a text that UTF-8 can carry")
         return convert({"value": plain}, kind if type(kind) is StructMeta else _held(kind)).value
-    except InvalidInput:  # of a field of a field
+    except InvalidInput:  # raised for a nested field
         raise
     except Exception as refused:
         size = f"{len(plain)}: " if isinstance(plain, str) and "length" in str(refused) else ""
@@ -114,7 +114,7 @@ def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError
 
 @lru_cache
 def _held(kind: Any) -> Any:
-    """Return a struct of one value of a kind: msgspec remembers what it knows of structs, and of no other type."""
+    """Return a struct type with one field of type `kind`: msgspec caches what it knows of structs only."""
     return defstruct("Held", [("value", kind)])
 
 
@@ -123,14 +123,14 @@ _OWN_OF: tuple[tuple[Any, Any], ...] = ((numbers.Integral, int), (numbers.Real, 
 
 
 def _plain(value: Any) -> object:
-    """Return a number or a text of any class as Python's own; for anything else an object that is of no kind."""
+    """Return a number or text of any class as Python's own; for any other value an object that fits no type."""
     own = next((own for kind, own in _OWN_OF if isinstance(value, kind)), None)
     found = None if own is None else answer(partial(own, value))
     return object() if found is None else found
 
 
 def _expected(refused: Exception) -> str:
-    """Words of a refusal by msgspec, without what it says of the value: that is shown."""
+    """Return the expectation in msgspec's message, without the found value, which the caller appends."""
     words, _, place = str(refused).partition(" - at `$.value")
     words = words.partition(", got ")[0]
     return f"{words[:1].lower()}{words[1:]}{f' at {place[:-1]}' if place[:-1] else ''}"
@@ -139,7 +139,7 @@ def _expected(refused: Exception) -> str:
 def whole(
     value: object, what: str, *, least: int = INT64_MIN, most: int = INT64_MAX, error: ErrorKind = RequestError
 ) -> int:
-    """A whole number from `least` to `most`."""
+    """Return `value` as a whole number from `least` to `most`."""
     return int(checked(value, what, _of(int, ge=least, le=most), error))
 
 
@@ -148,13 +148,14 @@ def _of(kind: Any, **bounds: Any) -> Any:
     return Annotated[kind, Meta(**bounds)]
 
 
-_EXACT_MAX = 1 << 53  # of a double: above it not every whole number is one
+_EXACT_MAX = 1 << 53  # above it doubles cannot represent every whole number
 _DEPTH_MAX = 8
 
 
 def without_doubles(value: Any, depth: int = _DEPTH_MAX) -> Any:
-    """Return JSON with whole numbers where it has doubles that are whole: gateways that keep JSON in protobuf have no
-    others. What is nested deeper than a ticket stays as it is.
+    """Return JSON with ints in place of floats that are whole: gateways that keep JSON in protobuf have only doubles.
+
+    Values nested deeper than `depth`, which is more than a ticket needs, stay unchanged.
     """
     if type(value) is float:
         return int(value) if value.is_integer() and abs(value) <= _EXACT_MAX else value
@@ -166,32 +167,32 @@ def without_doubles(value: Any, depth: int = _DEPTH_MAX) -> Any:
 
 
 def seconds(value: object, what: str, *, error: ErrorKind = RequestError) -> float:
-    """A time: more than 0, and such that a timer can be set to it."""
+    """Return `value` as seconds: more than 0, and at most SECONDS_MAX, to which a timer can be set."""
     return float(checked(value, what, Seconds, error))
 
 
 def text(value: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> str:
-    """Text of up to `most` characters that UTF-8, hence every message, can carry: half of a surrogate pair is none."""
+    """Return `value` as text of up to `most` characters. UTF-8, and so a message, must be able to carry it."""
     return str(checked(value, what, _of(str, max_length=most), error))
 
 
 def request_id(value: object, most: int = GIVEN_ID_CHARS_MAX) -> str:
-    """A request's id: a text of 1 to `most` characters."""
+    """Return `value` as a request id: text of 1 to `most` characters."""
     return str(checked(value, "request_id", _of(str, min_length=1, max_length=most)))
 
 
 def encodes(value: str) -> bool:
-    """True if UTF-8 can carry the text: JSON may hold half a surrogate pair."""
+    """Return True if UTF-8 can carry the text. It cannot carry half of a surrogate pair, which JSON may contain."""
     return value.isascii() or answer(value.encode) is not None
 
 
 def is_name(value: object, chars_max: int) -> bool:
-    """True if a value can name something in messages, logs and tickets: printable text without spaces."""
+    """Return True if a value can be a name in messages, logs and tickets: printable text without spaces."""
     return isinstance(value, str) and 0 < len(value) <= chars_max and _is_printable(value)
 
 
 def name(value: object, what: str, *, most: int, error: ErrorKind = RequestError) -> str:
-    """A name as messages, logs and tickets may carry it."""
+    """Return `value` as a name of at most `most` characters (`is_name`)."""
     plain = text(value, what, error=error)
     if not is_name(plain, most):
         expected = f"a name without spaces, of at most {counted(most, 'printable character')}"
@@ -199,20 +200,20 @@ def name(value: object, what: str, *, most: int, error: ErrorKind = RequestError
     return plain
 
 
-@lru_cache(maxsize=1024)  # only of texts whose length was judged: they are kept
+@lru_cache(maxsize=1024)  # callers check the length first, since texts stay in the cache
 def _is_printable(value: str) -> bool:
     return value.isprintable() and " " not in value
 
 
 def instance(value: object, kind: type[ValueT], what: str, *, error: ErrorKind = RequestError) -> ValueT:
-    """An object of that class."""
+    """Return `value`, which must be an instance of `kind`."""
     if not isinstance(value, kind):
         raise error(f"{what}: expected a {kind.__name__}, got {shown(value)}")
     return value
 
 
 def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Mapping[str, object]:
-    """A dict, or what behaves like one, whose keys are texts."""
+    """Return a copy of a mapping as a dict. Its keys must be texts."""
     items = answer(lambda: dict(value)) if isinstance(value, Mapping) else None
     if items is None or not all(isinstance(key, str) for key in items):
         raise error(f"{what}: expected a dict with texts as keys, got {shown(value)}")
@@ -220,7 +221,7 @@ def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Map
 
 
 def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> int:
-    """Number of entries of a list."""
+    """Return the number of entries of a list or another sized collection, at most `most`."""
     plain = type(values) is list or type(values) is tuple
     found = len(values) if plain else answer(lambda: len(values))  # type: ignore[arg-type]
     if found is None or (not plain and isinstance(values, str | bytes | Mapping)):
@@ -231,7 +232,7 @@ def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind 
 
 
 def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
-    """Count the block ids of a request. RequestError if that cannot be told, or there are more than `most`."""
+    """Return the number of block ids in a request. RequestError if they cannot be counted, or are more than `most`."""
     if isinstance(given, Mapping):
         tables = list(mapping(given, what).values())
     else:
@@ -245,7 +246,7 @@ def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
 
 
 def whole_numbers(values: object, what: str, *, error: ErrorKind = RequestError) -> npt.NDArray[np.int64]:
-    """A flat list of whole numbers, or an array of any package, as an array of its own."""
+    """Return a flat list of whole numbers, or an array of any package, as a new array."""
     array = answer(lambda: _array_of(values))
     if array is not None and array.ndim == 1 and not isinstance(values, bytearray):
         if not len(array):
@@ -258,13 +259,13 @@ def whole_numbers(values: object, what: str, *, error: ErrorKind = RequestError)
 
 
 def _array_of(values: object) -> npt.NDArray[Any]:
-    if type(values) is range:  # numpy would ask it for one number after the other
+    if type(values) is range:  # numpy would iterate over it
         return np.arange(values.start, values.stop, values.step)
     return np.asarray(values)
 
 
 def one_of(value: object, what: str, *, known: Iterable[str], error: ErrorKind = RequestError) -> str:
-    """One of a few words."""
+    """Return `value` as one of the words `known`."""
     plain, words = text(value, what, error=error), tuple(map(str, known))
     if plain not in words:
         *most, last = map(repr, words)
@@ -273,13 +274,13 @@ def one_of(value: object, what: str, *, known: Iterable[str], error: ErrorKind =
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """End of an error about a word that is close to a known one, else ""."""
+    """Return the end of an error's message that names a known word close to `given`; "" if none is close."""
     close = difflib.get_close_matches(given[:_SHOWN_CHARS], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint: str = "") -> None:
-    """ConfigError that names what is given and not known, and the known name that it is close to."""
+    """Raise ConfigError for names in `given` that are not known. It names them, and a known name that is close."""
     names = sorted(known)
     if unknown := sorted({*given} - {*names}):
         short = [name if name.isidentifier() and len(name) <= _SHOWN_CHARS else shown(name) for name in unknown[:9]]
@@ -289,7 +290,7 @@ def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint:
 
 
 def refusal(error: Exception, given: object) -> str:
-    """Words of a refusal by msgspec: field, bound and value. A lease id is a secret, and is left out."""
+    """Return msgspec's message with the refused value, found in `given`. Lease ids are secret and are left out."""
     steps = _STEP.findall(str(error).rpartition("`$")[2])
     if any("lease_id" in name for name, _ in steps):
         return str(error)
@@ -299,7 +300,7 @@ def refusal(error: Exception, given: object) -> str:
     return f"{error}, got {shown(found)}"
 
 
-# --- dataclasses: the annotation of a field says what it may hold
+# --- dataclasses: the annotation of a field defines its check
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX)]
@@ -310,13 +311,13 @@ Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 
 
 def settle(given: object, error: ErrorKind, where: str = "") -> None:
-    """Check each field of a frozen dataclass, and replace its value by the one in Python's own type."""
+    """Check each field of a frozen dataclass, and set it to the value in Python's own type."""
     for name, _, check in _fields_of(type(given), error):  # type: ignore[arg-type]
         object.__setattr__(given, name, check(getattr(given, name), f"{where}{name}"))
 
 
 def settled_request(given: object, kind: type[DataT], verb: str, block_ids_max: int) -> DataT:
-    """Return a request with its numbers and texts in Python's own types. RequestError names request and field."""
+    """Return a request of type `kind` with values in Python's own types. RequestError names the request and field."""
     known: Any = given if type(given) is kind else instance(given, kind, verb)
     name, ids, changes = known.request_id, known.block_ids, dict[str, Any]()
     if type(name) is not str or not name.isascii() or not 0 < len(name) <= GIVEN_ID_CHARS_MAX:
@@ -339,14 +340,14 @@ def settled_request(given: object, kind: type[DataT], verb: str, block_ids_max: 
 
 @lru_cache(maxsize=64)
 def _fields_of(kind: Hashable, error: Hashable) -> tuple[tuple[str, object, Check], ...]:
-    """Return name, default and check of each field of a dataclass that its annotation bounds."""
+    """Return (name, default, check) of each field of dataclass `kind` with a check in its annotation."""
     hints = get_type_hints(kind.__init__, include_extras=True)  # type: ignore[misc]
     found = ((entry, _check_of(hints[entry.name], error)) for entry in fields(kind))  # type: ignore[arg-type]
     return tuple((entry.name, entry.default, check) for entry, check in found if check is not None)
 
 
 def _check_of(hint: Any, error: Any) -> Check | None:
-    """Return the check that an annotation stands for: a function in `Annotated`, or that of a type with bounds."""
+    """Return the check of an annotation: the function in `Annotated`, or a check of its type; None if it has none."""
     one, *others = [arg for arg in get_args(hint) if arg is not NoneType] if NoneType in get_args(hint) else [hint]
     kind, *marks = get_args(one) if get_origin(one) is Annotated else (one,)
     check: Any = marks[0] if marks and callable(marks[0]) else None
@@ -358,7 +359,7 @@ def _check_of(hint: Any, error: Any) -> Check | None:
 
 
 def naming_unknown(kind: type[ValueT]) -> type[ValueT]:
-    """Decorate a dataclass: its constructor names an unknown argument, and the known one that it is close to."""
+    """Decorate a dataclass: its constructor raises ConfigError for an unknown argument, with a close known name."""
     made, known = kind.__init__, [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
 
     @wraps(made)

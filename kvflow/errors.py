@@ -1,9 +1,9 @@
 """Every error a user of kvflow can meet, as one tree.
 
-Each class answers three questions by attributes: `blame`, whose fault it was; `retryable`, whether the same call with
-the same ticket may succeed later or on another engine; `memory_safe`, whether the local blocks may be reused at once.
-A class whose errors differ has `memory_safe` False ("ask" below). An error is memory safe unless it has a
-`quarantine`: the load whose bytes may still land.
+Each class answers three questions by attributes: `blame`, which party is at fault; `retryable`, whether the same call
+with the same ticket may succeed later or on another engine; `memory_safe`, whether the local blocks may be reused at
+once. If errors of a class differ in that, the class has `memory_safe` False ("ask" below). An error is memory safe
+unless it has a `quarantine`: the ended load with bytes that may still land.
 
     KVFlowError
     |- InvalidInput              caller   do not retry   safe      the caller's input is invalid

@@ -1,7 +1,8 @@
-"""Forked children: they have the memory and the files of their parent, but neither its threads nor its loop.
+"""Forked child processes: they inherit memory and file descriptors, but neither threads nor the event loop.
 
-A call of ZeroMQ or NIXL about what the parent has opened may never return in a child, and a file that is taken off the
-loop there is taken off the parent's, too. So whatever has such things is told in the child, before anything else runs.
+In a child, a call of ZeroMQ or NIXL on an object of the parent may never return, and a file descriptor that is removed
+from the inherited loop is removed from the parent's loop, too. So objects with threads, sockets or a loop register
+here. In a child their `forked` is called before any other code runs.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from typing import Any, Protocol
 
 
 class Inherited(Protocol):
-    """An object that a forked child inherits and must not use: it has threads, sockets or a loop of the parent."""
+    """An object that a forked child must not use, because it has threads, sockets or a loop of the parent."""
 
     def forked(self) -> None:
-        """Called in a child, on its one thread: from now on every method returns at once, or raises UsageError."""
+        """Called in the child, on its only thread. Afterwards every method returns at once or raises UsageError."""
 
 
 _LIVE: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
 def watch(one: Inherited) -> None:
-    """Have an object told if this process is forked, in the child, for as long as the object lives."""
+    """Call `one.forked()` in each forked child, as long as the object lives. Keeps no reference to it."""
     _LIVE.add(one)
 
 
 def silence(socket: Any) -> None:
-    """Have an asyncio socket of ZeroMQ hear nothing more in this process."""
+    """Make an asyncio socket of ZeroMQ ignore all events in this process."""
     socket._handle_events = lambda *_: None
 
 

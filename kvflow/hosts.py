@@ -1,7 +1,8 @@
 """Hosts and addresses as texts: DNS names, IPv4 and IPv6 addresses, and `tcp://host:port`.
 
-A host has one form here: IPv6 addresses stand bare and compressed, `fd00::2`. Brackets belong to addresses alone, where
-a port follows. Both forms are taken wherever a host is given: `status.podIP`, routers and vLLM write the bare one.
+A host has one form here: an IPv6 host is bare and compressed, such as `fd00::2`. Only addresses, in which a port
+follows, have brackets. Wherever a host is given both forms are accepted: Kubernetes (`status.podIP`), routers and vLLM
+write the bare form.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ PORT_MAX = 65535
 HOST_CHARS_MAX = 253
 
 ANY, ANY_V4, ANY_V6 = "*", "0.0.0.0", "::"
-"""Wildcards: every address of both versions, of version 4 alone, and of both again."""
+"""Wildcards: `*` and `::` stand for all IPv4 and IPv6 addresses, `0.0.0.0` for all IPv4 addresses."""
 WILDCARDS = (ANY, ANY_V4, ANY_V6)
 
 _NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}")
@@ -30,7 +31,7 @@ def plain_host(text: str) -> str | None:
     return _plain(text) if len(text) <= HOST_CHARS_MAX else None
 
 
-@lru_cache(maxsize=1024)  # only of texts whose length was judged: they are kept
+@lru_cache(maxsize=1024)  # the length is checked first, since texts stay in the cache
 def _plain(text: str) -> str | None:
     if text in WILDCARDS or _NAME.fullmatch(text):
         return text
@@ -55,22 +56,22 @@ def is_v6(host: str) -> bool:
     return ":" in host
 
 
-@lru_cache(maxsize=4096)  # every load asks for the address of each of its ranks
+@lru_cache(maxsize=4096)  # called for each rank of every load
 def address_at(host: str, port: int | str) -> str:
     """Return `tcp://host:port`, with brackets around an IPv6 host."""
     return f"tcp://{in_url(host)}:{port}"
 
 
 def in_url(host: str) -> str:
-    """Return a host as URLs have it: brackets around IPv6, once."""
+    """Return a host as in URLs, with brackets around IPv6."""
     return f"[{host}]" if is_v6(host) and not host.startswith("[") else host
 
 
 def split_address(address: str, *, what: str = "listen", error: type[InvalidInput] = ConfigError) -> tuple[str, int]:
-    """Split `tcp://host:port` into host and port; what stands behind the last colon is the port.
+    """Split `tcp://host:port` into host and port. The port follows the last colon.
 
     Raises:
-        InvalidInput: `error`, if it is anything else.
+        InvalidInput: of class `error`, if the address has another form.
     """
     scheme, separator, rest = checks.text(address, what, error=error).partition("://")
     given, _, port = rest.rpartition(":")

@@ -1,9 +1,9 @@
-"""kvflow's loggers: all arguments of a log line are made printable and bounded, so that none begins a line.
+"""kvflow's loggers: the arguments of a log line become printable and bounded text, so that none can forge a line.
 
-Request ids, reasons, file names and errors carry text of callers, peers and routers. Raw, a line break in one begins a
-log line of its own, which reads as anybody's. Each logger of kvflow has one filter, which sees each record before any
-handler does: numbers stay as they are, anything else becomes text of one line, and a traceback's lines are indented, so
-that none begins as a record does. Nothing is done for a line that is not wanted.
+Request ids, reasons, file names and errors contain text of callers, peers and routers. An unfiltered line break in one
+would begin a line that looks like another record. Each logger of kvflow has a filter, which sees each record before the
+handlers do. Numbers stay unchanged; all else becomes text of one line. The lines of a traceback are indented, so that
+none looks like a record. Records below the logger's level cost nothing.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from types import TracebackType
 from kvflow.checks import answer, counted, printable
 from kvflow.errors import ERROR_CHARS_MAX, shortened
 
-_CHARS_MAX = ERROR_CHARS_MAX - 100  # a handler adds time, level and logger
-"""Longest argument of a log line, and longest line, of a traceback's, too."""
-_ARGUMENTS_CHARS = 1000  # a line whose arguments are shorter is no long one: our own words are few
+_CHARS_MAX = ERROR_CHARS_MAX - 100  # leaves room for the time, level and logger that a handler adds
+"""Most characters of an argument, of a log line, and of each line of a traceback."""
+_ARGUMENTS_CHARS = 1000  # with fewer characters in its arguments a line is short enough: kvflow's own words are few
 _TRACEBACK_LINES_MAX = 200
 _INDENT = "    "
 
 
 def logger_of(name: str) -> logging.Logger:
-    """The logger of a module of kvflow."""
+    """Return the logger of a module of kvflow, with the filter."""
     logger = logging.getLogger(name)
     logger.addFilter(_make_plain)
     return logger
 
 
 def _make_plain(record: logging.LogRecord) -> bool:
-    """Filter that keeps every record, with its arguments made printable."""
+    """Make a record's arguments and traceback printable. Always return True: no record is filtered out."""
     if isinstance(record.args, tuple):
         record.args = tuple(map(_plain, record.args))
         if sum(len(one) for one in record.args if isinstance(one, str)) > _ARGUMENTS_CHARS:
@@ -41,7 +41,7 @@ def _make_plain(record: logging.LogRecord) -> bool:
 
 
 def _plain(value: object) -> object:
-    """Argument of a log line: a number as it is, anything else as text of one line."""
+    """Return a number unchanged, and any other argument as text of one line."""
     if type(value) in (int, float, bool):
         return value
     text = answer(lambda: str(value))
@@ -49,7 +49,7 @@ def _plain(value: object) -> object:
 
 
 def _traceback(error: BaseException, where: TracebackType | None) -> str:
-    """Text of an error as handlers show it; a Formatter that finds it makes none of its own."""
+    """Return the traceback of an error as text. A Formatter that finds it in `exc_text` formats none itself."""
     lines = "".join(traceback.format_exception(type(error), error, where)).splitlines()
     if len(lines) > _TRACEBACK_LINES_MAX:
         left_out = f"... {counted(len(lines) - _TRACEBACK_LINES_MAX, 'line')} ..."

@@ -1,9 +1,10 @@
-"""Parts that a request or a device asks for, by name. The core imports none of them: each is imported at its first use.
+"""The parts that a request or a device may need. The core does not import them: each is imported at its first use.
 
-A part is whole in its folder. Without the folder, its tests and its row here everything else works, and a request that
-needs the part says so. Parts with settings or state of their own have no row: they are given to `Runtime(parts=[...])`.
+A part is complete in its folder. If its folder, its tests and its row in `PARTS` are deleted, everything else works,
+and a request that needs the part fails with an error that names it. Parts with settings or state of their own have no
+row: users pass them to `Runtime(parts=[...])`.
 
-The module of a part that one registration keeps has `begin(cache)`, which makes it.
+If a registration keeps state of a part, the part's module has `begin(cache)`, which returns that state.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from kvflow.errors import KVFlowError, RequestError
 
 PARTS: Mapping[str, str] = {
     "failover": "kvflow.failover.several_tickets",  # loads of several tickets, or with `again`
-    "growing": "kvflow.growing.growing_loads",  # prompts that are still being computed, offers that are still to come
+    "growing": "kvflow.growing.growing_loads",  # prompts that are still being computed, and pending tickets
     "staging": "kvflow.staging.buffered",  # caches that peers cannot read, and blocks in small pieces
-    "verify": "kvflow.verify.verifying",  # loads that are compared with the producer, and questions of such readers
+    "verify": "kvflow.verify.verifying",  # loads that compare digests, and the producer's answers to them
 }
-"""Module of each part by the name of its folder."""
+"""Module of each part, by the name of its folder."""
 
 
 def part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> ModuleType:
@@ -29,14 +30,14 @@ def part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> Module
 
     Args:
         name: folder of the part.
-        what: what needs it, for the error.
-        kind: the error if the part is not there.
+        what: name of the request or device that needs the part, for the error.
+        kind: error class if the part is missing.
 
     Returns:
         The part's module in `PARTS`.
 
     Raises:
-        RequestError: The part is not there; or `kind`.
+        RequestError: the part is missing; of class `kind` if that is another class.
     """
     with needing(name, what, kind):
         return importlib.import_module(PARTS[name])
@@ -44,20 +45,22 @@ def part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> Module
 
 @contextlib.contextmanager
 def needing(name: str, what: str, kind: type[KVFlowError]) -> Iterator[None]:
-    """Import modules that need a part. If the part is not there, `kind` says that `what` needs it."""
+    """Context for imports from a part. If the part is missing, raise `kind`, which says that `what` needs it."""
     try:
         yield
     except (KeyError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(f"kvflow.{name}."):
-            raise  # the part is there, and something that it imports is not
+            raise  # the part is there, but a package that it imports is missing
         raise kind(f"{what} needs kvflow.{name}, which is not there") from error
 
 
 def preload(*names: str) -> None:
-    """Import parts now, so that no loop waits for that at the first request that needs one; missing ones are left out.
+    """Import parts now, so that the event loop need not wait for the import at the first request.
+
+    Missing parts are skipped.
 
     Args:
-        names: of parts in `PARTS`.
+        names: names of parts in `PARTS`.
     """
     for name in names:
         with contextlib.suppress(RequestError):

@@ -1,1 +1,1 @@
-"""Decisions without waiting: layouts, plans, messages, state tables. Pure: no I/O, no clock, no torch."""
+"""The core: layouts, plans, messages and state tables. It decides and never waits: no I/O, no clock, no torch."""

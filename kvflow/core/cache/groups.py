@@ -5,8 +5,8 @@ layers attend only to a window, an engine keeps only the window's blocks for the
 of their own. Groups may take their blocks from one pool, if the engine lays all layers over the same memory, or from
 separate pools.
 
-Layers of a group may look different; some may have fewer heads, for example. Layers of a group that look alike are a
-`LayerSet`, the unit that is registered, compared with a peer and planned.
+Layers of one group may differ, for example in their number of heads. Layers of a group that look alike are a
+`LayerSet`: the unit that is registered, compared with a peer's and planned.
 """
 
 from __future__ import annotations

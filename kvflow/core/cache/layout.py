@@ -50,7 +50,7 @@ class KVStyle(enum.StrEnum):
     KV_FIRST = "kv_first"  # one tensor (2, B, N, H, D)
     BLOCKS_FIRST = "blocks_first"  # one tensor (B, 2, N, H, D)
     APART = "apart"  # a pair of tensors (B, N, H, D)
-    FUSED = "fused"  # one tensor (B, N, H, D) whose last axis holds K and V of a head together
+    FUSED = "fused"  # one tensor (B, N, H, D); the last axis holds K and V of a head together
     MLA = "mla"  # one tensor (B, N, D): the latent of multi-head latent attention
 
 

@@ -35,7 +35,7 @@ class Counted(enum.StrEnum):
     DUPLICATE = "duplicate"
     """The reader has reported its share before."""
     MALFORMED = "malformed"
-    """The share is not between 0 and 1."""
+    """The share is not above 0 and at most 1."""
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +145,10 @@ class LeaseBook:
     def read(
         self, lease_id: str, reader: str, share: tuple[int, int], now_s: float
     ) -> tuple[Counted, LeaseEntry | None]:
-        """Note that `reader` has read its share (numerator, denominator). Return the effect, and a lease that ended."""
+        """Note that `reader` has read its share (numerator, denominator) of a lease.
+
+        Return the effect, and the lease if this has ended it.
+        """
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open:
             return Counted.LATE, None

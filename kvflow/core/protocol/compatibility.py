@@ -37,7 +37,7 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compatibility_of(layouts: Sequence[CacheLayout | StatePart], *, model: str) -> Compatibility:
-    """Return the compatibility of one rank's cache. If layers differ in a property, its value names all of theirs.
+    """Return the compatibility of one rank's cache. If layers differ in a property, its value names all found values.
 
     State per request and layers of a draft model, which the other side may lack, are left out: peers compare them by
     their cache shares.

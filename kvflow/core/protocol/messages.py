@@ -203,7 +203,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     regions: Annotated[tuple[RegionTable, ...], Meta(max_length=SETS_MAX)]
     """Regions of each set of layers, in the order of `cache_shares`."""
     groups: Annotated[tuple[GroupFacts, ...], Meta(max_length=GROUPS_MAX)]
-    """Groups of layers; `CacheShare.group` is an index of them."""
+    """Groups of layers, in the order of `CacheShare.group`."""
     seals: SealLocation
     staged: bool
     """True if blocks are copied to host buffers before they can be read. Then seals show the missing tokens."""
@@ -227,7 +227,7 @@ class Told(enum.StrEnum):
     """The state of a request's lease in an answer."""
 
     WAITING = "waiting"
-    """No news yet: no lease, or no more of it than the reader knows."""
+    """No news yet: the rank has no lease, or knows nothing about the lease that the reader does not know."""
     OPEN = "open"
     """The lease is open; news of it may follow."""
     COMPLETE = "complete"
