@@ -54,7 +54,7 @@ _USES = {
     "producer": MemoryUse.SERVED,
     "consumer": MemoryUse.READ_INTO,
 }
-"""How the cache's memory is used, by Config.role."""
+"""Uses of the cache's memory, by Config.role."""
 
 
 class RegisteredCache:
@@ -83,7 +83,7 @@ class RegisteredCache:
         self.side_channel = runtime.side_channel
         self.seals = runtime.seals
         self.token_hex = runtime.world.token_hex
-        """Returns the given number of random bytes, unpredictable, in hexadecimal."""
+        """Function that returns the given number of random bytes, unpredictable, in hexadecimal."""
         self.resources = resources
         self.memory = memory
         self._parts: dict[str, Any] = {}

@@ -27,7 +27,7 @@ class CopyFailed(Exception):
 
 
 class CopyThread:
-    """Runs copies and watches device events on one thread, and reports their ends on the loop.
+    """A thread that runs copies and watches device events, and reports their ends on the loop.
 
     Thread `kvflow-copy <name>`: begun by the first copy, or event to watch. Ends at closing, once no copy runs.
     The caller that submitted a copy gets its error.

@@ -30,7 +30,7 @@ ANSWER_FILES = 1
 READERS_STOP_AT = 8
 """Files that must be left before a new reader or peer is connected."""
 SIDE_CHANNEL_STOPS_AT = 4
-"""If fewer files are left, the side channel drops its connections."""
+"""Files that must be left for the side channel to keep its connections."""
 
 _OPENING = {"nixl": 44, "inproc": 22}  # by transport
 _CONTEXT_FILES = 8  # of a ZeroMQ context, which starts its threads with the first socket
@@ -103,7 +103,7 @@ def asking_shortage(*, first: bool) -> str:
 
 
 class ReaderAdmission:
-    """Decides whether another reader may connect.
+    """The decision whether another reader may connect.
 
     Readers that were admitted during the last `_CONNECTING_S` seconds count as still connecting.
     """

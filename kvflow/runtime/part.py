@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Ending(enum.Enum):
-    """Why a part must end its work."""
+    """The reason why a part must end its work."""
 
     CLOSED = enum.auto()
     """The runtime is closed, or has drained."""
@@ -131,7 +131,7 @@ class PartOwner:
 
 
 class Service(Protocol):
-    """Answers stock readers, and applies their notifications."""
+    """A service that answers stock readers and applies their notifications."""
 
     def answer(self, question: bytes) -> list[bytes] | None:
         """Return the frames of the answer, or None for no answer. Never waits, and never raises."""

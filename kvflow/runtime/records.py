@@ -38,9 +38,9 @@ class Attempt:
     outcome: str
     """"loaded", the name of the error's type, or "ended" if the load ended before the attempt had an outcome."""
     error: str
-    """Why the source did not deliver the prompt, or ""."""
+    """Reason why the source did not deliver the prompt, or ""."""
     bytes: int
-    """Bytes whose reads were posted to this source. Only the bytes of the source that "loaded" were used."""
+    """Bytes of the reads that were posted to this source. Only the bytes of the source that "loaded" were used."""
     seconds: float
     """Seconds from the start of the attempt until no further byte from this source could land."""
 
@@ -97,7 +97,7 @@ class LeaseRecord:
     request_id: str
     outcome: str
     reason: str = ""
-    """Why the prompt could not be computed, if the lease failed."""
+    """Reason why the prompt could not be computed, if the lease failed."""
     blocks: int
     blocks_by_group: Mapping[str, int]
     """Number of blocks by the names of the cache's groups of layers."""
@@ -111,7 +111,7 @@ class LeaseRecord:
 
 
 class Observer(Protocol):
-    """Gets the record of every load and lease of the runtimes that it was passed to."""
+    """An observer of runtimes: it gets the record of each of their loads and leases."""
 
     def load_ended(self, record: LoadRecord) -> None:
         """Called when a load has ended, with any outcome.
@@ -129,7 +129,7 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Passes records to the observers of one runtime, and logs their errors."""
+    """The observers of one runtime. Each record is passed to all, and their errors are logged."""
 
     def __init__(self, observers: Sequence[Observer], *, forgiven: bool = True) -> None:
         listed = checks.answer(lambda: tuple(observers))

@@ -40,7 +40,7 @@ _RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)
 
 
 class Runtime:
-    """Moves KV blocks for one rank of an engine. Use it as `async with Runtime(config) as rt`.
+    """The KV-cache transfer runtime of one rank of an engine. Use it as `async with Runtime(config) as rt`.
 
     If a runtime is dropped without being closed, it is closed in the background, with a ResourceWarning.
 
@@ -91,7 +91,7 @@ class Runtime:
 
     @property
     def quarantines(self) -> tuple[Load, ...]:
-        """Ended loads that may still write to their blocks. Reuse the blocks after `await load.settled()`."""
+        """Ended loads that may still write to their blocks. Reuse the blocks only after `await load.settled()`."""
         cache = self._supervisor.held
         return cache.loader.quarantines if cache else ()
 
@@ -170,9 +170,9 @@ class Runtime:
         """Unregister the cache, for example before an engine sleeps. Afterwards no byte of it is read or written.
 
         At once, all leases are revoked, loads and later calls fail with CacheUnregistered, and questions of peers are
-        refused for now. Then wait for reads and copies under way, send goodbyes to readers, and deregister the memory.
-        After that `register_kv_caches` accepts another cache, of any layout. The new cache is another incarnation of
-        this rank: no earlier ticket, seal or connection is valid for it.
+        refused for now. Then the runtime waits for reads and copies under way, sends goodbyes to readers, and
+        deregisters the memory. After that `register_kv_caches` accepts another cache, of any layout. The new cache is
+        another incarnation of this rank: no earlier ticket, seal or connection is valid for it.
 
         Takes at most Config.cancel_grace_s, drain_timeout_s, Limits.seal_hold_s, goodbye_timeout_s and twice
         transport_close_timeout_s. Without a cache, return at once. Concurrent calls wait for the same end. Cancelling
@@ -204,9 +204,9 @@ class Runtime:
     def introduce(self) -> Ticket:
         """Return a ticket that describes this rank. It offers no blocks and opens no lease.
 
-        A router or scheduler makes tickets for requests from it: `Ticket.rendezvous`, `Ticket.without_leases`. An
-        engine of several ranks merges the tickets of its ranks (`merge_tickets`). The ticket is valid until the cache
-        is unregistered.
+        From this ticket a router or scheduler makes tickets for requests: `Ticket.rendezvous`, `Ticket.without_leases`.
+        An engine of several ranks merges the tickets of its ranks (`merge_tickets`). The ticket is valid until the
+        cache is unregistered.
 
         Returns:
             The ticket.
@@ -227,8 +227,8 @@ class Runtime:
         """Announce that a request will not be served, for example since it was rejected or its prefill failed.
 
         Readers that wait for its offer with a pending ticket (`Ticket.rendezvous`) fail at once: PrefillFailed, with
-        the reason. So do readers that ask later, for a while. A later `serve_blocks` with the same request id undoes
-        it. Allowed while the runtime drains. An engine of several ranks declines on each rank.
+        the reason. So do readers that ask later, for a while. A later `serve_blocks` with the same request id revokes
+        that. Allowed while the runtime drains. An engine of several ranks declines on each rank.
 
         A router may send a request to this engine while its readers wait at another engine. Then pass `at`: the ranks
         of that engine are notified in the background, and nothing is declined here. Do so on one rank of this engine.

@@ -43,13 +43,13 @@ class World:
     """Functions that make everything that connects a runtime to the outside. The defaults are the real ones."""
 
     transport: Callable[[Config, str], Transport] = make_transport
-    """Makes the transport, from the config and the name of the agent."""
+    """Function that makes the transport, from the config and the name of the agent."""
     side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
     own_host: Callable[[Config], Awaitable[str]] = own_host
-    """Finds the host to name in tickets."""
+    """Function that finds the host to name in tickets."""
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
-    """Returns the given number of random bytes in hexadecimal, for incarnations and lease ids. Unpredictable."""
+    """Function that returns random bytes, unpredictable, in hexadecimal, for incarnations and lease ids."""
     copier: Callable[[str], CopyThread] = CopyThread
     forgives: bool = True
     """True if errors of observers are only logged. If False, as in tests, closing the runtime also raises the first."""

@@ -52,12 +52,12 @@ def is_staged(device: str, staging: str, reached: bool | None = None) -> bool:
 
 
 class MemoryUse(enum.Flag):
-    """How registered memory is used. Registration costs time and, on some devices, part of an address window."""
+    """The use of registered memory. Registration costs time and, on some devices, part of an address window."""
 
     SERVED = enum.auto()
-    """Peers read the memory."""
+    """Memory that peers read."""
     READ_INTO = enum.auto()
-    """Local reads write to the memory."""
+    """Memory that local reads write to."""
 
 
 class TransportError(KVFlowError):
@@ -116,11 +116,11 @@ class TransportStatistics:
 
 
 Join: TypeAlias = Callable[[Sequence[bytes]], Sequence[bytes]]
-"""Takes many payloads for one peer, and returns fewer that say the same."""
+"""A function from several payloads for one peer to fewer payloads that say the same."""
 
 
 class Transport(Protocol):
-    """Reads memory of peers for one registered cache. Call all methods on the event loop that called `open`."""
+    """The reads of peers' memory for one registered cache. Call all methods on the event loop that called `open`."""
 
     async def open(self) -> None:
         """Start the agent. Raises ConfigError if it cannot start as configured."""

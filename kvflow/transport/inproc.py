@@ -96,7 +96,7 @@ class InprocFaults:
 
 
 class Carrier(Protocol):
-    """Decides when the reads of one agent land and its notifications arrive. Without a carrier they do at once."""
+    """An object that decides when one agent's reads land and its notifications arrive; without it they do at once."""
 
     def carry(self, reader: InprocTransport, read: InprocRead) -> None:
         """Perform a posted read, at any time.

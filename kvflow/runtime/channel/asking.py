@@ -1,7 +1,7 @@
 """The side channel over ZeroMQ: the asking end, which keeps connections for a while. `ZmqListener` is the other end.
 
-ZeroMQ retries a failed connection without a word. Its monitor reports the failure, so that the question can end. Host
-names are looked up first (`lookups`), because ZeroMQ would look them up on the one thread that all questions share.
+ZeroMQ silently retries a failed connection. Its monitor reports the failure, so that the question can end. Host names
+are looked up first (`lookups`), because ZeroMQ would look them up on the one thread that all questions share.
 
 With CURVE the peer must own the key that our allowlist has under its engine id, and its allowlist must have our key.
 """
@@ -36,8 +36,8 @@ ATTEMPTS_MAX = 6
 """Most times that one question is sent, counting the first, if connections close before the answer."""
 
 REFUSALS_MAX = 2
-"""Refused connections that one question survives: a listener that drops all connections has its port unbound for a
-moment."""
+"""Most refused connections after which one question is repeated: a listener that drops all connections has no bound
+port for a moment."""
 
 ASK_AGAIN = BackOff(first_s=0.01, most_s=0.2)
 """Pauses between attempts: a listener that dropped too many connections must not get all back at once."""
@@ -128,8 +128,8 @@ class ZmqSideChannel:
         """Send a question and return the frames of its answer.
 
         A connection may close before the answer comes: a kept one because the peer restarted, any because the listener
-        dropped all connections and refuses new ones until its port is bound again. Then send the question again. Every
-        question may therefore be answered twice by the peer.
+        dropped all connections and refuses new ones until its port is bound again. Then send the question again. Asking
+        any question twice does no harm.
         """
         body, at = codec.encode(request), request.target
         shared, heard = self._connections.shared(way), None

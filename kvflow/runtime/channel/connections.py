@@ -58,12 +58,12 @@ _MONITORS = itertools.count()
 """Numbers in the endpoints of monitors, never used twice: ZeroMQ frees the endpoint of a closed socket only later."""
 
 Heard: TypeAlias = "list[bytes] | zmq.Event"
-"""The frames of an answer, or an event of the connection. After every event but CONNECT_RETRIED it is closed."""
+"""The frames of an answer, or an event of the connection. Every event but CONNECT_RETRIED ends the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerWay:
-    """How to connect to a listener: its numeric endpoint, and with CURVE its public key and our key pair."""
+    """The numeric endpoint of a listener, and with CURVE its public key and our key pair."""
 
     endpoint: str
     server_key: bytes = b""
@@ -250,9 +250,9 @@ class Connections:
 
     @contextmanager
     def asking(self, connection: KeptConnection, fingerprint: bytes, body: bytes) -> Iterator[OpenQuestion]:
-        """Send a question over a connection that is shared or new, and end it with the block.
+        """Send a question over a connection that is shared or new. Raises ZMQError.
 
-        Afterwards the connection is kept or closed. Raises ZMQError.
+        The question ends with the block. Then the connection is kept or closed.
         """
         self._idle.pop(connection, None)
         question = None

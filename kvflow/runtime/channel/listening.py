@@ -93,7 +93,7 @@ class ZmqListener:
         self._counts = dict.fromkeys(("answered", "refused", "dropped", "over_rate", "rejected", "recycled"), 0)
         self._connections = 0
         self._dropping = ""
-        """Why all connections are being dropped; "" while they are not."""
+        """Reason why all connections are being dropped; "" if they are not."""
         self._bound = True
         self._inherited = False
         """True in a forked child."""

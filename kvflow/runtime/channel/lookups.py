@@ -29,7 +29,7 @@ _KNOWN_MAX = 1024
 
 
 class Lookups:
-    """Looks up addresses of hosts by name. Belongs to one event loop."""
+    """Lookups of host addresses by name, each in a thread. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._new = asyncio.Semaphore(_NEW_AT_ONCE_MAX)
@@ -54,7 +54,7 @@ class Lookups:
         found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         try:
             threading.Thread(target=_run, args=(host, room, found), name=f"kvflow-lookup {host}", daemon=True).start()
-        except RuntimeError as error:  # no more threads
+        except RuntimeError as error:  # no thread can be started
             room.release()
             raise OSError(f"cannot look {host} up: {error}") from error
         numbers = await found
@@ -101,7 +101,7 @@ def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[str]) -> None
 
     try:
         found.get_loop().call_soon_threadsafe(end)
-    except RuntimeError:  # the loop is closed: nobody waits
+    except RuntimeError:  # the loop is closed, so no caller waits
         if not found.get_loop().is_closed():
             raise
 

@@ -28,12 +28,12 @@ def refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
 
 
 AnswerStranger: TypeAlias = Callable[[bytes], "list[bytes] | None"]
-"""Takes the one frame of a question of another protocol. Returns the frames of its answer, or None for no answer."""
+"""A function of the one frame of a question of another protocol: the frames of the answer, or None for no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerStatistics:
-    """What a listener has counted: messages, but for `rejected`, `connections` and `recycled`."""
+    """Counts of a listener, in messages except for `rejected`, `connections` and `recycled`."""
 
     answered: int
     refused: int

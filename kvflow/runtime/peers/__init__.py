@@ -1,1 +1,1 @@
-"""Remote engines: handshakes with their ranks, connections to them, and the way from a ticket to both."""
+"""Remote engines: handshakes with their ranks, connections to them, and the ranks and leases of a ticket."""

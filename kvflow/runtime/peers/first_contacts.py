@@ -26,12 +26,12 @@ def patience_s(config: Config) -> float:
 
 
 def overloaded(peer: Address, why: str) -> Overloaded:
-    """Return the error for a load that this rank has no capacity to ask `peer` for. `of_request` adds the request."""
+    """Return the error that this rank has no room to ask `peer`. `Overloaded.of_request` adds the request."""
     return Overloaded(f"{peer}: {why}", request_id="", peer=peer.address)
 
 
 class FirstContacts:
-    """Gives turns to first contacts, at most `limits.first_contacts_max` at once. Belongs to one event loop."""
+    """The turns of first contacts, at most `limits.first_contacts_max` at once. Belongs to one event loop."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

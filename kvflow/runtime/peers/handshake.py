@@ -45,7 +45,7 @@ _DIFFERENCES_MAX = 2000
 
 
 class Handshakes:
-    """Shakes hands with peers and asks them questions, for one registered cache."""
+    """Handshakes with peers, and questions to them, for one registered cache."""
 
     def __init__(self, cache: RegisteredCache, telling: Telling) -> None:
         self._config = cache.config

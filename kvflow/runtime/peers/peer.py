@@ -184,7 +184,7 @@ class Peer:
         self.last_error = why.removeprefix(f"{self.at}: ")[:_ERROR_CHARS_MAX]
 
     def usable(self, incarnation: str | None) -> Connection | None:
-        """Return the connection; None if it may be outdated, as a ticket names another, unknown incarnation."""
+        """Return the connection; None if `incarnation`, from a ticket, is neither the connection's nor a past one."""
         if self.current is None or incarnation is None or incarnation in self.past_incarnations:
             return self.current
         return self.current if self.current.incarnation == incarnation else None
@@ -226,7 +226,7 @@ ReadTicket: TypeAlias = Callable[[Ticket | Mapping[str, Any]], Ticket]
 
 
 class Resolver(Protocol):
-    """The way from a ticket to its connected ranks and their leases. For kvflow engines that is `reach.Reach`."""
+    """A resolver of tickets: it connects a ticket's ranks and finds their leases. For kvflow tickets: `reach.Reach`."""
 
     @property
     def read_ticket(self) -> ReadTicket: ...
@@ -237,7 +237,7 @@ class Resolver(Protocol):
 
 
 class Telling(Protocol):
-    """Notifies producers which of their leases are needed or read. Chosen by the handshake. Never waits."""
+    """The notifications to a producer that its leases are needed, or read. The handshake chooses them. Never waits."""
 
     heartbeat_s: float | None
     """Seconds between two `needed` notifications that the producer expects; None: it depends on the lease's `ttl_s`."""

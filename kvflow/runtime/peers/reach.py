@@ -1,4 +1,4 @@
-"""The way from a ticket to the ranks that its load reads from or reports to: their connections and their leases.
+"""From a ticket to the ranks that its load reads from or reports to: their connections and their leases.
 
 A ticket names one or more ranks of an engine. The parallelism of both engines decides which ranks the load needs
 (`core.plan.ranks`). If the ticket does not name a rank's lease, the rank is asked for it. The rank answers a
@@ -62,7 +62,10 @@ _PLANS_MAX = 256
 def _compared(
     ours: tuple[int, ...], stages: tuple[tuple[int, ...], ...], *, whole: bool
 ) -> tuple[str, Collection[int], Collection[int]]:
-    """Return what is wrong with a producer's layers ("" if nothing), and draft layers that only we have, or only it."""
+    """Compare our layers with the layers of a producer's stages.
+
+    Return the fault or "", the draft layers that only we have, and if `whole` those that only the producer has.
+    """
     left_out = topology.left_out(ours, [layer for layers in stages for layer in layers])
     of_ours = left_out & {*ours}
     return topology.missing_layers(ours, stages, whole=whole), of_ours, left_out - of_ours if whole else ()
@@ -77,14 +80,14 @@ _Reached: TypeAlias = tuple[Peer, Connection, Source | None]
 
 
 class Reach:
-    """Finds the sources of a load: its ticket's ranks, connected, with their leases. A `Resolver`."""
+    """The `Resolver` of kvflow tickets: it connects a ticket's ranks and finds their leases."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         config, local, peers = cache.config, cache.local, cache.peers
         self._config = config
         self._clock = cache.clock
         self.read_ticket: ReadTicket = partial(read_ticket, block_ids_max=config.limits.block_ids_max)
-        """Decodes and checks a ticket from a caller. Raises RequestError, which says what is wrong."""
+        """Function that decodes and checks a ticket from a caller. Raises RequestError, which says what is wrong."""
         self._local = local
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
@@ -195,10 +198,10 @@ class Reach:
         )
 
     async def standing(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
-        """Ask a rank for the lease of the ticket's request, for at most `limits.lease_wait_s`. Raises a PeerError.
+        """Return a rank's answer about the lease of the ticket's request. Raises a PeerError.
 
-        The first question is answered at once, and few run at a time. If the rank has no lease yet, a question waits
-        there.
+        The first question is answered at once, and few of these run at a time. If its answer has no news, further
+        questions wait at the rank, for at most `limits.lease_wait_s`.
         """
         self._peers.check_wait(peer, None)
         give_up_s = asyncio.get_running_loop().time() + self._config.limits.lease_wait_s

@@ -77,7 +77,7 @@ class PeerStatistics:
 
 
 class Handshaking(Protocol):
-    """Handshakes with peers, and questions to them: what `handshake.Handshakes` does."""
+    """The handshakes and questions that `Peers` uses. `handshake.Handshakes` makes them with kvflow peers."""
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection: ...
 
@@ -85,7 +85,7 @@ class Handshaking(Protocol):
 
 
 class Peers:
-    """All peers of one registered cache: connects, asks, backs off from and evicts them."""
+    """All peers of one registered cache: their connections, questions, back-off and eviction."""
 
     def __init__(self, cache: RegisteredCache, handshakes: Handshaking) -> None:
         config = cache.config
@@ -136,8 +136,8 @@ class Peers:
 
         If `incarnation`, which comes from a ticket, is not that of the connection, the peer is asked once more first;
         None accepts any incarnation. `request_id` lets a draining peer see that the reader has an open lease. Raises a
-        PeerError, or Overloaded. If cancelled, stop waiting; the handshake goes on until another first contact needs
-        its turn.
+        PeerError, or Overloaded. If cancelled, stop waiting; a handshake under way goes on unless another first
+        contact needs its turn.
         """
         while True:
             if peer.state is PeerState.CLOSED:  # evicted while its rank took long to answer

@@ -35,7 +35,7 @@ OnError: TypeAlias = "Callable[[BaseException], None]"
 
 @dataclass(slots=True, eq=False)
 class _Advance:
-    """The number of tokens that are computed once an event and all earlier advances have happened."""
+    """An announcement: `tokens` tokens are computed once its event and all earlier advances have happened."""
 
     tokens: int
     watch: Watch | None
@@ -76,11 +76,11 @@ class HeldBlocks:
     history: History | None = None
     """The number of computed tokens over time; None if all were computed when the lease was opened."""
     on_error: OnError | None = None
-    """Called with the error if the missing tokens will never be readable."""
+    """Callback, with the error, if the missing tokens will never be readable."""
     on_there: Callable[[], None] | None = None
-    """Called when more tokens can be read."""
+    """Callback when more tokens can be read."""
     on_free: Callable[[], None] | None = None
-    """Called when the blocks are free; set by `OfferedBlocks.give_back`."""
+    """Callback when the blocks are free; set by `OfferedBlocks.give_back`."""
 
     def fail(self, error: BaseException) -> None:
         assert self.on_error is not None, "it was opened"
@@ -103,7 +103,7 @@ class HeldBlocks:
 
 
 class OfferedBlocks:
-    """Takes blocks, seals and host blocks of one rank for leases, and gives them back."""
+    """The blocks, seals and host blocks of one rank, as its leases take them and give them back."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._groups = cache.local.groups

@@ -96,7 +96,7 @@ class ServingStatistics:
 
 
 class LeaseOutcome(enum.StrEnum):
-    """How a lease ended. After each outcome the blocks may be reused."""
+    """The outcome of a lease. After each outcome the blocks may be reused."""
 
     READ = "read"
     EXPIRED = "expired"
@@ -115,7 +115,7 @@ class OpenLease:
     payload: bytes | None
     """The payload, empty if none was promised; None while a promised payload has not been given."""
     reason: str = ""
-    """Why the prompt could not be computed; "" if it could."""
+    """Reason why the prompt could not be computed; "" if it could."""
 
     @property
     def complete(self) -> bool:
@@ -187,7 +187,7 @@ class Lease:
 
     @property
     def state(self) -> LeaseState:
-        """Whether the lease is offered, or how it ended. After the end its blocks stay held until `done` is True."""
+        """State of the lease: offered, or its outcome. After its end the blocks stay held until `done` is True."""
         return self._entry.state
 
     @property
@@ -203,7 +203,7 @@ class Lease:
         """Wait until the blocks may be reused. The same as awaiting the lease; cancelling it does not change the lease.
 
         Returns:
-            How the lease ended.
+            The outcome of the lease.
 
         Raises:
             UsageError: off the runtime's loop.

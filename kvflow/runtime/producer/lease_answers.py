@@ -58,11 +58,11 @@ class _Question:
     question: messages.LeaseRequest
     reply: asyncio.Future[messages.Reply]
     timer: Timer | None = None
-    """Ends the wait, with an answer without news."""
+    """The timer that ends the wait with an answer without news."""
 
 
 class LeaseAnswers:
-    """Answers readers' questions about leases, and keeps the questions that wait."""
+    """The answers to readers' questions about leases, and the questions that wait."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class LeaseAnswers:
         self._elsewhere = Latest[str, messages.LeaseAnswer](_NOTES_MAX)
         """Answers for requests that went to another engine, as that engine reported."""
         self.turned_away = ""
-        """Why this rank opens no further leases; "" while it does."""
+        """Reason why this rank opens no further leases; "" while it does."""
 
     def answer(self, question: messages.LeaseRequest) -> Answered:
         """Return the answer, or a future of it if the question must wait. Raises WireError if it is impossible."""

@@ -59,11 +59,11 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 INTRODUCTION = "introduction"
-"""Request id in the tickets that `Runtime.introduce` makes."""
+"""The request id in tickets that `Runtime.introduce` makes."""
 
 
 class Serving:
-    """Opens, tracks and ends all leases of one registered cache."""
+    """All leases of one registered cache, from opening until their blocks are free."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         """Keep no reference to `cache`: handles of leases refer to this object, and must not keep tensors alive."""

@@ -16,12 +16,12 @@ _SETTINGS: Mapping[str, Mapping[str, str]] = {
 """Settings of each backend's library, named as its environment variables without their prefix."""
 
 _BESIDE: Mapping[str, str] = {"TCP_TX_SEG_SIZE": "TCP_RX_SEG_SIZE"}
-"""If the user has chosen the setting on the right, the setting on the left is not set either: UCX refuses to receive
-smaller frames than it sends."""
+"""Settings (left) that stay unset if the user has chosen another setting (right): UCX refuses to receive smaller frames
+than it sends."""
 
 
 class Polling(NamedTuple):
-    """How long to poll for the end of a read without a pause: `spin_s`, and longer for a large read."""
+    """The time to poll for the end of a read without a pause: `spin_s`, and longer for a large read."""
 
     spin_s: float
     bytes_per_s: float
