@@ -1,4 +1,4 @@
-"""Leases and loads of the loop, as other threads hold them."""
+"""Handles of leases and loads on the loop, for other threads."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvflow.runtime.producer.lease import LeaseOutcome
 
 
 class Lease:
-    """A lease held on the loop: see `kvflow.Lease`.
+    """Handle of a lease on the loop: see `kvflow.Lease`.
 
-    `advance`, `extend`, `complete` and `fail` return once the loop has carried them out. They raise TimeoutError if
-    the loop's thread is stuck for longer than the runtime's `call_timeout_s`, RuntimeClosed or RuntimeBroken if it has
-    ended, UsageError on that thread.
+    `advance`, `extend`, `complete` and `fail` return once the loop has carried them out. They raise TimeoutError if the
+    loop's thread is stuck for longer than the runtime's `call_timeout_s`, RuntimeClosed or RuntimeBroken if the thread
+    has ended, and UsageError if called on that thread.
     """
 
     def __init__(self, lease: AsyncLease, thread: LoopThread) -> None:
@@ -33,24 +33,24 @@ class Lease:
         self._lease = lease
         self._thread = thread
         self.outcome: Future[LeaseOutcome] = thread.submit(lambda _: lease.wait())
-        """Outcome of the lease, once the blocks may be reused."""
+        """Future of the lease's outcome, done once the blocks may be reused."""
 
     def __repr__(self) -> str:
         return f"<blocking {self._lease!r}>"
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Blocks of the lease by now; those of the first group, if there are several."""
+        """Blocks that the lease has by now; with several groups, the blocks of the first group."""
         return self._lease.block_ids
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Blocks of the lease by now, by group."""
+        """Blocks that the lease has by now, for each group."""
         return self._lease.block_tables
 
     @property
     def state(self) -> LeaseState:
-        """Offered, or how it has ended; its blocks are free a moment later, when it is `done`."""
+        """Offered, or how the lease ended. Its blocks are free a moment after the end, when the lease is `done`."""
         return self._lease.state
 
     @property
@@ -62,35 +62,35 @@ class Lease:
         """Wait until the blocks may be reused.
 
         Args:
-            timeout_s: how long, in seconds; 0 does not wait, None waits as long as it takes.
+            timeout_s: longest wait in seconds; 0 does not wait, None waits as long as it takes.
 
         Returns:
             How the lease ended.
 
         Raises:
-            TimeoutError: `timeout_s` has passed; the lease stays as it is.
+            TimeoutError: `timeout_s` has passed; the lease goes on.
             RuntimeBroken: the loop has died.
-            UsageError: on the loop's own thread, unless it is done; or `timeout_s` is no time.
+            UsageError: called on the loop's own thread before the lease is done, or `timeout_s` is not a valid time.
         """
         return self._thread.result_of(self.outcome, timeout_s)
 
     def revoke(self) -> Lease:
-        """Withdraw the offer, some time soon: see `kvflow.Lease.revoke`. May be called on any thread, and never waits.
+        """Withdraw the offer soon: see `kvflow.Lease.revoke`. May be called on any thread, and never waits.
 
         Returns:
-            The lease; `lease.revoke().wait()` gives how it ended once its blocks may be reused.
+            This lease; `lease.revoke().wait()` returns how it ended, once its blocks may be reused.
         """
         self._thread.tell(self._lease.revoke)
         return self
 
     def restart(self, ttl_s: float | None = None) -> None:
-        """Count its time from now on: see `kvflow.Lease.restart`. May be called on any thread, and never waits.
+        """Restart the time of the lease: see `kvflow.Lease.restart`. May be called on any thread, and never waits.
 
         Args:
-            ttl_s: in seconds; Config.lease_ttl_s if None.
+            ttl_s: new time in seconds; None: Config.lease_ttl_s.
 
         Raises:
-            RequestError: `ttl_s` is no time.
+            RequestError: `ttl_s` is not a valid time.
         """
         self._thread.tell(self._lease.restart, None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
 
@@ -113,9 +113,9 @@ class Lease:
 
 
 class Load:
-    """A load on the loop: see `kvflow.Load`. Also the `quarantine` of the error that it ended with.
+    """Handle of a load on the loop: see `kvflow.Load`. Also the `quarantine` of the error that the load ends with.
 
-    Its blocks may be reused when `safe` says so, or `settled` has returned.
+    The load's blocks may be reused once `safe` is True, or `settled` has returned.
     """
 
     def __init__(self, thread: LoopThread, request: LoadRequest) -> None:
@@ -126,7 +126,7 @@ class Load:
         self._cancelled = False
         try:
             self._report = thread.submit(self._carry_out)
-        except KVFlowError as error:  # it is raised by `result`
+        except KVFlowError as error:  # `result` raises it
             self._report = Future()
             self._report.set_exception(error)
 
@@ -135,12 +135,12 @@ class Load:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """The local blocks that it fills; none before it has begun."""
+        """The local blocks that the load fills; empty before the load has begun."""
         return self._load.block_ids if self._load else ()
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """The local blocks, by group of layers."""
+        """The local blocks that the load fills, for each group of layers; empty before the load has begun."""
         return self._load.block_tables if self._load else ()
 
     @property
@@ -150,34 +150,34 @@ class Load:
 
     @property
     def safe(self) -> bool:
-        """True if it has ended and no byte can land in its blocks any more."""
+        """True once the load has ended and no byte can land in its blocks."""
         return self.done and (self._load is None or self._load.safe)
 
     def result(self, timeout_s: float | None = None) -> LoadReport:
-        """Wait, in the calling thread, for the load's report.
+        """Wait in the calling thread for the load's report.
 
         Args:
-            timeout_s: how long, in seconds; 0 does not wait, None waits as long as it takes.
+            timeout_s: longest wait in seconds; 0 does not wait, None waits as long as it takes.
 
         Returns:
-            What was read, and how long each phase took.
+            Report of the tokens and bytes that were read, and of the time that each phase took.
 
         Raises:
-            KVFlowError: as `kvflow.Runtime.load_blocks` has it.
-            concurrent.futures.CancelledError: it was cancelled.
+            KVFlowError: the load failed; `kvflow.Runtime.load_blocks` lists the errors.
+            concurrent.futures.CancelledError: the load was cancelled.
             TimeoutError: `timeout_s` has passed; the load goes on.
-            UsageError: on the loop's own thread, unless it is done; or `timeout_s` is no time.
+            UsageError: called on the loop's own thread before the load is done, or `timeout_s` is not a valid time.
         """
         return self._thread.result_of(self._report, timeout_s)
 
     def wait_done(self, timeout_s: float | None = None) -> bool:
-        """Wait, in the calling thread, until it is done, in whatever way.
+        """Wait in the calling thread until the load is done, successfully or not.
 
         Args:
-            timeout_s: how long, as for `result`.
+            timeout_s: longest wait, as for `result`.
 
         Returns:
-            True once it is done; False if `timeout_s` has passed.
+            True once the load is done; False if `timeout_s` has passed.
 
         Raises:
             UsageError: as for `result`.
@@ -186,35 +186,40 @@ class Load:
         return bool(concurrent.futures.wait([self._report], bound(timeout_s)).done)
 
     def cancel(self) -> None:
-        """Ask it to end: it is `done` within Config.cancel_grace_s. May be called on any thread, and never waits."""
+        """Ask the load to end: it is `done` within Config.cancel_grace_s.
+
+        May be called on any thread, and never waits.
+        """
         self._thread.tell(self._cancel)
 
     def add_done_callback(self, callback: Callable[[Load], object]) -> None:
         """Have a function called once the load is done.
 
         Args:
-            callback: gets this handle, on the loop's thread, which it must not block; or here and now if it is done.
+            callback: function that takes this handle. It is called on the loop's thread, which it must not block. If
+                the load is done already, it is called at once, on the calling thread.
         """
         self._report.add_done_callback(lambda _: callback(self))
 
     def settled(self, timeout_s: float | None = None) -> None:
-        """Wait until it has ended and no byte can land in its blocks any more, however it ended.
+        """Wait until the load has ended, successfully or not, and no byte can land in its blocks.
 
         Args:
-            timeout_s: how long, as for `result`.
+            timeout_s: longest wait, as for `result`.
 
         Raises:
             TimeoutError: `timeout_s` has passed.
-            RuntimeBroken: that can never be known.
-            UsageError: as for `result`, unless it is `safe`.
+            RuntimeBroken: the loop has ended, and the load's reads were not seen to stop.
+            UsageError: as for `result`, unless the load is `safe`.
         """
         self._thread.settle(self, self._settle, timeout_s)
 
     def __iter__(self) -> Iterator[Progress]:
-        """Progress of the load, as of `kvflow.Load`: whenever more tokens have landed, until it has ended.
+        """Iterate over the load's progress, as over a `kvflow.Load`: each time more tokens have landed, until it ends.
 
-        Raises what `result` raises; TimeoutError if the loop's thread is stuck, for longer than the load may take and
-        the runtime's `call_timeout_s`. Each step waits for the loop; other threads may wait for the same load.
+        Raises the errors of `result`, and TimeoutError if the loop's thread is stuck for longer than the load may take
+        plus the runtime's `call_timeout_s`. Each step waits for the loop. Several threads may iterate over the same
+        load.
         """
         tokens = -1
         while (progress := self._step(tokens)) is not None:
@@ -236,7 +241,7 @@ class Load:
         deadline_s = config.load_deadline_s if asked_s is None else checks.seconds(asked_s, "deadline_s")
         try:
             return self._thread.call(progressed, deadline_s + config.cancel_grace_s + self._thread.call_timeout_s)
-        except RuntimeClosed:  # the loop has ended: `result` says how the load has
+        except RuntimeClosed:  # the loop has ended: `result` says how the load ended
             return None
 
     async def _carry_out(self, runtime: asynchronous.Runtime) -> LoadReport:
@@ -261,7 +266,7 @@ class Load:
 
 
 class QuarantinedBlocks:
-    """Blocks of a restore in which bytes may still land: the `quarantine` of the error that it ended with."""
+    """Blocks of a restore in which bytes may still land: the `quarantine` of the error that the restore ended with."""
 
     def __init__(self, held: Quarantine, thread: LoopThread) -> None:
         self.request_id, self.block_ids = held.request_id, held.block_ids
@@ -270,13 +275,13 @@ class QuarantinedBlocks:
 
     @property
     def safe(self) -> bool:
-        """True if no byte can land any more."""
+        """True once no byte can land in the blocks."""
         return self._held.safe
 
     def settled(self, timeout_s: float | None = None) -> None:
-        """Wait until no byte can land any more.
+        """Wait until no byte can land in the blocks.
 
-        TimeoutError after `timeout_s`. RuntimeBroken if that can never be known.
+        TimeoutError after `timeout_s`. RuntimeBroken if the loop has ended, and the reads were not seen to stop.
         """
         self._thread.settle(self, self._settle, timeout_s)
 

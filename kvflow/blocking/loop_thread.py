@@ -22,54 +22,57 @@ logger = logger_of(__name__)
 
 ResultT = TypeVar("ResultT")
 Work: TypeAlias = Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]
-"""A function that gets the runtime, on its loop, and returns a coroutine."""
+"""Function that takes the runtime, on its loop, and returns a coroutine."""
 
 
 class LoopThread(threading.Thread):
-    """The thread, its loop and the runtime. It does not refer to its handle, whose loss it has to notice.
+    """The thread, its loop and the runtime. It has no reference to its handle, so that a dropped handle is noticed.
 
-    Thread `kvflow-loop <engine>`: begun by opening a `blocking.Runtime`. Ends when it closes, or its loop
-    dies; then waiters get `RuntimeBroken`.
+    Thread `kvflow-loop <engine>`: begun by opening a `blocking.Runtime`. Ends when the runtime closes, or its loop
+    dies; then waiting calls raise `RuntimeBroken`.
     """
 
     def __init__(self, runtime: asynchronous.Runtime, call_timeout_s: float) -> None:
         super().__init__(name=f"kvflow-loop {runtime.config.engine_id}", daemon=True)
         self.runtime = runtime
         self.call_timeout_s = call_timeout_s
-        """Seconds that calls wait for the thread, beyond the time that what they ask for may take."""
+        """Seconds that a call waits for the thread, in addition to the time that its work may take."""
         self.loop = uvloop.new_event_loop()
         self._closing = asyncio.Event()
         self._opened: Future[None] = Future()
         self._lock = threading.Lock()
-        """Held to submit work, and to refuse it from then on."""
+        """Lock that is held while work is submitted, and while later work is ruled out."""
         self._ended = False
         self._cause: BaseException | None = None
         self._futures: set[Future[Any]] = set()
-        """Futures that are not done: what the loop leaves behind is settled at its end."""
+        """Futures that are not done. The end of the thread settles those that are left."""
         self._inherited = False
-        """True in a forked child, where nothing of it runs."""
+        """True in a forked child, which has neither the thread nor the loop."""
 
     def open(self, closing_s: float) -> None:
-        """Start the thread and wait until the runtime is open. `closing_s` bounds closing at the interpreter's end."""
+        """Start the thread and wait until the runtime is open.
+
+        `closing_s`: longest time for closing the runtime when the interpreter exits.
+        """
         if self.ident is not None or self._ended:
             raise UsageError(f"a Runtime is opened once; this one is {self.runtime.state}")
         forks.watch(self)
         self.start()
         try:
             self._opened.result()
-        except BaseException:  # an interrupt of the calling thread, too
+        except BaseException:  # also an interrupt of the calling thread
             self.tell(self._closing.set)
             self.join()
             raise
-        # A NIXL agent must not be destroyed by the interpreter's end while it reads.
+        # A NIXL agent must not be destroyed by the interpreter's exit while it reads.
         atexit.register(self.close, closing_s)
 
     def forked(self) -> None:
-        """See `forks`. A thread that is not here may hold the lock."""
+        """See `forks`. Does not take the lock: a thread of the parent process may have held it at the fork."""
         self._inherited = True
 
     def stop(self) -> None:
-        """Have the runtime closed and the thread end, some time soon."""
+        """Have the runtime closed and the thread ended, soon. Does not wait."""
         atexit.unregister(self.close)
         if self._inherited:
             return
@@ -79,7 +82,7 @@ class LoopThread(threading.Thread):
         self.tell(self._closing.set)
 
     def close(self, timeout_s: float) -> None:
-        """See `Runtime.close`."""
+        """Close the runtime and wait until the thread has ended, for at most `timeout_s`; see `Runtime.close`."""
         if self._inherited or self.ident is None:
             self.stop()
             return
@@ -94,7 +97,10 @@ class LoopThread(threading.Thread):
             raise error
 
     def submit(self, work: Work[ResultT]) -> Future[ResultT]:
-        """Run a coroutine on the loop. The future is settled in any case; cancelled, it is done at once."""
+        """Run a coroutine on the loop and return the future of its result.
+
+        The future is settled in any case. If it is cancelled it is done at once.
+        """
         if self._inherited:
             raise UsageError("the runtime belongs to the process that this one was forked from")
         with self._lock:
@@ -108,22 +114,22 @@ class LoopThread(threading.Thread):
         return future
 
     def call(self, work: Work[ResultT], timeout_s: float | None) -> ResultT:
-        """Run a coroutine on the loop and wait for its result, up to `timeout_s`; then it is cancelled."""
+        """Run a coroutine on the loop and return its result. After `timeout_s`, cancel it and raise TimeoutError."""
         self.require_another_thread()
         bound_s = bound(timeout_s)
         future = self.submit(work)
         try:
             return future.result(bound_s)
         finally:
-            future.cancel()  # no effect on what is done
+            future.cancel()  # no effect if it is done
 
     def result_of(self, future: Future[ResultT], timeout_s: float | None) -> ResultT:
-        """Wait for a future of the loop, up to `timeout_s`."""
+        """Return the result of a future of the loop, after a wait of at most `timeout_s`."""
         self.require_another_thread(future)
         return future.result(bound(timeout_s))
 
     def ask(self, verb: Callable[[asynchronous.Runtime], ResultT]) -> ResultT:
-        """Call a function that waits for nothing, on the loop."""
+        """Call a function that never waits on the loop, and return its result."""
 
         async def work(runtime: asynchronous.Runtime) -> ResultT:
             return verb(runtime)
@@ -131,22 +137,25 @@ class LoopThread(threading.Thread):
         return self.call(work, self.call_timeout_s)
 
     def tell(self, callback: Callable[..., object], *arguments: object) -> None:
-        """Have the loop call something soon. No effect on a closed loop, whose end has settled everybody."""
+        """Have the loop call `callback` soon. Has no effect on a closed loop, which has settled all waiting calls."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback, *arguments)
 
     def settle(self, held: Quarantine, work: Work[None], timeout_s: float | None) -> None:
-        """Wait for `work`, which ends when no byte can land in blocks any more."""
+        """Wait until no byte can land in the blocks of `held`. `work` waits for that on the loop.
+
+        RuntimeBroken if the loop has ended and the blocks are not safe.
+        """
         if held.safe:
             return
         try:
             self.call(work, timeout_s)
-        except RuntimeClosed:  # the loop has ended meanwhile, in good order or not
+        except RuntimeClosed:  # the loop has been closed, or has died, meanwhile
             if not held.safe:
                 raise RuntimeBroken(f"request {held.request_id!r}: its reads were not seen to stop") from None
 
     def require_another_thread(self, future: Future[Any] | None = None) -> None:
-        """Raise UsageError on the loop's own thread, unless `future` is done."""
+        """Raise UsageError if called on the loop's own thread, unless `future` is done."""
         if threading.current_thread() is self and not (future is not None and future.done()):
             raise UsageError("called on the loop's own thread, which would wait for itself")
 
@@ -156,7 +165,7 @@ class LoopThread(threading.Thread):
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 try:
                     runner.run(self._main())
-                except BaseException as cause:  # noqa: BLE001 - whatever killed the loop, everybody gets to know
+                except BaseException as cause:  # noqa: BLE001 - whatever killed the loop, all waiting calls raise it
                     self._end(cause)
                 else:
                     self._end(None)
@@ -171,7 +180,7 @@ class LoopThread(threading.Thread):
             await self._closing.wait()
 
     def _end(self, cause: BaseException | None) -> None:
-        """Refuse work from now on. What runs on the loop is cancelled next."""
+        """Refuse further work, and note why the loop died, if it did. The work on the loop is cancelled next."""
         with self._lock:
             self._ended = True
             if self._opened.done():
@@ -182,19 +191,19 @@ class LoopThread(threading.Thread):
             self._opened.set_exception(cause)
 
     async def _carry_out(self, work: Work[ResultT]) -> ResultT:
-        """Body of a call's task.
+        """Run `work`, as the body of a call's task.
 
-        Task `kvflow-blocking`: one for each call of a `blocking.Runtime`. Ends with its work. Whoever waits
-        gets its error.
+        Task `kvflow-blocking`: one for each call of a `blocking.Runtime`. Ends with its work. The call raises its
+        error.
         """
         task = asyncio.current_task()
         assert task is not None
         task.set_name("kvflow-blocking")
         try:
-            await asyncio.sleep(0)  # if the future was cancelled before this turn, that is heard now
+            await asyncio.sleep(0)  # if the future was cancelled before this turn, stop here
             return await work(self.runtime)
         except asyncio.CancelledError:
-            if self._ended:  # the loop's end has cancelled it, and nobody else
+            if self._ended:  # the loop's end has cancelled the task, not the caller
                 raise self._closed_error() from None
             raise
 
@@ -207,13 +216,13 @@ class LoopThread(threading.Thread):
 
 
 def dropped(thread: LoopThread) -> None:
-    """Close a runtime whose handle is gone, with a warning: nobody has closed it."""
+    """Close a runtime that was dropped without being closed. If its thread is alive, warn with ResourceWarning."""
     if thread.is_alive():
         warnings.warn(f"{thread.runtime!r} was dropped without being closed", ResourceWarning, stacklevel=2)
     thread.stop()
 
 
 def bound(timeout_s: float | None) -> float | None:
-    """Return a timeout that threads can wait for; UsageError for anything else."""
+    """Return a timeout that threads can wait for. UsageError if `timeout_s` is not a valid time."""
     found: float | None = checks.checked(timeout_s, "timeout_s", checks.Timeout | None, UsageError)
     return found

@@ -1,4 +1,4 @@
-"""The verbs of `kvflow.Runtime` for other threads: each is carried out on the loop, within a bound."""
+"""The verbs of `kvflow.Runtime` for other threads: each runs on the loop, and the caller waits with a bound."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from kvflow.runtime.world import World
 class Runtime:
     """A `kvflow.Runtime` in a thread of its own. Use it as `with Runtime(config) as rt`, or with `open` and `close`.
 
-    All methods may be called from any thread but the loop's own, where those that wait raise UsageError. Verbs raise
-    RuntimeClosed if the runtime is closed, RuntimeBroken if its loop has died. A runtime that is dropped without being
-    closed is closed in the background, with a ResourceWarning.
+    All methods may be called from any thread. On the loop's own thread, methods that wait raise UsageError. Verbs raise
+    RuntimeClosed if the runtime is closed, RuntimeBroken if its loop has died. If the runtime is dropped without being
+    closed, it is closed in the background, with a ResourceWarning.
 
     Args:
         config: settings of the rank.
-        observers: are told, on the loop's thread, how every load and lease has ended.
+        observers: called on the loop's thread when a load or lease has ended, with a record of it.
         world: clock, network and the like, for tests.
-        parts: capabilities beside the core, as for `kvflow.Runtime`; `start` calls what is theirs.
-        call_timeout_s: how long a call waits for the loop's thread, in seconds, beyond the time that what it asks for
-            may take. It passes only if that thread is stuck, and then the call raises TimeoutError.
+        parts: capabilities beside the core, as for `kvflow.Runtime`; call their verbs through `start`.
+        call_timeout_s: seconds that a call waits for the loop's thread, in addition to the time that its work may take.
+            If the thread is stuck for longer, the call raises TimeoutError.
 
     Raises:
-        ConfigError: what was given is not of that kind.
+        ConfigError: an argument is of the wrong kind.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class Runtime:
 
     @property
     def _ending_s(self) -> float:
-        """Seconds that unregistering may take."""
+        """Longest time for unregistering, in seconds."""
         limits, call_s = self.config.limits, self._thread.call_timeout_s
         return self.config.ending_s + limits.goodbye_timeout_s + 2 * limits.transport_close_timeout_s + call_s
 
     @property
     def _closing_s(self) -> float:
-        """Seconds that closing may take."""
+        """Longest time for closing, in seconds."""
         return self._ending_s + self.config.drain_timeout_s
 
     def open(self) -> None:
-        """Start the thread and the runtime; returns when it is open, however long that takes.
+        """Start the thread and the runtime. Returns when the runtime is open, however long that takes.
 
         Raises:
-            ConfigError: something that Config asks for cannot be had. The thread has ended then.
-            UsageError: it was opened, or closed, before.
+            ConfigError: something that Config asks for is not available. The thread has ended.
+            UsageError: the runtime was opened, or closed, before.
         """
         self._thread.open(self._closing_s)
 
@@ -100,12 +100,12 @@ class Runtime:
         """Close the runtime (see `kvflow.Runtime.aclose`) and end the thread. Closing twice is fine.
 
         Args:
-            timeout_s: how long to wait, in seconds; what Config allows for closing plus `call_timeout_s` if None.
+            timeout_s: longest wait in seconds; None: the time that Config allows for closing, plus `call_timeout_s`.
 
         Raises:
             RuntimeBroken: reads could not be stopped, or the loop had died.
             TimeoutError: `timeout_s` has passed; the closing goes on.
-            UsageError: on the loop's own thread; or `timeout_s` is no time.
+            UsageError: called on the loop's own thread, or `timeout_s` is not a valid time.
         """
         bound_s = bound(timeout_s)
         self._drop.detach()
@@ -123,22 +123,22 @@ class Runtime:
 
         Args:
             kv_caches: a dict of tensors by layer name, or a list of `CacheGroup`s.
-            layout: what the tensors of a dict look like; groups have their own.
-            copy_blocks: copies between host buffers and the cache.
-            timeout_s: how long to wait, in seconds.
+            layout: layout of the tensors in a dict; a `CacheGroup` has its own layout.
+            copy_blocks: function that copies between host buffers and the cache.
+            timeout_s: longest wait, in seconds.
 
         Raises:
-            LayoutError, ConfigError, UsageError: as `kvflow.Runtime.register_kv_caches` has it.
-            TimeoutError: `timeout_s` has passed; the registration is cancelled, and leaves no cache registered.
+            LayoutError, ConfigError, UsageError: as `kvflow.Runtime.register_kv_caches` raises them.
+            TimeoutError: `timeout_s` has passed; the registration is cancelled, and no cache is registered.
         """
         self._thread.call(lambda rt: rt.register_kv_caches(kv_caches, layout, copy_blocks=copy_blocks), timeout_s)
 
     def unregister(self) -> None:
-        """Blocking form of `kvflow.Runtime.unregister`. If it raises TimeoutError the unregistering goes on."""
+        """Blocking form of `kvflow.Runtime.unregister`. If it raises TimeoutError, unregistering goes on."""
         self._thread.call(asynchronous.Runtime.unregister, self._ending_s)
 
     def serve_blocks(self, request: ServeRequest) -> Lease:
-        """Blocking form of `kvflow.Runtime.serve_blocks`. The lease's `wait` gives how it ended."""
+        """Blocking form of `kvflow.Runtime.serve_blocks`. The lease's `wait` returns how the lease ended."""
         return Lease(self._thread.ask(lambda rt: rt.serve_blocks(request)), self._thread)
 
     def introduce(self) -> Ticket:
@@ -157,24 +157,24 @@ class Runtime:
         self._thread.ask(lambda rt: rt.decline(request_id, reason, at=at, instead=instead))
 
     def start_load(self, request: LoadRequest) -> Load:
-        """Start to read the blocks that a ticket offers; returns at once.
+        """Start to read the blocks that a ticket offers. Returns at once.
 
-        Never raises: whatever is wrong is raised by the handle's `result`.
+        Never raises: the `result` of the handle raises any error.
 
         Args:
             request: the ticket, and the local blocks to fill.
 
         Returns:
-            The load's handle. The blocks may be reused when its `settled()` returns, however it has ended.
+            The load's handle. The blocks may be reused once its `settled()` has returned, however the load has ended.
         """
         return Load(self._thread, request)
 
     def load_blocks(self, request: LoadRequest) -> LoadReport:
         """Blocking form of `kvflow.Runtime.load_blocks`. Bounded by the request's deadline.
 
-        An interrupt in the calling thread cancels the load, and is raised once it has ended; bytes may still land then:
-        who may be interrupted uses `start_load`, whose handle tells. The `quarantine` of an error is a `Load` of this
-        module.
+        An interrupt in the calling thread cancels the load, and is raised once the load has ended. Bytes may still land
+        then, so a thread that may be interrupted should use `start_load`: its handle says when the blocks are safe. The
+        `quarantine` of an error is a `Load` of this module.
         """
         ids_max = self.config.limits.block_ids_max
         deadline_s = checks.settled_request(request, LoadRequest, "load_blocks", ids_max).deadline_s
@@ -206,11 +206,11 @@ class Runtime:
     def prewarm(
         self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> tuple[KVFlowError | None, ...]:
-        """Connect to engines before the first load from them: see `kvflow.Runtime.prewarm`.
+        """Connect to engines before the first load from each: see `kvflow.Runtime.prewarm`.
 
         Args:
-            engines: each named by the address of one of its ranks, or by a ticket of it.
-            timeout_s: how long to wait, in seconds; None waits as long as the handshakes take.
+            engines: for each engine, the address of one rank, or a ticket.
+            timeout_s: longest wait in seconds; None waits as long as the handshakes take.
 
         Returns:
             For each engine, in order, None if all ranks that loads need are connected, else the error.
@@ -232,36 +232,37 @@ class Runtime:
         return self._thread.call(lambda rt: rt.drain(deadline_s), bound_s)
 
     def statistics(self) -> RuntimeStatistics:
-        """Return what `kvflow.Runtime.statistics` does, in every state: of the loop's end if it has ended.
+        """Return the statistics of the `kvflow.Runtime`, in every state; after the loop's end, the last statistics.
 
         Returns:
             A frozen copy.
 
         Raises:
             TimeoutError: the loop's thread is stuck.
-            UsageError: on the loop's own thread.
+            UsageError: called on the loop's own thread.
         """
         if self._thread.is_alive():
-            with contextlib.suppress(RuntimeClosed, RuntimeBroken):  # it has ended meanwhile
+            with contextlib.suppress(RuntimeClosed, RuntimeBroken):  # the loop has ended meanwhile
                 return self._thread.ask(asynchronous.Runtime.statistics)
         return self._thread.runtime.statistics()
 
     def start(self, work: Work[ResultT]) -> Future[ResultT]:
-        """Run a coroutine of your own on the runtime's loop, such as a part's verb; returns at once.
+        """Run a coroutine on the runtime's loop, for example a verb of a part. Returns at once.
 
             saving = rt.start(lambda _: storage.save(request))
             report = saving.result(60)
 
         Args:
-            work: called on the loop with the `kvflow.Runtime` there; the coroutine that it returns must never block.
+            work: function that is called on the loop with its `kvflow.Runtime`, and returns the coroutine, which must
+                never block.
 
         Returns:
-            The future of its result. Its `cancel` cancels the coroutine, and does not wait until that has ended. Do
-            not wait for it on the loop's own thread.
+            The future of the result. `cancel` of the future cancels the coroutine, without waiting for its end. Do not
+            wait for the future on the loop's own thread.
 
         Raises:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
-            UsageError: it has not been opened.
+            UsageError: the runtime has not been opened.
         """
 
         async def run(runtime: asynchronous.Runtime) -> ResultT:

@@ -13,7 +13,7 @@ workers as a `Step`. In the order of a request's life:
 A request consumes (its parameters are a ticket) or produces (`do_remote_decode`). `connector.request_states` has the
 states of both; `consumers` and `producers` hold the requests. A ticket is used once. Whatever becomes of its load,
 afterwards the prompt is computed locally, also for another request with the same ticket, for example a retry. If a load
-fails, the engine decides whether its request fails or is computed.
+fails, the engine decides whether its request fails or is computed locally.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ConnectorScheduler:
 
     Args:
         config: settings of the scheduler's half.
-        new_secret: function that returns another text at each call, which nobody can guess.
+        new_secret: function that returns a new text at each call, which nobody can guess.
         dialect: form of tickets in the parameters that routers carry.
         questions: decides which peers are asked for which prefixes; None asks no peer.
     """

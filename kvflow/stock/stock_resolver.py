@@ -32,7 +32,10 @@ class StockResolver:
         self._handshakes = handshakes
 
     def read_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        """Return the checked ticket. RequestError; a ticket is checked each time, since any caller can make one."""
+        """Return the ticket if it is valid, else raise RequestError.
+
+        A `StockTicket` is checked again, since any caller can make one.
+        """
         lease_s, most = self._leases.terms.lease_s, self._block_ids_max
         if not isinstance(ticket, StockTicket):
             if not isinstance(ticket, Mapping) or not is_stock(ticket):

@@ -42,7 +42,7 @@ def is_text(payload: bytes) -> bool:
 
 
 def can_be_told(request_id: str) -> bool:
-    """Return True if a text can name this request, and a stock producer will not take it for another one."""
+    """Return True if a text can name this request, so that a stock producer takes it for no other request."""
     plain = request_id.isprintable() and request_id.isascii() and 0 < len(request_id) <= REQUEST_ID_CHARS_MAX
     return plain and "," not in request_id and not request_id.startswith((_HEARTBEAT, _PUSHED))
 
@@ -77,7 +77,7 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
 
 
 def decode_text(payload: bytes) -> ReaderText:
-    """Decode a stock reader's text, with the request ids that this engine uses. WireError for anything else."""
+    """Decode a stock reader's text, with kvflow's appended copy taken off each id. WireError for anything else."""
     if len(payload) > HEARD_BYTES_MAX:
         raise WireError(f"a text of {counted(len(payload), 'byte')}, at most {HEARD_BYTES_MAX}")
     try:
