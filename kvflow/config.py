@@ -126,8 +126,8 @@ class Config:
     loads_waiting_max: Size = 1 << 12
     """Most loads that may wait; one more raises `Overloaded`."""
     in_flight_bytes_max: ByDevice = 0
-    """Bytes in flight over all loads. A larger read is posted alone. 0: 256 MiB for a cache in host memory, 1 GiB on
-    CUDA."""
+    """Most bytes in flight over all loads. A larger read is posted alone. 0: 256 MiB for a cache in host memory, 1 GiB
+    on CUDA."""
 
     scratch: Mode = "auto"
     """Use of scratch memory: blocks of small pieces are read whole into it and permuted. "auto" (if that is faster),
@@ -136,8 +136,8 @@ class Config:
     """Use of host buffers: "auto" (if the transport cannot reach the cache's device), "always" or "never". With "never"
     registering a cache that needs host buffers raises ConfigError."""
     host_buffer_bytes_max: ByDevice = 0
-    """Host memory for staged blocks of offers and loads. 0: a quarter of the cache, at least 256 MiB and at most an
-    eighth of the host's or container's memory, divided among the engine's ranks."""
+    """Bytes of host memory for staged blocks of offers and loads. 0: a quarter of the cache, at least 256 MiB and at
+    most an eighth of the host's or container's memory, divided among the engine's ranks."""
 
     limits: GivenLimits = field(default_factory=Limits)
     """Bounds that are seldom changed: below. A dict is accepted, too."""
@@ -163,6 +163,7 @@ class Config:
 
     @property
     def listen_host(self) -> str:
+        """Host that this rank binds."""
         return split_address(self.listen)[0]
 
     @property

@@ -88,10 +88,14 @@ class Quarantine(Protocol):
     """Local blocks in which bytes may still land after their load has ended."""
 
     @property
-    def request_id(self) -> str: ...
+    def request_id(self) -> str:
+        """Request id of the ended load."""
+        ...
 
     @property
-    def block_ids(self) -> tuple[int, ...]: ...
+    def block_ids(self) -> tuple[int, ...]:
+        """Local block ids of the load."""
+        ...
 
     @property
     def safe(self) -> bool:

@@ -103,26 +103,26 @@ class Limits:
     """Longest time for which closing waits until reads have stopped, and then for a running copy."""
 
     slice_bytes_max: ByDevice = 0
-    """Bytes of one slice. Loads take turns by slices, so a small load waits for one slice of a huge one. 0: 8 MiB for a
-    cache in host memory, 32 MiB on CUDA."""
+    """Most bytes of one slice. Loads take turns by slices, so a small load waits for one slice of a huge one. 0: 8 MiB
+    for a cache in host memory, 32 MiB on CUDA."""
     slice_descriptors_max: Size = 8192
-    """Descriptors in one slice."""
+    """Most descriptors in one slice."""
     slices_in_flight_max: ByDevice = 0
-    """Slices of one load in flight: the second hides the completion latency of the first. 0: 2 for a cache in host
+    """Most slices of one load in flight: the second hides the completion latency of the first. 0: 2 for a cache in host
     memory, 32 on CUDA."""
     peer_in_flight_bytes_max: ByDevice = 0
-    """Bytes in flight from one rank, with room for small reads. 0: 20 MiB for a cache in host memory, 160 MiB on CUDA,
-    or what the rank delivers in a millisecond if that is more."""
+    """Most bytes in flight from one rank, with room for small reads. 0: 20 MiB for a cache in host memory, 160 MiB on
+    CUDA, or what the rank delivers in a millisecond if that is more."""
     scratch_slot_bytes_max: Size = 32 * _MIB
     """Bytes of one scratch buffer."""
     scratch_slots_max: Size = 3
     """Most scratch buffers; they are allocated when first needed."""
 
     side_channel_requests_per_s_max: Size = 1000
-    """Requests per second from one peer: with CURVE an engine, else an IP address. Further requests get no answer."""
+    """Most requests per second from one peer (with CURVE an engine, else an IP address). Others get no answer."""
     side_channel_connections_max: Size = 2048
-    """Connections to the side channel at once; with more, all are dropped. Keep it well above `readers_max`: after a
-    restart each reader opens a connection and keeps it for some seconds."""
+    """Most connections to the side channel at once; with more, all are dropped. Keep it well above `readers_max`: after
+    a restart each reader opens a connection and keeps it for some seconds."""
     digests_max: Size = 64
     """Most questions for checksums of leased blocks answered at once; further questions are refused as not ready."""
     notification_poll_interval_s: Seconds = 0.005

@@ -217,6 +217,7 @@ class CacheGroup:
 
     @property
     def facts(self) -> GroupFacts:
+        """The properties of the group that peers exchange."""
         assert isinstance(self.kind, GroupKind), "settled"
         first = self.layouts[0]
         block_size = first.block_size if isinstance(first, CacheLayout) else 1
@@ -224,6 +225,7 @@ class CacheGroup:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of the group's tensors; for state, slots."""
         first = self.layouts[0]
         return first.num_blocks if isinstance(first, CacheLayout) else first.num_slots
 

@@ -1,1 +1,1 @@
-"""The protocol between engines: messages, tickets, seals, clocks."""
+"""The protocol between engines: messages and their codec, tickets, leases of ranks, digests of prompts, seals."""

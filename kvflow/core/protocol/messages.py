@@ -243,7 +243,7 @@ class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
 
     state: Told
     lease: RankLease | None = None
-    """The lease, if the reader does not know it. Its host and port are left out, since the reader knows them."""
+    """The lease, if the reader does not know it. Readers ignore its host and port: they know the address."""
     offer: Offer | None = None
     """The offer, if the reader does not know it."""
     more_block_ids: BlockTables = ()

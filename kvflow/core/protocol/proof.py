@@ -214,8 +214,8 @@ class SealProof:
     def after(self, read_s: float | None) -> Step:
         """Return FRESH, STALE or FETCH, once no read is under way.
 
-        `read_s`: seconds from the post of the last fetch that found the lease open to the landing of the last byte.
-        None if that fetch was posted after the last byte had landed.
+        `read_s`: seconds since the post of the last fetch that found the lease open; None if that fetch was posted
+        after the last byte had landed.
         """
         if self.over or self._seen is None or (self._seen > 0 and not self.grows):
             return Step.STALE

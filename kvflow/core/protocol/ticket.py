@@ -159,10 +159,12 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
     @property
     def lease_id(self) -> str:
+        """Secret id of the first lease."""
         return self.first.lease_id
 
     @property
     def address(self) -> str:
+        """Address of the side channel of the first rank."""
         return self.first.address
 
     @cached_property
