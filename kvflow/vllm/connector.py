@@ -87,6 +87,7 @@ class KVFlowMetadata(KVConnectorMetadata):
     """One step's work, sent from the scheduler to the workers."""
 
     step: Step
+    """The work for all workers."""
     cards: tuple[bytes, ...] = ()
     """Cards of all workers for stock readers, since a reader may ask any worker: see `stock.engine_ranks`."""
 
@@ -96,6 +97,7 @@ class KVFlowIntroduction(KVConnectorHandshakeMetadata):
     """A worker's introduction, sent to the scheduler."""
 
     ticket: Ticket
+    """A ticket without a lease that says where the worker is reached (`ConnectorWorker.introduction`)."""
     card: bytes = b""
     """The worker's card for stock readers; empty without `stock_peers`."""
 

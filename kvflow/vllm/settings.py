@@ -47,8 +47,11 @@ class StockExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     serve_version: str = ""
     """vLLM version of the stock readers; if empty, the installed version."""
     tp_sizes: tuple[int, ...] = ()
+    """Tensor-parallel sizes in the fleet. Needed if heads are replicated (MLA, or more ranks than heads)."""
     lease_s: float = 30.0
+    """The stock producers' `kv_lease_duration`. A larger value is unsafe."""
     router_s: float = 5.0
+    """Longest time from the end of a prefill until the router has passed the answer to the decode engine."""
 
 
 class EventsExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,7 +67,9 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of `kv_connector_extra_config` that are no fields of kvflow.Config. Documented in docs/vllm.md."""
 
     fetch_tokens_min: Size = 1
+    """Least number of remote prompt tokens that are loaded; fewer are computed here."""
     full_blocks_only: bool = False
+    """True to leave a partly filled last block out of offers."""
     release_failed_loads: bool = True
     """True to give the offer back when a load fails; False if a router retries with the same parameters."""
     kv_format: str | None = None

@@ -1,9 +1,9 @@
-"""Plant each bug of `bugs` in a copy of the checkout, one after the other, and see whether its finders fail.
+"""Plant each bug of `bugs` in a copy of the checkout, one after the other, and check that its finders fail.
 
     python -m tests.planted [NAME ...]
 
-One line each: found, and by which test, or NOT FOUND, or GONE, where the package has not the text any more (or has it
-twice). Before that the finders have to pass without a bug. Exits with 1 unless all are found.
+Prints a line for each bug: found, and by which test; NOT FOUND; or GONE, if the package does not have the bug's text
+exactly once. Before that, the finders have to pass without a bug. Exits with 1 unless all bugs are found.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 _OPTIONS = ("-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
 _TIMEOUT_S = 120
 _STAMPS = count(int(time.time()) + 60, 60)
-"""Of files that were changed: Python tells by their time whether it has to compile them anew."""
+"""Modification times for changed files. Python compares them to decide whether to compile a file again."""
 
 
 class Gone(Exception):
@@ -58,7 +58,7 @@ def main(names: list[str]) -> int:
 
 
 def try_bug(tree: Path, name: str, bug: Bug) -> bool:
-    """Whether the finders notice."""
+    """Plant `bug` in `tree`, run its finders, and remove it. Return whether a finder failed."""
     try:
         file = find(tree, bug)
     except Gone as error:
@@ -80,7 +80,7 @@ def try_bug(tree: Path, name: str, bug: Bug) -> bool:
 
 
 def find(tree: Path, bug: Bug) -> Path:
-    """The one file that has a bug's text. Raises Gone."""
+    """Return the one file in `tree` that has the text of `bug`. Raises Gone."""
     files = [file for file in sorted(tree.glob("kvflow/**/*.py")) if bug.within in file.as_posix()]
     places = {file.relative_to(tree).as_posix(): file.read_text().count(bug.old) for file in files}
     times = {place: number for place, number in places.items() if number}
@@ -96,9 +96,10 @@ def write(file: Path, text: str) -> None:
 
 
 def run(tree: Path, finders: Sequence[str]) -> tuple[list[str] | None, str]:
-    """Which test fails first, if any; None if they could not be run. And what pytest says.
+    """Run `finders` in a child of this process. Return the tests that failed, and pytest's output.
 
-    In a child of this process, which has loaded what takes long and is not kvflow's.
+    The tests are None if they could not be run. The child is forked, so that it need not load torch and other large
+    modules again.
     """
     log = tree.parent / "log"
     child = os.fork()
@@ -109,7 +110,7 @@ def run(tree: Path, finders: Sequence[str]) -> tuple[list[str] | None, str]:
                 for number in (1, 2):
                     os.dup2(stream.fileno(), number)
             code = run_here(tree, finders)
-        except BaseException:  # noqa: BLE001 - whatever it is, the parent tells it
+        except BaseException:  # noqa: BLE001 - the parent reports any error
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -122,7 +123,7 @@ def run(tree: Path, finders: Sequence[str]) -> tuple[list[str] | None, str]:
 
 
 def run_here(tree: Path, finders: Sequence[str]) -> int:
-    """In the child: from here on `kvflow` and `tests` are those of the copy."""
+    """Run `finders` in the child, with `kvflow` and `tests` imported from the copy in `tree`."""
     os.chdir(tree)
     os.environ["PYTHONPATH"] = str(tree)
     sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
@@ -132,7 +133,7 @@ def run_here(tree: Path, finders: Sequence[str]) -> int:
 
 
 class _Impatient:
-    """A failure is enough: it is not made smaller, and who hangs is not waited for."""
+    """A pytest plugin with which hypothesis does not shrink failures, and tests that hang time out early."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:

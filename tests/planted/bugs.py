@@ -1,9 +1,9 @@
-"""Bugs that the suite has to find: small mistakes all over the package, each with the tests that are to notice.
+"""Bugs that the test suite has to find: small mistakes all over the package, each with the tests that should fail.
 
-They are beyond what the simulator and the planner are tried with (tests/simulator/test_mutations.py, and
-tests/runtime/test_plan_mutations.py). A bug is a piece of text that is in the package exactly once, and what stands
-there instead. So it survives that code moves; where the text itself is gone the bug has to be planted anew:
-`python -m tests.planted` says so.
+The bugs of the simulator and of the planner are elsewhere (tests/simulator/test_mutations.py and
+tests/runtime/test_plan_mutations.py). A bug is a piece of text that is in the package exactly once, and its
+replacement. So a bug stays valid when code moves. If the text itself has changed, the bug has to be written again:
+`python -m tests.planted` reports it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 
 class Bug(NamedTuple):
-    """One mistake. `within` is a part of the package's path, for text that other modules have, too."""
+    """A mistake: `new` in place of `old`. `within` is a part of the module's path, if other modules also have `old`."""
 
     old: str
     new: str
     finders: tuple[str, ...]
-    """Ids of tests, or files of them, at least one of which fails."""
+    """Ids of tests, or test files. At least one test has to fail."""
     within: str = ""
 
 

@@ -1,4 +1,4 @@
-"""Planted bugs have their text in the package, and their finders in the suite. `python -m tests.planted` runs them."""
+"""The text of each planted bug is in the package, and its finders exist. `python -m tests.planted` runs the finders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deterministic simulator of several engines: one seed is one run, the same every time."""
+"""A deterministic simulator of several engines: a seed determines a whole run."""
 
 from tests.simulator.simulation import Result, Violation, describe, simulate
 

@@ -1,4 +1,4 @@
-"""Tables of what may happen in a simulation: to add something, write a function and give it a row and a weight."""
+"""Tables of actions in a simulation. To add an action, write a function, and add a row with its weight."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ActionT = TypeVar("ActionT")
 
 
 def pick(table: Sequence[tuple[int, ActionT]], rng: random.Random) -> ActionT:
-    """Draw an action, by weight."""
+    """Draw an action from `table`, by weight."""
     return rng.choices([action for _, action in table], [weight for weight, _ in table])[0]
 
 
-# --- trouble: what befalls an engine that runs
+# --- trouble: faults of a running engine
 
 
 def crash(engine: SimEngine) -> None:
-    """Kill a process, which starts again under the same name."""
+    """Kill the process of an engine. It starts again under the same name."""
     engine.simulation.crash_and_restart(engine, engine.simulation.rng.uniform(0.0, 0.2))
 
 
@@ -46,12 +46,12 @@ def partition(engine: SimEngine) -> None:
 
 
 def stall_poller(engine: SimEngine) -> None:
-    """Keep an engine from looking what has ended or arrived."""
+    """Keep the poller of an engine from looking for ended reads and notifications, for a while."""
     engine.host.poller_stalled_until_s = engine.simulation.loop.time() + _duration_s(engine)
 
 
 def lose_agent(engine: SimEngine) -> None:
-    """Let the transport of a rank die under it. The engine notices, closes and starts again."""
+    """Let the transport agent of a rank die. The engine notices, closes and starts again."""
     engine.note("loses an agent")
     engine.host.agent_lost = True
     engine.simulation.rng.choice(engine.host.agents).die(OSError("simulated death of the agent"))
@@ -59,27 +59,27 @@ def lose_agent(engine: SimEngine) -> None:
 
 
 def reopen(engine: SimEngine) -> None:
-    """Shut an engine down in good order; it comes back."""
+    """Close an engine in good order. It starts again."""
     engine.simulation.spawn(engine.life, engine.simulation.reopen(engine, None), f"reopen {engine}")
 
 
 def drain(engine: SimEngine) -> None:
-    """Drain an engine before it shuts down and comes back."""
+    """Drain an engine, then close it in good order. It starts again."""
     engine.simulation.spawn(engine.life, engine.simulation.reopen(engine, _duration_s(engine)), f"drain {engine}")
 
 
 def forget(engine: SimEngine) -> None:
-    """Have an engine forget a peer, in the middle of whatever it does with it."""
+    """Make an engine forget a peer, whatever the two are doing with each other."""
     engine.simulation.spawn(engine.life, engine.forget(_other(engine)), f"forget at {engine}")
 
 
 def prewarm(engine: SimEngine) -> None:
-    """Connect an engine to another before it needs to."""
+    """Connect an engine to another one before a load needs it."""
     engine.simulation.spawn(engine.life, engine.prewarm(_other(engine)), f"prewarm at {engine}")
 
 
 def nap(engine: SimEngine) -> None:
-    """Have an engine give its cache back for a while."""
+    """Make an engine unregister its cache for a while."""
     engine.simulation.spawn(engine.life, engine.nap(_duration_s(engine)), f"nap of {engine}")
 
 
@@ -108,22 +108,22 @@ STRIKES: Sequence[tuple[int, Callable[[SimEngine, SimEngine], None]]] = (
     (1, cut_off),
 )
 _CUT_OFF_S = (0.3, 1.5)
-_STRUCK_SHARE = 0.5  # of loads that have several sources: something befalls the first one while they are read
-_STRUCK_AFTER_S = 0.001  # mean time until then
+_STRUCK_SHARE = 0.5  # share of loads with several sources during which a fault strikes the first source
+_STRUCK_AFTER_S = 0.001  # mean time from the start of the load to the fault
 
 
-# --- deliveries: what a consumer does with a ticket that a router gives it
+# --- deliveries: what a consumer does with a ticket from a router
 
 Delivery = Callable[["SimEngine", SimOffer, Ticket], Coroutine[Any, Any, None]]
 
 
 def load(consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> Coroutine[Any, Any, None]:
-    """Decode the request."""
+    """Load the offered prompt."""
     return loading.load(consumer, offer, ticket, _plan_load(consumer, offer))
 
 
 def wait_and_load(consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> Coroutine[Any, Any, None]:
-    """Decode the request once the engine has room for it, some time later."""
+    """Load the offered prompt some time later, once the engine has room."""
     plan = _plan_load(consumer, offer)
     wait_s = consumer.simulation.rng.expovariate(1 / (0.5 * offer.ttl_s))
     return loading.wait_and_load(consumer, offer, ticket, plan, wait_s)
@@ -135,7 +135,7 @@ def release(consumer: SimEngine, offer: SimOffer, ticket: Ticket) -> Coroutine[A
 
 
 def survive(consumer: SimEngine, offers: Sequence[SimOffer]) -> Coroutine[Any, Any, None]:
-    """Decode a request whose router knows several engines that hold the prompt, or will."""
+    """Load a prompt that several engines offer, or will offer."""
     rng, plan = consumer.simulation.rng, _plan_load(consumer, offers[0])
     plan = replace(plan, more=offers[1:], named=rng.randint(0, len(offers) - 1))
     if rng.random() < _STRUCK_SHARE:
@@ -167,5 +167,5 @@ def _other(engine: SimEngine) -> SimEngine:
 
 
 def _duration_s(engine: SimEngine) -> float:
-    """Length of a trouble: mostly short, now and then longer than any limit."""
+    """Draw how long a fault lasts: mostly short, sometimes longer than any limit."""
     return engine.simulation.rng.choice((0.002, 0.02, 0.1, 0.5)) * (0.5 + engine.simulation.rng.random())

@@ -1,6 +1,6 @@
-"""The cache of one rank, in which every value says which prompt, token, layer, part, head and place it belongs to.
+"""The cache of one rank. Each value encodes its prompt, token, layer, part, head and place in the head.
 
-So whatever lies in a block can be judged: the right bytes of the right prompt, or those of an earlier owner.
+So the contents of a block show whether they are the right bytes of the right prompt, or bytes of an earlier owner.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _POOL = "all"
 
 Ints = npt.NDArray[np.int32]
 Content: TypeAlias = "int | Ints"
-"""Prompt that tokens are of: its number, or one for each of `TOKENS_MAX` tokens."""
+"""The prompt that tokens belong to: one number for all, or a number for each of `TOKENS_MAX` tokens."""
 Tables: TypeAlias = Sequence[Sequence[int]]
 """Block ids by group."""
 
 
 class _Layer:
-    """A layer of a group; 32-bit values, which kvflow sees as floats."""
+    """A layer of a group. Its values are 32-bit integers, which kvflow sees as floats."""
 
     def __init__(self, number: int, facts: GroupFacts, model: Model, shape: Shape, tp_rank: int) -> None:
         share = 1 if model.latent else shape.tp_size
@@ -62,7 +62,7 @@ class _Layer:
         self._block_bytes = self._part_bytes // blocks
 
     def turn(self) -> None:
-        """Swap tokens and heads of a block: another layout of the same memory, whatever it holds."""
+        """Swap tokens and heads in the layout of blocks. The bytes in memory do not change."""
         if self._values.ndim < 5:
             return
         swap = self._blocks is self._values
@@ -71,7 +71,7 @@ class _Layer:
         self.tensor = torch.from_numpy(self._values.view(np.float32))
 
     def write(self, content: Content, first: int, block_ids: Sequence[int], upto: int) -> None:
-        """Write blocks of a prompt from token `first` on, up to token `upto`."""
+        """Write a prompt's tokens from `first` up to `upto` to `block_ids`."""
         wanted = self._wanted(content, first, first + len(block_ids) * self.block_size)
         found = self._blocks[:, list(block_ids)]
         tokens = found.reshape(wanted.shape)
@@ -79,11 +79,14 @@ class _Layer:
         self._blocks[:, list(block_ids)] = tokens.reshape(found.shape)
 
     def fill(self, number: int, block_ids: Sequence[int] | None) -> None:
-        """Fill freed blocks as their next owner does; all of them, with None."""
+        """Overwrite freed blocks as their next owner does. None: overwrite all blocks."""
         self._blocks[:, slice(None) if block_ids is None else list(block_ids)] = -1 - number
 
     def wrong_token(self, content: Content, start: int, stop: int, first: int, block_ids: Sequence[int]) -> str | None:
-        """Fault of tokens `start` to `stop` of a prompt, whose blocks from token `first` on these are."""
+        """Return a text about the first wrong value in tokens `start` to `stop` of a prompt; None if all are right.
+
+        `block_ids` are the prompt's blocks from token `first` on.
+        """
         blocks = self._blocks[:, list(block_ids)]
         found = blocks.reshape(len(blocks), -1, *blocks.shape[3:])[:, start - first : stop - first]
         wanted = self._wanted(content, start, stop)
@@ -98,7 +101,7 @@ class _Layer:
         return f"token {start + token} ({where}) is of {whose}, not of prompt {number}"
 
     def blocks_of(self, address: int, size_bytes: int) -> range:
-        """Blocks that a piece of memory touches; none if it lies elsewhere."""
+        """Return the blocks that a piece of memory touches; none if the memory is not in this layer."""
         offset = address - self._address
         if not 0 <= offset < self._values.nbytes:
             return range(0)
@@ -113,7 +116,7 @@ class _Layer:
 
 
 class RankCache:
-    """All layers of one rank, by group. Groups have their block ids from one pool, as in vLLM."""
+    """All layers of one rank, by group. The groups take their block ids from one pool, as in vLLM."""
 
     def __init__(self, model: Model, shape: Shape, tp_rank: int, pp_rank: int) -> None:
         self._facts = model.groups(shape)
@@ -125,11 +128,11 @@ class RankCache:
 
     @property
     def groups(self) -> list[CacheGroup]:
-        """The groups that an engine registers."""
+        """The groups to register with kvflow."""
         return [self._group(facts, layers) for facts, layers in zip(self._facts, self._layers, strict=True)]
 
     def turn(self) -> None:
-        """Give all layers another layout of the same memory, whatever it holds."""
+        """Swap tokens and heads in the layout of all layers. The bytes in memory do not change."""
         self._order = "NHD" if self._order == "HND" else "HND"
         for layer in self._all():
             layer.turn()
@@ -146,20 +149,21 @@ class RankCache:
         return CacheGroup(facts.name, tensors, layout, window=facts.window or None, kind=facts.kind, pool=_POOL)
 
     def write(self, content: Content, tokens: int, tables: Tables, upto: int | None = None) -> None:
-        """Write a prompt of so many tokens as an engine computes it, or its tokens before `upto`."""
+        """Write a prompt of `tokens` tokens to its blocks, as if computed; with `upto`, only tokens before `upto`."""
         last = 1 << 62 if upto is None or upto == tokens else upto
         for first, layers, block_ids in self._held(tokens, tables):
             for layer in layers:
                 layer.write(content, first, block_ids, last)
 
     def poison(self, number: int, block_ids: Sequence[int] | None) -> None:
-        """Fill freed blocks as their next owner does; all of them, with None."""
+        """Overwrite freed blocks as their next owner does. None: overwrite all blocks."""
         for layer in self._all():
             layer.fill(number, block_ids)
 
     def wrong_token(self, content: Content, tokens: int, tables: Tables, count: int | None = None) -> str | None:
-        """Fault of the last blocks of a prompt of so many tokens, or of the first `count` tokens in those;
-        None if nothing is.
+        """Return a text about the first wrong value in a prompt's blocks; None if all values are right.
+
+        `tables` are the last blocks of a prompt of `tokens` tokens. `count`: check only their first `count` tokens.
         """
         held = list(self._held(tokens, tables))
         stop = tokens if count is None else min(tokens, min((first for first, _, _ in held), default=0) + count)
@@ -170,12 +174,12 @@ class RankCache:
         return None
 
     def blocks_of(self, address: int, size_bytes: int) -> Iterator[int]:
-        """Blocks that a piece of memory touches; none if it lies elsewhere."""
+        """Yield the blocks that a piece of memory touches; none if the memory is not in this cache."""
         for layer in self._all():
             yield from layer.blocks_of(address, size_bytes)
 
     def _held(self, tokens: int, tables: Tables) -> Iterator[tuple[int, Sequence[_Layer], Sequence[int]]]:
-        """(first token, layers, blocks) of each group that holds some of a prompt's end."""
+        """Yield (first token, layers, block ids) for each group that has blocks in `tables`."""
         for facts, layers, block_ids in zip(self._facts, self._layers, tables, strict=True):
             if block_ids:
                 yield first_token(facts, tokens, block_ids), layers, block_ids
@@ -185,5 +189,5 @@ class RankCache:
 
 
 def first_token(facts: GroupFacts, tokens: int, block_ids: Sequence[int]) -> int:
-    """The first token that a prompt's last blocks hold."""
+    """Return the first token in `block_ids`, the last blocks of a prompt of `tokens` tokens."""
     return (-(-tokens // facts.block_size) - len(block_ids)) * facts.block_size

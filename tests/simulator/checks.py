@@ -1,4 +1,4 @@
-"""Comparisons of kvflow's books with the engines' own: after every step, when all is quiet, and after closing."""
+"""Compares kvflow's books with the engines' own: after each step, when nothing is open, and after closing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ P = ParamSpec("P")
 
 
 def check_changed(changed: dict[SimRank, SimEngine]) -> None:
-    """Compare, after every callback, the ranks whose ledgers have changed in it."""
+    """Compare the ledgers of `changed` ranks with their engines, and clear `changed`. Called after each step."""
     if changed:
         for rank, engine in changed.items():
             if rank in engine.ranks:
@@ -24,14 +24,14 @@ def check_changed(changed: dict[SimRank, SimEngine]) -> None:
 
 
 def check_conserved(engine: SimEngine) -> None:
-    """Check what users' own tests can check at any moment."""
+    """Run the check that users' own tests can run at any moment, on all ranks."""
     for rank in engine.ranks:
         leases = [offer.leases[rank.index] for offer in engine.offers if rank.holds_lease(offer)]
         demand(engine, assert_conserved, rank.runtime, leases + engine.prefix_cache.leases(rank))
 
 
 def check_quiet(engine: SimEngine) -> None:
-    """Check that nothing is under way: all books are empty, and every offer and load has ended once."""
+    """Check that nothing is open: all books are empty, and every offer and load has ended exactly once."""
     if any(engine.owners) or engine.offers or engine.loads:
         engine.fail("I5", f"the engine itself is not quiet: {engine.owners}")
     for rank in engine.ranks:
@@ -43,7 +43,7 @@ def check_quiet(engine: SimEngine) -> None:
 
 
 def demand(engine: SimEngine, check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Demand that a check of the books holds."""
+    """Call `check`. Report an AssertionError as a broken invariant I5."""
     try:
         check(*args, **kwargs)
     except AssertionError as error:
@@ -51,7 +51,7 @@ def demand(engine: SimEngine, check: Callable[P, None], *args: P.args, **kwargs:
 
 
 def _compare_owners(engine: SimEngine, rank: SimRank) -> None:
-    """Compare the ledger of a rank with the owners that its engine knows."""
+    """Compare the ledger of a rank with its engine's record of owners."""
     for block, use in enumerate(rank.uses.tolist()):
         owner = engine.owners[block]
         if use == 0 and owner in engine.offers and rank.has_leased(owner, block):
@@ -66,7 +66,7 @@ def _compare_owners(engine: SimEngine, rank: SimRank) -> None:
 
 
 def _compare_outcomes(engine: SimEngine, rank: SimRank) -> None:
-    """Compare the counters of a rank with the leases and loads of its engine (invariant I4)."""
+    """Compare the counters of a rank with its engine's leases and loads (invariant I4)."""
     statistics = rank.runtime.statistics()
     serving, loading = statistics.serving, statistics.loading
     assert serving is not None

@@ -1,4 +1,4 @@
-"""The clock of a simulated machine: the loop's time, but begun at another moment, and fast or slow."""
+"""The clock of a simulated machine: the loop's time, with an offset and another rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class SkewedClock:
-    """A clock that reads `offset_s` at the loop's time 0, and goes `rate` seconds in a second of the loop."""
+    """A clock that shows `offset_s` at the loop's time 0, and advances `rate` seconds for each second of the loop."""
 
     def __init__(self, offset_s: float, rate: float) -> None:
         self._loop = asyncio.get_running_loop()

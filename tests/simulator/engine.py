@@ -1,7 +1,7 @@
 """A simulated engine: ranks with their caches and runtimes, and an allocator that reuses freed blocks at once.
 
-It does what kvflow asks of a real engine and nothing kinder: a block that is given back is overwritten in the same
-moment, and goes to the next request that needs one. Every promise that kvflow makes on the way is checked.
+It does only what kvflow requires of an engine: a freed block is overwritten at once, and goes to the next request that
+needs a block. It checks every promise that kvflow makes.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from tests.simulator.work import DeviceWork, SimLoad, SimOffer, SimPull, SimRank
 if TYPE_CHECKING:
     from tests.simulator.simulation import Simulation
 
-_AT_ONCE_SHARE = 0.3  # of what a device is told to write
-DEVICE_S = 0.01  # mean time until it has written the rest
-_TURNED_SHARE = 0.5  # of engines that wake with another layout
-DRIFT = 1.01  # a little more than clocks are wrong by
+_AT_ONCE_SHARE = 0.3  # share of device writes that happen at once
+DEVICE_S = 0.01  # mean delay of the other device writes
+_TURNED_SHARE = 0.5  # share of naps after which the cache has another layout
+DRIFT = 1.01  # above the largest error of a simulated clock
 
 EndT = TypeVar("EndT")
 Owner: TypeAlias = "SimOffer | SimLoad | SimPull | Kept"
 
 
 class SimEngine:
-    """An engine over all its lives."""
+    """An engine. Each of its processes is a life."""
 
     ranks: list[SimRank]
     offers: dict[SimOffer, None]
     loads: dict[SimLoad | SimPull, None]
     owners: list[Owner | None]
     prefix_cache: SimPrefixCache
-    """PrefixCache of the prompts that it keeps."""
+    """Blocks of earlier prompts that the engine keeps."""
     naps: int
-    """Times that it has slept in this life."""
+    """Number of naps in this life."""
 
     def __init__(self, simulation: Simulation, shape: Shape, index: int) -> None:
         self.shape = shape
@@ -68,7 +68,7 @@ class SimEngine:
         self._address = f"10.0.0.{index + 1}"
         self._lives = itertools.count(1)
         self._graves: list[tuple[Life, list[SimRank]]] = []
-        """Processes that have ended, with what they left: nothing of them is destroyed before the simulation is."""
+        """Ended processes with their ranks: their objects are kept until the simulation itself is destroyed."""
         self.host = SimHost(self.name, f"tcp://{self._address}", self._new_life())
         model = simulation.settings.model
         self.facts = model.groups(shape)
@@ -87,7 +87,7 @@ class SimEngine:
         return self.host.life
 
     def fail(self, invariant: str, what: str) -> None:
-        """Report a broken promise to this engine."""
+        """Report that a promise to this engine is broken."""
         self.simulation.fail(invariant, f"{self}: {what}")
 
     def note(self, *what: object) -> None:
@@ -96,7 +96,7 @@ class SimEngine:
     # --- processes
 
     async def start(self) -> None:
-        """Open all ranks; in a task of its life. The memory is that of the life before, overwritten."""
+        """Open all ranks, in a task of this life. Their memory comes from the previous life and is overwritten."""
         ranks: list[SimRank] = []
         clock = SkewedClock(self.shape.clock_offset_s, self.shape.clock_rate)
         world = make_world(lambda: self._network, lambda _: self.host, lambda: clock)
@@ -116,7 +116,7 @@ class SimEngine:
         self.simulation.changed[rank] = self
 
     async def close(self) -> bool:
-        """Close all ranks as an engine that shuts down; in a task of its life. True if the memory may be reused."""
+        """Close all ranks, in a task of this life. Return True if the memory may be reused."""
         self.running = False
         limits = self.base.limits
         bound_s = self._drain_bound_s(self.base.drain_timeout_s) + limits.goodbye_timeout_s
@@ -137,9 +137,9 @@ class SimEngine:
         return True
 
     async def nap(self, nap_s: float) -> None:
-        """Give the cache back under whatever goes on, and register it again a while later, with other contents.
+        """Unregister the cache, whatever is open, and register it again a while later with other contents.
 
-        In a task of its life. Now and then it comes back with another layout.
+        Runs in a task of this life. Sometimes the cache has another layout afterwards.
         """
         if not self.running:
             return
@@ -169,13 +169,13 @@ class SimEngine:
             self.note("is awake")
 
     def _share(self) -> None:
-        """Share an empty prefix cache, for all that the engine will keep."""
+        """Start with an empty prefix cache, and share it if the model shares prefixes."""
         self.prefix_cache = SimPrefixCache(self)
         if self.simulation.settings.model.shares:
             self.prefix_cache.share()
 
     async def _unregister(self) -> bool:
-        """Give each rank's memory away as soon as that is safe. True if it was everywhere."""
+        """Unregister each rank's cache, then overwrite its memory. Return True if that was safe on all ranks."""
         limits, given = self.base.limits, 0
         bound_s = self._drain_bound_s(0.0) + limits.goodbye_timeout_s + 2 * limits.transport_close_timeout_s
 
@@ -202,23 +202,23 @@ class SimEngine:
         for rank in self.ranks:
             try:
                 await rank.runtime.register_kv_caches(rank.cache.groups)
-            except KVFlowError as error:  # it drains, or closes
+            except KVFlowError as error:  # the runtime drains or closes
                 self.judge_refusal("register_kv_caches", error)
                 return False
             rank.look_up()
         return True
 
     async def drain(self, deadline_s: float) -> None:
-        """Take no new work and let what is open end; in a task of its life."""
+        """Drain all ranks, in a task of this life."""
         await self._on_all_ranks("drain", self._drain_bound_s(deadline_s), lambda runtime: runtime.drain(deadline_s))
 
     async def forget(self, other: SimEngine) -> None:
-        """Forget a peer; in a task of its life."""
+        """Forget a peer on all ranks, in a task of this life."""
         bound_s = 2 * self.base.handshake_timeout_s
         await self._on_all_ranks("forget_peer", bound_s, lambda runtime: runtime.forget_peer(other.name))
 
     async def prewarm(self, other: SimEngine) -> None:
-        """Connect to a peer; in a task of its life."""
+        """Connect all ranks to a peer, in a task of this life."""
         address = PeerAddress(engine_id=other.name, address=f"{other.host.address}:5600")
         bound_s = self.base.handshake_timeout_s * (1 + other.shape.num_ranks)
         await self._on_all_ranks("prewarm", bound_s, lambda runtime: runtime.prewarm([address]))
@@ -226,7 +226,7 @@ class SimEngine:
     async def _on_all_ranks(
         self, what: str, bound_s: float, call: Callable[[Runtime], Coroutine[object, object, object]]
     ) -> None:
-        """Call something on each rank, and judge how it fails."""
+        """Await `call` on each rank within `bound_s`. Pass errors to `judge_refusal`."""
 
         async def on_one(rank: SimRank) -> None:
             try:
@@ -243,19 +243,19 @@ class SimEngine:
         return max(deadline_s + ending_s, limits.goodbye_timeout_s) + self.simulation.copy_bound_s
 
     def load_bound_s(self, deadline_s: float | None) -> float:
-        """Longest time that a load, or pull, of that deadline may take; with None it is the runtime's own."""
+        """Return how long a load or pull with `deadline_s` may take. None: the deadline of the runtime's Config."""
         return (self.base.load_deadline_s if deadline_s is None else deadline_s) + self.base.cancel_grace_s
 
     @contextlib.contextmanager
     def bounded(self, what: str, bound_s: float) -> Iterator[None]:
-        """Bound what is awaited inside by `bound_s`, not counting the time that its process was frozen."""
+        """Fail if the body takes longer than `bound_s`, not counting time during which its process was frozen."""
         life, loop = self.life, self.simulation.loop
         begun_s, frozen_s = loop.time(), life.frozen_s
         cancelled = False
         try:
             yield
         except asyncio.CancelledError:
-            cancelled = True  # who gives up may wait until its blocks are safe
+            cancelled = True  # a cancelled load may wait until its blocks are safe
             raise
         finally:
             took_s = loop.time() - begun_s - (life.frozen_s - frozen_s)
@@ -268,7 +268,7 @@ class SimEngine:
         self.end()
 
     def end(self) -> None:
-        """End the process: nothing of it runs any more, its memory goes to somebody else."""
+        """End the process. Its tasks stop, and its memory goes to another owner."""
         self.simulation.forget_tasks(self.life)
         self.life.kill()
         self._network.detach(self.host)
@@ -280,7 +280,7 @@ class SimEngine:
             cache.poison(self.simulation.next_poison(), None)
 
     def renew(self) -> None:
-        """Make a new life for a process that starts after one that has ended."""
+        """Make a new life, for a process that starts after the last one has ended."""
         self.host.agent_lost = False
         self.host.life = self._new_life()
 
@@ -288,10 +288,10 @@ class SimEngine:
         return Life(self.simulation.loop, f"{self.name}.{next(self._lives)}")
 
     def _forget_all(self) -> None:
-        """Begin with empty books, as a process that has not started."""
+        """Empty the engine's books, as in a process that has not started."""
         self.running = False
         self.asleep = False
-        """True while its memory is somebody else's."""
+        """True while the cache is unregistered and its memory has another owner."""
         self.naps = 0
         self.ranks = []
         self.offers = {}
@@ -303,7 +303,7 @@ class SimEngine:
     # --- blocks
 
     def take_blocks(self, tokens: int, computed: int = 0) -> list[list[int]] | None:
-        """Take the blocks of each group that `tokens` tokens need beyond the computed ones."""
+        """Take each group's blocks for `tokens` tokens beyond the `computed` tokens. None if there is no room."""
         counts = []
         for facts in self.facts:
             stop = -(-tokens // facts.block_size)
@@ -312,7 +312,7 @@ class SimEngine:
         return self.take_counts(counts)
 
     def take_counts(self, counts: Sequence[int]) -> list[list[int]] | None:
-        """Take blocks of each group. Kept blocks of old prompts go for them, however pinned for readers."""
+        """Take `counts` blocks of each group; None without room. Kept blocks make room, even if pinned for readers."""
         if (short := sum(counts) - len(self._free)) > 0:
             self.prefix_cache.make_room(short)
         if sum(counts) > len(self._free):
@@ -320,7 +320,7 @@ class SimEngine:
         return [[self._free.pop() for _ in range(count)] for count in counts]
 
     def later(self, work: Callable[[], None]) -> DeviceWork | None:
-        """Write to a rank's cache as its device does: some time after the command, or at once."""
+        """Do `work`, a write to a rank's cache, at once or after a device's delay. Return it if delayed, else None."""
         model, rng = self.simulation.settings.model, self.simulation.rng
         if not model.device or rng.random() < _AT_ONCE_SHARE:
             work()
@@ -328,7 +328,7 @@ class SimEngine:
         return DeviceWork(rng.expovariate(1 / DEVICE_S), work)
 
     def overwrite_later(self, block_ids: Sequence[int]) -> list[DeviceWork | None]:
-        """Write to blocks for who had them before, on each rank, where the model's devices are late."""
+        """If devices are late, start writes by the blocks' former owner. Return the delayed work of each rank."""
         if not self.simulation.settings.model.device:
             return [None] * len(self.ranks)
         before = self.simulation.next_poison()
@@ -339,7 +339,7 @@ class SimEngine:
             self.owners[block] = owner
 
     def give_back(self, owner: Owner) -> None:
-        """Take blocks back: they are overwritten at once, and go to the next who needs some."""
+        """Free the blocks of `owner`. They are overwritten at once, and may be taken again."""
         for block in owner.block_ids:
             assert self.owners[block] is owner
             self.owners[block] = None
@@ -350,7 +350,7 @@ class SimEngine:
             rank.cache.poison(poison, owner.block_ids)
 
     def landing_blocks(self, local: int, size_bytes: int) -> Iterator[int]:
-        """Blocks that so many bytes at an address are in."""
+        """Yield the blocks that `size_bytes` bytes at the address `local` touch."""
         for cache in self._caches:
             yield from cache.blocks_of(local, size_bytes)
 
@@ -359,7 +359,7 @@ class SimEngine:
     async def carry_out(
         self, load: SimLoad | SimPull, bodies: Sequence[Coroutine[Any, Any, EndT]], cancel_after_s: float | None
     ) -> list[EndT]:
-        """Run a part of a load, or pull, on each rank, and cancel all of them after a while if that is the plan."""
+        """Run each rank's part of a load or pull; with `cancel_after_s`, cancel all parts after that time."""
         tasks = [asyncio.create_task(body) for body in bodies]
 
         def cancel() -> None:
@@ -375,14 +375,14 @@ class SimEngine:
         return [task.result() for task in tasks]
 
     async def lose(self, load: SimLoad | SimPull) -> None:
-        """Wait for the end of the process, which cannot use these blocks any more."""
+        """Wait for the end of the process: a load's blocks will never be safe, so the engine crashes soon."""
         self.note("lost blocks", load.block_ids)
         if self.running:
             self.simulation.later_crash(self)
         await asyncio.get_running_loop().create_future()
 
     def judge_refusal(self, request_id: str, error: KVFlowError) -> None:
-        """Fail unless an engine that did everything right may get this error."""
+        """Fail unless `error` is one that an engine without faults of its own may get."""
         expected = isinstance(error, LoadError | PeerError | RuntimeUnavailable)
         if isinstance(error, HostBlocksBusy):
             expected = True

@@ -1,4 +1,4 @@
-"""Loads of a simulated engine: a prompt comes from elsewhere, is checked byte by byte, and used for a while."""
+"""Loads of a simulated engine: a prompt is loaded, checked byte by byte, and used for a while."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.simulator.work import Ending, LoadPlan, RankLoad, SimLoad, SimOffer, 
 if TYPE_CHECKING:
     from tests.simulator.simulation import Simulation
 
-_FOLLOWED_EVERY = 4  # loads, by number: one whose progress somebody wants to know
-_MISPLACED_EVERY = 5  # loads, by number: one whose engine first says the wrong place of its blocks
-_SLOW_SHARE = 0.2  # of tickets that are asked for when no source is left: a prompt is computed once more
+_FOLLOWED_EVERY = 4  # every n-th load follows its progress
+_MISPLACED_EVERY = 5  # every n-th load is first tried with a wrong place of its blocks
+_SLOW_SHARE = 0.2  # share of further tickets that take long, as if the prompt were computed again
 
 
 async def load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPlan) -> None:
-    """Load an offered prompt, check what came, and use the blocks for a while."""
+    """Load an offered prompt, check its bytes, and use the blocks for a while."""
     if not engine.running:
         return
     cached_tokens = min(plan.cached_blocks * engine.shape.block_size, offer.tokens)
@@ -53,7 +53,7 @@ async def load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPla
     engine.loads.pop(load)
     if succeeded and plan.use_s:
         await engine.simulation.pass_time(plan.use_s)
-        for rank in engine.ranks if naps == engine.naps else ():  # else it has lost what it had
+        for rank in engine.ranks if naps == engine.naps else ():  # after a nap the blocks are lost
             if (
                 wrong := rank.cache.wrong_token(load.offer.content, load.offer.tokens, load.tables)
             ) and not load.corrupt:
@@ -62,7 +62,7 @@ async def load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPla
 
 
 async def wait_and_load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan: LoadPlan, wait_s: float) -> None:
-    """Load as an engine whose request has to wait first."""
+    """Keep the ticket's leases for `wait_s`, as for a request that has to wait for room, then load."""
     with contextlib.ExitStack() as kept:
         try:
             for rank in engine.ranks:
@@ -75,8 +75,9 @@ async def wait_and_load(engine: SimEngine, offer: SimOffer, ticket: Ticket, plan
 
 
 async def release(engine: SimEngine, offer: SimOffer, ticket: Ticket) -> None:
-    """Give an offer up unread, as for a request that was aborted before it was decoded."""
-    opens_s = min(ticket.ttl_s, engine.base.lease_lifetime_s) if ticket.awaited else 0.0  # a rendezvous is waited for
+    """Release an offer unread, as for a request that was aborted before it was decoded."""
+    # The release of a pending ticket waits for its offer.
+    opens_s = min(ticket.ttl_s, engine.base.lease_lifetime_s) if ticket.awaited else 0.0
     for rank in list(engine.ranks):
         try:
             with engine.bounded(f"release of {offer.request_id}", engine.base.handshake_timeout_s + opens_s):
@@ -107,13 +108,13 @@ async def _load_on_all_ranks(load: SimLoad, ticket: Ticket, plan: LoadPlan) -> l
 
 
 def _tickets(ticket: Ticket, plan: LoadPlan) -> Any:
-    """Tickets as the request names them: one as such, several as a list."""
+    """Return the tickets for LoadRequest, as parameters; if the plan has several sources, as a list."""
     named = [ticket, *(one.ticket() for one in plan.more[: plan.named])]
     return [one.to_params() for one in named] if plan.more else ticket.to_params()
 
 
 def _again(simulation: Simulation, plan: LoadPlan) -> Again:
-    """Callback that brings the tickets that the request does not name, one by one, some time later."""
+    """Return a callback that returns a ticket which the request does not name, after a delay; None if none is left."""
     left = list(plan.more[plan.named :])
 
     async def again(attempts: Sequence[Attempt]) -> Ticket | None:
@@ -126,7 +127,7 @@ def _again(simulation: Simulation, plan: LoadPlan) -> Again:
 
 
 async def _load_on(rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending:
-    """Load on one rank: its report, or what it raised. Success is judged in the very moment it is reported."""
+    """Load on one rank. Return the report, checked at the moment of success, or the error."""
     engine = load.engine
     mine = RankLoad(load)
     LOAD.set(mine)
@@ -172,7 +173,7 @@ async def _load_on(rank: SimRank, load: SimLoad, request: LoadRequest) -> Ending
 
 
 async def _misplaced(rank: SimRank, load: SimLoad, request: LoadRequest) -> None:
-    """Load into the same blocks as an engine that counts one cached block too many: that is refused."""
+    """Try the load with one cached block too many. The runtime has to refuse that."""
     engine = load.engine
     cached = request.cached_tokens + engine.shape.block_size
     wrong = replace(request, cached_tokens=cached, num_tokens=None, again=None, verify=None, keep_offer=True)
@@ -182,13 +183,13 @@ async def _misplaced(rank: SimRank, load: SimLoad, request: LoadRequest) -> None
     except RequestError as error:
         engine.simulation.count(f"load: misplaced, {type(error).__name__}")
     except KVFlowError:
-        pass  # the load that follows is judged for it
+        pass  # the load that follows is judged
     else:
         engine.fail("I2", f"{request.request_id}: blocks from {cached} on are reported as filled with what is {report}")
 
 
 async def _follow(rank: SimRank, mine: RankLoad, load: SimLoad, handle: Handle) -> LoadReport:
-    """Follow a load whose parts are used as they come: each has to be right when it is told of."""
+    """Load with progress. Check at each progress that the reported tokens are right."""
     engine, tokens = load.engine, -1
     try:
         async for progress in handle:
@@ -202,12 +203,12 @@ async def _follow(rank: SimRank, mine: RankLoad, load: SimLoad, handle: Handle) 
         return await handle
     except asyncio.CancelledError:
         handle.cancel()
-        await asyncio.gather(handle.settled(), return_exceptions=True)  # what is never settled `_safe` finds
+        await asyncio.gather(handle.settled(), return_exceptions=True)  # `_safe` finds a load that never settles
         raise
 
 
 def _judge(load: SimLoad, endings: Sequence[Ending]) -> bool:
-    """Count how a load has ended. True if all ranks have all of it."""
+    """Count how a load has ended on each rank. Return True if all ranks have succeeded."""
     engine = load.engine
     for ending in endings:
         ok = isinstance(ending, LoadReport)
@@ -222,7 +223,7 @@ def _judge(load: SimLoad, endings: Sequence[Ending]) -> bool:
 
 
 async def _safe(load: SimLoad) -> None:
-    """Wait until no rank's blocks can be written any more, where one says that they can."""
+    """Wait until no byte can land in the load's blocks on any rank."""
     engine = load.engine
     for rank in list(engine.ranks):
         for one in rank.unsafe(load):

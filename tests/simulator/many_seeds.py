@@ -1,4 +1,4 @@
-"""`python3 dev.py simulate`: many seeds of the simulator, on several processes, and how to replay one that failed."""
+"""`python3 dev.py simulate`: runs many seeds on several processes, and says how to replay a failed seed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Summary:
 
 
 def run_all(start: int, count: int, jobs: int, *, failures_max: int, notes: Console) -> Summary:
-    """Simulate `count` seeds from `start` on `jobs` processes; stops early after `failures_max` failed ones."""
+    """Simulate `count` seeds from `start` on `jobs` processes. Stop early after `failures_max` failed seeds."""
     seeds = range(start, start + count)
     parts = [seeds[first : first + _SEEDS_PER_JOB] for first in range(0, count, _SEEDS_PER_JOB)]
     total = Summary()
@@ -59,7 +59,7 @@ def run_all(start: int, count: int, jobs: int, *, failures_max: int, notes: Cons
 
 
 def _rate(per_s: float) -> str:
-    """A speed in words that show it: of less than one a second, how long one takes."""
+    """Return a speed as text: a number a second, or for slow speeds the seconds for one."""
     return f"{per_s:.3g} a second" if per_s >= 1 or not per_s else f"one in {1 / per_s:.3g} s"
 
 
@@ -67,13 +67,13 @@ def _run_parts(parts: list[range], jobs: int) -> Iterator[list[Result]]:
     if jobs == 1 or len(parts) == 1:
         yield from map(_run_seeds, parts)
         return
-    # In a process that only simulates, what is loaded by now is never garbage.
+    # These processes only simulate: objects that exist when they start never become garbage.
     with multiprocessing.get_context("spawn").Pool(jobs, initializer=gc.freeze) as pool:
         yield from pool.imap_unordered(_run_seeds, parts)
 
 
 def _run_seeds(seeds: range) -> list[Result]:
-    """Simulate some seeds in this process. Garbage is collected after them, where it costs least."""
+    """Simulate `seeds` in this process. Collect garbage only afterwards, when it costs least."""
     gc.disable()
     try:
         return [simulate(seed) for seed in seeds]
@@ -83,7 +83,7 @@ def _run_seeds(seeds: range) -> list[Result]:
 
 
 def print_summary(summary: Summary, seconds: float, console: Console) -> None:
-    """Print all failures, then how often everything happened."""
+    """Print all failed seeds, then how often each event happened."""
     for result in summary.failed:
         console.rule()
         console.print(describe(result), markup=False, soft_wrap=True)

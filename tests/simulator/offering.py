@@ -1,4 +1,4 @@
-"""Offers of a simulated engine: a prompt is computed, served on all ranks, and its blocks come back in the end."""
+"""Offers of a simulated engine: a prompt is computed and served on all ranks, and its blocks are freed in the end."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.simulator.cache import Content
 from tests.simulator.engine import DEVICE_S, DRIFT, SimEngine
 from tests.simulator.work import DeviceWork, SimOffer, SimRank, all_over
 
-_GROWING_SHARE = 0.5  # of prompts on a device: offered before they are computed
+_GROWING_SHARE = 0.5  # share of a device's prompts that are offered before they are computed
 _GROWING_STEPS = 2
-_EXTENDED_SHARE = 0.4  # of those: their blocks follow while they are computed, and something comes with the end
-_BROKEN_SHARE = 0.05  # of the steps in which a prompt is computed: it never will be
-_FORGOTTEN_SHARE = 0.3  # of those: nobody is told
-_HASTY_EVERY = 3  # offers whose blocks follow, by number: one whose engine tells of tokens before it gives their blocks
+_EXTENDED_SHARE = 0.4  # share of those prompts that get blocks while they are computed, and a payload at the end
+_BROKEN_SHARE = 0.05  # share of steps at which the computation of a prompt fails
+_FORGOTTEN_SHARE = 0.3  # share of failed prompts that the engine reports to nobody
+_HASTY_EVERY = 3  # every n-th offer that gets blocks later first reports tokens before it has their blocks
 
 
 async def offer(
@@ -35,9 +35,10 @@ async def offer(
     pause_s: float = 0.0,
     early: Callable[[SimOffer], Awaitable[None]] | None = None,
 ) -> SimOffer | None:
-    """Compute a prompt, serve it on all ranks, hand it out, and take its blocks back when its leases have ended.
+    """Compute a prompt, serve it on all ranks, hand it out, and free its blocks when its leases have ended.
 
-    `early` hands a rendezvous out before it is served, `pause_s` passes between two ranks. None if there was no room.
+    `early` hands out a pending ticket before the prompt is served. `pause_s` passes between two ranks. Return None if
+    there was no room.
     """
     if not engine.running:
         return None
@@ -53,7 +54,7 @@ async def offer(
 
 
 async def _serve(offer: SimOffer, pause_s: float, early: Callable[[SimOffer], Awaitable[None]] | None) -> bool:
-    """Serve a prompt. True if all ranks have a lease of it."""
+    """Serve a prompt. Return True if all ranks have a lease."""
     engine, tokens, tables = offer.engine, offer.tokens, offer.tables
     engine.own(offer)
     grows = engine.simulation.settings.model.device and engine.simulation.rng.random() < _GROWING_SHARE
@@ -98,7 +99,7 @@ async def _serve(offer: SimOffer, pause_s: float, early: Callable[[SimOffer], Aw
 
 
 async def _grow(offer: SimOffer, rank: SimRank, lease: Lease) -> None:
-    """Compute the prompt on one rank in a few steps, until it is complete or nobody may read it any more."""
+    """Compute the prompt on one rank in a few steps, until it is complete or its lease has ended."""
     engine, rng = offer.engine, offer.engine.simulation.rng
     for upto in (*sorted(rng.randint(0, offer.tokens) for _ in range(_GROWING_STEPS)), offer.tokens):
         await engine.simulation.pass_time(rng.expovariate(1 / DEVICE_S))
@@ -111,14 +112,14 @@ async def _grow(offer: SimOffer, rank: SimRank, lease: Lease) -> None:
         offer.device.append(work)
         try:
             _advance(offer, lease, upto, work)
-        except RequestError as error:  # no host blocks for more
+        except RequestError as error:  # host blocks have run out
             engine.judge_refusal(offer.request_id, error)
             _fail(offer, str(error))
             return
 
 
 def _advance(offer: SimOffer, lease: Lease, upto: int, work: DeviceWork | None) -> None:
-    """Tell how far a prompt is, and its further blocks where they follow."""
+    """Advance the lease to `upto` tokens. If blocks are added while the prompt is computed, extend the lease first."""
     if not offer.payload:
         lease.advance(upto, work)
         return
@@ -132,7 +133,7 @@ def _advance(offer: SimOffer, lease: Lease, upto: int, work: DeviceWork | None) 
 
 
 def _forget_to_extend(offer: SimOffer, upto: int, tell: Callable[[], None]) -> None:
-    """Tell of tokens whose blocks the lease was never given: that is refused, and changes nothing."""
+    """Report tokens before the lease has their blocks. kvflow has to refuse that, and change nothing."""
     try:
         tell()
     except RequestError:
@@ -142,14 +143,14 @@ def _forget_to_extend(offer: SimOffer, upto: int, tell: Callable[[], None]) -> N
 
 
 def _decline(offer: SimOffer) -> None:
-    """Tell who waits for an offer that there will be none."""
+    """Notify readers that wait for the offer that it will not be made."""
     for rank in offer.engine.ranks:
         with contextlib.suppress(KVFlowError):
             rank.runtime.decline(offer.request_id, "simulated")
 
 
 def introduce(engine: SimEngine, number: int) -> Ticket | None:
-    """Ticket of nothing, by which the ranks of an engine introduce themselves; None if it cannot."""
+    """Return the introduction of an engine's ranks: a ticket without a lease. None if a rank has none."""
     tickets = []
     for rank in engine.ranks:
         try:
@@ -161,7 +162,7 @@ def introduce(engine: SimEngine, number: int) -> Ticket | None:
 
 
 def _break(offer: SimOffer) -> None:
-    """Give a prompt up that will never be computed: its leases fail, or nobody is told."""
+    """Stop computing a prompt. Its leases fail, or the engine forgets to report it."""
     engine = offer.engine
     if engine.simulation.rng.random() >= _FORGOTTEN_SHARE:
         engine.note("cannot compute", offer.request_id)
@@ -173,16 +174,16 @@ def _break(offer: SimOffer) -> None:
 
 
 def _fail(offer: SimOffer, reason: str) -> None:
-    """Give a prompt up on all ranks, whichever of them could not go on."""
+    """Fail the leases of a prompt on all ranks."""
     offer.broken = True
     for lease in offer.leases:
         lease.fail(reason)
 
 
 async def _finish(offer: SimOffer) -> None:
-    """Wait for the leases of all ranks, then take the blocks back."""
+    """Wait until the leases of all ranks have ended, then free the blocks."""
     engine = offer.engine
-    longest_s = max(offer.ttl_s, engine.base.lease_lifetime_s)  # readers renew it up to that
+    longest_s = max(offer.ttl_s, engine.base.lease_lifetime_s)  # readers may renew a lease until then
     bound_s = (longest_s + engine.base.limits.seal_hold_s) * DRIFT + engine.simulation.copy_bound_s
     for lease in list(offer.leases):
         with engine.bounded(f"lease of {offer.request_id}", bound_s):

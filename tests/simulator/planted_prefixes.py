@@ -18,7 +18,7 @@ from kvflow.runtime.peers import reach
 
 
 def believe_a_seal_seen_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quick read is believed by the seal that was fetched with it, although a prefix's lease has no hold."""
+    """A quick read is accepted by the seal that was fetched with it, although leases of prefixes have no hold."""
     real = reach._source
     monkeypatch.setattr(
         reach,
@@ -28,7 +28,7 @@ def believe_a_seal_seen_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def unpin_as_soon_as_it_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run is unpinned before its lease has ended."""
+    """A pinned prefix is unpinned before its lease has ended."""
     real = SharedPrefixes._offered
 
     def offered(self: SharedPrefixes, *given: Any) -> messages.Reply:
@@ -41,17 +41,17 @@ def unpin_as_soon_as_it_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reclaim_without_revoking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner has its blocks back, and the seal still says that they are leased."""
+    """The owner gets its blocks back, but the seal still says that they are leased."""
     monkeypatch.setattr(SharedPrefixes, "_end", lambda self, opened: self._over(opened))
 
 
 def revoke_without_unpinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run whose lease has ended by itself stays pinned."""
+    """A prefix stays pinned after its lease has ended by itself."""
     monkeypatch.setattr(SharedPrefixes, "_ended", lambda *_: None)
 
 
 def read_from_the_next_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next holder is read from while bytes of the one that has failed may land."""
+    """The next holder is read while bytes from the failed holder may still land."""
 
     async def settled(*_: object) -> bool:
         return True
@@ -60,13 +60,13 @@ def read_from_the_next_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def leave_the_salt_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are of the tokens alone."""
+    """Keys depend on the tokens alone."""
     real = keys.key_state
     monkeypatch.setattr(keys, "key_state", lambda salt: real(b""))
 
 
 def count_a_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pull is said to have brought a block more than it has."""
+    """A pull reports one block more than it has filled."""
     real = Pull._report
 
     def report(self: Pull, *given: Any) -> PrefixReport:
@@ -78,7 +78,7 @@ def count_a_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def count_what_loads_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokens of a prefix and of a rest are added up, though both may count a window."""
+    """The tokens of a prefix and of the rest are added up, although both may count the same window."""
     real = Pull._report
 
     def report(self: Pull, loads: Any) -> PrefixReport:
@@ -89,7 +89,7 @@ def count_what_loads_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill_the_wrong_end_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a prefix lands in the blocks of its beginning."""
+    """The end of a prefix lands in the blocks of the prefix's beginning."""
     real = pull._filled
 
     def filled(groups: Any, tables: Any, cached: int, tokens: int) -> list[Any]:
@@ -100,12 +100,12 @@ def fill_the_wrong_end_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_answers_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that a prefix cache has found when nobody waits any more stays pinned."""
+    """A prefix that is found after its question has ended stays pinned."""
     monkeypatch.setattr(SharedPrefixes, "_too_late", lambda *_: None)
 
 
 def stay_connected_to_who_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A holder that has restarted under its address is taken for the one that it was."""
+    """A holder that has restarted at its address is taken for the process before."""
 
     async def connected_again(_: object, engine: object, __: object) -> object:
         return engine
@@ -114,12 +114,12 @@ def stay_connected_to_who_was_there_before(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def say_that_blocks_are_safe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two loads side by side, the one that goes on is forgotten when the other one fails."""
+    """If one of two loads side by side fails, the load that goes on is forgotten."""
     monkeypatch.setattr(pull, "_quarantine", lambda loads: None)
 
 
 def end_a_prefix_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix that comes beside the rest ends where no local block does."""
+    """A prefix that is read beside the rest ends inside a local block."""
 
     def as_it_is(request: PrefixRequest, *_: object) -> PrefixRequest:
         return request

@@ -1,7 +1,7 @@
-"""The prefix cache of a simulated engine: blocks that outlive their requests, until somebody needs them.
+"""The prefix cache of a simulated engine: blocks that outlive their requests, until the engine needs them.
 
-What nobody has pinned may be evicted at any moment, and is overwritten in the same. If that is not enough the engine
-takes back what is pinned for readers, and uses it at once: nobody waits for a reader.
+A block that is not pinned may be evicted at any moment, and is overwritten at once. If that frees too few blocks, the
+engine takes back blocks that are pinned for readers, and uses them at once: the engine never waits for a reader.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from tests.simulator.engine import SimEngine
     from tests.simulator.work import SimRank
 
-_SLOW_SHARE = 0.2  # of prefix caches: they live in another process, and answer later
-_SLOW_S = 0.005  # mean time until then
+_SLOW_SHARE = 0.2  # share of prefix caches that answer late, as from another process
+_SLOW_S = 0.005  # mean delay of their answers
 _FAILS_SHARE = 0.02
 
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """One block of a prefix cache: the end of a prefix."""
+    """A block in the prefix cache. It holds the end of the prefix `path`."""
 
     group: int
     path: Path
@@ -50,27 +50,27 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class SimRun:
-    """A run that one rank has pinned."""
+    """A prefix that one rank has pinned."""
 
     run: PinnedPrefix
     blocks: list[Kept]
     told: bool
-    """True once its runtime knows of it."""
+    """True once the rank's runtime has got the prefix."""
 
 
 @dataclass(slots=True, eq=False)
 class RankPrefixCache:
-    """The `PrefixCache` of one rank: all ranks of an engine keep the same, and each pins for its own readers."""
+    """The `PrefixCache` of one rank. All ranks of an engine keep the same blocks, and each pins for its own readers."""
 
     prefix_cache: SimPrefixCache
     rank: SimRank
     slow: bool
     pins: Counter[int] = field(default_factory=Counter)
-    """Pins by block."""
+    """Number of pins of each block."""
     runs: dict[int, SimRun] = field(default_factory=dict)
-    """Runs by the identity of what was given."""
+    """Pinned prefixes by the identity of the `PinnedPrefix` that the runtime has got."""
     leases: list[Lease] = field(default_factory=list)
-    """All that its runtime has opened for readers of prefixes."""
+    """All leases that the rank's runtime has opened for readers of prefixes."""
     sharing: SharedPrefixes | None = None
 
     def share(self, pinned_blocks_max: int | None) -> None:
@@ -80,7 +80,7 @@ class RankPrefixCache:
         self.sharing = self.rank.prefixes.share(self, pinned_blocks_max=pinned_blocks_max)
 
     def _serve(self, serve: Callable[..., Lease], request: ServeRequest, *, holds: bool = True, **more: bool) -> Lease:
-        """Open a lease and note it if it is of a prefix: those have no hold."""
+        """Open a lease. Note it if it is of a prefix: only leases of prefixes have no hold."""
         lease = serve(request, holds=holds, **more)
         if not holds:
             self.rank.served += 1
@@ -124,26 +124,26 @@ class RankPrefixCache:
 
     @property
     def left(self) -> int:
-        """Runs that its runtime knows of, and has not unpinned."""
+        """Number of pinned prefixes that the runtime has got and not unpinned."""
         return sum(made.told for made in self.runs.values())
 
 
 class SimPrefixCache:
-    """All that an engine keeps, from one registration of its cache to the end of that."""
+    """All blocks that an engine keeps during one registration of its cache."""
 
     def __init__(self, engine: SimEngine) -> None:
         self.simulation = engine.simulation
         self.engine = engine
         self.ranks: list[RankPrefixCache] = []
         self.writing = 0
-        """Prompts that the device has yet to write."""
+        """Number of prompts that the device has yet to write."""
         self._kept: dict[tuple[int, Path], Kept] = {}
         self._paths: dict[bytes, Path] = {}
 
     # --- shared
 
     def share(self) -> None:
-        """Share the prefix cache on all ranks, as soon as these have their caches."""
+        """Share the prefix cache on all ranks. Their caches have to be registered."""
         rng = self.simulation.rng
         blocks = self.engine.shape.num_blocks
         slow, most = rng.random() < _SLOW_SHARE, rng.choice((None, blocks // 2, 2 * blocks))
@@ -151,12 +151,12 @@ class SimPrefixCache:
             cache = RankPrefixCache(self, rank, slow)
             try:
                 cache.share(most)
-            except RuntimeUnavailable:  # it drains, or closes
+            except RuntimeUnavailable:  # the runtime drains or closes
                 return
             self.ranks.append(cache)
 
     def find(self, keys: Sequence[bytes], key_tokens: int) -> tuple[int, list[list[Kept]]] | None:
-        """The longest prefix of which everything is here, and its blocks by group."""
+        """Return the number of tokens of the longest prefix that is here whole, and its blocks by group; else None."""
         for at in reversed(range(len(keys))):
             path, tokens = self._paths.get(keys[at]), (at + 1) * key_tokens
             if path is not None and len(path[1]) == tokens and (tables := self._tables(path)) is not None:
@@ -177,31 +177,31 @@ class SimPrefixCache:
         return tables
 
     def pinned(self, rank: SimRank, block: int) -> bool:
-        """True if a rank has pinned a block for somebody."""
+        """Return True if `rank` has pinned `block` for a reader."""
         return any(one.pins[block] > 0 for one in self.ranks if one.rank is rank)
 
     def leases(self, rank: SimRank) -> list[Lease]:
-        """Leases of prefixes that are open on a rank."""
+        """Return the open leases of prefixes on `rank`."""
         return [lease for one in self.ranks if one.rank is rank for lease in one.leases if not lease.done]
 
     @property
     def busy(self) -> bool:
-        """True while something is pinned, or being written."""
+        """True while a block is pinned or being written."""
         return self.writing > 0 or any(one.runs for one in self.ranks)
 
     @property
     def waits(self) -> bool:
-        """True while the device, or an answer of its own, is under way."""
+        """True while the device writes, or an answer is late."""
         return self.writing > 0 or any(not run.told for one in self.ranks for run in one.runs.values())
 
     def check_left(self, rank: SimRank) -> None:
-        """Check that nothing is pinned for readers of a rank that has given its cache away."""
+        """Check that a rank without a registered cache has nothing pinned for readers."""
         for one in self.ranks:
-            if one.rank is rank and one.left and not one.slow:  # what comes late is unpinned a little later
+            if one.rank is rank and one.left and not one.slow:  # late answers are unpinned a little later
                 self.engine.fail("I9", f"{one.left} runs are pinned for readers of a cache that is unregistered")
 
     def clear(self) -> None:
-        """Forget all, once nothing is pinned."""
+        """Check that nothing is pinned, and evict all blocks."""
         for one in self.ranks:
             if one.runs:
                 self.engine.fail("I9", f"{len(one.runs)} runs are pinned when all is quiet")
@@ -213,7 +213,7 @@ class SimPrefixCache:
     # --- filled
 
     async def compute(self, prompt: SimPrompt) -> None:
-        """Compute what is not here of a prompt: written by the device, some time later, and shown from then on."""
+        """Compute the missing blocks of a prompt. Once the device has written them, they can be found."""
         engine, content, made = self.engine, self.simulation.prompts.content(prompt), list[Kept]()
         for group, facts in enumerate(engine.facts):
             for end in ends(facts, len(prompt.tokens)):
@@ -236,7 +236,7 @@ class SimPrefixCache:
             kept.written = True
 
     def learn(self, prompt: SimPrompt) -> None:
-        """Learn a prompt's keys."""
+        """Remember the keys of a prompt."""
         for at, key in enumerate(prompt.keys(SPAN)):
             self._paths[key] = prompt.path((at + 1) * SPAN)
 
@@ -244,7 +244,7 @@ class SimPrefixCache:
         return (group, path) in self._kept
 
     def keep(self, group: int, path: Path, block: int) -> Kept:
-        """Keep a block in the prefix cache from now on."""
+        """Add `block` to the prefix cache, as the end of the prefix `path`."""
         kept = self._kept[group, path] = Kept(group, path, block)
         self.engine.owners[block] = kept
         return kept
@@ -252,14 +252,14 @@ class SimPrefixCache:
     # --- emptied
 
     def make_room(self, count: int) -> None:
-        """Give so many blocks up, if there are; those that are pinned for readers are taken back at once."""
+        """Free up to `count` blocks. If too few can be evicted, take back blocks that are pinned for readers."""
         free = self._evict_some(count)
         if free < count:
             self.reclaim(count - free)
             self._evict_some(count - free)
 
     def reclaim(self, count: int) -> None:
-        """Take back what is pinned for readers, on all ranks."""
+        """Take back blocks that are pinned for readers, up to `count` on each rank."""
         for one in self.ranks:
             if one.sharing is not None:
                 before = sum(pins > 0 for pins in one.pins.values())
@@ -270,7 +270,7 @@ class SimPrefixCache:
                 self.simulation.count(f"prefix: {'reclaimed' if freed else 'nothing to reclaim'}")
 
     def evict(self, share: float) -> None:
-        """Give up so many of those that nobody reads, by chance."""
+        """Evict a random `share` of the blocks that may be evicted."""
         for kept in list(self._free()):
             if self.simulation.rng.random() < share:
                 self._evict(kept)
@@ -283,7 +283,7 @@ class SimPrefixCache:
         return len(chosen)
 
     def _free(self) -> Iterator[Kept]:
-        """Blocks that may be evicted."""
+        """Return the blocks that may be evicted: written, and not pinned."""
         pinned = {block for one in self.ranks for block, pins in one.pins.items() if pins > 0}
         return (kept for kept in self._kept.values() if kept.written and kept.block not in pinned)
 
@@ -293,7 +293,7 @@ class SimPrefixCache:
 
 
 def ends(facts: GroupFacts, tokens: int) -> Sequence[int]:
-    """Ends of the blocks of a group that hold what matters of a prompt's first tokens."""
+    """Return the ends, in tokens, of a group's blocks that a prompt of `tokens` tokens needs."""
     if facts.kind is GroupKind.STATE:
         return (tokens,)
     size = facts.block_size

@@ -1,4 +1,4 @@
-"""Pulls of prefixes as a simulated engine makes them, with checks of what came.
+"""Pulls of prefixes by a simulated engine, with checks of their results.
 
 Invariant I9: no block that a pull reports as filled ever differs from the block of its tokens and salt.
 """
@@ -27,14 +27,14 @@ from tests.simulator.work import PullPlan, RankLoad, SimPull, SimRank, all_over
 if TYPE_CHECKING:
     from tests.simulator.engine import SimEngine
 
-_MOMENT_S = 1e-4  # in which each holder's load finds out that the time is over
+_MOMENT_S = 1e-4  # time in which the load from each holder notices its deadline
 
 Ending: TypeAlias = "PrefixReport | LoadReport | BaseException"
 FillOn: TypeAlias = "Callable[[SimRank, SimPull], Coroutine[Any, Any, Ending]]"
 
 
 async def pull(engine: SimEngine, plan: PullPlan) -> list[int] | None:
-    """Carry out a plan. Returns the tokens that each rank has in the end; None if it has failed."""
+    """Carry out `plan`. Return the tokens that each rank has in the end; None if the pull has failed."""
     if not engine.running:
         return None
     if plan.seeks:
@@ -48,7 +48,7 @@ async def pull(engine: SimEngine, plan: PullPlan) -> list[int] | None:
 
 
 def _take(engine: SimEngine, plan: PullPlan) -> list[list[int]] | None:
-    """Take blocks for all that may come."""
+    """Take blocks for all tokens that the pull may bring. None if there is no room."""
     if plan.rest is not None:
         return engine.take_blocks(plan.rest.tokens, plan.cached_tokens)
     counts = []
@@ -87,7 +87,7 @@ async def _seek_and_load(engine: SimEngine, plan: PullPlan) -> list[int] | None:
 
 
 async def _release(engine: SimEngine, plan: PullPlan, offer: PrefixOffer) -> None:
-    """Give an offer back; now and then that is forgotten, and its leases run out."""
+    """Release an offer. Sometimes forget to, so that its leases run out."""
     if engine.simulation.rng.random() < 0.2 or not engine.running:
         return
     try:
@@ -120,7 +120,7 @@ async def _fill(pull: SimPull, fill_on: FillOn) -> list[int] | None:
 
 
 async def _pull_on(rank: SimRank, pull: SimPull) -> Ending:
-    """Pull on one rank. Returns its report, judged in the very moment, or what it raised."""
+    """Pull on one rank. Return its report, checked at once, or the error."""
     plan, engine = pull.plan, pull.engine
     request = replace(_request(engine, plan, given_block_ids(pull.tables)), after=pull.device[rank.index])
     LOAD.set(RankLoad(pull, side_by_side=plan.rest is not None))
@@ -144,7 +144,7 @@ async def _pull_on(rank: SimRank, pull: SimPull) -> Ending:
 
 
 async def _load_on(offer: PrefixOffer, rank: SimRank, pull: SimPull) -> Ending:
-    """Load an offer on one rank."""
+    """Load an offer on one rank. Return its report, checked at once, or the error."""
     plan, engine = pull.plan, pull.engine
     request = LoadRequest(
         plan.request_id,
@@ -182,7 +182,7 @@ def _request(engine: SimEngine, plan: PullPlan, block_ids: Any) -> PrefixRequest
 
 
 def _address(engine: SimEngine, holder: SimEngine) -> Any:
-    """One of the ways in which a peer may be named."""
+    """Return the address of `holder`, in one of the forms that a request may have."""
     first = f"{holder.host.address}:5600"
     match engine.simulation.rng.randrange(3):
         case 0:
@@ -197,7 +197,7 @@ def _address(engine: SimEngine, holder: SimEngine) -> Any:
 
 
 def _check(rank: SimRank, pull: SimPull, tokens: int, source: str) -> None:
-    """Check that what is reported as filled is there, and is of these tokens and that salt."""
+    """Check that the blocks that a pull reports as filled hold the right tokens and salt."""
     plan, engine = pull.plan, pull.engine
     if tokens > plan.most or tokens < plan.cached_tokens or (plan.rest is not None and tokens != plan.rest.tokens):
         engine.fail("I9", f"{plan.request_id} is said to have {tokens} tokens from {source}, of {plan.most}")
@@ -206,7 +206,7 @@ def _check(rank: SimRank, pull: SimPull, tokens: int, source: str) -> None:
 
 
 def _judge(pull: SimPull, endings: Sequence[Ending]) -> list[int] | None:
-    """Count how a pull has ended. Returns the tokens of each rank if all have got what they could."""
+    """Count how a pull has ended on each rank. Return the tokens of each rank; None if a rank has failed."""
     engine, plan, simulation = pull.engine, pull.plan, pull.engine.simulation
     counts, what = list[int](), "seek" if plan.seeks else "pull" if plan.rest is None else "pull with rest"
     for ending in endings:
@@ -232,7 +232,7 @@ def _judge(pull: SimPull, endings: Sequence[Ending]) -> list[int] | None:
 
 
 async def _safe(pull: SimPull) -> None:
-    """Wait until no rank's blocks can be written any more, where one says that they can."""
+    """Wait until no byte can land in the pull's blocks on any rank."""
     engine = pull.engine
     for rank in list(engine.ranks):
         for one in rank.unsafe(pull):
@@ -247,11 +247,11 @@ async def _safe(pull: SimPull) -> None:
 
 
 async def _use(pull: SimPull, counts: Sequence[int]) -> bool:
-    """Use the blocks for a while, in which nobody writes to them. True if they may be kept."""
+    """Use the blocks for a while and check that they do not change. Return True if the engine may keep them."""
     engine, cache = pull.engine, pull.engine.prefix_cache
     await engine.simulation.pass_time(pull.plan.use_s)
     if engine.prefix_cache is not cache or not engine.running:
-        return False  # it has lost what it had
+        return False  # the engine has lost its blocks
     for rank, tokens in zip(engine.ranks, counts, strict=True):
         if wrong := rank.cache.wrong_token(pull.content, tokens, pull.filled(tokens)):
             engine.fail("I9", f"blocks of {pull.request_id} have changed after the pull: {wrong}")
@@ -259,11 +259,11 @@ async def _use(pull: SimPull, counts: Sequence[int]) -> bool:
 
 
 def _adopt(pull: SimPull, counts: Sequence[int]) -> None:
-    """Take what came into the engine's own prefix cache."""
+    """Move the blocks that the pull has filled to the engine's own prefix cache."""
     engine, tokens = pull.engine, min(counts)
     for group, (facts, table) in enumerate(zip(engine.facts, pull.filled(tokens), strict=True)):
         if not facts.whole and tokens < max(counts):
-            continue  # the end of something else
+            continue  # on some ranks these blocks hold another end
         first, wanted = first_token(facts, tokens, table), ends(facts, tokens)
         for at, block in enumerate(list(table)):
             end = first + (at + 1) * facts.block_size

@@ -1,6 +1,6 @@
-"""Prompts that have beginnings in common, and what their tokens look like in a cache.
+"""Prompts with common beginnings, and the content of their tokens in a cache.
 
-That follows from the salt and all tokens up to each, as the values of a real cache do.
+The content of a token depends on the salt and on all tokens up to this one, as in a real cache.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from kvflow.prefix.keys import prefix_keys
 from tests.simulator.cache import TOKENS_MAX, Content
 
 SPAN = 4
-"""Tokens that belong together: prompts fork at multiples of it."""
+"""Number of tokens in a span. Prompts fork only between spans."""
 PROMPT_MAX = 32
 _SALTS = (b"", b"", b"tenant")
 _FORKS = (8, 16)
 _BRANCHES = 2
-_FIRST_NUMBER = 1 << 12  # other prompts have lower ones
+_FIRST_NUMBER = 1 << 12  # prompts that are not of this module have lower numbers
 
 Path: TypeAlias = "tuple[bytes, tuple[int, ...]]"
-"""A salt, and the tokens from a prompt's first one on."""
+"""A salt, and the first tokens of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimPrompt:
-    """A prompt that shares its beginning with others, and its tokens with those of another salt."""
+    """A prompt that shares its beginning with other prompts, and its tokens with prompts of another salt."""
 
     salt: bytes
     tokens: tuple[int, ...]
 
     def path(self, end: int) -> Path:
-        """Salt and first tokens of the prompt."""
+        """Return the salt, and the first `end` tokens."""
         return self.salt, self.tokens[:end]
 
     def keys(self, step: int) -> list[bytes]:
@@ -45,13 +45,13 @@ class SimPrompt:
 
 
 class Prompts:
-    """All prompts of a simulation, by what is in them."""
+    """Numbers for the contents of all prompts of a simulation."""
 
     def __init__(self) -> None:
         self._numbers: dict[Path, int] = {}
 
     def content(self, prompt: SimPrompt) -> Content:
-        """Content of its tokens: a number for each."""
+        """Return the content of the prompt's tokens: a number for each token."""
         ends = range(SPAN, len(prompt.tokens) + SPAN, SPAN)
         numbers = [self._numbers.setdefault(prompt.path(end), _FIRST_NUMBER + len(self._numbers)) for end in ends]
         spans = np.array(numbers, dtype=np.int32).repeat(SPAN)
@@ -59,7 +59,7 @@ class Prompts:
 
 
 def draw_prompt(rng: random.Random, tokens_max: int) -> SimPrompt:
-    """One of few, of whole spans, so that many begin alike."""
+    """Draw one of few prompts, all of whole spans, so that many begin alike."""
     most = max(min(tokens_max, PROMPT_MAX) // SPAN, 1)
     length = rng.randint((most + 1) // 2, most) * SPAN
     fork, branch = rng.choice(_FORKS), rng.randrange(_BRANCHES)

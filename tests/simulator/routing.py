@@ -1,4 +1,4 @@
-"""Requests of a simulation: the engines that compute a prompt and decode it, and the way of its ticket."""
+"""Requests of a simulation: which engines compute and load a prompt, and how its ticket gets from one to the other."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from tests.simulator.simulation import Simulation
 
 _REVOKED_SHARE = 0.1
-_EARLY_SHARE = 0.15  # of requests: their consumer hears of them before their producer
-_EARLY_S = 0.05  # mean time until the producer does
-_SEVERAL_SHARE = 0.7  # of requests, where several engines may hold a prompt
+_EARLY_SHARE = 0.15  # share of requests that reach their consumer before their producer
+_EARLY_S = 0.05  # mean time until they reach their producer
+_SEVERAL_SHARE = 0.7  # share of requests with several producers, if the model allows that
 
 
 def request(simulation: Simulation, number: int) -> None:
@@ -29,7 +29,7 @@ def request(simulation: Simulation, number: int) -> None:
 
 
 def _several(simulation: Simulation, number: int) -> None:
-    """Have several engines hold one prompt, and another decode it once their tickets had time to come."""
+    """Make several engines offer one prompt, and another engine load it a little later."""
     rng, able = simulation.rng, [engine for engine in simulation.engines if engine.running and engine.shape.serves]
     producers = rng.sample(able, min(len(able), rng.randint(2, 3)))
     consumers = [one for one in simulation.engines if one.shape.loads and one not in producers]
@@ -43,7 +43,7 @@ def _several(simulation: Simulation, number: int) -> None:
 
 
 async def _hold(producer: SimEngine, number: int, tokens: int, offers: list[SimOffer]) -> None:
-    """Offer the prompt in one of several producers, and wait for the end of its leases."""
+    """Offer the prompt at one of several producers, and wait until its leases have ended."""
 
     def hand_out(offer: SimOffer) -> None:
         offers.append(offer)
@@ -61,7 +61,7 @@ def _deliver_several(consumer: SimEngine, offers: Sequence[SimOffer]) -> None:
 
 
 async def _produce(producer: SimEngine, number: int) -> None:
-    """Offer a prompt in the producer, send the ticket to whoever decodes it, and wait for the end."""
+    """Offer a prompt at the producer, send the ticket to a consumer, and wait until the leases have ended."""
 
     def hand_out(offer: SimOffer) -> None:
         _hand_out(offer)
@@ -76,7 +76,7 @@ async def _produce(producer: SimEngine, number: int) -> None:
 
 
 async def _meet(offer: SimOffer) -> None:
-    """Route a request to both legs at once: the consumer's comes first by a while."""
+    """Send a pending ticket to a consumer, some time before the producer serves the prompt."""
     simulation = offer.engine.simulation
     introduction = offering.introduce(offer.engine, offer.number)
     consumers = _consumers(offer)
@@ -89,7 +89,7 @@ async def _meet(offer: SimOffer) -> None:
 
 
 def _perhaps_revoke(offer: SimOffer) -> None:
-    """Have the request aborted at the producer, by chance, while others may read it."""
+    """With some probability abort the request at the producer, while consumers may read it."""
     simulation = offer.engine.simulation
     if simulation.rng.random() < _REVOKED_SHARE:
         simulation.loop.call_later(simulation.rng.uniform(0.0, offer.ttl_s), _revoke, offer)
@@ -106,7 +106,7 @@ def _consumers(offer: SimOffer) -> list[SimEngine]:
 
 
 def _hand_out(offer: SimOffer) -> None:
-    """Route an offer: to one consumer, now and then to none, or to a second one that should not have it."""
+    """Send the ticket of an offer to a consumer; sometimes to none, or also to a second that should not have it."""
     network, rng, consumers = offer.engine.simulation.network, offer.engine.simulation.rng, _consumers(offer)
     times = rng.choice((0, 1, 1, 1, 1, 1, 1, 2))
     for _ in range(times if consumers else 0):

@@ -1,4 +1,4 @@
-"""Settings of a seed: the engines, the limits, the network and the trouble, all drawn from one random generator."""
+"""Settings of a seed: engines, limits, network and faults, all drawn from one random generator."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ _WINDOWED_BLOCK_SIZE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The model of all engines of a seed: which layers their caches have, and whether requests are not all equal."""
+    """The model that all engines of a seed serve: the layers of their caches, and features that the run uses."""
 
     windows: bool = False
     """True if a group of layers attends to the last tokens only."""
     state: bool = False
     """True if a group of layers has state per request."""
     latent: bool = False
-    """True if all heads share a latent, of which every tensor-parallel rank has the whole."""
+    """True if all heads share a latent, which every tensor-parallel rank has whole."""
     layers: int = 1
-    """Layers of each group. With several, some engines are pipelines."""
+    """Number of layers in each group. If above 1, some engines are pipelines."""
     priorities: bool = False
     device: bool = False
     """True if blocks are written some time after the engine's command, so that events are needed."""
     sleeps: bool = False
-    """True if engines sleep: they give their cache back, and register it again with other contents."""
+    """True if engines sleep: they unregister their cache, and register it again with other contents."""
     flips: bool = False
     """True if bytes are flipped on their way."""
     survives: bool = False
-    """True if a prompt is offered by several engines, and loads read from one after the other."""
+    """True if several engines offer the same prompt, and loads read from one engine after the other."""
     shares: bool = False
     """True if engines keep blocks of old prompts, share them, and pull prefixes from each other."""
     verifies: bool = False
     """True if loads are verified, some on request and some by chance."""
 
     def groups(self, shape: Shape) -> tuple[GroupFacts, ...]:
-        """The groups of an engine."""
+        """Return the groups of layers of an engine."""
         found = [GroupFacts(name="full", block_size=shape.block_size)]
         if self.windows:
             sliding = GroupKind.SLIDING
@@ -54,7 +54,7 @@ class Model:
         return tuple(found)
 
     def layers_of(self, group: int, shape: Shape, pp_rank: int) -> list[int]:
-        """The numbers of a group's layers that a pipeline stage has."""
+        """Return the numbers of a group's layers in a pipeline stage."""
         groups, share = 1 + self.windows + self.state, self.layers // shape.pp_size
         return [layer * groups + group for layer in range(pp_rank * share, (pp_rank + 1) * share)]
 
@@ -92,12 +92,12 @@ _MODELS = {
     30: Model(shares=True, state=True, layers=2, priorities=True),
     31: Model(windows=True, state=True, device=True, flips=True, verifies=True),
 }
-"""Models by seed, of each thirty-two; the others serve plain full attention."""
+"""Models by the remainder of the seed divided by 32. For other remainders engines serve plain full attention."""
 _SEEDS = 32
 
 
 def model_of(seed: int) -> Model:
-    """Draw the model that the engines of a seed serve."""
+    """Return the model that the engines of a seed serve."""
     return _MODELS.get(seed % _SEEDS, PLAIN)
 
 
@@ -108,7 +108,7 @@ _SHARING_PEERS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Settings of an engine: its role, how its cache is cut, and how its clock runs."""
+    """Settings of an engine: its role, how its cache is divided, and how its clock runs."""
 
     name: str
     serves: bool
@@ -122,7 +122,7 @@ class Shape:
     scratch: str
     clock_offset_s: float
     clock_rate: float
-    """Rate of its clock, mostly within what `core.protocol.proof` assumes; freshness must not depend on it."""
+    """Rate of the engine's clock, mostly as `core.protocol.proof` assumes. Freshness must not depend on it."""
 
     @property
     def num_ranks(self) -> int:
@@ -131,7 +131,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that one seed draws before it starts; what happens on the way is drawn from the same generator."""
+    """All settings that a seed draws before the run starts. The run itself draws from the same generator."""
 
     seed: int
     model: Model
@@ -140,14 +140,14 @@ class Settings:
     weather: Weather
     requests: int
     span_s: float
-    """Time for which requests and trouble come in."""
+    """Seconds during which requests and faults begin."""
     trouble: int
-    """Faults beyond the weather: crashes, partitions, frozen engines and the like."""
+    """Number of faults besides the weather: crashes, partitions, frozen engines and the like."""
     naps: int
-    """Number of times that some engine sleeps."""
+    """Number of naps of engines."""
 
     def config(self, shape: Shape, host: str, index: int) -> Config:
-        """The Config of one rank; stages count first."""
+        """Return the Config of the rank `index`. Ranks are counted stage by stage."""
         pp_rank, tp_rank = divmod(index, shape.tp_size)
         return replace(
             self.base,
@@ -164,12 +164,12 @@ class Settings:
 
 
 def draw_settings(seed: int) -> tuple[Settings, random.Random]:
-    """The settings of a seed, and the generator that the run goes on to draw from."""
+    """Return the settings of a seed, and the generator from which the run draws."""
     rng = random.Random(seed)
     count = rng.choice((2, 2, 3, 3, 4))
     if model_of(seed).survives or model_of(seed).shares:
         count = max(count, 3)
-    alike = rng.random() < 0.6  # most clusters are of engines cut alike
+    alike = rng.random() < 0.6  # in most clusters all engines are divided alike
     common = _draw_shape(rng, 0, count)
     shapes = tuple(_draw_shape(rng, index, count, common if alike else None) for index in range(count))
     model = model_of(seed)
@@ -180,9 +180,9 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         peers_max = max(base.limits.peers_max, *(shape.num_ranks for shape in shapes))
         limits = replace(base.limits, peers_max=peers_max)
         base = replace(base, limits=limits, host_buffer_bytes_max=4 * base.host_buffer_bytes_max)
-    if model.shares:  # from several at once, all ranks of each
+    if model.shares:  # a pull reads from several engines at once, from all ranks of each
         base = replace(base, limits=replace(base.limits, peers_max=max(base.limits.peers_max, _SHARING_PEERS)))
-    if model.survives:  # two that serve, one that loads, and time for a second source
+    if model.survives:  # two engines serve, one loads, and loads have time for a second source
         shapes = tuple(replace(one, serves=at < count - 1 or one.serves) for at, one in enumerate(shapes))
         base = replace(base, load_deadline_s=_SURVIVED_WITHIN_S)
     if model.verifies:
@@ -202,7 +202,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
 
 
 def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None = None) -> Shape:
-    """Draw an engine. The first always serves and the last always loads; those between do either or both."""
+    """Draw an engine. The first always serves, the last always loads, and the others do either or both."""
     both = rng.random() < 0.3
     serves = index == 0 or both or (index < count - 1 and rng.random() < 0.5)
     return Shape(
@@ -222,7 +222,7 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
 
 
 def _suited(rng: random.Random, shape: Shape, model: Model) -> Shape:
-    """Fit an engine to a model: room for all groups, and layers shared out."""
+    """Return `shape` with blocks for all groups of `model`, and with its layers divided among pipeline stages."""
     pp_size = rng.choice((1, 2)) if model.layers > 1 else 1
     return replace(shape, num_blocks=(4 if model.shares else 2) * shape.num_blocks, pp_size=pp_size)
 

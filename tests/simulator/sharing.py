@@ -1,4 +1,4 @@
-"""Episodes of engines that share prefixes: computed, pulled, evicted, and what befalls holders meanwhile."""
+"""Episodes of engines that share prefixes: they compute, pull and evict prompts, while faults strike holders."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 _PULLS = (20, 40)
 _PROMPTS = (8, 16)
-_LATER_S = 0.02  # mean time from the first engine that computes a prompt to each of the others
+_LATER_S = 0.02  # mean time from the first engine that computes a prompt to each other engine
 _EVICTIONS = (0, 10)
-_STRUCK_SHARE = 0.5  # of questions that find something: soon afterwards something befalls who was asked
+_STRUCK_SHARE = 0.5  # share of found prefixes soon after which a fault strikes the holder
 _REST_SHARE = 0.3
 _SEEK_SHARE = 0.2
-FIRST_NUMBER = 1 << 10  # other requests have lower ones
+FIRST_NUMBER = 1 << 10  # other requests have lower numbers
 
 
-# --- what befalls a holder
+# --- faults of a holder
 
 
 def squeeze(engine: SimEngine) -> None:
-    """Make an engine need all its blocks at once, whoever reads them, and write something else there."""
+    """Make an engine need all its blocks at once, even if they are read, and write other prompts to them."""
     engine.note("is short of blocks")
     engine.prefix_cache.make_room(engine.shape.num_blocks)
     for _ in range(2):
@@ -39,13 +39,13 @@ def squeeze(engine: SimEngine) -> None:
 
 
 def evict(engine: SimEngine) -> None:
-    """Have an engine give up some of what it keeps and nobody reads."""
+    """Make an engine evict some kept blocks that are not pinned."""
     engine.note("evicts")
     engine.prefix_cache.evict(engine.simulation.rng.random())
 
 
 def compute(engine: SimEngine, prompt: SimPrompt | None = None) -> None:
-    """Have an engine compute a prompt, and keep it."""
+    """Make an engine compute a prompt and keep its blocks."""
     prompt = (prompt or draw_prompt(engine.simulation.rng, PROMPT_MAX)).cut(room(engine))
     engine.simulation.spawn(engine.life, engine.prefix_cache.compute(prompt), f"compute at {engine}")
 
@@ -63,7 +63,7 @@ STRIKES: Sequence[tuple[int, Callable[[SimEngine], None]]] = (
 
 
 def room(engine: SimEngine) -> int:
-    """Tokens of the longest prompts that an engine is given."""
+    """Return the number of tokens of the longest prompt that an engine is given."""
     shape = engine.shape
     return shape.num_blocks * shape.block_size // 2
 
@@ -86,7 +86,7 @@ def begin(simulation: Simulation) -> None:
 
 
 def pull(simulation: Simulation, number: int) -> None:
-    """Give some engine a prompt, of which it pulls what others have."""
+    """Make an engine pull the prefix of a prompt from other engines."""
     rng = simulation.rng
     reader = simulation.pick_running()
     if reader is None:
@@ -129,7 +129,7 @@ def start(reader: SimEngine, plan: PullPlan) -> None:
 
 
 def perhaps_strike(holder: SimEngine) -> None:
-    """Let something befall a holder, by chance, which has answered and is about to be read from."""
+    """With some probability let a fault strike a holder that has answered and is about to be read."""
     simulation, rng, weather = holder.simulation, holder.simulation.rng, holder.simulation.network.weather
     if weather is not CALM and rng.random() < _STRUCK_SHARE:
         strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / (3 * weather.latency_s + weather.read_s))
@@ -138,7 +138,7 @@ def perhaps_strike(holder: SimEngine) -> None:
 
 
 async def produce(producer: SimEngine, reader: SimEngine, plan: PullPlan) -> None:
-    """Compute, in the engine of the rest, the whole prompt, or most of it, and offer it as to any reader."""
+    """Compute all or most of a plan's prompt at `producer`, and offer it as the rest of the plan's pull."""
     simulation, rng, size = producer.simulation, producer.simulation.rng, reader.shape.block_size
 
     def hand_out(offer: SimOffer) -> None:
@@ -154,7 +154,7 @@ async def produce(producer: SimEngine, reader: SimEngine, plan: PullPlan) -> Non
 
 
 def pull_one(number: int, holder: SimEngine, reader: SimEngine) -> asyncio.Task[list[int] | None] | None:
-    """Have one engine compute a prompt of a block for both, and another pull it; None if either does not run."""
+    """Start a task in which `holder` computes a short prompt and `reader` pulls it. None if either does not run."""
     if not holder.running or not reader.running:
         return None
     simulation, tokens = reader.simulation, max(holder.shape.block_size, reader.shape.block_size)

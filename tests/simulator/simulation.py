@@ -1,7 +1,7 @@
-"""A simulation: a seed's engines live through their workload and their trouble, and everything is checked.
+"""A simulation: the engines of a seed run through their workload and their faults, and everything is checked.
 
-After the workload the weather clears: whatever is open has to end within its bound, every pair of engines has to work
-again, and closing has to leave nothing behind.
+After the workload the weather clears. Then everything that is open has to end within its bound, every pair of engines
+has to work again, and closing has to leave nothing behind.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Result:
     violation: Violation | None
     counts: Counter[str]
     events: tuple[str, ...]
-    """Last events, in order."""
+    """The last events, in order."""
     digest: int
-    """Digest of all events and the whole course, which equal runs share."""
+    """Digest of all events and of the run's final state. Equal runs have equal digests."""
     steps: int
     time_s: float
 
 
 class Simulation:
-    """The state of one run, as its parts see it."""
+    """The state of one run, which all parts of the simulator share."""
 
     def __init__(self, loop: VirtualLoop, settings: Settings, rng: random.Random) -> None:
         self.loop = loop
@@ -77,9 +77,9 @@ class Simulation:
         self.engines = [SimEngine(self, shape, index) for index, shape in enumerate(settings.shapes)]
         self.prompts = Prompts()
         self.on_pin: Callable[[SimEngine], None] = lambda _: None
-        """Callback told when an engine pins a prefix for a reader."""
+        """Called with an engine when the engine pins a prefix for a reader."""
         self.changed: dict[SimRank, SimEngine] = {}
-        """Ranks whose ledgers have changed since they were looked at."""
+        """Ranks with ledgers that have changed since the last check."""
         self.violation: Violation | None = None
         self.counts: Counter[str] = Counter()
         copies = settings.model.verifies or any(shape.staged for shape in settings.shapes)
@@ -95,7 +95,7 @@ class Simulation:
     # --- what parts ask for
 
     def note(self, *what: object) -> None:
-        """Keep an event for the report and the digest."""
+        """Record an event for the report and the digest."""
         self._events.append((self.loop.time(), what))
         self._digest = zlib.crc32(repr(self._events[-1]).encode(), self._digest)
 
@@ -103,7 +103,7 @@ class Simulation:
         self.counts[what] += 1
 
     def fail(self, invariant: str, what: str) -> None:
-        """Stop at a broken promise. Only the first counts."""
+        """Record a broken promise, and stop the run. Only the first is recorded."""
         if self.violation is None and not self._over:
             self.violation = Violation(invariant=invariant, what=what, time_s=self.loop.time(), step=self.loop.steps)
             self.note("VIOLATION", invariant, what)
@@ -114,7 +114,7 @@ class Simulation:
         return next(self._poison)
 
     def spawn(self, life: Life, body: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Start a task that has to end before the simulation does, unless its process dies."""
+        """Start a task in a process. The task has to end before the simulation does, unless the process dies."""
         task = life.task(body, name=name)
         self._tasks[task] = life
         task.add_done_callback(self._ended)
@@ -129,7 +129,7 @@ class Simulation:
         await asyncio.wait([self.loop.create_future()], timeout=delay_s)
 
     def pick_running(self, may: Callable[[SimEngine], bool] = lambda _: True) -> SimEngine | None:
-        """Any engine that runs and may do something; None if there is none."""
+        """Return a random running engine for which `may` is true; None if there is none."""
         engines = [engine for engine in self.engines if engine.running and may(engine)]
         return self.rng.choice(engines) if engines else None
 
@@ -164,17 +164,17 @@ class Simulation:
         self.loop.after_step = None
 
     def some_time(self, happen: Callable[..., None], *what: object) -> None:
-        """Let something happen at any moment of the run."""
+        """Call `happen` at a random moment of the run."""
         self.network.later(self.rng.uniform(0.0, self.settings.span_s), happen, *what)
 
     def befall(self, trouble: Callable[[SimEngine], None]) -> None:
-        """Let something befall any engine that runs."""
+        """Let `trouble` strike a random running engine."""
         if engine := self.pick_running():
             self.count(f"trouble: {trouble.__name__.replace('_', ' ')}")
             trouble(engine)
 
     def befall_later(self, delay_s: float, trouble: Callable[..., None], engine: SimEngine, *what: object) -> None:
-        """Let something befall this very engine some time later, if it runs then."""
+        """Let `trouble` strike `engine` after `delay_s`, if the engine is then running."""
 
         def happen() -> None:
             if engine.running:
@@ -183,7 +183,7 @@ class Simulation:
         self.network.later(delay_s, happen)
 
     def _clear_up(self) -> None:
-        """Clear the weather, heal the links, and thaw the frozen."""
+        """End bad weather, flipped bytes, partitions, frozen engines and stalled pollers."""
         self.note("clearing up")
         self.network.weather = CALM
         self._flipped_share = 0.0
@@ -193,7 +193,7 @@ class Simulation:
             engine.host.poller_stalled_until_s = 0.0
 
     async def _settle(self) -> None:
-        """Wait until everything that was begun has ended by itself; fail if it does not."""
+        """Wait until all tasks have ended and nothing is pinned. Fail if that takes longer than `_SETTLE_S`."""
         give_up_s = self.loop.time() + _SETTLE_S
         while self._tasks or any(engine.prefix_cache.busy for engine in self.engines):
             if self.loop.time() > give_up_s and not self._tasks:
@@ -214,7 +214,7 @@ class Simulation:
         first_number: int,
         verb: str,
     ) -> None:
-        """Check that something works between engines: each try is a request of another number."""
+        """Check that `works` succeeds for each pair within a few tries. Each try is a request with a new number."""
         numbers = itertools.count(first_number)
         for source, reader in pairs:
             for number in itertools.islice(numbers, _TRIES):
@@ -225,7 +225,7 @@ class Simulation:
                 self.fail("I7", f"{reader} cannot {verb} from {source} any more")
 
     async def _works(self, producer: SimEngine, consumer: SimEngine, number: int) -> bool:
-        """True if the consumer can load from the producer."""
+        """Return True if `consumer` can load from `producer`."""
         if not producer.running or not consumer.running:
             return False
 
@@ -238,7 +238,7 @@ class Simulation:
             if offer is None:
                 return False
             unread = [lease for lease in offer.leases if await lease is not LeaseOutcome.READ]
-            if unread and offer.loaded and not offer.broken:  # it may break when all of it was told, and read
+            if unread and offer.loaded and not offer.broken:  # it may break after all tokens were offered and read
                 self.fail("I4", f"request-{number} was loaded, and nothing was lost, but its leases ended as {unread}")
             return offer.loaded
 
@@ -247,7 +247,7 @@ class Simulation:
         return producing.done() and producing.result()  # else its process has died
 
     async def _shares(self, holder: SimEngine, reader: SimEngine, number: int) -> bool:
-        """True if the reader can pull what the holder keeps: each of its ranks, where host blocks are not too few."""
+        """Return True if all ranks of `reader` can pull from `holder`; any rank, if the holder may lack host blocks."""
         pulling = sharing.pull_one(number, holder, reader)
         await self._settle()
         counts = pulling.result() if pulling is not None and pulling.done() else None
@@ -264,7 +264,7 @@ class Simulation:
     # --- what happens
 
     def _landing(self, flight: SimFlight, rows: list[Row]) -> None:
-        """Check, just before bytes land, whose blocks they land in."""
+        """Check, just before bytes land, that they land in blocks of their own load."""
         mine = flight.load
         if not isinstance(mine, RankLoad):
             self._looked(rows)
@@ -282,14 +282,14 @@ class Simulation:
                     engine.fail("I1", f"bytes of {load} land in block {block}, which is for {owner or 'nobody'} now")
 
     def _looked(self, rows: list[Row]) -> None:
-        """Check that a look at seals, which is of no load, lands in no block."""
+        """Check that bytes of a read of seals, which belongs to no load, land in no block."""
         for engine in self.engines:
             for local, _, size in rows:
                 for block in engine.landing_blocks(local, size):
                     engine.fail("I1", f"bytes of no load land in block {block}")
 
     def _landed(self, flight: SimFlight, rows: list[Row]) -> None:
-        """Flip, now and then, one of the bytes that have landed in the cache."""
+        """With some probability flip one of the bytes that have landed in the cache."""
         mine = flight.load
         if not isinstance(mine, RankLoad) or not self.network.chance(self._flipped_share):
             return
@@ -305,7 +305,7 @@ class Simulation:
         self.network.later(down_s, self._restart, engine)
 
     def later_crash(self, engine: SimEngine) -> None:
-        """End the process of an engine that cannot go on safely; it starts again."""
+        """Soon crash the process of an engine that cannot continue safely. The engine starts again."""
         life = engine.life
 
         def crash() -> None:
@@ -315,7 +315,7 @@ class Simulation:
         self.network.later(self.rng.uniform(0.0, 0.05), crash)
 
     async def reopen(self, engine: SimEngine, drain_s: float | None) -> None:
-        """Shut an engine down, and let the next process begin. Memory that may still be written dies with it."""
+        """Close an engine and start its next process. If memory may still be written, the old process crashes."""
         if drain_s is not None:
             await engine.drain(drain_s)
         closed, life = await engine.close(), engine.life
@@ -340,12 +340,12 @@ class Simulation:
         self.report(str(context.get("message")), context.get("exception"))
 
     def report(self, where: str, error: BaseException | None) -> None:
-        """Report a failure that nobody expects."""
+        """Report an unexpected error as a broken promise."""
         self.fail("I4", f"{where}: unhandled {type(error).__name__}: {error}")
         logger.debug("unhandled", exc_info=error)
 
     def result(self) -> Result:
-        """Result, to be asked for once: what ends afterwards is no part of the run."""
+        """Return the result. Call this once: later events are not part of the run."""
         self._over = True
         return Result(
             settings=self.settings,
@@ -359,7 +359,7 @@ class Simulation:
 
 
 def simulate(seed: int) -> Result:
-    """Run one seed."""
+    """Run the simulation of one seed."""
     settings, rng = draw_settings(seed)
     loop = new_virtual_loop()
     simulation = Simulation(loop, settings, rng)
@@ -382,7 +382,7 @@ def simulate(seed: int) -> Result:
 
 
 def describe(result: Result) -> str:
-    """Description of a seed's result, enough to understand and to replay it."""
+    """Return a text that describes the result of a seed, and how to replay it."""
     settings, violation = result.settings, result.violation
     lines = [f"seed {settings.seed}: {'no promise' if violation is None else violation.invariant} is broken"]
     lines += [f"  {what}" for what in (*settings.shapes, settings.weather, settings.base, *result.events)]

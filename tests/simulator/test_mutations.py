@@ -1,4 +1,4 @@
-"""Each promise broken on purpose: the simulator has to find every one of them within a few seeds."""
+"""Breaks each promise on purpose. The simulator has to find each broken promise within a few seeds."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ SEEDS_MAX = 3000
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """How a promise is broken, the invariants that say so, a seed that finds it; the attribute of models that can."""
+    """A broken promise.
+
+    `plant` breaks it, one of `invariants` has to report it, and `seed` is known to find it. If `only_where` is given,
+    only seeds with that attribute of `Model` can find it.
+    """
 
     plant: Callable[[pytest.MonkeyPatch], None]
     invariants: str
@@ -60,6 +64,8 @@ MUTATIONS = {name: Mutation(*given, only_where="shares") for name, given in PREF
 
 
 def mutation(invariants: str, seed: int, only_where: str = "") -> Callable[[Callable[..., Any]], None]:
+    """Return a decorator that registers a function, which breaks a promise by a MonkeyPatch, as a `Mutation`."""
+
     def note(plant: Callable[..., Any]) -> None:
         MUTATIONS[plant.__name__] = Mutation(plant, invariants, seed, only_where)
 
@@ -69,7 +75,7 @@ def mutation(invariants: str, seed: int, only_where: str = "") -> Callable[[Call
 def instead_of(
     owner: Any, name: str, invariants: str, seed: int, only_where: str = ""
 ) -> Callable[[Callable[..., Any]], None]:
-    """The mutant is called in place of what has that name, with that as its first argument."""
+    """Return a decorator that registers a mutant of `owner.name`, called with the real function as first argument."""
 
     def note(mutant: Callable[..., Any]) -> None:
         real = getattr(owner, name)
@@ -86,13 +92,13 @@ def instead_of(
 
 @instead_of(LeaseBook, "__init__", "I2 I3", 0)
 def give_back_without_hold(real: Any, self: LeaseBook, *, lifetime_s: float, **_: Any) -> None:
-    """Free early: blocks come back in the moment in which the lease ends."""
+    """Blocks are freed too early: at the moment when their lease ends."""
     real(self, hold_s=0.0, lifetime_s=lifetime_s)
 
 
 @instead_of(SealTable, "give_back", "I2 I3", 1)
 def leave_seals(_: Any, self: SealTable, index: int) -> None:
-    """A lease that has ended looks as if it were open."""
+    """A lease that has ended looks open."""
     self._free.append(index)
 
 
@@ -104,18 +110,18 @@ def believe_every_seal(*_: Any) -> int:
 
 @instead_of(peer, "quick_read_max_s", "I2 I3", 3)
 def trust_for_too_long(*_: Any) -> float:
-    """A seal that was fetched at the start vouches for slow reads, too."""
+    """A seal that was fetched at the start is also taken as proof for slow reads."""
     return 1e9
 
 
 @instead_of(LeaseIdTelling, "report", "I4", 0)
 def forget_notifications(*_: Any, **__: Any) -> None:
-    """A reader does not say that it has read."""
+    """A reader does not report that it has read."""
 
 
 @instead_of(Flight, "stop", "I1 I5", 0)
 async def release_on_cancel(_: Any, self: Flight, grace_s: float) -> bool:
-    """Blocks of a load that ends early are given back without waiting for its reads."""
+    """Blocks of a load that ends early are freed without waiting for the load's reads."""
     if self.state in (TransferState.PENDING, TransferState.READING):
         self.state = fire(TRANSFER_TABLE, self.state, "abandon")
         self._give_back()
@@ -158,7 +164,7 @@ def never_expire(_: Any, self: LeaseBook, now_s: float) -> Iterator[LeaseEntry]:
 
 @instead_of(Peer, "usable", "I7", 36)
 def keep_broken_connections(_: Any, self: Peer, incarnation: str) -> Connection | None:
-    """A peer that has restarted is never connected to again."""
+    """A peer that has restarted is never connected again."""
     return self.current
 
 
@@ -169,31 +175,31 @@ async def tear_down_under_reads(*_: Any) -> None:
 
 @instead_of(OfferedBlocks, "advance", "I2", 9)
 def serve_before_computed(real: Any, self: OfferedBlocks, held: HeldBlocks, tokens: int, _: Any) -> Any:
-    """A lease whose blocks the device has yet to compute says that they are there."""
+    """A lease offers blocks that the device has yet to compute."""
     return real(self, held, tokens, None)
 
 
 @instead_of(SealProof, "there", "I2", 9)
 def read_past_the_watermark(real: Any, self: SealProof, num_tokens: int) -> int:
-    """A load of a lease that grows reads what is still to come."""
+    """A load from a growing lease reads tokens that are not computed yet."""
     return min(real(self, num_tokens) + 3, num_tokens)
 
 
 @instead_of(Lane, "note_landed", "I2", 0)
 def tell_of_more_than_has_landed(_: Any, self: Lane, span: PromptSpan) -> None:
-    """Progress is what was posted: the furthest span that has landed in any lane."""
+    """Progress counts up to the furthest span that has landed in any lane, although earlier spans have not."""
     self.landed_upto = max(self.landed_upto, span.stop_token)
 
 
 @instead_of(OfferedBlocks, "holds", "I8", 31, "device")
 def advance_without_extend(_: Any, self: OfferedBlocks, held: HeldBlocks) -> int:
-    """Tokens count as computed whose blocks the lease was never given."""
+    """Tokens count as computed although the lease never got their blocks."""
     return held.num_tokens
 
 
 @instead_of(Serving, "_look", "I7", 41, "device")
 def wait_for_a_forgotten_fail(real: Any, self: Serving) -> None:
-    """A lease whose prompt is not complete does not run out: its engine is to say what becomes of it."""
+    """A lease with an incomplete prompt does not expire, although its engine may have forgotten it."""
     now_s = self._clock.now_s()
     for entry, offer in self._offers.items():
         if entry.is_open and not offer.complete:
@@ -203,21 +209,21 @@ def wait_for_a_forgotten_fail(real: Any, self: Serving) -> None:
 
 @instead_of(Growing, "follow", "I7", 25, "device")
 def follow_without_a_deadline(real: Any, self: Growing, load: Any, *others: Any) -> None:
-    """A load waits for a prompt that is being computed as long as the lease is renewed, which is by itself."""
+    """A load waits for a prompt that is being computed as long as the lease is renewed, and renews it itself."""
     load.ends_s = math.inf
     real(self, load, *others)
 
 
 @instead_of(SealTable, "tokens_missing", "I2 I3", 9)
 def take_a_failed_lease_for_open(real: Any, self: SealTable, index: int, lease_id: str) -> int | None:
-    """A lease whose prompt has failed looks as if all of it were there."""
+    """A lease with a failed prompt looks complete."""
     missing = real(self, index, lease_id)
     return 0 if missing == FAILED else missing
 
 
 @mutation("I5 I7", 23)
 def leave_a_look_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load that ends does not wait for the look that is under way for it."""
+    """A load that ends does not wait for its read of the seal that is under way."""
     real_look, real_heard, real_stop = Flight.look, Flight._heard, Flight.stop
     looks: Counter[Flight] = Counter()
     left: set[Flight] = set()
@@ -250,12 +256,12 @@ def keep_what_has_failed(real: Any, self: OfferedBlocks, held: HeldBlocks, on_fr
 
 @instead_of(CopyThread, "happened", "I1 I2", 9)
 async def land_while_the_device_writes(*_: Any) -> None:
-    """A load does not wait for the last step of who had its blocks before."""
+    """A load does not wait for the last device work of its blocks' former owner."""
 
 
 @mutation("I2", 2255, "sleeps")
 def keep_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that is registered again is served under the name of the one before."""
+    """A cache that is registered again is served under the name of the previous registration."""
     real, names = Registration.__init__, dict[object, str]()
 
     def init(self: Registration, config: Config, world: World, *rest: Any) -> None:
@@ -267,7 +273,7 @@ def keep_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @instead_of(Serving, "close", "I2 I3 I9", 264, "sleeps")
 def leave_seals_of_before(real: Any, self: Serving) -> None:
-    """Leases end when their cache is unregistered, and their seals stay."""
+    """Leases end when their cache is unregistered, but their seals stay."""
 
     def end(held: HeldBlocks, *, failed: bool) -> None:
         held.closed = True
@@ -279,32 +285,32 @@ def leave_seals_of_before(real: Any, self: Serving) -> None:
 
 @instead_of(plan, "match_chunks", "I2", 3)
 def read_the_wrong_end_of_windows(real: Any, *given: Any, whole: bool, **named: Any) -> tuple[Chunks, ...]:
-    """The offered blocks of a window are taken for those of the prompt's beginning."""
+    """The offered blocks of a window are taken for blocks of the prompt's beginning."""
     found = real(*given, whole=whole, **named)
     return tuple(some if whole else replace(some, remote_ids=some.remote_ids * 0) for some in found)
 
 
 @instead_of(steps, "check_offered", "I2", 1000)
 def count_cached_blocks_from_the_end(*_: Any) -> None:
-    """Local blocks are filled with the end of the offer, whatever place the request says."""
+    """Local blocks are filled with the end of the offer, whatever place the request names."""
 
 
 @instead_of(plan, "match_chunks", "I2", 6)
 def leave_state_behind(real: Any, *given: Any, remote_block_size: int, **named: Any) -> tuple[Chunks, ...]:
-    """The state of a request is not read: its slot holds that of another one."""
+    """The state of a request is not read: its slot holds the state of another request."""
     found: tuple[Chunks, ...] = real(*given, remote_block_size=remote_block_size, **named)
     return () if remote_block_size == 1 else found
 
 
 @instead_of(verifying, "_difference", "I2", 31, "verifies")
 def ignore_mismatches(*_: Any) -> str:
-    """What digests say is not listened to."""
+    """Digests that differ are ignored."""
     return ""
 
 
 @instead_of(verifying, "digesting_of", "I2", 26)
 def digest_the_wrong_blocks(real: Any, local: Any, part: Any, block_ids: Any) -> Digesting:
-    """The reader compares blocks in another order than that of the prompt."""
+    """The reader compares blocks in another order than the prompt has."""
     return real(local, part, block_ids[::-1])  # type: ignore[no-any-return]
 
 
@@ -312,7 +318,7 @@ def digest_the_wrong_blocks(real: Any, local: Any, part: Any, block_ids: Any) ->
 def leave_extensions_unprotected(
     real: Any, self: OfferedBlocks, held: HeldBlocks, block_ids: object, what: str
 ) -> None:
-    """Blocks that a lease gets later are not its own in the ledger."""
+    """Blocks that are added to a lease later are not leased in the ledger."""
     entries = held.entries
     real(self, held, block_ids, what)
     self._ledger.release(np.setdiff1d(held.entries, entries))
@@ -321,13 +327,13 @@ def leave_extensions_unprotected(
 
 @instead_of(News, "payload", "I2", 9)
 async def end_without_the_payload(*_: Any) -> bytes:
-    """A load does not wait for what was promised with the end."""
+    """A load does not wait for the payload that was promised with the end."""
     return b""
 
 
 @instead_of(Course, "_read", "I2 I3", 21, "survives")
 async def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Course) -> LoadReport:
-    """A source whose lease has ended while it was read counts, since all of its bytes have landed."""
+    """A source counts as read although its lease ended during the read, since all bytes have landed."""
     try:
         return await real(self)  # type: ignore[no-any-return]
     except LeaseExpired:
@@ -338,7 +344,7 @@ async def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Course) -
 
 @instead_of(Course, "_leave", "I7", 20, "survives")
 async def give_each_source_a_deadline(real: Any, self: Course, error: KVFlowError) -> None:
-    """The time of a load begins anew when it leaves a source."""
+    """The deadline of a load moves back each time the load leaves a source."""
     self._load.ends_s += 2.0
     await real(self, error)
 

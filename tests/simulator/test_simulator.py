@@ -1,4 +1,4 @@
-"""Some seeds, or thousands, the same every time, that do something worth checking; and what a failed one says."""
+"""Seeds of the simulator: no promise is broken, everything happens often enough, and runs are reproducible."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_no_promise_is_broken(first: int) -> None:
 
 
 def every_kind() -> set[str]:
-    """Of ending and of trouble."""
+    """Return the names of all counts that a large workload must have: kinds of endings and of faults."""
     endings = ("ok", "quarantined", "CancelledError", "DeadlineExceeded", "LeaseExpired", "TransferFailed")
     peer_errors = ("PeerUnreachable", "ProtocolError")
     wanted = {f"load: {ending}" for ending in endings + peer_errors}
@@ -55,12 +55,13 @@ def every_kind() -> set[str]:
 
 @pytest.mark.parametrize("seed", [4429, 4895, 10542, 509, 22939, 43801, 100585])
 def test_what_engines_did_wrong_once(seed: int) -> None:
-    """A prompt without host blocks for its rest has failed, on all ranks; a cancelled load may never settle.
+    """Seeds that once failed.
 
-    In 509 a read of what a look has shown has to count from that look, not from its own posting.
-    In 22939 giving a rendezvous back has one bound for both: asking what is offered, and giving it back.
-    In 43801 a prompt that was told of and read breaks before its reader has said so.
-    In 100585 a lease that a look has found to be over counted as open while the next look was under way.
+    In the first three, if one rank has no host blocks for the rest of a prompt, the prompt fails on all ranks; and a
+    cancelled load may never settle. In 509 a read after a look at the seal has to count from the look, not from its own
+    posting. In 22939 the release of a pending ticket has one bound for two steps: asking for the offer, and releasing
+    it. In 43801 a prompt that was offered and read fails before its reader has reported the read. In 100585 a look at a
+    seal found that the lease had ended, but the lease counted as open during the next look.
     """
     result = simulate(seed)
     assert result.violation is None, describe(result)
@@ -81,7 +82,7 @@ def test_a_seed_is_the_same_every_time() -> None:
 
 @pytest.mark.budget
 def test_a_seed_is_the_same_in_another_process() -> None:
-    """Hashes of texts differ between processes, and so do addresses."""
+    """Hashes of strings and addresses of objects differ between processes."""
     done = subprocess.run(
         [sys.executable, "-c", PRINT_DIGESTS],
         cwd=ROOT,

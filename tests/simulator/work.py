@@ -1,4 +1,4 @@
-"""The engines' own books of their work: offers, loads, pulls, and the ranks of one life."""
+"""The engines' own books: offers, loads, pulls, and the ranks of one life."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Ending: TypeAlias = "LoadReport | BaseException"
 
 
 class DeviceWork:
-    """Work of a device, done some time after it was told to: an event that has happened then."""
+    """Work that a device does some time after the command. It is also the event that the work is done."""
 
     def __init__(self, delay_s: float, work: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -52,7 +52,7 @@ class DeviceWork:
 
 
 async def all_over(device: Iterable[DeviceWork | None]) -> None:
-    """Wait until the device has done all of it."""
+    """Wait until all delayed work in `device` is done."""
     for work in device:
         if work is not None:
             await work.over()
@@ -60,7 +60,7 @@ async def all_over(device: Iterable[DeviceWork | None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class SimOffer:
-    """A prompt that an engine offers: on each of its ranks under a lease."""
+    """A prompt that an engine offers, with a lease on each rank."""
 
     number: int
     engine: SimEngine
@@ -71,19 +71,19 @@ class SimOffer:
     content: Content
     leases: list[Lease] = field(default_factory=list)
     given_back_s: float | None = None
-    """Time at which its engine got the blocks back, or died."""
+    """Time at which the engine got the blocks back, or died; None before."""
     broken: bool = False
-    """True if it will never be computed."""
+    """True if the prompt will never be computed."""
     loaded: bool = False
-    """True once all ranks of some engine have loaded it."""
+    """True once all ranks of some engine have loaded the prompt."""
     device: list[DeviceWork | None] = field(default_factory=list)
-    """Device work that computes it on each rank, unless it was computed at once."""
+    """Device work that computes the prompt on the ranks; None where it was done at once."""
     payload: bytes = b""
-    """Payload that comes with its end; then its blocks follow, too, while it is computed."""
+    """Payload that readers get with the prompt's end. If not empty, blocks are also added during the computation."""
     early: bool = False
-    """True if a consumer may have heard of it before it was served, and may give it up if it is late."""
+    """True if a consumer may have the ticket before the prompt is served, and may release it if that is late."""
     growing: list[asyncio.Task[None]] = field(default_factory=list)
-    """Tasks that compute it on each rank, step by step, under open leases."""
+    """Tasks that compute the prompt on each rank, step by step, under open leases."""
 
     def __str__(self) -> str:
         return f"the offer of {self.request_id}"
@@ -97,7 +97,7 @@ class SimOffer:
         return f"request-{self.number}"
 
     def tables_upto(self, tokens: int) -> list[list[int]]:
-        """Blocks, by group, that hold the first tokens."""
+        """Return the blocks, by group, that hold the first `tokens` tokens."""
         found = []
         for facts, table in zip(self.engine.facts, self.tables, strict=True):
             first = -(-self.tokens // facts.block_size) - len(table)
@@ -110,10 +110,10 @@ class SimOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """Plan of a consumer for a load: cached blocks, patience, and the time for which it uses the blocks."""
+    """Plan of a consumer for a load: cached blocks, deadline, cancellation, and how long it uses the blocks."""
 
     more: Sequence[SimOffer] = ()
-    """Further offers of the same prompt: the first are named with it, the others brought when asked for."""
+    """Further offers of the same prompt: the request names the first `named`; kvflow asks for the others."""
     named: int = 0
     cached_blocks: int = 0
     deadline_s: float | None = None
@@ -123,18 +123,18 @@ class LoadPlan:
 
 @dataclass(slots=True, eq=False)
 class SimLoad:
-    """A prompt on its way into an engine: on each of its ranks a load."""
+    """A load of a prompt into an engine, on each rank."""
 
     offer: SimOffer
     engine: SimEngine
     tables: list[list[int]]
-    """Block ids by group: the prompt's last blocks, where the first are cached."""
+    """Block ids by group: the prompt's blocks without the cached ones at its beginning."""
     cached_tokens: int
     cancelled: bool = False
     corrupt: bool = False
-    """True if a rank had a byte flipped in a load that it had not asked to verify."""
+    """True if a byte was flipped on a rank that had not asked to verify the load."""
     device: list[DeviceWork | None] = field(default_factory=list)
-    """Device work that still writes to the blocks for who had them before, on each rank."""
+    """Device work of the blocks' former owner that may still write to them, by rank."""
     others: Sequence[SimOffer] = ()
     """Offers of the same prompt by other engines."""
 
@@ -147,7 +147,7 @@ class SimLoad:
         return self.offer.request_id
 
     def source(self, attempts: Sequence[Attempt]) -> SimOffer:
-        """Offer whose engine has given all of it, by the report."""
+        """Return the offer that the whole prompt was read from, by the report's `attempts`."""
         engine_id = attempts[-1].engine_id if attempts else self.offer.engine.name
         return next(one for one in (self.offer, *self.others) if one.engine.name == engine_id)
 
@@ -157,7 +157,7 @@ class SimLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullPlan:
-    """Plan of a reader's pull."""
+    """Plan of a reader for a pull."""
 
     number: int
     prompt: SimPrompt
@@ -165,9 +165,9 @@ class PullPlan:
     holders: Sequence[SimEngine]
     cached_tokens: int = 0
     seeks: bool = False
-    """True if it asks first, makes room for what is offered, and loads that as any ticket."""
+    """True if the reader first asks, then takes blocks, and loads the offer like any ticket."""
     rest: SimOffer | None = None
-    """Offer of all of it, which brings the rest beyond what the holders have."""
+    """An offer of the whole prompt, for the rest beyond the prefixes of the holders."""
     deadline_s: float | None = None
     answer_within_s: float = 0.25
     recompute_s_per_token: float | None = None
@@ -180,14 +180,14 @@ class PullPlan:
 
     @property
     def most(self) -> int:
-        """Tokens that a pull can bring, with what is cached."""
+        """Most tokens that the reader can have after the pull, with the cached tokens."""
         keyed = len(self.prompt.tokens) // self.key_tokens * self.key_tokens
         return max(keyed if self.rest is None else self.rest.tokens, self.cached_tokens)
 
 
 @dataclass(slots=True, eq=False)
 class SimPull:
-    """A prefix on its way into an engine: on each of its ranks a pull."""
+    """A pull of a prefix into an engine, on each rank."""
 
     plan: PullPlan
     engine: SimEngine
@@ -195,10 +195,10 @@ class SimPull:
     tables: list[list[int]]
     """Block ids by group."""
     exact: bool
-    """True if the tables are for the very tokens that come; else each place of the prompt has a block in windows."""
+    """True if the tables fit the tokens that come. If not, windows have a block for every place of the prompt."""
     cancelled: bool = False
     device: list[DeviceWork | None] = field(default_factory=list)
-    """Device work of the former owners, which still writes to the blocks, on each rank."""
+    """Device work of the blocks' former owner that may still write to them, by rank."""
 
     @property
     def request_id(self) -> str:
@@ -212,7 +212,7 @@ class SimPull:
         return f"the pull {self.plan.request_id}"
 
     def filled(self, tokens: int) -> list[list[int]]:
-        """Blocks, by group, that hold what matters of the first tokens beyond what was cached."""
+        """Return the blocks, by group, that a pull of `tokens` tokens fills beyond the cached tokens."""
         cached = self.plan.cached_tokens
         if tokens <= cached:
             return [[] for _ in self.tables]
@@ -229,23 +229,23 @@ class SimPull:
 
 @dataclass(slots=True, eq=False)
 class RankLoad:
-    """One rank's part of a load, for which reads are posted."""
+    """One rank's part of a load or pull, to which reads belong."""
 
     load: SimLoad | SimPull
     side_by_side: bool = False
-    """True if it reads from several engines at once, into different blocks."""
+    """True if the rank reads from several engines at once, into different blocks."""
     last_landing_s: float = 0.0
-    """Time at which bytes came to its blocks last."""
+    """Time at which bytes last landed in the blocks."""
     flipped: bool = False
-    """True if one of the bytes was flipped on its way."""
+    """True if a byte was flipped on its way."""
     turns: dict[int, list[tuple[SimHost, float]]] = field(default_factory=dict)
-    """Hosts whose bytes have come, each with the time of the first ones: of each block if side by side, else of all."""
+    """Hosts in the order in which their bytes came, with the time of the first; by block if side by side."""
 
     def came_late(self, host: SimHost, block: int, posted_s: float, now_s: float) -> SimHost | None:
-        """Note bytes of a host for a block. Returns the host that came after that one had come before, if any.
+        """Note that bytes of `host` land in `block`. If another host's turn has begun since, return that host.
 
-        If it reads side by side a host may have a second turn, once its prefix and that of others are lost, in which it
-        is read for all of the prompt: then bytes are late whose read was posted before another host's came.
+        If side by side, a host may have a second turn, in which the whole prompt is read from it, once its prefix and
+        the other prefixes are lost. Then bytes are late only if their read was posted before the other host's turn.
         """
         turns = self.turns.setdefault(block if self.side_by_side else 0, [])
         if not turns or turns[-1][0] is not host:
@@ -258,7 +258,7 @@ class RankLoad:
 
 
 class SimRank:
-    """A rank in one life: its memory, its runtime, and what came of both."""
+    """A rank in one life of its engine: its memory, its runtime, and counts of its leases and loads."""
 
     def __init__(
         self, index: int, cache: RankCache, runtime: Runtime, prefixes: Prefixes, on_change: Callable[[SimRank], None]
@@ -271,11 +271,11 @@ class SimRank:
         self.served = 0
         self.loaded = 0
         self.unsure = 0
-        """Loads of pulls from two sources that may have succeeded, and are in no report, since the other has failed."""
+        """Loads of pulls that may have succeeded but are in no report, since the pull's other load has failed."""
         self.look_up()
 
     def look_up(self) -> None:
-        """Find the books of the cache that is registered now."""
+        """Find the ledger of the cache that is registered now, and watch its changes."""
         books = self.runtime._supervisor.cache
         assert books is not None, "registered before"
         self.uses = books.ledger._use
@@ -284,19 +284,19 @@ class SimRank:
         self._on_change(self)
 
     def _change(self, verb: Callable[[BlockIds], None], ids: BlockIds) -> None:
-        """Change the ledger, and tell who watches it."""
+        """Note that the ledger changes, and change it."""
         self._on_change(self)
         verb(ids)
 
     def holds_lease(self, offer: SimOffer) -> bool:
-        """True if an offer's lease on this rank is open."""
+        """Return True if the lease of `offer` on this rank is open."""
         return len(offer.leases) > self.index and not offer.leases[self.index].done
 
     def unsafe(self, load: SimLoad | SimPull) -> list[Load]:
-        """Loads of this rank that have ended, and may still write to blocks of this one."""
+        """Return the ended loads of this rank that may still write to the blocks of `load`."""
         taken, mine = set(load.block_ids), [one for one in self.runtime.quarantines if isinstance(one, Load)]
         return [one for one in mine if not one.safe and taken & {*itertools.chain(*one.block_tables)}]
 
     def has_leased(self, offer: SimOffer, block: int) -> bool:
-        """True if an offer's lease on this rank is open, and has been given the block."""
+        """Return True if the lease of `offer` on this rank is open and contains `block`."""
         return self.holds_lease(offer) and any(block in ids for ids in offer.leases[self.index].block_tables)
