@@ -2,7 +2,8 @@
 
 vLLM makes one connector object in its scheduler and one in each worker. The scheduler's object passes vLLM's calls to a
 `connector.scheduler.ConnectorScheduler`. A worker's object passes them to a `connector.worker.ConnectorWorker` over a
-runtime with its own thread. A worker's step never waits for a transfer, and transfers continue while no step runs.
+runtime with its own thread. Transfers continue while no step runs. A worker's step never waits for a load; it waits
+only for the end of leases of blocks that it will overwrite (`handle_preemptions`).
 
 If a model has windows or recurrent state, the prefill engine computes the prompt without its last token. The decode
 engine computes that token in any case, for its logits, and needs the cache as it was before that token: a state cannot
