@@ -74,13 +74,13 @@ def test_the_value_and_its_bound_are_told(value: Any, bound: str) -> None:
 
 @each("value", [None, 0, 0.0, 1, 1.5])
 def test_a_timeout_may_be_none_and_nothing(value: Any) -> None:
-    assert checks.timeout(value, "x") == value
+    assert checks.checked(value, "x", checks.Timeout | None) == value
 
 
 @each("value", ["1", True, -1, -0.5, float("nan"), float("inf"), 1e300, [], Hostile()])
 def test_a_timeout_that_cannot_be_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"^x: "):
-        checks.timeout(value, "x", error=ConfigError)
+        checks.checked(value, "x", checks.Timeout | None, ConfigError)
 
 
 @each("value", [[3, 1], [], (3, 1), range(3), np.arange(3), np.array([]), torch.tensor([1, 2])])
