@@ -1,1 +1,1 @@
-"""The two halves of an engine's connector: the scheduler's side and the worker's."""
+"""Both halves of an engine's connector: one for the engine's scheduler, one for each of its workers."""

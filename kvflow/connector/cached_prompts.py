@@ -1,14 +1,15 @@
-"""The prompts that an engine's blocks hold, as the scheduler's half reports them to the workers step by step.
+"""Which prompts an engine's blocks hold, as the scheduler's half reports it to the workers with each step.
 
-A block holds the tokens of a prompt from the step that has computed them until the block is given to something else,
-however often the engine's prefix cache frees it and finds it again in between. If a worker gets reports of both events,
-it knows at any time which prompts its memory holds, and answers a peer's question by itself. So no question reaches the
-scheduler, an idle engine answers like a busy one, and no peer takes blocks from the engine's pool.
+A block holds tokens of a prompt from the step that has computed them until the engine's pool gives the block to
+something else, however often the engine's prefix cache frees it and finds it again in between. The workers get a report
+when a block is computed and when it is reused. So each worker knows at any time which prompts its memory holds, and
+answers a peer's question by itself: no question reaches the scheduler, an idle engine answers like a busy one, and no
+peer takes blocks from the engine's pool.
 
-The engine's pool has to offer `watch`. It takes blocks that are in use now, and calls `reused` once for each block when
-the pool gives it to something else, before the step that will write there leaves. That may happen before the workers
-know of the block: blocks filled by a request's answer are reported with the step after its end. A block that is reused
-before its report is left out of the report.
+The engine's pool has to offer `watch`, a function that takes blocks that are in use now. The pool then calls `reused`
+once for each of these blocks when it gives the block to something else, before the step that will write there leaves.
+That may happen before the workers know of the block: blocks filled by a request's answer are reported with the step
+after its end. A block that is reused before its report is left out of the report.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ from kvflow.connector.step import NO_BLOCK, CachedBlocks, Step
 __all__ = ["CachedPrompts", "GroupTablesOf"]
 
 GroupTablesOf: TypeAlias = Callable[[str], Sequence[Sequence[int]]]
-"""Function that returns the block tables of a request by its id: one for each group, also if there is only one
-group."""
+"""Function that takes a request id and returns the request's block tables: one for each group of layers, also if the
+engine has only one group."""
 
 
 @dataclass(slots=True)
 class _Prompt:
     keys: Sequence[bytes]
-    """Key of each full block."""
+    """Prefix key of each full block of the prompt, in prompt order."""
     told: int = 0
-    """Number of blocks that have been reported to the workers."""
+    """Number of the prompt's leading blocks that have been reported to the workers."""
 
 
 class CachedPrompts:
-    """The prompts of an engine's requests, and the blocks that hold them.
+    """The prompts of an engine's requests, and the blocks that hold them; makes the reports for the workers.
 
-    `block_tokens` is the block size of all groups. `null_block` stands in a table where the group needs no block.
+    `block_tokens` is the number of tokens in a block, the same in all groups. `watch` is the pool's function of the
+    module docstring. `null_block` is the id that stands in a block table where the group needs no block.
     """
 
     def __init__(
@@ -51,10 +53,11 @@ class CachedPrompts:
         self._null_block = null_block
         self._prompts: dict[str, _Prompt] = {}
         self._key_of: dict[int, bytes] = {}
-        """The key that each block holds, as the workers know it, or will know it after the next step."""
+        """Prefix key that each block holds, by block id, as the workers will know it after the next step."""
         self._reused: list[int] = []
         self._cached_blocks: list[CachedBlocks] = []
-        """Blocks of requests that have ended since the last step. Some may have been reused since."""
+        """Blocks of requests that have ended since the last step, for the next step's report. Some may have been reused
+        since."""
 
     def __repr__(self) -> str:
         blocks, requests = counted(len(self._key_of), "block"), counted(len(self._prompts), "request")
@@ -62,16 +65,16 @@ class CachedPrompts:
 
     @property
     def must_tell(self) -> bool:
-        """True if workers need a report of reused blocks, even if no request needs a step."""
+        """True if reused blocks have to be reported to the workers, even if no request needs a step."""
         return bool(self._reused)
 
     def add(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """Add a request that has arrived; `keys` are the keys of its prompt's full blocks."""
+        """Add a request that has arrived. `keys` are the prefix keys of its prompt's full blocks, in prompt order."""
         if keys:
             self._prompts[request_id] = _Prompt(keys)
 
     def reused(self, block_id: int) -> None:
-        """Note that a watched block was given to something else."""
+        """Note for the next report that the pool has given a watched block to something else."""
         if self._key_of.pop(block_id, None) is not None:
             self._reused.append(block_id)
 
@@ -96,10 +99,10 @@ class CachedPrompts:
     def finished(
         self, request_id: str, *, keys: Callable[[], Sequence[bytes]], computed: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """Take a request that has ended with `computed` tokens, including its answer's, and still has its blocks.
+        """Add the blocks of an ended request, which are filled by prompt and answer, to the next report.
 
-        `keys` returns the keys of all its full blocks. The blocks of the answer help requests that continue the
-        conversation.
+        The request has ended with `computed` tokens, including its answer's, and still has its blocks. `keys` returns
+        the prefix keys of all its full blocks. The blocks of the answer help requests that continue the conversation.
         """
         prompt = self._prompts.pop(request_id, None)
         full = computed // self._block_tokens
@@ -107,9 +110,9 @@ class CachedPrompts:
             self._cached_blocks += self._told(keys()[:full], range(prompt.told, full), block_ids)
 
     def _told(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[CachedBlocks]:
-        """Return a list with a `CachedBlocks` of the blocks at `span`, without leading blocks that the workers know.
+        """Return a report of the blocks at the indexes `span` of `tables`, without leading blocks that workers know.
 
-        The list is empty if the workers know all of these blocks.
+        The list has one `CachedBlocks`, or none if the workers know all of these blocks.
         """
         rows = [tuple(self._block(table, at) for table in tables) for at in span]
         known = (
@@ -131,7 +134,7 @@ class CachedPrompts:
         ]
 
     def _still_there(self, cached_blocks: CachedBlocks) -> CachedBlocks | None:
-        """Return `cached_blocks` without the blocks that have been reused since, or None if none is left."""
+        """Return `cached_blocks` with `NO_BLOCK` for each block that was reused since; None if all were reused."""
         key_of, keys = self._key_of, cached_blocks.keys
         tables = tuple(
             tuple(one if key_of.get(one) == key else NO_BLOCK for key, one in zip(keys, table, strict=True))

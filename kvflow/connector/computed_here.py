@@ -1,4 +1,4 @@
-"""Requests that have a ticket but are computed locally: counted by reason, and logged at most once a minute.
+"""Requests with a ticket and a prompt that this engine computes all the same: counted by reason, and logged.
 
 Each of these requests gets a correct answer. Without the log, nobody would notice that a prefill engine computes
 prompts in vain.
@@ -23,7 +23,7 @@ class ComputedHere(Counter[str]):
     _told_s = -_EVERY_S
 
     def tell(self) -> None:
-        """Log the counts and clear them, at most once a minute."""
+        """If the last log line is at least a minute old, log the counts and clear them."""
         now_s = time.monotonic()
         if self and now_s - self._told_s >= _EVERY_S:
             listed = "; ".join(f"{count} because {reason}" for reason, count in self.most_common())

@@ -1,13 +1,14 @@
 """Requests that load their prompts: with a router's tickets, or with a prefix that peers offer.
 
-A request is added and matched. Then it gets blocks and waits for its load, or it goes on without a load. While it has
-no blocks, the leases of its tickets are kept (`Step.keep`). Whatever becomes of the request, the producers are notified
-once when no request needs the tickets: by a `Release`, or by the load.
+A request is added, and matched: the engine asks how many of its tokens can be loaded. Then the request gets blocks and
+waits for its load, or it goes on without a load. While it has no blocks, the leases of its tickets are kept open
+(`Step.keep`). Whatever becomes of the request, the producers are notified once when no request needs the tickets: by a
+`Release`, or by the load.
 
-A ticket is used once: by one request, or by samples of its prompt that share it. In the second case the first sample's
-load serves all samples. The others wait for that load, find a part in the engine's prefix cache, and each read the
-rest. If the first sample is aborted, the next sample takes its place. Once a sample has read the offer, or has tried
-to, no sample waits. The last sample that needs the ticket notifies the producer.
+A ticket is used once: by one request, or by several samples of one prompt that share the ticket. The load of the first
+sample serves all samples. The others wait for that load, find part of the prompt in the engine's prefix cache, and each
+load the rest. If the first sample is aborted, the next sample takes its place. Once a sample has read the offer, or has
+tried to, no sample waits. The last sample that needs the ticket notifies the producer.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ class _Consumer:
 
     request_id: str
     tickets: tuple[Ticket, ...]
-    """Tickets of one prompt, the best first."""
+    """Tickets for the request's prompt; the load tries them in this order."""
     use: _Use
     offered_tokens: int = 0
-    """Prompt tokens that can be loaded; 0 if the ticket's blocks cannot hold this prompt."""
+    """Number of prompt tokens that can be loaded; 0 if the offer has no blocks or more tokens than the request can
+    load."""
     prompt: Sequence[int] | None = None
-    """Token ids that the load still has to compare, because a ticket is pending and does not say which prompt it is
-    for. Else None."""
+    """Token ids that the load still has to compare with the producer's prompt, because one of the tickets is pending
+    and does not say which prompt it is for. Else None."""
     refusal: PromptMismatch | None = None
-    """Error with which the request must fail: its tickets must not be used, and its prompt must not be computed
-    locally."""
+    """Error with which the request must fail, or None. With an error, no ticket of the request may be used, and its
+    prompt must not be computed locally."""
     state: ConsumerState = ConsumerState.EXPECTED
 
     @property
@@ -62,25 +64,28 @@ class _Consumer:
 
 @dataclass(slots=True, eq=False)
 class _Use:
-    """The requests that use one ticket."""
+    """All requests of this engine that use one ticket."""
 
     shared: bool
-    """True if several requests may have the ticket."""
+    """True if several requests, samples of one prompt, may have the ticket."""
     readers: list[_Consumer] = field(default_factory=list)
-    """Requests that may read the offer, or are reading it, in order of arrival."""
+    """Requests that may still load the ticket's offer, or are loading it, in order of arrival."""
     tried: bool = False
-    """True once a request has read the offer, or has tried to."""
+    """True once a request has loaded the offer, has tried to, or goes on without it."""
 
     def waits(self, reader: _Consumer) -> bool:
-        """Return True if `reader` has to wait: the load of an earlier request may leave less to read."""
+        """Return True if `reader` has to wait for an earlier request with the same ticket.
+
+        That request's load fills the engine's prefix cache, which may leave less for `reader` to load.
+        """
         ahead = next(one for one in self.readers if one is reader or one.state is not ConsumerState.ABANDONED)
         return not self.tried and ahead is not reader
 
     def leave(self, reader: _Consumer, *, unread: bool) -> bool:
-        """Remove a request that no longer needs the ticket; `unread` if its load has never begun.
+        """Remove `reader`, which no longer needs the ticket. Return True if the workers need a `Release` for it.
 
-        Return True if the workers need a `Release` for the request. The load of a ticket that is not shared notifies
-        the producer by itself.
+        `unread`: the load of `reader` has never begun. A load of a ticket that is not shared notifies the producer by
+        itself, so it needs no `Release`.
         """
         self.readers.remove(reader)
         self.tried = self.tried or not unread or reader.state is ConsumerState.LOCAL
@@ -88,29 +93,29 @@ class _Use:
 
 
 class ConsumerBook:
-    """All requests of an engine that consume, and the work of the next step for them."""
+    """All requests of an engine that load their prompts, and the workers' next step for these requests."""
 
     def __init__(self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect) -> None:
         self.computed_here = ComputedHere()
-        """Counts of requests with a ticket that are computed locally, by reason."""
+        """Counts of requests that have a ticket but are computed locally, by reason."""
         self._config = config
         self._groups = groups
         self._dialect = dialect
         self._requests: dict[str, _Consumer] = {}
         self._uses = Latest[tuple[str, str], _Use](_REMEMBERED_MAX)
-        """Uses of the latest tickets, by engine id and request id."""
+        """The `_Use` of each of the latest tickets, by the ticket's engine id and request id."""
         self._next = Step()
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def state_of(self, request_id: str) -> ConsumerState | None:
-        """Return the state of a request, or None if it does not consume or has ended."""
+        """Return the state of a request, or None if it has ended or does not load its prompt."""
         request = self._requests.get(request_id)
         return None if request is None else request.state
 
     def add(self, request: EngineRequest, params: Mapping[str, Any], sharing: Sharing) -> None:
-        """Add a request that must load its prompt, as `params` ask; see `ConnectorScheduler.add`."""
+        """Add a request that loads its prompt with the tickets in `params`; see `ConnectorScheduler.add`."""
         what, prompt = f"request {request.request_id!r}", request.prompt_token_ids
         reason = "its parameters are no ticket"
         try:
@@ -148,10 +153,10 @@ class ConsumerBook:
             self._next.keep[request.request_id] = tickets
 
     def _refused(self, request: EngineRequest, tickets: tuple[Ticket, ...], prompt: Sequence[int], what: str) -> bool:
-        """Return True if a request must fail because it may have lost pictures or the like on its way here.
+        """Return True, and note the refusal, if a ticket is for the same tokens but other pictures or the like.
 
-        PromptMismatch if a ticket is for other tokens. In both cases no ticket is given back: the request that it is
-        for may still come.
+        The request may have lost its pictures on the way here. Raises PromptMismatch if a ticket is for other tokens.
+        In both cases no ticket is given back, since the request that the ticket is for may still come.
         """
         agreed = False
         for ticket in tickets:
@@ -174,10 +179,10 @@ class ConsumerBook:
         return False
 
     def _use(self, ticket: Ticket, sharing: Sharing, what: str) -> _Use:
-        """Return the use of a request's ticket.
+        """Return the `_Use` of a request's ticket.
 
-        RequestError, with a message that begins with `what`, if another request or another engine uses the ticket, or
-        has used it.
+        RequestError, with a message that begins with `what`, if the ticket is in use or used up: by another request
+        that does not share it, or by another engine.
         """
         use = _Use(shared=sharing is not Sharing.ALONE)
         found = self._noted(ticket, use)
@@ -188,25 +193,25 @@ class ConsumerBook:
         return found
 
     def _noted(self, ticket: Ticket, use: _Use) -> _Use:
-        """Return the use of `ticket` so far; if there is none, note `use` and return it."""
+        """Return the `_Use` that is noted for `ticket`; if none is, note `use` and return it."""
         key = (ticket.engine_id, ticket.request_id)
         found = self._uses[key] = self._uses.get(key, use)
         return found
 
     def refusal(self, request_id: str) -> PromptMismatch | None:
-        """Return the error with which a request must fail, or None; see `ConnectorScheduler.refusal`."""
+        """Return the error with which a request must fail; None if it need not. See `ConnectorScheduler.refusal`."""
         request = self._requests.get(request_id)
         return None if request is None else request.refusal
 
     def refuse(self, refused: Iterable[tuple[str, PromptMismatch]]) -> None:
-        """Note the errors with which requests must fail, as their loads found; see `ConnectorScheduler.refuse`."""
+        """Note the prompt mismatches that loads have found, by request id; see `ConnectorScheduler.refuse`."""
         for request_id, error in refused:
             request = self._requests.get(request_id)
             if request is not None:
                 request.refusal = error
 
     def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
-        """Add a request that peers offer a prefix to; see `ConnectorScheduler.adopt`."""
+        """Add a request that loads a prefix with peers' `tickets`; see `ConnectorScheduler.adopt`."""
         if request_id in self._requests:
             raise UsageError(f"request {request_id!r}: it has a ticket already")
         consumer = self._expect(request_id, tickets, _Use(shared=False))
@@ -214,18 +219,18 @@ class ConsumerBook:
         self._next.keep[request_id] = tickets
 
     def reject(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
-        """Give back the ticket of a refused request if no other request has had it; see `ConnectorScheduler.reject`."""
+        """Give back the tickets of a refused request, unless they were used; see `ConnectorScheduler.reject`."""
         tickets, use = self._tickets(params, f"request {request.request_id!r}"), _Use(shared=False)
         if self._noted(tickets[0], use) is use:
             self.give_back(request.request_id, tickets)
 
     def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
-        """Give back the tickets of a request, unless they offer nothing; see `ConnectorScheduler.give_back`."""
+        """Have the next step release `tickets`, unless they offer no blocks; see `ConnectorScheduler.give_back`."""
         if tickets[0].awaited or any(tickets[0].block_tables):
             self._next.release.append(Release(request_id=request_id, tickets=tickets, last=last))
 
     def match(self, request_id: str, num_computed_tokens: int) -> Matched:
-        """Return the number of tokens that can be loaded; see `ConnectorScheduler.num_new_matched_tokens`."""
+        """Return how many tokens of a request can be loaded; see `ConnectorScheduler.num_new_matched_tokens`."""
         request = self._expected(request_id)
         tokens = 0 if request is None else request.offered_tokens - num_computed_tokens
         if request is not None and request.refusal is not None:
@@ -235,7 +240,10 @@ class ConsumerBook:
         return (None, False) if request.use.waits(request) else (tokens, True)
 
     def allocated(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
-        """Have a request's prompt loaded into its blocks, or not; see `ConnectorScheduler.update_after_alloc`."""
+        """Have the next step load the missing tokens of a request; see `ConnectorScheduler.update_after_alloc`.
+
+        If `num_external_tokens` is 0, the request goes on without a load.
+        """
         request = self._expected(request_id)
         if request is None:
             return
@@ -262,21 +270,24 @@ class ConsumerBook:
         self._next.receive.append(receive)
 
     def add_to(self, step: Step) -> None:
-        """Add the workers' work for consumers to `step`."""
+        """Move the workers' work for requests that load their prompts into `step`."""
         ours, self._next = self._next, Step()
         step.keep = {name: tickets for name, tickets in ours.keep.items() if self._still_waits(name, tickets)}
         step.receive, step.release = ours.receive, ours.release
         step.abandon = [request_id for request_id in ours.abandon if request_id in self._requests]
 
     def received(self, request_ids: Iterable[str]) -> None:
-        """Take the requests with loads that have ended, well or not. Ids of other requests change nothing."""
+        """Note that these requests' loads have ended, successfully or not. Ids of other requests change nothing."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and knows(CONSUMER_TABLE, request.state, "received"):
                 self._fire(request, "received")
 
     def finish(self, request_id: str) -> bool:
-        """Take the end of a request. Return True if its blocks must be held, since a load may still write into them."""
+        """Note that the engine has ended a request.
+
+        Return True if its blocks must be held, since its load may still write.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -286,25 +297,25 @@ class ConsumerBook:
         return request_blocks_held(request.state)
 
     def _tickets(self, params: Mapping[str, Any], what: str) -> tuple[Ticket, ...]:
-        """Return all tickets in `params`. RequestError if one is invalid, PromptMismatch if their prompts differ."""
+        """Read all tickets from `params`. RequestError if one is invalid, PromptMismatch if their prompts differ."""
         first, *others = map(self._dialect.read_ticket, (params, *others_in(params)))
         for other in others:
             check_alike(first, other, what)
         return (first, *others)
 
     def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _Use) -> _Consumer:
-        """Add a request that may read what `tickets` offer."""
+        """Add a request that may load what `tickets` offer, in state EXPECTED, and return it."""
         consumer = self._requests[request_id] = _Consumer(request_id=request_id, tickets=tickets, use=use)
         use.readers.append(consumer)
         return consumer
 
     def _expected(self, request_id: str) -> _Consumer | None:
-        """Return the request, or None if it is unknown or has blocks already."""
+        """Return the request if its state is EXPECTED: known, and without blocks so far. Else return None."""
         request = self._requests.get(request_id)
         return request if request is not None and request.state is ConsumerState.EXPECTED else None
 
     def _still_waits(self, request_id: str, tickets: tuple[Ticket, ...]) -> bool:
-        """Return True if the request has no blocks yet, and is not a later request with the same id."""
+        """Return True if the request that was added with these very `tickets` still has no blocks."""
         request = self._expected(request_id)
         return request is not None and request.tickets is tickets
 

@@ -1,8 +1,7 @@
-"""Groups of a paged cache, with two block sizes: the engine's, and the one that its ranks have registered.
+"""Groups of layers in a paged cache with two block sizes: the engine's, and the smaller one that its ranks registered.
 
-Ranks may have registered smaller blocks than the engine's. Then each block of the engine consists of several
-consecutive blocks of the ranks. Block tables from the engine count its blocks; all tables that go to the workers count
-the ranks' blocks.
+If the sizes differ, each block of the engine consists of several consecutive blocks of the ranks. Block tables from the
+engine number the engine's blocks; all block tables that go to the workers number the ranks' blocks.
 """
 
 from __future__ import annotations
@@ -19,36 +18,36 @@ from kvflow.errors import ConfigError, UsageError
 
 
 class PagedGroup(NamedTuple):
-    """A group of layers: its facts as registered, and how many registered blocks make up a block of the engine."""
+    """A group of layers as the ranks have registered it. `split` registered blocks make up a block of the engine."""
 
     facts: GroupFacts
     split: int = 1
 
     def span(self, computed: int, tokens: int) -> range:
-        """Return which blocks of the group hold what `tokens` tokens need beyond the first `computed` tokens.
+        """Return the indexes of the registered blocks that a request needs for its tokens from `computed` to `tokens`.
 
         Args:
-            computed: tokens at the beginning of the prompt that need no block.
-            tokens: tokens of the prompt.
+            computed: number of tokens at the beginning of the prompt that need not be covered.
+            tokens: number of tokens of the prompt.
 
         Returns:
-            Places in the group's block table, counted in registered blocks.
+            Indexes in the group's block table, counted in registered blocks.
         """
         size = self.facts.block_size
         first = max(self.facts.first_needed(tokens), computed) // size
         return range(first, max(-(-tokens // size), first))
 
     def blocks(self, ids: Sequence[int], computed: int, tokens: int) -> tuple[int, ...]:
-        """Return the ids of the blocks in `span`.
+        """Return the ids of the registered blocks at the indexes `span(computed, tokens)`.
 
         Args:
-            ids: the engine's block table of a request.
+            ids: the request's block table for this group, in the engine's blocks.
             computed: as in `span`.
             tokens: as in `span`.
 
         Returns:
-            Ids of registered blocks; fewer than in `span` if the table is shorter. For a group of state, the request's
-            slot if `span` is not empty.
+            Ids of registered blocks; fewer than in `span` if the table is shorter. For a group of recurrent state, only
+            the request's slot, unless `span` is empty.
         """
         span, split = self.span(computed, tokens), self.split
         if self.facts.kind is GroupKind.STATE:
@@ -59,7 +58,10 @@ class PagedGroup(NamedTuple):
 
 
 def registered(facts: GroupFacts, block_size: int) -> PagedGroup:
-    """Return a group with the block size that its ranks registered. ConfigError if it does not divide the engine's."""
+    """Return `facts` as a group with the ranks' `block_size`.
+
+    ConfigError if it does not divide the engine's block size.
+    """
     split, rest = divmod(facts.block_size, max(block_size, 1))
     if rest or not split:
         what = f"group {facts.name!r}: blocks of {counted(facts.block_size, 'token')}"
@@ -68,7 +70,7 @@ def registered(facts: GroupFacts, block_size: int) -> PagedGroup:
 
 
 class PagedGroups:
-    """All groups of an engine's cache. Until `register`, the ranks' blocks are assumed to be the engine's."""
+    """All groups of an engine's cache. Until `register`, the ranks are assumed to have the engine's block sizes."""
 
     def __init__(self, facts: Sequence[GroupFacts]) -> None:
         self._facts = tuple(facts)
@@ -81,7 +83,7 @@ class PagedGroups:
 
     @property
     def no_blocks(self) -> BlockTables:
-        """An empty table for each group."""
+        """One empty block table for each group."""
         return ((),) * len(self._groups)
 
     def register(self, sizes: Sequence[int]) -> None:
@@ -91,10 +93,10 @@ class PagedGroups:
         self._groups = tuple(map(registered, self._facts, sizes))
 
     def prompt(self, block_ids: GivenTables, tokens: int, *, complete: bool = True) -> BlockTables:
-        """Return the blocks that hold a prompt of `tokens` tokens, as far as the request has them.
+        """Return the blocks that hold the first `tokens` tokens of a request, by group, as far as it has them.
 
-        A state's slot holds the state of the last token, so it is left out unless the prompt is `complete`. UsageError
-        if there is another number of tables than of groups.
+        A slot of recurrent state holds the state after the last token, so it is left out unless the prompt is
+        `complete`. UsageError if `block_ids` does not have one table for each group.
         """
         return tuple(
             group.blocks(ids, 0, tokens) if complete or group.facts.kind is not GroupKind.STATE else ()
@@ -102,10 +104,10 @@ class PagedGroups:
         )
 
     def missing(self, block_ids: GivenTables, tokens: int, external: int, what: str) -> BlockTables:
-        """Return the blocks of a request for the last `external` of `tokens` tokens.
+        """Return the blocks of a request that hold the last `external` of its first `tokens` tokens, by group.
 
-        UsageError, with a message that begins with `what`, if the tokens do not fit the blocks, or there is another
-        number of tables than of groups.
+        UsageError, with a message that begins with `what`, if the tokens do not fit the blocks, or if `block_ids` does
+        not have one table for each group.
         """
         computed, tables = tokens - external, self._tables(block_ids)
         found = tuple(group.blocks(ids, computed, tokens) for group, ids in zip(self._groups, tables, strict=True))
@@ -119,7 +121,7 @@ class PagedGroups:
         return found
 
     def _tables(self, block_ids: GivenTables) -> tuple[Sequence[int], ...]:
-        """Return a table for each group. UsageError if `block_ids` has more or fewer tables."""
+        """Return `block_ids` as one table for each group. UsageError if the number of tables differs."""
         count = len(self._groups)
         nested = len(block_ids) > 0 and not isinstance(block_ids[0], int)
         tables = tuple(block_ids) if nested or count > 1 else (block_ids,)

@@ -1,12 +1,12 @@
-"""The prefix cache that a worker shares with its peers: which blocks of one rank hold which prompts, by key.
+"""The prefix cache that a worker shares with its peers: which blocks of one rank hold which prompts, by prefix key.
 
-The scheduler's half reports step by step which blocks are new and which are reused (`connector.cached_prompts`). Before
-a step writes into blocks, they are taken out of this cache, which names the prefixes that peers may be reading there.
-Blocks are counted as the engine counts them, in all its groups; in pinned prefixes they are counted as the rank has
-registered them.
+The scheduler's half reports with each step which blocks are new and which are reused (`connector.cached_prompts`).
+Before a step writes into reused blocks, the worker takes these blocks out of this cache, which then names the prefixes
+that peers may be reading there. This cache uses the engine's block numbers, in all groups of layers. Only a pinned
+prefix has the block numbers that the rank has registered.
 
-Steps come on the engine's thread, and questions on the runtime's. Neither thread waits for the other longer than a
-lookup takes.
+Steps come on the engine's thread, and peers' questions on the runtime's. Neither thread waits for the other longer than
+a lookup takes.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ __all__ = ["PagedPrefixCache"]
 
 
 class _Entry(NamedTuple):
-    """The blocks that hold a key."""
+    """The blocks of one prefix key, and the key of the block before (`parent`)."""
 
     parent: bytes
     blocks: tuple[list[int], ...]
-    """For each group, all blocks that hold the key: an engine may compute the same prefix twice."""
+    """For each group, all blocks that hold the key's tokens: an engine may compute the same prefix twice."""
 
 
 @dataclass(slots=True)
 class _Coming:
-    """Blocks that will be in the cache once a device has computed them."""
+    """Reported blocks that enter the cache once their `event` has happened, when the device has computed them."""
 
     event: DeviceEvent | None
     cached_blocks: Sequence[CachedBlocks]
     gone: set[int] = field(default_factory=set)
-    """Blocks that have been reused since."""
+    """Ids of blocks that have been reused since the report."""
 
 
 class PagedPrefixCache:
     """A `PrefixCache` over an engine's paged cache.
 
-    Nothing is really pinned: a lease ends when its blocks are reused. `block_tokens` is the engine's block size in
-    tokens, the same in all groups.
+    Pinning holds no block: when the engine reuses a block, the leases of the prefixes in it end. `block_tokens` is the
+    number of tokens in a block of the engine, the same in all groups.
     """
 
     def __init__(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
@@ -59,10 +59,10 @@ class PagedPrefixCache:
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
         self._places: dict[int, tuple[bytes, int]] = {}
-        """The key and the group of each block."""
+        """Prefix key that each block holds, and the index of the block's group, by block id."""
         self._coming: deque[_Coming] = deque()
         self._read: dict[int, tuple[PinnedPrefix, frozenset[int]]] = {}
-        """Prefixes that peers may be reading, by object id, each with its blocks as the engine counts them."""
+        """Prefixes that peers may be reading, each with the ids of its engine blocks, by `id()` of the PinnedPrefix."""
         self._left: dict[int, asyncio.Future[None]] = {}
 
     def __repr__(self) -> str:
@@ -70,19 +70,22 @@ class PagedPrefixCache:
 
     @property
     def open_prefixes(self) -> int:
-        """Number of prefixes that `match` has returned and that have not ended."""
+        """Number of prefixes that `match` has returned and that are not unpinned yet."""
         return len(self._read)
 
     # --- the engine's thread
 
     def add(self, cached_blocks: Sequence[CachedBlocks], ready: DeviceEvent | None) -> None:
-        """Add blocks that a submitted step completes: once `ready` has happened, or at once if it is None."""
+        """Add blocks that a submitted step completes: once `ready` has happened, or at once if `ready` is None."""
         with self._lock:
             self._coming.append(_Coming(ready, cached_blocks))
             self._settle()
 
     def take(self, reused: Iterable[int]) -> list[PinnedPrefix]:
-        """Remove blocks that will be reused. Return the prefixes that peers may be reading there; end them first."""
+        """Remove the blocks `reused`, and return the prefixes that peers may be reading in them.
+
+        The caller has to end the leases of these prefixes before the blocks are written.
+        """
         gone = frozenset(reused)
         with self._lock:
             for block in gone:
@@ -94,7 +97,10 @@ class PagedPrefixCache:
     # --- the runtime's loop
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | None:
-        """Return the longest beginning, in whole blocks, that is in the cache now; see `PrefixCache`."""
+        """Return the longest beginning of a prompt that is in the cache, in whole blocks.
+
+        None if there is none; see `PrefixCache`.
+        """
         with self._lock:
             self._settle()
             full = len(keys)
@@ -109,7 +115,7 @@ class PagedPrefixCache:
             return None
 
     def unpin(self, pinned: PinnedPrefix) -> None:
-        """Forget a prefix that no peer reads."""
+        """Forget a prefix that `match` has returned, because no peer reads it now."""
         with self._lock:
             self._read.pop(id(pinned), None)
         waiting = self._left.pop(id(pinned), None)
@@ -117,7 +123,7 @@ class PagedPrefixCache:
             waiting.set_result(None)
 
     async def left(self, pinned: PinnedPrefix) -> None:
-        """Wait until no peer reads a prefix with leases that were ended.
+        """Wait until no peer reads `pinned`, after the leases of this prefix were ended.
 
         Returns at once, unless host buffers are being filled from its blocks.
         """
@@ -127,10 +133,10 @@ class PagedPrefixCache:
     # --- with the lock
 
     def _walk(self, key: bytes, tokens: int) -> tuple[list[list[int]] | None, int]:
-        """Return the engine's blocks of a prompt's first `tokens` tokens, by group, and `tokens`.
+        """Return the engine's blocks of a prompt's first `tokens` tokens, by group, together with `tokens`.
 
-        A table has `NO_BLOCK` where its group needs no block. If a block is missing, return None and a number of
-        tokens: no beginning of the prompt that is longer can be in the cache.
+        A table has `NO_BLOCK` where its group needs no block. If a block is missing, return None and the largest number
+        of tokens for which a beginning of the prompt may still be in the cache.
         """
         size, end, entries = self._block_tokens, tokens // self._block_tokens, self._entries
         firsts = [group.facts.first_needed(tokens) // size for group in self._groups]
@@ -155,7 +161,7 @@ class PagedPrefixCache:
         return pinned
 
     def _settle(self) -> None:
-        """Add the blocks that have been computed by now to the entries."""
+        """Move reported blocks that the device has computed by now into the entries."""
         while self._coming:
             first = self._coming[0]
             if first.event is not None and not has_happened(first.event, "prefix cache"):

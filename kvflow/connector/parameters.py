@@ -1,4 +1,4 @@
-"""`kv_transfer_params`: the parameters that routers carry from engine to engine."""
+"""`kv_transfer_params`: the parameters that routers carry from engine to engine, in which tickets travel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAME_CHARS_MAX = 200
 
 
 def name_of(request_id: str) -> str:
-    """Return the runtime's name for an engine's request: its id, or the start and a digest of a very long id."""
+    """Return the runtime's name for an engine's request: its id; for a very long id, its beginning and a digest."""
     if len(request_id) <= _NAME_CHARS_MAX:
         return request_id
     digest = hashlib.blake2b(request_id.encode(), digest_size=8, usedforsecurity=False).hexdigest()
@@ -29,9 +29,7 @@ def name_of(request_id: str) -> str:
 
 
 def producer_params(rendezvous: Ticket) -> dict[str, Any]:
-    """Return the parameters of the prefill request that computes the prompt of a pending ticket.
-
-    The reader's request gets `rendezvous.to_params()`.
+    """Return the `kv_transfer_params` for the prefill request that will compute the prompt of a pending ticket.
 
     Args:
         rendezvous: a pending ticket, made by `Ticket.rendezvous`.
@@ -50,7 +48,7 @@ def producer_params(rendezvous: Ticket) -> dict[str, Any]:
 
 
 def rendezvous_in(params: Mapping[str, Any]) -> str | None:
-    """Return the request id under which readers wait for the prompt, or None if `params` name none.
+    """Return the request id of the pending ticket with which readers wait for this prompt; None if there is no such id.
 
     RequestError if the id is invalid.
     """
@@ -59,9 +57,9 @@ def rendezvous_in(params: Mapping[str, Any]) -> str | None:
 
 
 def awaited_in(params: Mapping[str, Any]) -> Ticket | None:
-    """Return the pending ticket with which readers wait for the prompt, or None if `params` have none.
+    """Return the pending ticket with which readers wait for this prompt, or None if `params` have none.
 
-    RequestError if it is not a pending ticket, or has another request id than `rendezvous_in` returns.
+    RequestError if it is not a pending ticket, or if its request id is not the one that `rendezvous_in` returns.
     """
     given = _own(params, _AWAITED)
     if given is None:
@@ -73,13 +71,13 @@ def awaited_in(params: Mapping[str, Any]) -> Ticket | None:
 
 
 def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the parameters of a request for a prompt that several engines have computed, or will compute.
+    """Return the `kv_transfer_params` for a load of one prompt that several engines have computed, or will compute.
 
     The load reads from the first engine. If that fails, or the lease there has ended, the load reads from the next
     engine.
 
     Args:
-        params: the parameters that each engine has answered, or `Ticket.to_params()`; the best first.
+        params: for each engine, the parameters that it has answered, or `Ticket.to_params()`; the first is tried first.
 
     Returns:
         Parameters for the decode engine's request.
@@ -95,7 +93,7 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def others_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the parameters of the further tickets of the same prompt. RequestError if they are invalid."""
+    """Return the parameters of all tickets after the first for the same prompt. RequestError if they are invalid."""
     given = _own(params, _OTHERS)
     if given is None:
         return ()
@@ -105,7 +103,7 @@ def others_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _own(params: Mapping[str, Any], name: str) -> Any:
-    """Return the value of `name` in the field `kvflow` of `params`, or None if either is missing."""
+    """Return the value of key `name` in the dict `params["kvflow"]`, or None if either is missing."""
     extra = params.get("kvflow")
     return extra.get(name) if isinstance(extra, Mapping) else None
 
@@ -115,14 +113,14 @@ def _own_params(ticket: Ticket) -> dict[str, Any]:
 
 
 class Dialect(NamedTuple):
-    """The form that tickets have in `kv_transfer_params`, as functions. The default is the form of kvflow's engines."""
+    """Functions that read and write tickets in `kv_transfer_params`. The defaults are for kvflow's own engines."""
 
     read_ticket: Callable[[Mapping[str, Any]], Ticket] = Ticket.from_params
-    """Function that reads a ticket from parameters. It raises RequestError for parameters that are not a ticket."""
+    """Function that makes a ticket from `kv_transfer_params`. RequestError if the parameters are not a ticket."""
     params_of: Callable[[Ticket], dict[str, Any]] = _own_params
     shown_id: Callable[[str], str] = str
-    """Function that returns a request id in the form that it has within the name of its lease."""
+    """Function that takes a request id and returns the form of it that lease names contain."""
 
 
 OWN_DIALECT = Dialect()
-"""The dialect of kvflow's engines."""
+"""The dialect of kvflow's own engines."""

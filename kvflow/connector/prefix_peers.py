@@ -1,4 +1,4 @@
-"""The peers that a worker asks for prefixes: all at once, and for a bounded time. One rank asks for its engine."""
+"""Asks peers for prefixes on behalf of a worker: all peers at once, for a bounded time. One rank asks for all ranks."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _HINTS_MAX = 4
 
 @dataclass(slots=True, kw_only=True)
 class PrefixPeers:
-    """The peers of a worker that are asked for prefixes, and how they are asked."""
+    """The peers that a worker asks for prefixes, and the settings of these questions."""
 
     prefixes: Prefixes
-    """The runtime's part that asks the peers."""
+    """The `Prefixes` object of the worker's runtime, which sends the questions."""
     wait_s: float = 0.05
-    """Most seconds that a question may take."""
+    """Longest time that a question may take, in seconds."""
     recompute_s_per_token: float | None = None
-    """Seconds to compute a token locally. If given, an engine is not loaded from if earlier loads from it were
+    """Seconds to compute a token locally. If given, a prefix is not loaded from an engine with earlier loads that were
     slower."""
     every_rank: bool = False
     """True if other ranks of this engine load the found prefix, too."""
     events: tuple[EventSource, ...] = ()
-    """Engines with KV events to follow (`follow`), so that a question goes to engines that have part of the prefix. The
-    holder of each source is the address of that engine's side channel."""
+    """Engines with KV events to follow (`follow`): a question also goes to the engines that, by their events, have part
+    of the prefix. The holder of each source is the address of that engine's side channel."""
     known: tuple[str, ...] = ()
-    """Addresses of peers to connect to at the start (`greet`), since connecting takes longer than a question may."""
+    """Addresses of peers that `greet` connects to at the start, since connecting takes longer than a question may."""
     _map: PrefixMap = field(default_factory=PrefixMap)
 
     async def ask(self, question: Question) -> tuple[PrefixOutcome, tuple[Ticket, ...], tuple[Ticket, ...]]:
-        """Ask the peers that `question` names, and the peers that KV events show to have part of the prefix.
+        """Ask the peers in `question`, and peers that by their KV events have part of the prefix. Return the offers.
 
-        Return the outcome and two tuples of leased tickets. Load from the first: the best first, each for the most
-        tokens that any peer has. Give the second back.
+        Return the outcome and two tuples of leased tickets. The caller loads with the tickets of the first tuple, which
+        all offer the most tokens found, the best peer first. It gives the tickets of the second tuple back.
         """
         request = PrefixRequest(
             name_of(question.request_id),
@@ -73,17 +73,20 @@ class PrefixPeers:
         return PrefixOutcome.FOUND, tickets[:alike], tickets[alike:]
 
     async def greet(self, within_s: float) -> None:
-        """Connect this rank to the known peers. A peer that is not up yet is connected by the first question to it."""
+        """Connect this rank to the known peers, within `within_s` seconds.
+
+        A peer that is not up yet is connected by the first question to it.
+        """
         peers, nothing = self.known[:PEERS_MAX], (bytes(KEY_BYTES),)
         await self._seek(PrefixRequest("greeting", nothing, 1, block_ids=(), peers=peers, answer_within_s=within_s))
 
     async def follow(self) -> None:
-        """Follow KV events until cancelled: the body of a task."""
+        """Follow the KV events of `events` until cancelled: the body of a task."""
         async with Subscriber(self._map, self.events):
             await asyncio.Event().wait()
 
     def _hints(self, question: Question) -> list[str]:
-        """Return peers that KV events show to have more of the prefix than is cached here, most tokens first."""
+        """Return addresses of peers that by their KV events have more of the prefix than is cached here, best first."""
         found = self._map.holders(question.keys, question.key_tokens) if question.hinted else []
         return [peer for peer, tokens in found if tokens > question.cached_tokens][:_HINTS_MAX]
 

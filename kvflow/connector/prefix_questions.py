@@ -1,8 +1,8 @@
-"""Questions to peers for prefixes, as the scheduler's half decides them: one for a request, before it gets blocks.
+"""The scheduler's questions to peers for prefixes: at most one for each request, before the request gets blocks.
 
-When an engine first asks how much of a prompt can be loaded, a question is made, which leaves with the next step. The
-request waits until the answer comes back with a step's results. The tickets that were found are then used like any
-other ticket.
+When the engine first asks how much of a prompt can be loaded, a question to peers is made, which leaves with the next
+step. The request waits until the answer comes back with a step's results. The tickets in the answer are then used like
+any other ticket.
 
 Requests with prompts that begin alike ask in turn: each waits at most once for the answer to another request. A request
 also waits once for the load of another request, if that load brings at least half of the tokens that the request still
@@ -30,7 +30,7 @@ _SOURCE = "remote_kv_source"
 
 
 class PrefixOutcome(enum.StrEnum):
-    """Outcome of a question."""
+    """Outcome of a question to peers for a prefix."""
 
     FOUND = "found"
     NOTHING = "nothing"
@@ -41,7 +41,7 @@ class PrefixOutcome(enum.StrEnum):
 
 
 def source_in(params: Mapping[str, Any] | None) -> str | None:
-    """Return the address of the peer that a router has named as holding a prompt's prefix, or None if it named none.
+    """Return the address of the peer that a router named as the holder of the prompt's prefix; None if it named none.
 
     Routers of vLLM and llm-d write `{"remote_kv_source": {"kv_request_id", "remote_host", "remote_port"}}`.
     RequestError if that is not a valid address.
@@ -62,37 +62,40 @@ class _State(enum.IntEnum):
     NEW = 0
     ASKED = 1
     LOADING = 2
-    """A prefix was found, and is loaded next."""
+    """Peers offer a prefix, which the request loads next."""
     OVER = 3
 
 
 @dataclass(slots=True, eq=False)
 class _Asking:
-    """A request that asks peers when its turn comes."""
+    """A request that may ask peers for a prefix, when its turn comes."""
 
     keys: Sequence[bytes]
     peers: tuple[str, ...]
     hinted: bool
     state: _State = _State.NEW
     behind: _Asking | None = None
-    """The request that this request waits for, or None."""
+    """The other request that this request waits for, or has waited for last; None if it never waited or has asked."""
     waited: _State = _State.NEW
-    """State of another request that this request waits to be over, or last waited for. It only rises: first ASKED (for
-    an answer), then LOADING (for a load)."""
+    """The state of the request `behind` that has to pass before this request goes on. It only rises: first ASKED (wait
+    for the other's answer), then LOADING (wait for the other's load)."""
 
     def wait_for(self, other: _Asking, through: _State) -> bool:
-        """Wait until `other` is beyond the state `through`. Return False if this request has waited for that before."""
+        """Have this request wait until `other` has passed the state `through`. Return whether it waits.
+
+        Return False if this request has waited for that state before, of whichever request.
+        """
         if through <= self.waited:
             return False
         self.behind, self.waited = other, through
         return True
 
     def waits(self) -> bool:
-        """Return True while the request `behind` is not beyond the state `waited`."""
+        """Return True while the request `behind` has not passed the state `waited`."""
         return self.behind is not None and _State.NEW < self.behind.state <= self.waited
 
     def shared(self, other: _Asking) -> int:
-        """Return how many keys at the beginning both requests have in common.
+        """Return how many leading keys this request and `other` have in common.
 
         A key covers all tokens before it, so a binary search finds the number.
         """
@@ -101,10 +104,10 @@ class _Asking:
 
 
 class PrefixQuestions:
-    """Requests that may load the beginning of their prompts from a peer.
+    """All requests that may load the beginning of their prompts from a peer, and the questions for the next step.
 
-    `peers` are asked if a router names no peer; with `hinted`, peers that KV events name are asked, too. Fewer than
-    `tokens_min` tokens are not asked for.
+    `peers` are asked if a router names no peer; with `hinted`, peers that KV events name are asked, too. No question is
+    made for fewer than `tokens_min` tokens.
     """
 
     def __init__(self, peers: Sequence[str], *, block_tokens: int, tokens_min: int, hinted: bool = False) -> None:
@@ -114,24 +117,28 @@ class PrefixQuestions:
         self._tokens_min = tokens_min
         self._requests: dict[str, _Asking] = {}
         self._begun: dict[bytes, dict[str, _Asking]] = {}
-        """Requests that have asked, or load, by the key of their first block."""
+        """Requests that wait for an answer or for their load, by the key of their first block, then by request id."""
         self._next: list[Question] = []
 
     def __repr__(self) -> str:
         return f"<PrefixQuestions {counted(len(self._requests), 'request')}>"
 
     def add(self, request_id: str, keys: Sequence[bytes], source: str | None) -> None:
-        """Add a request that gets nothing from a prefill engine.
+        """Add a request without a ticket of a prefill engine.
 
-        `keys` are the keys of its full blocks, without its last token, which is always computed locally. `source` is
-        the peer that its router has named, or None.
+        `keys` are the prefix keys of its full blocks, without its last token, which is always computed locally.
+        `source` is the address of the peer that its router has named, or None. A prompt of fewer than `tokens_min`
+        tokens is not added.
         """
         peers, hinted = (self._peers, self._hinted) if source is None else ((source,), False)
         if (peers or hinted) and len(keys) * self._block_tokens >= self._tokens_min:
             self._requests[request_id] = _Asking(keys, peers, hinted)
 
     def waits(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Ask for a request if it is its turn. Return True while the request waits for its turn, or for an answer."""
+        """Make the question of a request if it is the request's turn. Return True while the request waits.
+
+        It waits for its turn, or for the answer. `num_computed_tokens` are in the engine's own cache already.
+        """
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.NEW:
             return request is not None and request.state is _State.ASKED
@@ -153,7 +160,7 @@ class PrefixQuestions:
         return True
 
     def _waits_behind_another(self, request: _Asking, num_computed_tokens: int) -> bool:
-        """Have `request` wait for another one, if worthwhile and not done before. Return whether it waits."""
+        """Have `request` wait for a similar request, if worthwhile and not done before. Return whether it waits."""
         begun = self._begun.get(request.keys[0], {}).values()
         if begun:
             other = max(begun, key=request.shared)
@@ -165,15 +172,15 @@ class PrefixQuestions:
         return asked is not None and request.wait_for(asked, _State.ASKED)
 
     def take(self) -> list[Question]:
-        """Return the questions that leave with this step. Each is returned once."""
+        """Return the questions for the next step, and forget them. Questions of ended requests are left out."""
         taken, self._next = [one for one in self._next if one.request_id in self._requests], []
         return taken
 
     def answered(self, request_id: str, *, found: bool) -> bool:
-        """Take the answer to a question. Return True if the request still waits for it.
+        """Note the answer to the question of a request. Return True if the request still waits for that answer.
 
-        If nothing was `found`, requests that would ask the same peers, only for keys of this question, are answered,
-        too.
+        If nothing was `found`, other requests that would ask the same peers only for keys of this question do not ask
+        at all.
         """
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.ASKED:
@@ -188,7 +195,7 @@ class PrefixQuestions:
         return True
 
     def over(self, request_id: str) -> None:
-        """Let the requests go on that wait for a request: its load has ended, or it has none."""
+        """Let all requests go on that wait for this request, because its load has ended, or it loads nothing."""
         request = self._requests.get(request_id)
         if request is not None:
             request.state = _State.OVER
@@ -198,6 +205,6 @@ class PrefixQuestions:
                 self._begun.pop(request.keys[0], None)
 
     def finished(self, request_id: str) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that has ended, and let the requests go on that wait for it."""
         self.over(request_id)
         self._requests.pop(request_id, None)

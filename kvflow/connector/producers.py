@@ -4,9 +4,10 @@ A prompt's lease is opened in the step that completes the prompt, under a name t
 and its ticket goes to the router. From then on the blocks are held until the workers report the end of the lease.
 Before that, a preemption or an abort may take the blocks at once, since no reader can know the lease.
 
-If the router has named the prompt beforehand (with `Ticket.rendezvous`), the prompt *flows*: its lease is opened in the
-prompt's first step, grows with every step, and may be read at any time. A preemption recalls the lease, for which the
-workers' step waits a moment (`Step.recall`). An abort holds the blocks until the lease has ended.
+If the router has named the prompt beforehand, with a pending ticket (`Ticket.rendezvous`), the prompt *flows*: its
+lease is opened in the prompt's first step, grows with every step, and may be read at any time. A preemption recalls the
+lease: the workers end it before their step writes, which takes a moment (`Step.recall`). An abort holds the blocks
+until the lease has ended.
 """
 
 from __future__ import annotations
@@ -42,23 +43,24 @@ _WARNED_MAX = 1 << 8
 class _Producer:
     request_id: str
     num_prompt_tokens: int
-    """Prompt tokens that may be offered."""
+    """Number of prompt tokens that may be offered."""
     prompt: Sequence[int] | None
     serve_id: str | None = None
-    """Lease name that waiting readers know already; None if there is none, or if it can no longer be used."""
+    """Name under which readers wait for the lease of this prompt; None if no reader waits, or if the name must not be
+    used again."""
     saved: Save | None = None
-    """The prompt's lease; None if none is open."""
+    """The `Save` with which the prompt's lease was opened, and what it has grown to; None if no lease is open."""
     num_computed_tokens: int = 0
     state: ProducerState = ProducerState.COMPUTING
 
     @property
     def complete(self) -> bool:
-        """True once the whole prompt is computed."""
+        """True once all prompt tokens are computed."""
         return self.num_computed_tokens >= self.num_prompt_tokens
 
 
 class ProducerBook:
-    """All requests of an engine that produce, and the work of the next step for them."""
+    """All requests of an engine that offer their prompts, and the workers' next step for these requests."""
 
     def __init__(
         self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect, new_secret: Callable[[], str]
@@ -68,30 +70,31 @@ class ProducerBook:
         self._dialect = dialect
         self._new_secret = new_secret
         self._introduction: Ticket | None = None
-        """Merged ticket of the ranks, without blocks, from which every offer is made. While None, nothing is
-        offered."""
+        """One ticket without blocks that names all ranks of this engine; every offer is made from it. While it is None,
+        nothing is offered."""
         self._requests: dict[str, _Producer] = {}
         self._warned = Latest[tuple[str, str], None](_WARNED_MAX)
-        """Engines, by id and address, at which readers have waited in vain; each was logged once."""
+        """Engines, by id and address, at which readers have waited in vain for prompts of this engine; each was logged
+        once."""
         self._next = Step()
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def state_of(self, request_id: str) -> ProducerState | None:
-        """Return the state of a request, or None if it does not produce or has ended."""
+        """Return the state of a request, or None if it has ended or does not offer its prompt."""
         request = self._requests.get(request_id)
         return None if request is None else request.state
 
     def introduce(self, ticket: Ticket | None) -> None:
-        """Offer prompts from the ranks in `ticket`.
+        """Offer prompts from the ranks that `ticket` names.
 
-        If `ticket` is None, offer nothing, and have each step ask the workers to introduce themselves.
+        If `ticket` is None, offer nothing, and have each step ask the workers for their introductions.
         """
         self._introduction, self._next.introduce = ticket, ticket is None
 
     def add(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
-        """Add a request that must offer its prompt, as `params` ask."""
+        """Add a request that offers its prompt, with the pending ticket that `params` may have."""
         awaited = awaited_in(params)
         self._requests[request.request_id] = _Producer(
             request_id=request.request_id,
@@ -103,7 +106,10 @@ class ProducerBook:
             self._send_on(request.request_id, awaited, self._introduction)
 
     def _send_on(self, request_id: str, awaited: Ticket, ours: Ticket) -> None:
-        """Redirect the readers of a prompt to this engine, if they wait at another engine or another DP rank."""
+        """If the readers of a prompt wait at another engine or DP rank than this one, redirect them to this one.
+
+        `awaited` is the readers' pending ticket, `ours` the introduction of this engine's ranks.
+        """
         places = ({rank.address for rank in one.ranks} for one in (awaited, ours))
         if (awaited.engine_id, awaited.dp_rank) == (ours.engine_id, ours.dp_rank) and set.intersection(*places):
             return
@@ -121,7 +127,7 @@ class ProducerBook:
         self._next.decline.append(Decline(serve_id=awaited.request_id, reason=reason, at=awaited, instead=instead))
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids: TablesOf) -> Step:
-        """Return a step with the workers' work for producers; see `ConnectorScheduler.build_step`."""
+        """Return a step with the workers' work for offered prompts; see `ConnectorScheduler.build_step`."""
         for request_id in preempted:
             self._preempt(request_id)
         for request_id, computed in scheduled.items():
@@ -135,14 +141,14 @@ class ProducerBook:
         return step
 
     def sent(self, request_ids: Iterable[str]) -> None:
-        """Take the requests with leases that have ended. Ids of requests that are not `SENDING` change nothing."""
+        """Note that the leases of these requests have ended. Ids of requests that are not `SENDING` change nothing."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and knows(PRODUCER_TABLE, request.state, "sent"):
                 self._fire(request, "sent")
 
     def finish(self, request_id: str, *, completed: bool, block_ids: GivenTables | None) -> Finished:
-        """Take the end of a request; see `ConnectorScheduler.request_finished`."""
+        """Note that the engine has ended a request; see `ConnectorScheduler.request_finished`."""
         request = self._requests.get(request_id)
         if request is None:
             return Finished(False, None)
@@ -165,7 +171,7 @@ class ProducerBook:
         return Finished(request_blocks_held(request.state), self._dialect.params_of(ticket))
 
     def withdraw_all(self) -> None:
-        """End every lease that readers may read."""
+        """Have the next step end every lease that readers may read."""
         for request in self._requests.values():
             if request.state is ProducerState.FLOWING:
                 self._recall(request)
@@ -178,7 +184,7 @@ class ProducerBook:
         self._next.send.append(request.request_id)
 
     def _give_up(self, request: _Producer, *, flows: bool) -> None:
-        """End a request without an offer to the router.
+        """End a request without giving the router a ticket.
 
         If its prompt flows, its readers are notified, and its blocks are held until no read of the prompt can succeed.
         Else no reader has its ticket, and its blocks are free at once.
@@ -192,19 +198,19 @@ class ProducerBook:
             self._decline(request, "the request has ended before its prompt was computed")
 
     def _decline(self, request: _Producer, reason: str) -> None:
-        """Tell the readers that wait for this prompt, if there are any, that it will not be offered."""
+        """If readers wait for the prompt of `request`, have the next step tell them that it will not be offered."""
         serve_id, request.serve_id = request.serve_id, None
         if serve_id is not None:
             self._next.decline.append(Decline(serve_id=serve_id, reason=reason))
 
     def _withdraw(self, request: _Producer) -> None:
-        """End the lease of a prompt, if it has one, before its ticket is given out."""
+        """If the prompt of `request` has a lease, which no reader knows yet, have the next step end it."""
         save, request.saved = request.saved, None
         if save is not None and any(save.block_tables):
             self._next.withdraw.append(request.request_id)
 
     def _recall(self, request: _Producer) -> None:
-        """End the lease of a flowing prompt, which readers may be reading.
+        """Have the next step end the lease of a flowing prompt, which readers may be reading.
 
         If the prompt is computed again, the readers that wait now do not get it.
         """
@@ -226,10 +232,10 @@ class ProducerBook:
             self._next.recall.append(request_id)  # it was preempted first, and then ended
 
     def _has_prompt(self, request: _Producer, block_ids: GivenTables | None) -> bool:
-        """Return True if the lease of a request still holds its prompt.
+        """Return True if the blocks under a request's lease still hold its prompt.
 
-        The blocks must be the same as when the lease was opened, as far as that is known, and a state must not have
-        advanced beyond the prompt.
+        The `block_ids` of the request, unless None, must be the blocks of the lease, and a recurrent state must not
+        have advanced beyond the prompt.
         """
         save = request.saved
         if save is None or (self._config.has_state and request.num_computed_tokens > save.num_tokens):
@@ -237,9 +243,9 @@ class ProducerBook:
         return block_ids is None or self._groups.prompt(block_ids, save.num_tokens) == save.block_tables
 
     def _recall_what_has_moved_on(self, block_ids: TablesOf) -> None:
-        """Recall each flowing prompt that has lost blocks of a window to its answer.
+        """Recall each flowing prompt with blocks that its answer has reused or changed (windows, recurrent state).
 
-        Prompts that this step does not compute are checked as well.
+        Prompts of requests that this step does not schedule are checked as well.
         """
         if self._groups.all_stays:
             return
@@ -249,9 +255,9 @@ class ProducerBook:
                 self._recall(request)
 
     def _computes(self, request: _Producer, block_ids: TablesOf, *, late: bool) -> None:
-        """Open or extend the lease of a request that this step computes more of.
+        """Open or extend the lease of a request, because this step computes more of its tokens.
 
-        `late`: the prompt was complete before this step. Then a window may have moved on since, or a state may have
+        `late`: the prompt was complete before this step. Then the window may have moved on, or the state may have
         advanced, so a cache with windows or state offers the prompt only if it has a lease already.
         """
         computing = request.state is ProducerState.COMPUTING
@@ -268,10 +274,9 @@ class ProducerBook:
             self._offer(request, block_ids(request.request_id), request.serve_id)
 
     def _offer(self, request: _Producer, block_ids: GivenTables, name: str | None) -> None:
-        """Open the lease of a prompt.
+        """Have the next step open the lease of a prompt.
 
-        `name`: the name that readers know already, for a prompt that is read while it is computed; None makes a secret
-        name.
+        `name` is the name under which readers wait for the lease; the prompt then flows. None makes a secret name.
         """
         tokens, flows = self._config.offered_of(request.num_prompt_tokens), name is not None
         computed = min(request.num_computed_tokens, tokens)
@@ -291,7 +296,7 @@ class ProducerBook:
             self._next.save.append(save)
 
     def _grow(self, request: _Producer, save: Save, block_ids: GivenTables) -> None:
-        """Offer more of a flowing prompt, unless this step computes none of its offered tokens."""
+        """Have the next step add newly computed tokens to the lease of a flowing prompt, if this step computes any."""
         computed = min(request.num_computed_tokens, save.num_tokens)
         tables = self._groups.prompt(block_ids, save.num_tokens, complete=computed == save.num_tokens)
         if computed == save.computed_tokens:

@@ -1,4 +1,4 @@
-"""States of a request in an engine's scheduler, as two transition tables: for requests that consume, and that produce.
+"""States of a request in an engine's scheduler, as two transition tables: one for loading, one for offering a prompt.
 
 See `core.policy.states` for `fire` and `knows`. The pictures in docs/architecture.md are drawn from these tables.
 """
@@ -12,7 +12,7 @@ from kvflow.core.policy.states import Table
 
 
 class ConsumerState(enum.StrEnum):
-    """State of a request that may load its prompt from a remote engine, as kept by `connector.scheduler`."""
+    """State of a request that may load its prompt from another engine (`connector.consumers`)."""
 
     EXPECTED = "expected"  # it has no blocks yet
     RECEIVING = "receiving"  # a load writes its blocks
@@ -35,7 +35,7 @@ CONSUMER_TABLE: Table[ConsumerState, ConsumerEvent] = {
 
 
 class ProducerState(enum.StrEnum):
-    """State of a request that computes its prompt for a remote engine, as kept by `connector.scheduler`."""
+    """State of a request that computes its prompt for another engine (`connector.producers`)."""
 
     COMPUTING = "computing"
     FLOWING = "flowing"  # its lease grows with its prompt, and may be read meanwhile
@@ -60,5 +60,5 @@ PRODUCER_TABLE: Table[ProducerState, ProducerEvent] = {
 
 
 def request_blocks_held(state: ConsumerState | ProducerState) -> bool:
-    """Return True if a request in this state needs its blocks unchanged, even after its end in the engine."""
+    """Return True if the blocks of a request in `state` must stay unchanged, even after the engine has ended it."""
     return state in (ConsumerState.RECEIVING, ConsumerState.ABANDONED, ProducerState.SENDING)

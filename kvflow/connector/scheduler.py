@@ -45,7 +45,7 @@ __all__ = [
 
 
 class ConnectorScheduler:
-    """The requests of one engine's scheduler that consume or produce. Nothing is offered before `introduce`.
+    """All requests of an engine's scheduler that load or offer prompts. Until `introduce`, nothing is offered.
 
     Args:
         config: settings of the scheduler's half.
@@ -74,7 +74,7 @@ class ConnectorScheduler:
 
     @property
     def open_requests(self) -> int:
-        """Number of requests that were added and have not ended."""
+        """Number of requests that load or offer a prompt and have not ended."""
         return len(self._consumers) + len(self._producers)
 
     def state_of(self, request_id: str) -> ConsumerState | ProducerState | None:
@@ -89,7 +89,7 @@ class ConnectorScheduler:
         return self._consumers.state_of(request_id) or self._producers.state_of(request_id)
 
     def blocks_held(self, request_id: str) -> bool:
-        """Return whether a request's blocks must stay unchanged, even if the engine has finished the request.
+        """Return whether a request's blocks must stay unchanged, even if the engine has ended the request.
 
         Args:
             request_id: id of the request in the engine.
@@ -101,10 +101,10 @@ class ConnectorScheduler:
         return state is not None and request_blocks_held(state)
 
     def introduce(self, ticket: Ticket) -> None:
-        """Set the ranks that prompts are offered from.
+        """Set the ranks from which prompts are offered.
 
         If the ranks have registered smaller blocks than the engine's, each block of the engine consists of several
-        consecutive blocks of the ranks. The messages in a `Step` count the ranks' blocks.
+        consecutive blocks of the ranks. Block tables in a `Step` then have ids of the ranks' blocks.
 
         Args:
             ticket: the introductions of all ranks (`ConnectorWorker.introduction`), merged by `merge_tickets`.
@@ -125,10 +125,10 @@ class ConnectorScheduler:
         self._producers.introduce(None)
 
     def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
-        """Add a request that has arrived.
+        """Add a request that has arrived. A request that neither loads nor offers a prompt changes nothing.
 
-        If the prompt's tokens agree with its ticket, but pictures, an adapter or the like do not, nothing is raised.
-        The request must not be computed (see `refusal`), and its load fails.
+        If the tokens agree with the ticket, but pictures, an adapter or the like do not, nothing is raised: then
+        `refusal` returns the error, the request must not be computed, and its load fails.
 
         Args:
             request: the request.
@@ -157,8 +157,8 @@ class ConnectorScheduler:
     def note_computed_here(self, reason: str) -> None:
         """Count a request that has a ticket but is computed locally for a reason that only the engine knows.
 
-        `add` counts the requests that it refuses by itself. If there were any, a log line a minute says how many, and
-        why.
+        Requests that `add` refuses are counted by `add`. Once a minute, a log line says how many requests were counted,
+        and why.
 
         Args:
             reason: the text after "because" in that line.
@@ -169,8 +169,8 @@ class ConnectorScheduler:
         """Return the error with which a request must fail, because only the tokens of its prompt agree with its ticket.
 
         For example, a router may have dropped the prompt's pictures: computed locally, the request would be answered as
-        if it had none. The engine fails the request at once, or gives it blocks, and then its load fails with the same
-        error.
+        if it had none. The engine either fails the request at once, or gives it blocks: then its load fails with the
+        same error.
 
         Args:
             request_id: id of the request in the engine.
@@ -181,7 +181,7 @@ class ConnectorScheduler:
         return self._consumers.refusal(request_id)
 
     def refuse(self, refused: Iterable[tuple[str, PromptMismatch]]) -> None:
-        """Take the prompt mismatches that loads have found.
+        """Note requests that must fail, because their loads found another prompt with the same tokens.
 
         A pending ticket does not say which prompt it is for, so only the load can compare the prompts.
 
@@ -192,7 +192,7 @@ class ConnectorScheduler:
         self._consumers.refuse(refused)
 
     def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
-        """Give a request the prefix that peers offer. The request has no ticket; it may be a producer.
+        """Have a request without a ticket load a prefix that peers offer. The request may offer its own prompt, too.
 
         Args:
             request_id: id of a request that has no blocks yet.
@@ -204,7 +204,7 @@ class ConnectorScheduler:
         self._consumers.adopt(request_id, tickets)
 
     def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
-        """Give back the tickets of a request, which will not read their blocks.
+        """Have the next step release tickets that a request will not read.
 
         Args:
             request_id: id of the request in the engine.
@@ -216,7 +216,8 @@ class ConnectorScheduler:
     def reject(self, request: EngineRequest) -> None:
         """Give back the ticket of a request that was refused before it could be added, or that has ended.
 
-        The producer is notified, unless another request has had the ticket.
+        The producer is notified, unless another request has used the ticket. A request without a ticket changes
+        nothing.
 
         Args:
             request: the request.
@@ -229,7 +230,9 @@ class ConnectorScheduler:
             self._consumers.reject(request, params)
 
     def num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> Matched:
-        """Return how many tokens of a prompt can be loaded. May be called again and again; peers are asked only once.
+        """Return how many tokens of a prompt can be loaded, beyond those that the engine's own cache has.
+
+        May be called again and again for a request; peers are asked only once.
 
         Args:
             request_id: id of the request in the engine.
@@ -245,7 +248,7 @@ class ConnectorScheduler:
         return self._consumers.match(request_id, num_computed_tokens)
 
     def update_after_alloc(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
-        """Take the blocks that a request has been given; the next step loads the missing tokens into them.
+        """Note the blocks that a request has been given. The next step loads the missing tokens into these blocks.
 
         Args:
             request_id: id of the request in the engine.
@@ -264,17 +267,17 @@ class ConnectorScheduler:
             self._questions.over(request_id)
 
     def build_step(self, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: TablesOf) -> Step:
-        """Return the work of the workers in this step.
+        """Return the workers' work for this step, as decided since the last call.
 
         Args:
-            scheduled: for each request of the step, how many of its tokens will be computed after the step.
+            scheduled: for each request id of the step, the request's total of computed tokens once the step has run.
             preempted: ids of requests that have lost their blocks before the step.
             block_ids: function that returns all blocks of a request that has blocks, in the form of
                 `update_after_alloc`.
 
         Returns:
-            The work for `ConnectorWorker.prepare` and `ConnectorWorker.begin` on every rank. It is handed over once:
-            the next step does not have it again.
+            The work for `ConnectorWorker.prepare` and `ConnectorWorker.begin` on every rank. The next call does not
+            return it again.
 
         Raises:
             UsageError: `block_ids` returns another number of tables than there are groups.
@@ -292,13 +295,13 @@ class ConnectorScheduler:
         sent: Iterable[str] = (),
         found: Mapping[str, tuple[Ticket, ...]] = MappingProxyType({}),
     ) -> None:
-        """Take what all workers have finished. Ids of requests that do not wait change nothing.
+        """Note what all workers have finished. Ids of requests that do not wait for it change nothing.
 
         Args:
-            received: requests with a load that has ended, successfully or not (`Results.received`).
-            sent: requests with a lease that has ended (`Results.sent`).
-            found: tickets that peers offer to requests (`Results.found`). A request that still waits adopts its
-                tickets; else they are given back.
+            received: ids of requests with a load that has ended, successfully or not (`Results.received`).
+            sent: ids of requests with a lease that has ended (`Results.sent`).
+            found: tickets that peers offer, by request id (`Results.found`). A request that still waits for the answer
+                adopts its tickets; else the tickets are given back.
         """
         self._consumers.received(received)
         self._producers.sent(sent)
@@ -310,17 +313,17 @@ class ConnectorScheduler:
                 (self.adopt if waits else self.give_back)(request_id, tickets)
 
     def request_finished(self, request_id: str, *, completed: bool, block_ids: GivenTables | None = None) -> Finished:
-        """Take the end of a request in the engine.
+        """Note that the engine has ended a request, and decide whether its prompt is offered.
 
         Args:
             request_id: id of the request in the engine.
-            completed: True if the request has completed; False if it was aborted or has failed.
+            completed: True if the request ended normally; False if it was aborted or has failed.
             block_ids: the blocks that the request still has. If given, nothing is offered if the request has lost one
                 of the offered blocks. A state that has advanced with the request's answer is not offered either.
 
         Returns:
-            The parameters for the router, and whether the blocks are held. With `hold_blocks`, the engine gets them
-            back when the request is reported as sent or received.
+            The parameters for the router, and `hold_blocks`: if True, the engine must not reuse the request's blocks
+            until the workers report the request as sent or received.
 
         Raises:
             UsageError: there is another number of tables than of groups.
@@ -331,5 +334,8 @@ class ConnectorScheduler:
         return Finished(written or read.hold_blocks, read.params)
 
     def withdraw_all(self) -> None:
-        """End every lease that may be read, because the contents of the blocks must not be read any longer."""
+        """Have the next step end every lease that readers may read.
+
+        Call this when the contents of the blocks must not be read any longer, for example after new weights.
+        """
         self._producers.withdraw_all()

@@ -1,4 +1,4 @@
-"""Settings of a connector's scheduler half: which requests consume or produce, and which tokens are offered."""
+"""Settings of a connector's scheduler half: which requests load or offer prompts, and which tokens are offered."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class SchedulingConfig:
     lease_ttl_s: Seconds
     """Seconds that an offered prompt is kept for its reader, counted from the end of its request."""
     groups: SchedulerGroups = ()
-    """Groups of layers of a cache that has several, in the order of the engine's block tables; `block_size` must be the
+    """Groups of layers, in the order of the engine's block tables, if the cache has several; `block_size` must be the
     first group's. Empty: one group of full attention."""
     fetch_tokens_min: Size = 1
-    """Fewest tokens that are loaded; computing fewer is faster."""
+    """Least number of tokens for which a prompt is loaded; a prompt with fewer missing tokens is computed locally."""
     full_blocks_only: bool = False
-    """Offer only full blocks. A prompt shorter than one block offers nothing."""
+    """True to offer only full blocks. A prompt shorter than one block then offers nothing."""
     leave_last_token: bool = False
-    """Load less than a whole prompt, or nothing: the last token is computed locally, and the blocks that the engine
-    keeps for a whole prompt lack what that needs. Always on for a cache with state, since a state belongs to one token
-    only."""
+    """True to never load a whole prompt, because the last token is computed locally and needs cache contents that the
+    engine no longer keeps after a whole prompt. An offer of a whole prompt is then not loaded at all. Always on for a
+    cache with recurrent state, since a state belongs to one token only."""
     withhold_last_token: bool = False
-    """Offer a prompt without its last token, although that is computed. For readers that do not load whole prompts, if
-    the engine cannot leave the last token uncomputed."""
+    """True to offer a prompt without its last token, although that token is computed. For readers that never load whole
+    prompts, if this engine cannot leave the last token uncomputed."""
     release_failed_loads: bool = True
-    """Release the ticket of a failed load, so its producer need not keep the blocks until the lease runs out. False for
-    routers that retry with the same ticket, for example at another decode engine."""
+    """True to release the ticket when a load fails, so that the producer need not keep the blocks until the lease runs
+    out. False if routers retry with the same ticket, for example at another decode engine."""
     produces: bool = True
     consumes: bool = True
 
@@ -65,7 +65,7 @@ class SchedulingConfig:
 
     @property
     def leaves_last_token(self) -> bool:
-        """True if an offer of a whole prompt cannot be used."""
+        """True if this engine never loads a whole prompt (`leave_last_token`, or a cache with recurrent state)."""
         return self.leave_last_token or self.has_state
 
     def takes(self, params: Mapping[str, Any]) -> bool:
@@ -92,11 +92,14 @@ class SchedulingConfig:
 
     @property
     def full_block_tokens(self) -> int:
-        """Smallest number of tokens that fills whole blocks of every group that keeps the beginning of a prompt."""
+        """Smallest number of tokens that fills whole blocks of every group that keeps the whole prompt.
+
+        Groups with a window or recurrent state are left out.
+        """
         return math.lcm(*(group.block_size for group in self.all_groups if group.whole), 1)
 
     def offered_of(self, num_prompt_tokens: int) -> int:
-        """Return how many tokens of a prompt are offered.
+        """Return how many tokens of a prompt with `num_prompt_tokens` tokens are offered.
 
         Args:
             num_prompt_tokens: number of tokens of the prompt.

@@ -1,7 +1,7 @@
-"""Settings that users of an engine's plugin write as JSON: fields of `kvflow.Config` and the plugin's own, in one dict.
+"""Checks settings that users of an engine's plugin write as JSON: fields of `kvflow.Config` and the plugin's own keys.
 
-`Config` checks its fields. A msgspec struct checks the types of the plugin's own settings. Each ConfigError names the
-place of the settings and the key that is wrong.
+`Config` checks its fields. A msgspec struct checks the types of the plugin's own settings. Each ConfigError says where
+the settings come from and which key is wrong.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ OwnT = TypeVar("OwnT", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSettings:
-    """Rules for one place of a plugin's settings: its known keys, and the fields of Config that cannot be set there."""
+    """Rules for the settings from one source: the known keys, and the fields of Config that users cannot set."""
 
     where: str
-    """Name of the place for errors, for example the name of an environment variable."""
+    """Where the settings come from, for errors: for example the name of an environment variable."""
     engine: str
     """Name of the engine, for errors."""
     from_engine: Collection[str]
-    """Fields of Config that the plugin derives from the engine, so users cannot set them."""
+    """Fields of Config that the plugin takes from the engine, so that users cannot set them."""
     own: Collection[str] = ()
-    """Keys of the plugin's own settings, which are not fields of Config."""
+    """Keys of the plugin's own settings, beside the fields of Config."""
 
     def check_known(self, given: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a key in `given` is unknown, or is derived from the engine."""
+        """Raise ConfigError if a key in `given` is unknown, or is a field that the plugin takes from the engine."""
         known = {entry.name for entry in fields(Config)}.difference(self.from_engine)
         listed = ", ".join(self.from_engine)
         hint = f" ({listed} come from {self.engine})" if given.keys() & {*self.from_engine} else ""
         checks.check_known(given, known.union(self.own), where=self.where, hint=hint)
 
     def own_settings(self, given: Mapping[str, Any], kind: type[OwnT]) -> OwnT:
-        """Convert the plugin's own settings in `given` to `kind`. ConfigError names the place and the wrong key."""
+        """Return the plugin's own settings in `given` as a `kind`. ConfigError names the wrong key."""
         self.check_known(given)
         try:
             return msgspec.convert({name: given[name] for name in given if name in self.own}, kind)

@@ -1,10 +1,10 @@
 """The workers' half of a connector, for any engine: carries out the steps that `connector.scheduler` makes.
 
 In each step the engine calls `prepare`, `begin` and `collect`. `begin` and `collect` never wait: loads, leases and
-questions are tasks on the loop of a `blocking.Runtime`, and go on between the steps. Each result is reported once and
-is final. A request is received when no byte can land in its blocks, even if its load has failed or was abandoned. A
-request is sent when its lease has ended after its ticket was given out (`Step.send`), since only then does the engine
-wait for the lease. If a task dies, `collect` raises its error.
+questions to peers run as tasks on the loop of a `blocking.Runtime`, and go on between the steps. Each result is
+reported once and is final. A request is received when no byte can land in its blocks, even if its load has failed or
+was abandoned. A request is sent when its lease has ended after its ticket was given out (`Step.send`), since only then
+does the engine wait for the lease. If a task dies, `collect` raises its error.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _ANY_NUMBER = 1 << 31  # bound on pinned blocks: none is really pinned for a rea
 
 
 class FailedLoad(NamedTuple):
-    """A load that failed, or was abandoned: then `error` is None.
+    """A load that has failed, with its error, or that was abandoned, without an error.
 
-    No byte can land in its blocks. They hold nothing of use.
+    No byte can land in its blocks any longer. The contents of the blocks are of no use.
     """
 
     block_tables: BlockTables
@@ -59,27 +59,30 @@ class FailedLoad(NamedTuple):
 
 @dataclass(slots=True)
 class Results:
-    """Loads, leases and questions that have ended since the last call of `collect`, by request."""
+    """Loads, leases and questions to peers that have ended since the last call of `collect`, by request id."""
 
     loaded: dict[str, LoadReport] = field(default_factory=dict)
     failed: dict[str, FailedLoad] = field(default_factory=dict)
     leases: list[tuple[str, LeaseOutcome]] = field(default_factory=list)
-    """Outcomes of all leases that have ended, also of requests that the engine does not wait for."""
+    """Request id and outcome of each ended lease, also of requests that the engine does not wait for."""
     sent: set[str] = field(default_factory=set)
     found: dict[str, tuple[Ticket, ...]] = field(default_factory=dict)
-    """For each request with an answered question, the leased tickets to load from: all for the same number of tokens,
-    the best first. Empty if no peer has a prefix that is worth a load."""
+    """For each request with an answered question to peers, the leased tickets to load with: all for the same number of
+    tokens, the best peer first. Empty if no peer has a prefix that is worth a load."""
     answers: list[PrefixOutcome] = field(default_factory=list)
-    """Outcomes of the questions in `found`."""
+    """Outcome of each question in `found`, in the same order."""
 
     @property
     def received(self) -> Set[str]:
-        """Requests with loads that have ended, successfully or not."""
+        """Ids of requests with loads that have ended, successfully or not."""
         return self.loaded.keys() | self.failed.keys()
 
     @property
     def refused(self) -> tuple[tuple[str, PromptMismatch], ...]:
-        """Requests with loads that found another prompt with the same tokens: see `ConnectorScheduler.refuse`."""
+        """Request id and error of each load that found a prompt with the same tokens but, for example, other pictures.
+
+        These are for `ConnectorScheduler.refuse`.
+        """
         errors = ((request_id, one.error) for request_id, one in self.failed.items())
         return tuple(
             (request_id, error)
@@ -90,28 +93,28 @@ class Results:
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A request that waits for blocks, or loads."""
+    """A request that waits for blocks to load into, or is loading."""
 
     kept: ExitStack = field(default_factory=ExitStack)
-    """Leases that are kept open for the request."""
+    """Context that keeps the leases of the request's tickets open; closing it lets them run out."""
     load: Load | None = None
     abandoned: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _SavedPrompt:
-    """A prompt that is offered: its lease, if one was opened, and whether the engine waits for its end."""
+    """A prompt that this engine offers: its lease, if any, and whether the engine waits for the end of the lease."""
 
     save: Save
     restart: asyncio.TimerHandle | None = None
-    """Timer that restarts the time of the lease until its ticket is given out."""
+    """Timer that restarts the lease's time to live, until the ticket is given out; then None."""
     lease: Lease | None = None
     outcome: LeaseOutcome | None = None
     sent: bool = False
 
     @property
     def flows(self) -> bool:
-        """True if the prompt may be read while it is computed."""
+        """True if readers may read the prompt while it is computed."""
         return self.save.computed_tokens is not None
 
     @property
@@ -119,23 +122,26 @@ class _SavedPrompt:
         return self.lease if self.outcome is None else None
 
     def keep(self, lease: Lease) -> None:
-        """Restart the time of `lease`, again and again until its ticket is given out: no reader can read it before."""
+        """Restart the time to live of `lease` now, and again and again until `let_run`.
+
+        The time begins to count only when the ticket is given out: before that no reader can read.
+        """
         lease.restart(self.save.ttl_s)
         self.restart = asyncio.get_running_loop().call_later(self.save.ttl_s / 3, self.keep, lease)
 
     def let_run(self) -> None:
-        """Stop restarting the time of the lease."""
+        """Stop restarting the lease's time to live."""
         if self.restart is not None:
             self.restart.cancel()
             self.restart = None
 
 
 class ConnectorWorker:
-    """The workers' half of a connector, on one rank. It does not close the runtime.
+    """The workers' half of a connector, on one rank. The worker uses its runtime but never closes it.
 
     Args:
         runtime: the rank's runtime, open.
-        peers: the engines that prefixes are shared with and asked of; None does neither.
+        peers: the peers to ask for prefixes and to share prefixes with; None to do neither.
     """
 
     def __init__(self, runtime: BlockingRuntime, peers: PrefixPeers | None = None) -> None:
@@ -143,19 +149,19 @@ class ConnectorWorker:
         self._runtime = runtime
         self._peers = peers
         self._shared: dict[str, int] = {}
-        """Counts of the shared cache that `shared` has returned."""
+        """Counts of peers' questions, by field of `SharingStatistics`, that `shared` has returned already."""
         self._prefix_cache: PagedPrefixCache | None = None
-        """Prefix cache that is shared with peers; None if none is."""
+        """The prefix cache that is shared with peers; None until `share`."""
         self._sharing: SharedPrefixes | None = None
         self._lock = threading.Lock()
-        """Lock that either thread holds while it touches `_results`."""
+        """Lock on `_results`, which the engine's thread and the loop's thread both use."""
         self._results = Results()
         self._problem: BaseException | None = None
         self._saved: dict[str, _SavedPrompt] = {}
-        """The saved prompt of each request that has one, until its end is reported."""
+        """The saved prompt of each request that has one, by request id, until its end is reported."""
         self._readings: dict[str, _Reading] = {}
         self._withdrawn: set[Lease] = set()
-        """Leases that were ended here, with blocks that are still held for a moment."""
+        """Leases that this worker has ended, while their blocks are still held for a moment."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def introduction(self) -> Ticket:
@@ -170,10 +176,10 @@ class ConnectorWorker:
         return self._runtime.introduce()
 
     def share(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
-        """Let peers read prefixes from the registered cache; `Step.cached_blocks` says which blocks have them.
+        """Let peers read prefixes from the registered cache; each `Step.cached_blocks` says which blocks hold them.
 
         Args:
-            groups: the groups of the cache.
+            groups: the groups of layers of the cache, as registered.
             block_tokens: the engine's block size in tokens.
 
         Raises:
@@ -194,7 +200,7 @@ class ConnectorWorker:
         self._runtime.start(share).result(_RECALL_S)
 
     def meet(self, *, follows: bool) -> None:
-        """Begin to connect to the known peers, once a cache is registered. Returns at once.
+        """Begin to connect to the known peers (`PrefixPeers.known`), once a cache is registered. Returns at once.
 
         Args:
             follows: True to follow KV events as well. Only one rank of an engine does, the rank that asks peers.
@@ -204,10 +210,10 @@ class ConnectorWorker:
             self._runtime.start(lambda runtime: self._meet(runtime, peers, follows))
 
     def shared(self) -> Iterator[str]:
-        """Return the outcomes of peers' questions to this rank since the last call.
+        """Yield how this rank has answered each question of a peer for a prefix since the last call.
 
         Returns:
-            For each question, the name of a field of `SharingStatistics`.
+            One name of a field of `SharingStatistics` for each question that was answered in that way.
         """
         if self._sharing is not None:
             now = asdict(self._sharing.statistics)
@@ -216,7 +222,7 @@ class ConnectorWorker:
             self._shared = now
 
     def prepare(self, step: Step) -> None:
-        """End the reads of blocks that a step will write, and ask the step's questions, before the step computes.
+        """Before a step computes, end all reads of blocks that it will write, and send its questions to peers.
 
         Returns at once, unless peers may be reading blocks that the step will write. Leases of prefixes end within a
         turn of the loop. If the step recalls a flowing prompt (`Step.recall`), `prepare` waits until no read of that
@@ -237,15 +243,14 @@ class ConnectorWorker:
             self._runtime.start(lambda runtime: self._ask(runtime, peers, step.questions))
 
     def begin(self, step: Step, *, ready: DeviceEvent | None = None, after: DeviceEvent | None = None) -> None:
-        """Start the work of a step that has been prepared (`prepare`). Returns at once.
+        """Start the loads and leases of a step that `prepare` has prepared. Returns at once.
 
-        The events are for a device that computes after the work has been submitted.
+        The events `ready` and `after` are for a device that computes asynchronously, after its work was submitted.
 
         Args:
             step: the step that `ConnectorScheduler.build_step` has returned.
-            ready: happens once the blocks to be saved, and the cached blocks, are computed. None: they are computed
-                now.
-            after: happens once the blocks to be received may be written; recorded before the step's own work.
+            ready: event that happens once this step's prompts are computed in their blocks; None if they are already.
+            after: event after which the step's loads may write to their blocks; recorded before the step's own work.
 
         Raises:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
@@ -256,7 +261,7 @@ class ConnectorWorker:
             self._runtime.start(lambda runtime: self._carry_out(runtime, step, ready, after))
 
     def collect(self) -> Results:
-        """Return the results since the last call. Returns at once.
+        """Return all results since the last call. Returns at once.
 
         Returns:
             Loads, leases and questions that have ended, each once.
@@ -275,7 +280,7 @@ class ConnectorWorker:
     async def _carry_out(
         self, runtime: Runtime, step: Step, ready: DeviceEvent | None, after: DeviceEvent | None
     ) -> None:
-        """Start all work of a step, in the order in which it may touch the same blocks."""
+        """Start all work of a step, in the order that is right for work on the same blocks. A bug goes to `collect`."""
         try:
             self._start(runtime, step, ready, after)
         except Exception as problem:  # noqa: BLE001 - a bug in kvflow, which `collect` raises
@@ -320,7 +325,7 @@ class ConnectorWorker:
             self._readings[request_id] = reading
 
     def _forget(self, request_id: str) -> None:
-        """Forget a request that reads nothing further, and stop keeping its leases."""
+        """Forget a request that loads nothing further, and stop keeping the leases of its tickets open."""
         if request_id in self._readings:
             self._readings.pop(request_id).kept.close()
 
@@ -370,7 +375,7 @@ class ConnectorWorker:
     # --- saved prompts
 
     def _save(self, runtime: Runtime, save: Save, ready: DeviceEvent | None) -> None:
-        """Open the lease of a prompt that the step completes, or begins to compute."""
+        """Open the lease of a prompt that the step completes, or of a flowing prompt that it begins to compute."""
         offer = self._saved[save.request_id] = _SavedPrompt(save)
         request = ServeRequest(
             save.serve_id,
@@ -402,7 +407,7 @@ class ConnectorWorker:
         self._report_if_over(offer)
 
     def _grow(self, offer: _SavedPrompt, grow: Grow, ready: DeviceEvent | None) -> None:
-        """Offer more of a prompt, unless its lease has ended."""
+        """Add newly computed tokens and their blocks to the lease of a flowing prompt, unless the lease has ended."""
         if (lease := offer.open_lease) is None:
             return
         try:
@@ -414,7 +419,10 @@ class ConnectorWorker:
             lease.fail(f"{type(error).__name__}: {error}")
 
     def _send(self, offer: _SavedPrompt) -> None:
-        """Start the time of a lease, because its ticket was given out. The engine now waits for its end."""
+        """Start a lease's time to live, because its ticket was given out.
+
+        The engine now waits for the end of the lease.
+        """
         offer.sent = True
         if offer.lease is not None:
             offer.lease.restart(offer.save.ttl_s)
@@ -422,7 +430,7 @@ class ConnectorWorker:
         self._report_if_over(offer)
 
     def _withdraw(self, offer: _SavedPrompt) -> None:
-        """End a lease that must not be read."""
+        """End a lease early, because its blocks must not be read any longer."""
         if not offer.sent:
             del self._saved[offer.save.request_id]
         offer.let_run()
@@ -431,7 +439,7 @@ class ConnectorWorker:
         self._report_if_over(offer)
 
     def _report_if_over(self, offer: _SavedPrompt) -> None:
-        """Report an ended lease, if the engine waits for it or no longer needs it."""
+        """If the lease of `offer` has ended, report it, once the engine waits for it or no longer needs it."""
         request_id = offer.save.request_id
         current = self._saved.get(request_id) is offer
         if offer.outcome is not None and (offer.sent or not current):
@@ -443,7 +451,10 @@ class ConnectorWorker:
                 del self._saved[request_id]
 
     async def _recall(self, step: Step, read: Sequence[PinnedPrefix]) -> None:
-        """End recalled leases and the leases of prefixes, and wait until no read of their blocks can succeed."""
+        """End the leases in `step.recall` and the leases of the prefixes `read`.
+
+        Returns once no read of their blocks can succeed.
+        """
         ended: list[Awaitable[object]] = []
         if self._sharing is not None and self._prefix_cache is not None:
             for pinned in read:
@@ -488,10 +499,10 @@ class ConnectorWorker:
 
 
 def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None) -> LoadRequest:
-    """Return the request of a load.
+    """Return the `LoadRequest` of a load.
 
-    A load with a pending ticket may take as long as its prompt is computed. It has to begin within the ticket's
-    `ttl_s`, and its producer reports any failure, so the longest life of a lease suffices as its deadline.
+    With a pending ticket, the deadline is the longest time that a lease may live, since the load may take as long as
+    its prompt is computed: the load has to begin within the ticket's `ttl_s`, and its producer reports any failure.
     """
     config = runtime.config
     awaited = any(ticket.awaited for ticket in receive.tickets)
@@ -509,7 +520,7 @@ def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None)
 
 
 async def _release(runtime: Runtime, ticket: Ticket) -> None:
-    """Tell a producer that the ticket will not be read. If that fails, the lease runs out by itself."""
+    """Notify a producer that nobody will read its ticket. If that fails, log it: the lease then runs out by itself."""
     try:
         await runtime.release_blocks(ticket)
     except KVFlowError as error:
@@ -517,9 +528,9 @@ async def _release(runtime: Runtime, ticket: Ticket) -> None:
 
 
 def _decline(runtime: Runtime, declined: Decline) -> None:
-    """Tell readers that wait for a prompt that it will not be offered here.
+    """Notify the readers that wait for a prompt that it will not be offered here.
 
-    If the readers wait at another engine, only the rank with `tp_rank` and `pp_rank` 0 does so.
+    If the readers wait at another engine, only the rank with `tp_rank` and `pp_rank` 0 notifies that engine.
     """
     if declined.at is not None and (runtime.config.tp_rank, runtime.config.pp_rank) != (0, 0):
         return
