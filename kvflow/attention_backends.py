@@ -39,7 +39,7 @@ class BackendLayout:
     backend: str
     """Name of the backend, or of the class that allocates the cache."""
     style: KVStyle
-    """Style of a layer, as in `CacheLayout`."""
+    """How a layer holds K and V, as in `CacheLayout.style`."""
     project: str
     """Project of the backend, such as "vLLM"."""
     read: str
@@ -51,18 +51,20 @@ class BackendLayout:
     memory_orders: tuple[str, ...]
     """Orders that the tensors' strides may give."""
     kv_formats: tuple[str, ...]
-    """Possible formats of the bytes; if several, the caller has to choose. Bytes of another format than "plain" are
-    copied unchanged between caches of the same format, in whole blocks or in whole heads of a block."""
+    """Possible formats of the bytes. If there are several, the caller of `layout_for_backend` has to choose. Bytes of
+    another format than "plain" are copied unchanged between caches of the same format, in whole blocks or in whole
+    heads of a block."""
     byte_formats: tuple[str, ...]
-    """Possible formats if the dtype is uint8 or int8; if empty, `kv_formats` applies there, too."""
+    """Possible formats of tensors of dtype uint8 or int8; if empty, `kv_formats` applies to these dtypes too."""
     since: Version | None
-    """First version with this layout."""
+    """First version of the project with this layout; None if only the commit in `read` is known."""
     until: Version | None
     """Last version with this layout; None: all later versions."""
     view: str
-    """View of the engine's tensor that has this layout, in words; "" if the tensor itself has it."""
+    """How to view the engine's tensor so that it has this layout, as text for a message; "" if it needs no view."""
     needs_num_kv_heads: bool
-    """True if shapes do not show whether the tensor was viewed, so that the caller has to give `num_kv_heads`."""
+    """True if a tensor's shape does not show whether the caller has made `view`. Then the caller must pass
+    `num_kv_heads`."""
 
     @property
     def versions(self) -> str:
@@ -112,7 +114,10 @@ _NEEDS_NUM_KV_HEADS = "pairs"
 
 
 def _rows(project: str, folder: str, text: str) -> Iterator[BackendLayout]:
-    """Yield the rows of one project. Files lie in `folder`, or in the root of the repository if they begin with "/"."""
+    """Parse `text`, one row per line, and yield the rows of `project`.
+
+    `folder`: the path of the files within the repository. A file that begins with "/" lies in the repository's root.
+    """
     for line in text.strip().splitlines():
         backend, versions, style, order, strides, formats, view, read, file = line.split()
         kv_formats, byte_formats = _FORMATS[formats]
@@ -230,7 +235,7 @@ KVCacheManager - blocks_first HND HND plain - 001541bad83b84ae4c5c4a279e464572d5
 """,
     ),
 )
-"""Rows of all backends."""
+"""The table: the rows of all backends."""
 
 
 def known_backends() -> tuple[str, ...]:
@@ -239,9 +244,11 @@ def known_backends() -> tuple[str, ...]:
 
 
 def rows_of(backend: str, engine_version: str | None = None) -> tuple[BackendLayout, ...]:
-    """Return the rows of a backend, whatever the case of its name; only those for `engine_version` if it is given.
+    """Return the rows of `backend`, a name in any case.
 
-    LayoutError if no row is known.
+    If `engine_version` is given, return only rows for that version.
+
+    LayoutError if the table has no matching row.
     """
     backend = checks.text(backend, "backend", error=LayoutError)
     rows = tuple(row for row in BACKEND_LAYOUTS if row.backend.casefold() == backend.casefold())
@@ -321,7 +328,7 @@ def _read(
     num_kv_heads: int | None,
     layer_indices: Sequence[int] | None,
 ) -> CacheLayout:
-    """Return the layout of tensors that match a row. LayoutError if they do not."""
+    """Return the layout of `kv_caches` as `row` describes it. LayoutError if the tensors do not match the row."""
     layout = CacheLayout.infer(
         kv_caches, order=row.order, style=row.style, block_size=block_size, layer_indices=layer_indices
     )

@@ -35,13 +35,15 @@ if TYPE_CHECKING:
 
 ErrorKind: TypeAlias = type[InvalidInput]
 Check: TypeAlias = Callable[[object, str], object]
-"""Check of (value, name of the field): returns the value in Python's own type, or raises an error."""
+"""Function that checks a value. It gets the value and the name of its field, and returns the value in Python's own
+type or raises an error."""
 ValueT = TypeVar("ValueT")
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 SECONDS_MAX = 1e9
 GIVEN_ID_CHARS_MAX = 512
-"""Most characters of a request id from a local caller. Peers may send longer ids (`limits.REQUEST_ID_CHARS_MAX`)."""
+"""Maximum length of a request id from a local caller, in characters. Peers may send longer ids
+(`limits.REQUEST_ID_CHARS_MAX`)."""
 _SHOWN_CHARS = 80
 _SAID_CHARS = 400
 _KNOWN_SHOWN = 12  # known names in an error about an unknown name that is close to none
@@ -53,7 +55,7 @@ _SHORT.maxlevel = 3
 
 
 def answer(ask: Callable[[], ValueT]) -> ValueT | None:
-    """Return `ask()`, which runs code of a caller's object. None if it raises."""
+    """Call `ask`, which runs code of a caller's object. Return its result, or None if it raises an Exception."""
     try:
         return ask()
     except Exception:  # noqa: BLE001 - the object's own code may raise anything
@@ -61,7 +63,7 @@ def answer(ask: Callable[[], ValueT]) -> ValueT | None:
 
 
 def shown(value: object) -> str:
-    """Return a short text for any value, for a message, even if its `repr` is huge or raises."""
+    """Return a short text that shows `value` in a message, even if the `repr` of the value is huge or raises."""
     text = answer(lambda: _SHORT.repr(value))
     if text is None:
         return f"a {type(value).__name__[:_SHOWN_CHARS]}"
@@ -77,24 +79,26 @@ def printable(text: str, chars_max: int) -> str:
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun, such as "1 block" or "3 blocks". `plural`: if it is not the noun with an s."""
+    """Return `count` with its noun, such as "1 block" or "3 blocks". `plural`: needed if it is not `noun` with an s."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def few(values: Collection[object], most: int) -> str:
-    """Return the first `most` values as a text, each shortened, with "..." if there are more."""
+    """Return the first `most` values, each shortened, as a text; "..." stands for further values."""
     first = (str(value)[:_SHOWN_CHARS] for value in islice(values, most))
     return ", ".join(first) + (", ..." if len(values) > most else "")
 
 
 def said(error: BaseException) -> str:
-    """Return the message of an error from a caller's code, made printable and short for messages and logs."""
+    """Return the text of an exception that a caller's code raised, made printable and short for messages and logs."""
     text = answer(lambda: str(error))
     return "it does not say why" if text is None else printable(text, _SAID_CHARS)
 
 
 def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError) -> Any:
-    """Return a value of the type `kind`, which may have msgspec's bounds, in Python's own type.
+    """Return `value` in Python's own type, after checking that it is of type `kind`.
+
+    `kind` may have bounds (`msgspec.Meta`). `what` names the value in the error.
 
     Raises:
         InvalidInput: of class `error`, if the value is not of that type or out of bounds.
@@ -114,7 +118,7 @@ def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError
 
 @lru_cache
 def _held(kind: Any) -> Any:
-    """Return a struct type with one field of type `kind`: msgspec caches what it knows of structs only."""
+    """Return a struct type with one field of type `kind`. msgspec caches its analysis of a type only for structs."""
     return defstruct("Held", [("value", kind)])
 
 
@@ -123,14 +127,14 @@ _OWN_OF: tuple[tuple[Any, Any], ...] = ((numbers.Integral, int), (numbers.Real, 
 
 
 def _plain(value: Any) -> object:
-    """Return a number or text of any class as Python's own; for any other value an object that fits no type."""
+    """Return a number or text of any class as int, float or str. For others return an object that fits no type."""
     own = next((own for kind, own in _OWN_OF if isinstance(value, kind)), None)
     found = None if own is None else answer(partial(own, value))
     return object() if found is None else found
 
 
 def _expected(refused: Exception) -> str:
-    """Return the expectation in msgspec's message, without the found value, which the caller appends."""
+    """Return the part of msgspec's message that says what was expected. The caller appends the value that was found."""
     words, _, place = str(refused).partition(" - at `$.value")
     words = words.partition(", got ")[0]
     return f"{words[:1].lower()}{words[1:]}{f' at {place[:-1]}' if place[:-1] else ''}"
@@ -139,7 +143,7 @@ def _expected(refused: Exception) -> str:
 def whole(
     value: object, what: str, *, least: int = INT64_MIN, most: int = INT64_MAX, error: ErrorKind = RequestError
 ) -> int:
-    """Return `value` as a whole number from `least` to `most`."""
+    """Return `value` as an int. Raise `error` unless it is a whole number from `least` to `most`."""
     return int(checked(value, what, _of(int, ge=least, le=most), error))
 
 
@@ -153,7 +157,9 @@ _DEPTH_MAX = 8
 
 
 def without_doubles(value: Any, depth: int = _DEPTH_MAX) -> Any:
-    """Return JSON with ints in place of floats that are whole: gateways that keep JSON in protobuf have only doubles.
+    """Return JSON data with an int in place of each float that is whole.
+
+    Gateways that keep JSON in protobuf turn all numbers into doubles.
 
     Values nested deeper than `depth`, which is more than a ticket needs, stay unchanged.
     """
@@ -167,22 +173,28 @@ def without_doubles(value: Any, depth: int = _DEPTH_MAX) -> Any:
 
 
 def seconds(value: object, what: str, *, error: ErrorKind = RequestError) -> float:
-    """Return `value` as seconds: more than 0, and at most SECONDS_MAX, to which a timer can be set."""
+    """Return `value` as float.
+
+    Raise `error` unless it is above 0 and at most SECONDS_MAX, the longest time of a timer.
+    """
     return float(checked(value, what, Seconds, error))
 
 
 def text(value: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> str:
-    """Return `value` as text of up to `most` characters. UTF-8, and so a message, must be able to carry it."""
+    """Return `value` as str. Raise `error` unless it is text of at most `most` characters that UTF-8 can encode."""
     return str(checked(value, what, _of(str, max_length=most), error))
 
 
 def request_id(value: object, most: int = GIVEN_ID_CHARS_MAX) -> str:
-    """Return `value` as a request id: text of 1 to `most` characters."""
+    """Return `value` as str. Raise RequestError unless it is a request id: text of 1 to `most` characters."""
     return str(checked(value, "request_id", _of(str, min_length=1, max_length=most)))
 
 
 def encodes(value: str) -> bool:
-    """Return True if UTF-8 can carry the text. It cannot carry half of a surrogate pair, which JSON may contain."""
+    """Return True if UTF-8 can encode the text.
+
+    UTF-8 cannot encode half of a surrogate pair, which JSON may contain.
+    """
     return value.isascii() or answer(value.encode) is not None
 
 
@@ -192,7 +204,7 @@ def is_name(value: object, chars_max: int) -> bool:
 
 
 def name(value: object, what: str, *, most: int, error: ErrorKind = RequestError) -> str:
-    """Return `value` as a name of at most `most` characters (`is_name`)."""
+    """Return `value` as str. Raise `error` unless it is a name (`is_name`) of at most `most` characters."""
     plain = text(value, what, error=error)
     if not is_name(plain, most):
         expected = f"a name without spaces, of at most {counted(most, 'printable character')}"
@@ -206,14 +218,14 @@ def _is_printable(value: str) -> bool:
 
 
 def instance(value: object, kind: type[ValueT], what: str, *, error: ErrorKind = RequestError) -> ValueT:
-    """Return `value`, which must be an instance of `kind`."""
+    """Return `value` unchanged. Raise `error` unless it is an instance of `kind`."""
     if not isinstance(value, kind):
         raise error(f"{what}: expected a {kind.__name__}, got {shown(value)}")
     return value
 
 
 def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Mapping[str, object]:
-    """Return a copy of a mapping as a dict. Its keys must be texts."""
+    """Return a copy of `value` as a dict. Raise `error` unless it is a mapping with texts as keys."""
     items = answer(lambda: dict(value)) if isinstance(value, Mapping) else None
     if items is None or not all(isinstance(key, str) for key in items):
         raise error(f"{what}: expected a dict with texts as keys, got {shown(value)}")
@@ -221,7 +233,10 @@ def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Map
 
 
 def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> int:
-    """Return the number of entries of a list or another sized collection, at most `most`."""
+    """Return the length of `values`.
+
+    Raise `error` unless it is a list or similar collection of at most `most` entries.
+    """
     plain = type(values) is list or type(values) is tuple
     found = len(values) if plain else answer(lambda: len(values))  # type: ignore[arg-type]
     if found is None or (not plain and isinstance(values, str | bytes | Mapping)):
@@ -246,7 +261,7 @@ def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
 
 
 def whole_numbers(values: object, what: str, *, error: ErrorKind = RequestError) -> npt.NDArray[np.int64]:
-    """Return a flat list of whole numbers, or an array of any package, as a new array."""
+    """Return `values`, a flat list of whole numbers or an array of any package, as a new int64 array."""
     array = answer(lambda: _array_of(values))
     if array is not None and array.ndim == 1 and not isinstance(values, bytearray):
         if not len(array):
@@ -265,7 +280,7 @@ def _array_of(values: object) -> npt.NDArray[Any]:
 
 
 def one_of(value: object, what: str, *, known: Iterable[str], error: ErrorKind = RequestError) -> str:
-    """Return `value` as one of the words `known`."""
+    """Return `value` as str. Raise `error` unless it is one of the words in `known`."""
     plain, words = text(value, what, error=error), tuple(map(str, known))
     if plain not in words:
         *most, last = map(repr, words)
@@ -274,13 +289,16 @@ def one_of(value: object, what: str, *, known: Iterable[str], error: ErrorKind =
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return the end of an error's message that names a known word close to `given`; "" if none is close."""
+    """Return "; did you mean ...?", to append to a message, with a known word close to `given`; "" if none is close."""
     close = difflib.get_close_matches(given[:_SHOWN_CHARS], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint: str = "") -> None:
-    """Raise ConfigError for names in `given` that are not known. It names them, and a known name that is close."""
+    """Raise ConfigError if `given` has names that are not in `known`. The message suggests a similar known name.
+
+    `where` begins the message; `hint` follows the unknown names.
+    """
     names = sorted(known)
     if unknown := sorted({*given} - {*names}):
         short = [name if name.isidentifier() and len(name) <= _SHOWN_CHARS else shown(name) for name in unknown[:9]]
@@ -290,7 +308,9 @@ def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint:
 
 
 def refusal(error: Exception, given: object) -> str:
-    """Return msgspec's message with the refused value, found in `given`. Lease ids are secret and are left out."""
+    """Return the message of a msgspec error with the refused value, looked up in `given`. Lease ids, which are secret,
+    are left out.
+    """
     steps = _STEP.findall(str(error).rpartition("`$")[2])
     if any("lease_id" in name for name, _ in steps):
         return str(error)
@@ -311,13 +331,16 @@ Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 
 
 def settle(given: object, error: ErrorKind, where: str = "") -> None:
-    """Check each field of a frozen dataclass, and set it to the value in Python's own type."""
+    """Check each field of `given`, a frozen dataclass, and set the field to the value in Python's own type."""
     for name, _, check in _fields_of(type(given), error):  # type: ignore[arg-type]
         object.__setattr__(given, name, check(getattr(given, name), f"{where}{name}"))
 
 
 def settled_request(given: object, kind: type[DataT], verb: str, block_ids_max: int) -> DataT:
-    """Return a request of type `kind` with values in Python's own types. RequestError names the request and field."""
+    """Check all fields of the request `given`. Return it with values in Python's own types.
+
+    RequestError names the request and the invalid field.
+    """
     known: Any = given if type(given) is kind else instance(given, kind, verb)
     name, ids, changes = known.request_id, known.block_ids, dict[str, Any]()
     if type(name) is not str or not name.isascii() or not 0 < len(name) <= GIVEN_ID_CHARS_MAX:
@@ -347,7 +370,10 @@ def _fields_of(kind: Hashable, error: Hashable) -> tuple[tuple[str, object, Chec
 
 
 def _check_of(hint: Any, error: Any) -> Check | None:
-    """Return the check of an annotation: the function in `Annotated`, or a check of its type; None if it has none."""
+    """Return the check for a field with annotation `hint`: the function in `Annotated`, or a check of the type.
+
+    None if the annotation has neither.
+    """
     one, *others = [arg for arg in get_args(hint) if arg is not NoneType] if NoneType in get_args(hint) else [hint]
     kind, *marks = get_args(one) if get_origin(one) is Annotated else (one,)
     check: Any = marks[0] if marks and callable(marks[0]) else None
@@ -359,7 +385,7 @@ def _check_of(hint: Any, error: Any) -> Check | None:
 
 
 def naming_unknown(kind: type[ValueT]) -> type[ValueT]:
-    """Decorate a dataclass: its constructor raises ConfigError for an unknown argument, with a close known name."""
+    """Decorate a dataclass: if its constructor gets an unknown argument, it raises ConfigError with a similar name."""
     made, known = kind.__init__, [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
 
     @wraps(made)

@@ -36,18 +36,21 @@ _AUTO = re.compile(r"auto(?::(.+))?", re.DOTALL)
 
 
 def is_key_name(text: str) -> bool:
-    """Return True if `text` can be an engine id that names key files."""
+    """Return True if `text` is an engine id that can be part of the name of a key file."""
     return is_name(text, ENGINE_ID_CHARS_MAX) and _KEY_NAME.fullmatch(text) is not None
 
 
 def auto_target(advertise_host: str | None) -> str | None:
-    """Return HOST for "auto:HOST", "" for "auto", None for any other host."""
+    """Return HOST if `advertise_host` is "auto:HOST", "" if it is "auto", None if it is anything else."""
     found = _AUTO.fullmatch(advertise_host or "")
     return None if found is None else found.group(1) or ""
 
 
 def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_size: int) -> int:
-    """Return the offset of a rank's port from its engine's base port. Each pipeline stage counts as tp_size ranks."""
+    """Return the offset of a rank's port from its engine's base port.
+
+    Ports are in the order of dp_rank, then pp_rank, then tp_rank.
+    """
     return (dp_rank * pp_size + pp_rank) * tp_size + tp_rank
 
 
@@ -56,8 +59,9 @@ def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_si
 class Config:
     """Settings of one rank of an engine.
 
-    All ranks of an engine have equal Configs except for the rank. ConfigError names an unknown or invalid setting. Each
-    setting is described in docs/reference/config, and below it in the source, which `help()` does not show.
+    The Configs of an engine's ranks differ only in dp_rank, pp_rank and tp_rank. ConfigError names an unknown or
+    invalid setting. Each setting is described in docs/reference/config, and below it in the source, which `help()` does
+    not show.
     """
 
     engine_id: EngineId
@@ -111,7 +115,7 @@ class Config:
     lease_lifetime_s: Seconds = 600.0
     """Time after an offer in which readers can renew its lease. Does not shorten a lease with a longer `ttl_s`."""
     load_deadline_s: Seconds = 30.0
-    """Deadline of loads without a deadline in their request."""
+    """Longest time that a load may take if its request sets no deadline."""
     handshake_timeout_s: Seconds = 5.0
     """Time within which a peer has to answer on the side channel."""
     cancel_grace_s: Seconds = 1.0
@@ -124,23 +128,23 @@ class Config:
     `LoadRequest.verify` decides for one load."""
 
     loads_waiting_max: Size = 1 << 12
-    """Most loads that may wait; one more raises `Overloaded`."""
+    """Maximum number of waiting loads; one more raises `Overloaded`."""
     in_flight_bytes_max: ByDevice = 0
-    """Most bytes in flight over all loads. A larger read is posted alone. 0: 256 MiB for a cache in host memory, 1 GiB
-    on CUDA."""
+    """Maximum bytes in flight over all loads. A larger read is posted alone. 0: 256 MiB for a cache in host memory, 1
+    GiB on CUDA."""
 
     scratch: Mode = "auto"
-    """Use of scratch memory: blocks of small pieces are read whole into it and permuted. "auto" (if that is faster),
-    "always" or "never"."""
+    """When to read blocks whole into scratch memory and permute them there, if they would land in the cache as many
+    small pieces: "auto" (if that is faster), "always" or "never"."""
     staging: Mode = "auto"
-    """Use of host buffers: "auto" (if the transport cannot reach the cache's device), "always" or "never". With "never"
-    registering a cache that needs host buffers raises ConfigError."""
+    """When to copy blocks through host buffers: "auto" (if the transport cannot reach the cache's device), "always" or
+    "never". With "never" registering a cache that needs host buffers raises ConfigError."""
     host_buffer_bytes_max: ByDevice = 0
     """Bytes of host memory for staged blocks of offers and loads. 0: a quarter of the cache, at least 256 MiB and at
     most an eighth of the host's or container's memory, divided among the engine's ranks."""
 
     limits: GivenLimits = field(default_factory=Limits)
-    """Bounds that are seldom changed: below. A dict is accepted, too."""
+    """Bounds that are seldom changed: a `Limits`, or a dict of its fields."""
 
     def __post_init__(self) -> None:
         checks.settle(self, ConfigError)
@@ -148,7 +152,7 @@ class Config:
 
     @property
     def nixl_backends(self) -> Mapping[str, Mapping[str, str]]:
-        """The backends in `nixl_backend`, each with its parameters."""
+        """The parameters of each backend in `nixl_backend`, by the backend's name."""
         return {name: params_of(self, name) for name in self.nixl_backend.split(",")}
 
     @property
@@ -184,13 +188,16 @@ class Config:
 
 
 def config_on(config: Config, kind: str) -> Config:
-    """Return `config` with bounds of 0 replaced by the defaults for a device of `kind`."""
+    """Return `config` with the defaults for a device of `kind`, such as "cuda", in place of bounds that are 0.
+
+    Only bounds in `limits.BY_DEVICE` are replaced.
+    """
     return replace(by_device(config, kind), limits=by_device(config.limits, kind))
 
 
 def params_of(config: Config, backend: str) -> Mapping[str, str]:
-    """Return the parameters for `backend` in `nixl_backend_params`: those with its name, and the plain ones if
-    `nixl_backend` names it."""
+    """Return the parameters for `backend` from `nixl_backend_params`: the keys "NAME.key" with its name, and, if
+    `nixl_backend` names it, also the keys without a name. A key with a name takes precedence."""
     named = backend in config.nixl_backend.split(",")
     given = config.nixl_backend_params.items()
     common = {key: value for key, value in given if named and "." not in key}
@@ -211,7 +218,10 @@ def _advertised(value: object, name: str) -> str:
 
 
 def _backends(value: object, name: str) -> str:
-    """Return the names of backends. ConfigError if one looks like a misspelled backend of NIXL."""
+    """Return `value` as str: names of backends, separated by commas.
+
+    ConfigError if a name looks like a misspelled backend of NIXL, or if the only name is that of the store's backend.
+    """
     plain = checks.text(value, name, error=ConfigError)
     names = plain.split(",")
     if len(set(names)) < len(names) or not all(_BACKEND.fullmatch(one) for one in names):
@@ -240,7 +250,7 @@ def _texts(value: object, name: str) -> Mapping[str, str]:
 
 
 def _limits(value: object, name: str) -> Limits:
-    """Return `Limits`, made from a dict if `value` is one, as in configuration files."""
+    """Return `value` as `Limits`. A dict, as in configuration files, is converted."""
     if not isinstance(value, Mapping):
         return checks.instance(value, Limits, name, error=ConfigError)
     given = checks.mapping(value, name, error=ConfigError)

@@ -13,7 +13,7 @@ unless it has a `quarantine`: the ended load with bytes that may still land.
     |  |  |- BlocksBusy          caller   do not retry   safe      blocks that another request is using
     |  |  |- HostBlocksBusy      caller   do not retry   safe      too few host blocks are free for another lease
     |  |  `- PromptMismatch      caller   do not retry   safe      the ticket is for another prompt
-    |  `- UsageError             caller   do not retry   safe      a verb called in the wrong state, loop or thread
+    |  `- UsageError             caller   do not retry   safe      a method called in the wrong state, loop or thread
     |- RuntimeUnavailable        engine   retry          ask       this runtime is being taken out of service
     |  |- RuntimeDraining        engine   retry          ask       the owner drains it: it takes no new work
     |  |- CacheUnregistered      engine   retry          ask       its cache is unregistered: it sleeps, for example
@@ -52,7 +52,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 ErrorT = TypeVar("ErrorT", bound="KVFlowError")
 
 ERROR_CHARS_MAX = 2000
-"""Longest message of an error. Many contain text from peers, tickets and other packages."""
+"""Maximum length of an error message, in characters. Messages may contain text from peers, tickets and packages."""
 _END_CHARS, _NOTE_CHARS = 500, 500
 COMPUTE = "compute"
 """The phase of a load that waits for its producer to compute the prompt."""
@@ -61,7 +61,10 @@ TOKENS = ("tokens",)
 
 
 def shortened(text: str, chars_max: int = ERROR_CHARS_MAX) -> str:
-    """Return `text`, without its middle if it is too long: the beginning names the request, the end the remedy."""
+    """Return `text`. If it is longer than `chars_max`, leave out its middle.
+
+    The beginning of a message names the request, and the end names the remedy.
+    """
     if len(text) <= chars_max:
         return text
     end = min(_END_CHARS, chars_max // 4)
@@ -102,7 +105,9 @@ class Quarantine(Protocol):
         """True if no further byte can land in the blocks."""
 
     def settled(self) -> Any:
-        """Wait until the blocks are safe: with `await` in asyncio, by the call itself in `kvflow.blocking`.
+        """Wait until no further byte can land in the blocks.
+
+        In asyncio await the result; in `kvflow.blocking` the call waits.
 
         Raises RuntimeBroken if that can never be known, because the transport died during the reads.
         """
@@ -110,7 +115,10 @@ class Quarantine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuarantineNotice:
-    """Form of an error's `quarantine` in another process: the blocks, and whether they were safe when pickled."""
+    """Stands for an error's `quarantine` in a process to which the error was sent by pickling.
+
+    `safe` is as it was when the error was pickled.
+    """
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -122,7 +130,9 @@ class QuarantineNotice:
 
 
 class _MemorySafe:
-    """Memory safety: for a class, True if all its errors are memory safe; for an error, True without a `quarantine`."""
+    """The descriptor of `memory_safe`. Read from an error class, it is True if all errors of the class are memory safe;
+    read from an error, it is True if the error has no `quarantine`.
+    """
 
     def __init__(self, always: bool) -> None:
         self._always = always
@@ -138,7 +148,8 @@ class KVFlowError(Exception):
     retryable: ClassVar[bool] = False
     """True if the same call with the same ticket may succeed later or on another engine."""
     memory_safe = _MemorySafe(False)
-    """True if local blocks may be reused at once; for a class, if that holds for all its errors."""
+    """True if the load's local blocks may be reused at once. Read from a class: True if that holds for all its
+    errors."""
 
     quarantine: Quarantine | None = None
     """The ended load, if bytes may still land in its blocks; await its `settled()`."""
@@ -147,7 +158,7 @@ class KVFlowError(Exception):
         super().__init__(shortened(message))
 
     def add_note(self, note: str) -> None:
-        """Add a note, shortened like a message."""
+        """Add `note` to the error. If the note is too long, its middle is left out."""
         super().add_note(shortened(note, _NOTE_CHARS))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -158,7 +169,7 @@ class KVFlowError(Exception):
         return _unpickled, (type(self), self.args), state
 
     def __copy__(self) -> Self:
-        """Return a copy for this process, with the same `quarantine`."""
+        """Return a copy with the same `quarantine`; a pickled copy gets a `QuarantineNotice` instead."""
         error = _unpickled(type(self), self.args)
         error.__dict__.update(self.__dict__)
         if hasattr(self, "__notes__"):
@@ -169,7 +180,7 @@ class KVFlowError(Exception):
         return self.__copy__()
 
     def _retold(self, message: str, **attributes: str) -> Self:
-        """Return a copy with another message and other `attributes`; this error is its cause."""
+        """Return a copy of this error with another `message` and other `attributes`. Its `__cause__` is this error."""
         error = self.__copy__()
         error.args = (shortened(message),)
         error.__dict__.update(attributes)
@@ -212,7 +223,7 @@ class RequestError(InvalidInput):
     """
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """Return the error for one request: itself if its message names that request or a field of a ticket."""
+        """Return this error if its message names the request or a ticket field, else a copy that names the request."""
         what = f"request {request_id!r}"
         names_it = str(self).startswith((what, "ticket: "))
         return self if names_it else self._retold(f"{what} from {engine_id!r}: {self}")
@@ -247,7 +258,7 @@ class PromptMismatch(RequestError):
 
 
 class UsageError(InvalidInput):
-    """A verb was called in the wrong state (such as before registration, or twice), on the wrong loop or thread, or
+    """A method was called in the wrong state (such as before registration, or twice), on the wrong loop or thread, or
     with an invalid argument.
 
     Correct the call.
@@ -308,13 +319,13 @@ class PeerError(KVFlowError):
         """Seconds for which loads from the peer fail at once; None if the next load asks the peer."""
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """Return the error for one request: loads that share a handshake each get their own error."""
+        """Return a copy of this error for one request: loads that share a handshake each raise their own error."""
         known = "" if self.engine_id else f" from {engine_id!r}"  # a message whose error knows the engine names it
         return self._retold(f"request {request_id!r}{known}: {self}", request_id=request_id, engine_id=engine_id)
 
 
 class PeerUnreachable(PeerError):
-    """No engine answered at the peer's address in time, or the peer has failed before and is not asked for a while.
+    """No engine answered at the peer's address in time, or the peer failed before and is not contacted for a while.
 
     Use another peer, or retry this peer after `retry_after_s`. The peer or the network has failed.
     """
@@ -363,20 +374,20 @@ class LoadError(KVFlowError):
         self.peer = peer
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """Return the error for one request: itself if it names that request."""
+        """Return this error if it is about the request, else a copy that names the request."""
         what = f"request {request_id!r}"
         return self if self.request_id == request_id else self._retold(f"{what}: {self}", request_id=request_id)
 
 
 class LeaseExpired(LoadError):
-    """The lease did not provably cover the whole read: it ran out, was revoked or was used up.
+    """The lease did not provably cover the whole read: it expired, was revoked or had already been read.
 
     Prefill again. If this is frequent, raise `lease_ttl_s`, or let fewer requests wait.
     """
 
 
 class PrefillFailed(LoadError):
-    """The producer has reported that it will not compute the prompt, or has not offered it in time.
+    """The producer has reported that it will not compute the prompt, or has not offered its blocks in time.
 
     Have another engine compute the prompt.
     """
@@ -386,7 +397,7 @@ class PrefillFailed(LoadError):
 
 
 class Overloaded(LoadError):
-    """This engine is at a limit: of waiting loads, of peers in use, or of peers being asked. Nothing was read.
+    """This engine is at a limit: of waiting loads, of peers in use, or of first contacts to peers. Nothing was read.
 
     Send fewer loads (`loads_waiting_max`). If you have that many peers, raise `limits.peers_max` or
     `limits.first_contacts_max`; else look for forged tickets.
@@ -442,7 +453,7 @@ class StoreError(KVFlowError):
 
 
 class NotStored(StoreError):
-    """No entry is stored under the key, or it was evicted.
+    """The store has no entry under the key, or the entry was evicted.
 
     Compute the prompt, or load it.
     """
@@ -452,7 +463,7 @@ class NotStored(StoreError):
 
 
 class EntryDamaged(StoreError):
-    """The entry is torn, of another cache or key, or differs from the saved bytes. Its file is removed.
+    """The store's entry is incomplete, of another cache or key, or differs from the saved bytes. Its file is removed.
 
     Compute the prompt. If it happens again, check the disk.
     """
@@ -469,7 +480,7 @@ class StoreFull(StoreError):
 
 
 class StorageFailed(StoreError):
-    """A file could not be written or read.
+    """A file of the store could not be written or read.
 
     Check the disk. The message has the system's reason.
     """

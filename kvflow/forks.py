@@ -16,14 +16,17 @@ class Inherited(Protocol):
     """An object that a forked child must not use, because it has threads, sockets or a loop of the parent."""
 
     def forked(self) -> None:
-        """Called in the child, on its only thread. Afterwards every method returns at once or raises UsageError."""
+        """Make this object unusable. Called in the child, on its only thread.
+
+        Afterwards every method of the object returns at once or raises UsageError.
+        """
 
 
 _LIVE: weakref.WeakSet[Inherited] = weakref.WeakSet()
 
 
 def watch(one: Inherited) -> None:
-    """Call `one.forked()` in each forked child, as long as the object lives. Keeps no reference to it."""
+    """Arrange that `one.forked()` is called in each forked child while `one` exists. Keep only a weak reference."""
     _LIVE.add(one)
 
 

@@ -1,8 +1,8 @@
 """Hosts and addresses as texts: DNS names, IPv4 and IPv6 addresses, and `tcp://host:port`.
 
-A host has one form here: an IPv6 host is bare and compressed, such as `fd00::2`. Only addresses, in which a port
-follows, have brackets. Wherever a host is given both forms are accepted: Kubernetes (`status.podIP`), routers and vLLM
-write the bare form.
+Every host is kept in one canonical form: an IPv6 host is compressed and has no brackets, such as `fd00::2`. Only
+addresses, in which a port follows, have brackets. Wherever a host is given both forms are accepted: Kubernetes
+(`status.podIP`), routers and vLLM write IPv6 hosts without brackets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PORT = re.compile(r"[0-9]{1,5}")
 
 
 def plain_host(text: str) -> str | None:
-    """Return a host in its one form, with IPv6 bare; None if `text` cannot be resolved, connected to or listened at."""
+    """Return host `text` in canonical form: IPv6 compressed, without brackets. None if it is no host or wildcard."""
     return _plain(text) if len(text) <= HOST_CHARS_MAX else None
 
 
@@ -52,7 +52,7 @@ def is_host(text: str) -> bool:
 
 
 def is_v6(host: str) -> bool:
-    """Return True if a host in its one form is an IPv6 address."""
+    """Return True if `host`, in canonical form, is an IPv6 address."""
     return ":" in host
 
 
@@ -63,7 +63,7 @@ def address_at(host: str, port: int | str) -> str:
 
 
 def in_url(host: str) -> str:
-    """Return a host as in URLs, with brackets around IPv6."""
+    """Return `host` as it stands in a URL: an IPv6 host gets brackets."""
     return f"[{host}]" if is_v6(host) and not host.startswith("[") else host
 
 
@@ -84,7 +84,10 @@ def split_address(address: str, *, what: str = "listen", error: type[InvalidInpu
 
 
 def meant_address(given: str) -> str:
-    """Return the end of an error about an address of which only `tcp://` is missing or wrong; "" for any other."""
+    """Return "; did you mean 'tcp://...'?", to append to a message, if only the scheme of `given` is missing or wrong.
+
+    Return "" for any other text.
+    """
     rest = given.rpartition("://")[2]
     host, _, port = rest.rpartition(":")
     right = plain_host(host) is not None and _PORT.fullmatch(port)
@@ -92,7 +95,7 @@ def meant_address(given: str) -> str:
 
 
 def loopback_hint(address: str, setting: str = "advertise_host") -> str:
-    """Return the end of an error about an address that means this host on every host; "" for any other."""
+    """Return a hint to append to a message if `address` is a loopback address, which no other host can use; else ""."""
     host = plain_host(address.removeprefix("tcp://").rpartition(":")[0]) or ""
     if host != "localhost" and not checks.answer(lambda: ip_address(host).is_loopback):
         return ""
@@ -100,12 +103,12 @@ def loopback_hint(address: str, setting: str = "advertise_host") -> str:
 
 
 def plain_address(address: str, *, what: str, error: type[InvalidInput] = ConfigError) -> str:
-    """Return `tcp://host:port` in its one form. Raises as `split_address` does."""
+    """Return `address`, a text `tcp://host:port`, with the host in canonical form. Raise as `split_address` does."""
     return address_at(*split_address(address, what=what, error=error))
 
 
 def bracketed(url: str) -> str:
-    """Return a URL of any scheme with brackets around a bare IPv6 host; other texts as they are."""
+    """Return `url`, of any scheme, with brackets around an IPv6 host that has none. Return other texts unchanged."""
     scheme, separator, rest = url.partition("://")
     authority = re.match(r"[^/?#]*", rest)
     place = authority.group() if authority is not None else ""

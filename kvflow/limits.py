@@ -35,31 +35,33 @@ BY_DEVICE: Mapping[str, Mapping[str, int]] = {
         "in_flight_bytes_max": 1024 * _MIB,
     },
 }
-"""Default limits, by the kind of memory that reads land in."""
+"""Default limits by kind of device ("cpu", "cuda") of the memory that reads land in, then by field name."""
 
 REQUEST_ID_CHARS_MAX = 1024
-"""Most characters of a request id from a peer. Ids from local callers are shorter (`checks.GIVEN_ID_CHARS_MAX`)."""
+"""Maximum length of a request id from a peer, in characters. Ids from local callers are shorter
+(`checks.GIVEN_ID_CHARS_MAX`)."""
 SEALS_MAX = 1 << 24
 SEAL_HOLD_S_MAX = 60.0
 WAIT_S_MAX = 3600.0
 PAYLOAD_BYTES_MAX = 1 << 16
-"""Most bytes of a payload in the protocol; this version accepts `GIVEN_PAYLOAD_BYTES_MAX`."""
+"""Maximum bytes of a payload (`Lease.complete`) in the protocol. This version accepts only
+`GIVEN_PAYLOAD_BYTES_MAX`."""
 GIVEN_PAYLOAD_BYTES_MAX = 1 << 12
-"""Most bytes of a payload (`Lease.complete`), given locally or received from a peer."""
+"""Maximum bytes that this version accepts as payload (`Lease.complete`), from a local caller or from a peer."""
 QUESTION_WAIT_S = 10.0
-"""Longest time for which a reader's question waits for news. Then the answer is "nothing yet", and the reader asks
-again."""
+"""Longest time after which a producer answers a reader's question about a lease, even if nothing has changed. Then the
+reader asks again."""
 
 SealCount: TypeAlias = Annotated[int, Meta(ge=1, le=SEALS_MAX)]
 SealHold: TypeAlias = Annotated[float, Meta(gt=0, le=SEAL_HOLD_S_MAX)]
 ByDevice: TypeAlias = Count
-"""Bound; 0 takes the device's default (`BY_DEVICE`)."""
+"""Type of a bound for which 0 means the default of the cache's device (`BY_DEVICE`)."""
 
 
 def by_device(given: T, kind: str) -> T:
-    """Return `given`, Limits or a Config, with bounds of 0 replaced by the defaults for a device of `kind`.
+    """Return `given`, Limits or a Config, with the defaults for a device of `kind` in place of bounds that are 0.
 
-    Kinds that are not in `BY_DEVICE` are staged through the host and get the defaults of "cpu".
+    Caches on a device that is not in `BY_DEVICE` are copied through the host, so they get the defaults of "cpu".
     """
     defaults = BY_DEVICE.get(kind, BY_DEVICE["cpu"])
     return replace(given, **{name: value for name, value in defaults.items() if getattr(given, name, None) == 0})
@@ -71,60 +73,68 @@ class Limits:
     """Bounds that are seldom changed. ConfigError names an unknown or invalid limit."""
 
     lease_wait_s: Seconds = 1.0
-    """Time for which a reader waits until a rank that its ticket does not name opens a lease."""
+    """Longest time that a reader waits for a rank to open a lease, if the ticket does not name that rank's lease."""
     seal_hold_s: SealHold = 0.05
-    """Time for which blocks are kept after their lease has ended. Loads shorter than half of it save a round trip."""
+    """Time for which blocks are kept after their lease has ended. A load that takes less than half of it saves a round
+    trip."""
     leases_max: SealCount = 1 << 14
-    """Most leases open at once; each has a 16-byte seal that readers check."""
+    """Maximum number of leases open at once; each has a 16-byte seal that readers check."""
     loads_max: SealCount = 1 << 12
-    """Most ranks read from at once, over all loads, including quarantined ones; further loads wait."""
+    """Maximum number of ranks read from at once, summed over all loads, including quarantined loads. Further loads
+    wait."""
     load_ranks_max: Size = 256
-    """Most ranks of one engine in a load; a ticket that needs more is refused before any rank is asked."""
+    """Maximum number of ranks of one engine in a load. A ticket that needs more is refused before any rank is
+    contacted."""
     block_ids_max: Size = 1 << 18
-    """Most block ids in a request, and in a ticket over all its ranks. The event loop checks them in one turn."""
+    """Maximum number of block ids in a request, and in a ticket over all its ranks. The event loop checks them in one
+    turn."""
 
     peer_backoff_first_s: Seconds = 0.2
-    """Time for which a peer is not asked after a failure; each further failure in a row doubles it."""
+    """Time for which a peer is not contacted after a failure; each further failure in a row doubles this time."""
     peer_backoff_max_s: Seconds = 10.0
-    """Longest time for which a failed peer is not asked."""
+    """Longest time for which a peer is not contacted after failures."""
     peer_idle_s: Seconds = 600.0
     """Time after which an unused connection is closed. Do not set it low: the next load needs a handshake, and NIXL
     keeps one or two file descriptors of each closed connection."""
     peers_max: Size = 1024
-    """Most remote ranks that are remembered; ranks that have never answered are evicted first."""
+    """Maximum number of remote ranks to remember; ranks that have never answered are evicted first."""
     first_contacts_max: Size = 16
-    """Most peers asked at once that have never answered. Others wait, and the latest is asked first. While others wait,
-    a peer that is silent for a tenth of Config.handshake_timeout_s is given up."""
+    """Maximum number of handshakes at once with peers that have never answered. Further new peers wait, and the latest
+    is contacted first. While new peers wait, a handshake without an answer for a tenth of Config.handshake_timeout_s is
+    given up."""
     readers_max: Size = 1024
-    """Most readers that are remembered, and notified when this rank closes."""
+    """Maximum number of readers to remember; these are notified when this rank closes."""
     goodbye_timeout_s: Seconds = 1.0
     """Longest time that draining and closing take to notify readers."""
     transport_close_timeout_s: Seconds = 10.0
-    """Longest time for which closing waits until reads have stopped, and then for a running copy."""
+    """Longest time for which closing waits until reads have stopped, and after that, again at most this time, until a
+    running copy has ended."""
 
     slice_bytes_max: ByDevice = 0
-    """Most bytes of one slice. Loads take turns by slices, so a small load waits for one slice of a huge one. 0: 8 MiB
-    for a cache in host memory, 32 MiB on CUDA."""
+    """Maximum bytes of one slice. Loads take turns by slices, so a small load waits for one slice of a huge one. 0: 8
+    MiB for a cache in host memory, 32 MiB on CUDA."""
     slice_descriptors_max: Size = 8192
-    """Most descriptors in one slice."""
+    """Maximum number of descriptors in one slice."""
     slices_in_flight_max: ByDevice = 0
-    """Most slices of one load in flight: the second hides the completion latency of the first. 0: 2 for a cache in host
-    memory, 32 on CUDA."""
+    """Maximum number of slices of one load in flight; a second slice hides the completion latency of the first. 0: 2
+    for a cache in host memory, 32 on CUDA."""
     peer_in_flight_bytes_max: ByDevice = 0
-    """Most bytes in flight from one rank, with room for small reads. 0: 20 MiB for a cache in host memory, 160 MiB on
-    CUDA, or what the rank delivers in a millisecond if that is more."""
+    """Maximum bytes in flight from one rank; the default leaves room for small reads beside full slices. 0: 20 MiB for
+    a cache in host memory, 160 MiB on CUDA, or what the rank delivers in a millisecond if that is more."""
     scratch_slot_bytes_max: Size = 32 * _MIB
-    """Bytes of one scratch buffer."""
+    """Size of one scratch buffer, in bytes."""
     scratch_slots_max: Size = 3
-    """Most scratch buffers; they are allocated when first needed."""
+    """Maximum number of scratch buffers; each is allocated when first needed."""
 
     side_channel_requests_per_s_max: Size = 1000
-    """Most requests per second from one peer (with CURVE an engine, else an IP address). Others get no answer."""
+    """Maximum number of requests per second from one peer (with CURVE an engine, else an IP address). Further requests
+    get no answer."""
     side_channel_connections_max: Size = 2048
-    """Most connections to the side channel at once; with more, all are dropped. Keep it well above `readers_max`: after
-    a restart each reader opens a connection and keeps it for some seconds."""
+    """Maximum number of connections to the side channel at once. One more drops all connections. Keep it well above
+    `readers_max`: after a restart each reader opens a connection and keeps it for some seconds."""
     digests_max: Size = 64
-    """Most questions for checksums of leased blocks answered at once; further questions are refused as not ready."""
+    """Maximum number of requests for checksums of leased blocks that are answered at once. Further requests are refused
+    as not ready."""
     notification_poll_interval_s: Seconds = 0.005
     """Interval between polls for readers' notifications; ten times longer after a while without any."""
 

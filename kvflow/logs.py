@@ -16,14 +16,14 @@ from kvflow.checks import answer, counted, printable
 from kvflow.errors import ERROR_CHARS_MAX, shortened
 
 _CHARS_MAX = ERROR_CHARS_MAX - 100  # leaves room for the time, level and logger that a handler adds
-"""Most characters of an argument, of a log line, and of each line of a traceback."""
+"""Maximum length in characters of an argument, of a log line, and of each line of a traceback."""
 _ARGUMENTS_CHARS = 1000  # with fewer characters in its arguments a line is short enough: kvflow's own words are few
 _TRACEBACK_LINES_MAX = 200
 _INDENT = "    "
 
 
 def logger_of(name: str) -> logging.Logger:
-    """Return the logger of a module of kvflow, with the filter."""
+    """Return the logger of the kvflow module `name`, with the filter that makes arguments printable."""
     logger = logging.getLogger(name)
     logger.addFilter(_make_plain)
     return logger
@@ -49,7 +49,7 @@ def _plain(value: object) -> object:
 
 
 def _traceback(error: BaseException, where: TracebackType | None) -> str:
-    """Return the traceback of an error as text. A Formatter that finds it in `exc_text` formats none itself."""
+    """Return the traceback of `error` as text, for a record's `exc_text`. A Formatter uses that text if it is set."""
     lines = "".join(traceback.format_exception(type(error), error, where)).splitlines()
     if len(lines) > _TRACEBACK_LINES_MAX:
         left_out = f"... {counted(len(lines) - _TRACEBACK_LINES_MAX, 'line')} ..."

@@ -1,10 +1,10 @@
-"""The parts that a request or a device may need. The core does not import them: each is imported at its first use.
+"""The optional features ("parts") that a request or a device may need.
 
-A part is complete in its folder. If its folder, its tests and its row in `PARTS` are deleted, everything else works,
-and a request that needs the part fails with an error that names it. Parts with settings or state of their own have no
-row: users pass them to `Runtime(parts=[...])`.
+The core does not import them: each is imported at its first use. A part is complete in its folder. If its folder, its
+tests and its row in `PARTS` are deleted, everything else works, and a request that needs the part fails with an error
+that names it. Parts with settings or state of their own have no row: users pass them to `Runtime(parts=[...])`.
 
-If a registration keeps state of a part, the part's module has `begin(cache)`, which returns that state.
+A part that keeps state for a registered cache has a function `begin(cache)` in its module, which returns that state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ PARTS: Mapping[str, str] = {
     "staging": "kvflow.staging.buffered",  # caches that peers cannot read, and blocks in small pieces
     "verify": "kvflow.verify.verifying",  # loads that compare digests, and the producer's answers to them
 }
-"""Module of each part, by the name of its folder."""
+"""Module of each optional part, by the name of the part's folder in kvflow/."""
 
 
 def part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> ModuleType:
-    """Import a part at its first use.
+    """Import the module of an optional part, at the first use of the part.
 
     Args:
         name: folder of the part.
@@ -45,7 +45,10 @@ def part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> Module
 
 @contextlib.contextmanager
 def needing(name: str, what: str, kind: type[KVFlowError]) -> Iterator[None]:
-    """Context for imports from a part. If the part is missing, raise `kind`, which says that `what` needs it."""
+    """Context manager for imports from the part `name`.
+
+    If the part is missing, raise an error of class `kind`, which says that `what` needs the part.
+    """
     try:
         yield
     except (KeyError, ModuleNotFoundError) as error:
@@ -55,7 +58,7 @@ def needing(name: str, what: str, kind: type[KVFlowError]) -> Iterator[None]:
 
 
 def preload(*names: str) -> None:
-    """Import parts now, so that the event loop need not wait for the import at the first request.
+    """Import optional parts now, so that the event loop need not wait for the import at the first request.
 
     Missing parts are skipped.
 

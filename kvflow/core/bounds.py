@@ -29,7 +29,7 @@ OFFER_PART_CHARS = 8
 TRACEPARENT = r"\A(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z"
 """Pattern of a W3C trace context (version, trace id, span id and flags), or of an empty text."""
 ENTRIES_MAX = 1 << 24
-"""Most block ids in one block table."""
+"""Maximum number of block ids in one block table."""
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
 
 Count: TypeAlias = checks.Count
@@ -61,13 +61,15 @@ Incarnation: TypeAlias = Annotated[str, Meta(max_length=INCARNATION_CHARS_MAX, p
 PromptDigest: TypeAlias = Annotated[
     str, Meta(max_length=32 + 8 * 34, pattern=r"\A(?:[0-9a-f]{32}(?::[a-z_]{1,16}=[0-9a-f]{16}){0,8})?\Z")
 ]
-"""Digest of a prompt's tokens and of each kind of mark (`core.protocol.prompts`); "" if the producer gives none."""
+"""Digest of a prompt's tokens, and of its adapter, pictures and salt if it has any (`core.protocol.prompts`); "" if the
+producer gives no digest."""
 LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
 """Lease id as readers send it: any text, since an unknown id just finds no lease."""
 TicketLeaseId: TypeAlias = Annotated[
     str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
 ]
-"""Lease id in a ticket: the hexadecimal digits of a seal that is not wiped; "" if the rank has to be asked."""
+"""Lease id in a ticket: the bytes of the lease's seal as hexadecimal digits, not all 0; "" if a reader has to ask the
+rank for its lease."""
 Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]
 
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
