@@ -1,8 +1,9 @@
-"""EngineRanks: the metadata of all ranks of one engine, as stock readers get it from any rank.
+"""EngineRanks: the metadata of all ranks of one engine, so that any rank can answer stock readers for all ranks.
 
 A stock engine has one listener, and its readers ask it about every rank that they read from. In kvflow each rank has a
 runtime, so the engine passes each rank's metadata (its *card*) to the other ranks, as it does with tickets for
-`merge_tickets`. Until a rank has all cards it answers no reader: a reader would take some ranks for the whole engine.
+`merge_tickets`. Until a rank has the cards of all ranks it answers no reader: a reader would take some ranks for the
+whole engine.
 """
 
 from __future__ import annotations
@@ -21,27 +22,28 @@ from kvflow.stock.wire import METADATA_BYTES_MAX, StockMetadata
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 _ALIKE = ("num_blocks", "block_size", "block_lens", "kv_cache_layout", "region_names", "region_group_ids")
-"""Fields that must be equal on all ranks of an engine: readers look at the first rank's only."""
+"""Metadata fields that must be equal on all ranks of an engine, since readers look only at the first rank's."""
 
 
 class _Card(msgspec.Struct, frozen=True, kw_only=True):
-    """Metadata of one rank, for the other ranks of its engine."""
+    """Metadata of one rank for stock readers, in the form in which ranks of an engine pass it to each other."""
 
     engine_id: str
     tp_rank: int
     tp_size: int
     metadata: bytes
-    """The metadata as a reader gets it."""
+    """The metadata encoded for a stock reader."""
 
 
 class EngineRanks:
-    """The cards of all ranks of an engine, for stock readers. Each rank gives an object of its own to its `StockPeers`.
+    """The metadata of all ranks of an engine, for stock readers. A rank's encoded metadata is called its card.
 
-        card = ranks.card  # once a cache is registered, on every rank
-        ranks.show(cards)  # of all ranks, on every rank that tickets may name first
+        ranks = EngineRanks()  # on each rank, for StockPeers(ranks=ranks)
+        card = ranks.card  # on each rank, once a cache is registered
+        ranks.show(cards)  # the cards of all ranks, on each rank that tickets may name first
 
-    A rank that registers its cache again has another card, and answers no reader until it has been given all cards
-    again. An engine of one rank needs no EngineRanks. The methods may be called from any thread.
+    A rank that registers its cache again has another card, and answers no reader until it has been given the cards of
+    all ranks again. An engine of one rank needs no EngineRanks. The methods may be called from any thread.
     """
 
     def __init__(self) -> None:
@@ -53,13 +55,16 @@ class EngineRanks:
 
     @property
     def card(self) -> bytes:
-        """Card of this rank. UsageError before a cache is registered, or if stock readers are not served."""
+        """This rank's metadata, encoded for `show`.
+
+        UsageError before a cache is registered, or without `serve_version`.
+        """
         if self._own is None:
             raise UsageError("stock ranks: no cache is registered that stock readers are served from")
         return msgspec.msgpack.encode(self._own)
 
     def show(self, cards: Sequence[bytes]) -> None:
-        """Answer stock readers for all ranks of this engine, with these cards.
+        """Begin to answer stock readers for all ranks of this engine, with the metadata in `cards`.
 
         Args:
             cards: the `card` of every rank, in any order.
@@ -87,7 +92,9 @@ class EngineRanks:
         self._shown = {card.tp_rank: card.metadata for card in found}
 
     def begin(self, engine_id: str, tp_rank: int, tp_size: int, metadata: bytes) -> None:
-        """Begin to show the cache that this rank has registered. Only the rank's runtime calls it.
+        """Set this rank's metadata, and drop the cards of the other ranks. Only the rank's runtime calls it.
+
+        The runtime does so when a cache is registered.
 
         Args:
             engine_id: name of the engine.
@@ -101,7 +108,7 @@ class EngineRanks:
             self._shown = {0: metadata}
 
     def metadata_of(self, tp_rank: int) -> bytes | None:
-        """Return the metadata that readers get for a rank.
+        """Return the encoded metadata that stock readers get for a rank of this engine.
 
         Args:
             tp_rank: index of the rank.
@@ -119,7 +126,7 @@ def _read(card: bytes) -> _Card:
 
 
 def _check_alike(cards: Sequence[_Card]) -> None:
-    """Raise RequestError if the ranks differ where a reader expects one engine's ranks to agree."""
+    """Raise RequestError if a field in `_ALIKE` differs between the ranks of `cards`."""
     shown = [_decoded(card.metadata, StockMetadata) for card in cards]
     for name in _ALIKE:
         values = {repr(getattr(one, name)) for one in shown}

@@ -1,4 +1,4 @@
-"""The one question to a stock engine's listener: the question for the metadata of a rank.
+"""Asks a stock engine's listener for the metadata of a rank, the only question that the listener survives.
 
 The listener is a thread of the engine's scheduler, and any other message ends it for good. So this module can send
 nothing else, and every question has a socket of its own.

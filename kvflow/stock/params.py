@@ -1,4 +1,4 @@
-"""Parameters of stock engines (`kv_transfer_params`): read as `StockTicket`s, and made for stock readers."""
+"""`kv_transfer_params` of stock engines: read as `StockTicket`s from stock producers, and made for stock readers."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ _Block: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
-    """A stock producer's offer, read from its parameters: a prompt's blocks, without anything that could prove them.
+    """A stock producer's offer of a prompt's blocks, read from its parameters. It names no seals.
 
-    A `Ticket` has its engine's block size, heads and groups. Here they are unknown until a rank has been asked; then
-    `needed_blocks` returns the blocks that the tokens need.
+    A `Ticket` has its engine's block size, heads and groups. Here they are unknown until the first rank has been asked;
+    then `needed_blocks` returns the blocks that the tokens need.
     """
 
     def __post_init__(self) -> None:
         """Check nothing, since the groups are not known; `read_stock` has checked the fields."""
 
     least_line: str
-    """Version of the first release line that makes parameters with these keys."""
+    """Version of the oldest vLLM release line that makes parameters with these keys."""
     arrived: Arrival | None = None
-    """When the parameters came to this engine; None if that was not noted."""
+    """Time at which the parameters arrived at this engine; None if it was not noted."""
     params: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """The parameters as they came, without keys that no stock producer makes."""
+    """The parameters as they arrived, without keys that no stock producer makes."""
     left: int = 0
-    """Number of offered tokens, at the end of the prompt, that are not loaded; `num_tokens` does not count them."""
+    """Number of offered tokens at the end of the prompt that are not to be loaded; `num_tokens` does not count them."""
 
     @cached_property
     def offered_tokens(self) -> int:
@@ -54,7 +54,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
         return False
 
     def to_params(self) -> dict[str, Any]:
-        """Return the parameters that routers carry, as they came.
+        """Return the parameters as they arrived, for routers.
 
         Returns:
             A copy.
@@ -63,7 +63,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
 
 
 class _Params(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a stock producer's parameters that are checked."""
+    """The checked fields of a stock producer's parameters."""
 
     do_remote_prefill: bool
     remote_block_ids: Annotated[tuple[tuple[_Block, ...], ...], Meta(min_length=1, max_length=GROUPS_MAX)]
@@ -79,7 +79,7 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_stock(params: Mapping[str, Any]) -> bool:
-    """Return True if a request's parameters ask for a load from a stock engine."""
+    """Return True if `params` ask for a load from a stock engine."""
     request_id = params.get("remote_request_id")
     ours = params.get("kvflow") is not None or (isinstance(request_id, str) and MARK in request_id)
     return not ours and "remote_block_ids" in params
@@ -88,7 +88,7 @@ def is_stock(params: Mapping[str, Any]) -> bool:
 def read_stock(
     params: Mapping[str, Any], *, arrived: Arrival | None, lease_s: float, block_ids_max: int, left: int = 0
 ) -> StockTicket:
-    """Return a stock producer's parameters as a ticket, without the last `left` tokens.
+    """Return a stock producer's parameters as a ticket for all offered tokens but the last `left`.
 
     RequestError names the field that is invalid, or the vLLM version that is not supported.
     """
@@ -138,11 +138,11 @@ def read_stock(
 
 
 def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts]) -> tuple[tuple[int, ...], ...]:
-    """Return the offered blocks that the ticket's tokens need, for each of a rank's `groups`.
+    """Return the ids of the offered blocks that the ticket's tokens need, one tuple for each of a rank's `groups`.
 
     vLLM lists a prompt's blocks up to its last token. A group of full attention has all blocks. A group with a window
     has as many blocks as the window may reach back, with null blocks (0) in place of blocks that vLLM has freed.
-    RequestError if a list has another length, or a needed block is null.
+    RequestError if a group's table has another length, or a needed block is null.
     """
     what = f"stock request {ticket.request_id!r}"
     if len(ticket.block_tables) != len(groups):
@@ -164,9 +164,10 @@ def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts]) -> tuple[tu
 
 
 def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> int | None:
-    """Return the index of the first needed block of a group that its producer has freed, or None if there is none.
+    """Return the index, in the prompt, of the first needed block that the producer has freed, or None.
 
-    Also None if the group's block size is not the one in `facts`: the handshake finds that out.
+    `ids` is the ticket's block table of the group `facts`. None also if its length does not fit the group's block size:
+    the handshake finds that out.
     """
     kept = None if facts.whole else _needed_ids(ticket, facts, ids)
     if kept is None or 0 not in kept:
@@ -175,7 +176,10 @@ def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> in
 
 
 def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> Sequence[int] | None:
-    """Return the needed ids of a table, which ends with the prompt's last block. None if its length is impossible."""
+    """Return the ids that are needed of `ids`, which ends with the prompt's last block.
+
+    None if its length is impossible.
+    """
     size, tokens = facts.block_size, ticket.num_tokens
     first, behind = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size) - len(ids)
     if not 0 <= behind <= first or (facts.whole and behind):
@@ -184,15 +188,15 @@ def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> S
 
 
 def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:
-    """Return a ticket in the parameters of a stock producer of `version`, with "kvflow" added for kvflow readers.
+    """Return `ticket` as parameters of a stock producer of `version`, with the key "kvflow" for kvflow's own readers.
 
-    The content of "kvflow" is also appended to the request id, for routers that drop the field: without both, a kvflow
+    The content of "kvflow" is also appended to the request id, for routers that drop the key: without both, a kvflow
     reader would take the producer for a stock engine. To a stock reader the id is a name like any other.
 
     Each group has a table of block ids up to the end of the prompt. The last `left` tokens of the prompt are not
-    offered, but a stock reader makes room for all tokens, and computes the last token itself. If a token that is not
-    offered would begin a block, another block of the prompt takes the place of that block in the table, and "kvflow"
-    has the number of these blocks (`padding`). RequestError for a ticket that would crash a stock reader, or that it
+    offered, but a stock reader makes room for all tokens, and computes the last token itself. If tokens that are not
+    offered begin further blocks, the last offered block is repeated in the table for each of these blocks, and "kvflow"
+    has the number of repetitions (`padding`). RequestError for a ticket that would crash a stock reader, or that it
     would read wrongly.
     """
     checks.instance(ticket, Ticket, "stock params: ticket")
@@ -239,7 +243,7 @@ def _groups(ticket: Ticket) -> tuple[GroupFacts, ...]:
 
 
 def _arrival(value: object) -> Arrival | None:
-    """Return `value` if it is None or a valid Arrival; any caller may have made it. Else raise RequestError."""
+    """Return `value` if it is None or a valid Arrival, else raise RequestError: any caller may have made it."""
     if value is not None:
         fits = isinstance(value, Arrival) and type(value.machine) is str and type(value.now_s) in (int, float)
         if not fits or not abs(value.now_s) <= checks.SECONDS_MAX:  # type: ignore[attr-defined]

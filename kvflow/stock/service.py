@@ -1,4 +1,4 @@
-"""StockService: answers the questions of stock readers, and takes their notifications for this rank's leases.
+"""StockService: answers the questions of stock readers, and takes their notifications about this rank's leases.
 
 A stock reader trusts every answer. So an answer has a rank's metadata with one region for each layer, in the fields of
 the reader's own release line, and nothing that would crash the reader. A stock reader's notifications name a request
@@ -40,10 +40,13 @@ _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class StockService:
-    """A `runtime.part.Service`: answers stock readers for all ranks of its engine, takes notifications for its rank."""
+    """The `runtime.part.Service` for stock readers.
+
+    Answers questions about all ranks of the engine, and takes notifications about leases of its own rank.
+    """
 
     def __init__(self, cache: RegisteredCache, stock: StockPeers) -> None:
-        """ConfigError if stock readers cannot read the cache."""
+        """ConfigError if stock readers cannot read the registered cache."""
         self._clock = cache.clock
         self._leases = cache.serving
         self._hash = stock.hashes[0]
@@ -56,10 +59,10 @@ class StockService:
         shown = encode_metadata(shown_of(ours, cache.metadata, stock), stock.serve_line)
         self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
         self._told = Latest[str, tuple[int, int]](_TOLD_MAX)
-        """For each lease that some of its readers have read, by lease id: how many readers it has, and how many have
-        reported."""
+        """For each lease that some but not all of its stock readers have reported as read, by lease id: how many
+        readers the reports say that it has, and how many have reported."""
         self.refused = 0
-        """Number of questions that got no answer, and of notifications that were invalid."""
+        """Number of questions that got no answer, plus the number of invalid notifications."""
 
     def answer(self, question: bytes) -> list[bytes] | None:
         try:
@@ -89,16 +92,20 @@ class StockService:
         return True
 
     def _renew(self, request_ids: tuple[str, ...]) -> None:
-        """Renew the leases of these requests.
+        """Renew the leases of these requests, as a stock reader's heartbeat asks.
 
-        All requests without a lease are counted as one late notification, since a heartbeat may name thousands.
+        All requests without a lease are counted together as one late notification, since a heartbeat may name
+        thousands.
         """
         leased = {self._leases.lease_id_of(request_id) or _NOBODYS for request_id in request_ids}
         for lease_id in leased:
             self._leases.on_notification(codec.encode(Renew(lease_ids=(lease_id,), reader="stock")))
 
     def _read(self, request_id: str, readers: int) -> None:
-        """Count a report that a reader has read. Reports do not name readers, so only their number is known."""
+        """Count one report that a request was read, by one of `readers` readers.
+
+        Reports do not name their readers, so only the number of reports is known.
+        """
         lease_id = self._leases.lease_id_of(request_id)
         if lease_id is None:
             self._note_late(request_id)
@@ -114,9 +121,10 @@ class StockService:
         self._leases.on_notification(codec.encode(message))
 
     def _note_late(self, request_id: str) -> None:
-        """Warn that a stock reader may have read another prompt, since it checks nothing itself.
+        """Warn of a report about a request without a lease: its stock reader may have read another prompt's blocks.
 
-        The reader may also have given up the request unread. If there are very many, not every one is logged.
+        A stock reader checks nothing itself. It may also have given up the request unread. Under many late reports,
+        only some are logged.
         """
         self._leases.note_late_read()
         self._late_reads += 1
@@ -138,7 +146,7 @@ class StockService:
 
 
 def shown_of(ours: OurCache, metadata: messages.Metadata, stock: StockPeers) -> StockMetadata:
-    """Return this rank's metadata as a stock reader expects it. ConfigError if stock readers cannot read the cache."""
+    """Return this rank's metadata in the form for stock readers. ConfigError if stock readers cannot read the cache."""
     for one in ours.sets:
         if one.regions.parts not in (("KV",), ("latent",)):
             parts = one.regions.parts
@@ -174,7 +182,7 @@ def shown_of(ours: OurCache, metadata: messages.Metadata, stock: StockPeers) -> 
 
 
 def _layout_name(regions: Regions, line: Line) -> str:
-    """Return vLLM's name for the order inside a block; lines before 0.29 have older names."""
+    """Return vLLM's name, in release line `line`, for the order of heads and tokens inside a block."""
     block: BlockShape = regions.block
     heads_first = block.head_stride >= block.token_stride
     if line.number < (0, 29):

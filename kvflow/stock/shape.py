@@ -1,14 +1,14 @@
-"""Conversion between the metadata of stock ranks and kvflow ranks: layers, blocks, heads, memory.
+"""Conversion between the metadata of stock ranks and of kvflow ranks: layers, blocks, heads, memory.
 
 A stock rank says how many bytes a block has, but not how many heads. The number of heads follows from this rank's
-cache, which is of the same model. If several groups of layers lie in the same memory, a stock rank does not say which
+cache, which is of the same model. If layers of several groups lie in the same memory, a stock rank does not say which
 layers share a region: it names the first layer, and says that the region belongs to no single group. vLLM lays out the
-same model alike everywhere, so this rank's cache shows which layers share a region, provided that regions, names and
-groups agree.
+same model alike everywhere, so this rank's cache shows which layers share a region, provided that the regions, names
+and groups of both ranks agree.
 
-A stock rank cannot say how many ranks its engine has. The parameters do, but nobody signs them. A question about a rank
-that does not exist ends a stock listener, so the number is believed only if the first rank's heads prove it, or if it
-is configured (`StockPeers.tp_sizes`).
+A stock rank cannot say how many ranks its engine has. The parameters say it, but nobody signs them. A question about a
+rank that does not exist ends a stock listener, so the number is believed only if the first rank's heads prove it, or if
+it is configured (`StockPeers.tp_sizes`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvflow.stock.wire import StockMetadata
 HEADS_FIRST = ("LBHNC", "HND")
 TOKENS_FIRST = ("LBNHC", "NHD")
 SHARED = -1
-"""Value of `OurRegion.group` if layers of several groups lie in the region."""
+"""Value of `OurRegion.group` for a region with layers of several groups."""
 _LAYOUTS = (*HEADS_FIRST, *TOKENS_FIRST)
 _MEMORY = {"DRAM": "cpu", "VRAM": "cuda"}
 _NUMBER = re.compile(r"\d+")
@@ -44,42 +44,42 @@ _NO_SEALS = SealLocation(address=1, count=1, hold_s=SEAL_HOLD_S_MAX)
 
 
 class OurSet(NamedTuple):
-    """Layers of this rank that look alike."""
+    """Layers of this rank with equal memory layouts, which one `CacheShare` and one `Regions` describe."""
 
     share: CacheShare
     regions: Regions
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of one token, K and V together."""
+        """Bytes of one head for one token, K and V together."""
         return self.regions.block.run * len(self.regions.parts)
 
     @property
     def model_kv_heads(self) -> int:
-        """Number of KV heads of the model; 0 if this rank does not know it."""
+        """Number of KV heads in the whole model; 0 if this rank does not know it."""
         if self.share.latent:
             return 1
         return self.share.model_kv_heads or (self.share.kv_heads if self.share.tp_size == 1 else 0)
 
 
 class OurRegion(NamedTuple):
-    """A region of this rank's memory as stock ranks show it: a layer, or a layer of each of several groups."""
+    """A region of this rank's memory as a stock rank would show it: one layer, or a layer of each of several groups."""
 
     layer: int
-    """The first layer in the region, which the region is named after."""
+    """Number of the region's first layer, which gives the region its name."""
     at: tuple[int, int]
-    """Place of that layer: the index of its set, and its index in the set."""
+    """Where the first layer is in `OurCache.sets`: index of its set, and index of the layer within the set."""
     group: int
-    """Group of all layers in the region, or SHARED."""
+    """Index of the group that all layers in the region belong to, or SHARED."""
 
     @property
     def number(self) -> int:
-        """The number in the first layer's name."""
+        """The number that stands in the first layer's name."""
         return self.layer % NAMED_LAYERS_MAX
 
 
 class OurCache(NamedTuple):
-    """This rank's cache, in the form in which stock caches are compared with it."""
+    """This rank's cache in the form in which caches of stock ranks are compared with it."""
 
     sets: tuple[OurSet, ...]
     groups: tuple[GroupFacts, ...]
@@ -90,7 +90,10 @@ class OurCache(NamedTuple):
 
     @property
     def regions(self) -> tuple[OurRegion, ...]:
-        """Regions in a stock rank's order: by the number in the first layer's name; a draft model's regions last."""
+        """Regions in the order of stock ranks: by the number in the first layer's name.
+
+        The regions of a draft model come last.
+        """
         found: dict[int, OurRegion] = {}
         for layer, which, nth in sorted(self._layers(), key=_stock_order):
             group, base = self.sets[which].share.group, self.base_of(which, nth)
@@ -100,7 +103,7 @@ class OurCache(NamedTuple):
         return tuple(found.values())
 
     def base_of(self, which: int, nth: int) -> int:
-        """Return the address at which the blocks of layer `nth` of set `which` begin."""
+        """Return the address of the first block of the layer with index `nth` in the set with index `which`."""
         regions = self.sets[which].regions
         return int(regions.bases[nth * len(regions.parts)])
 
@@ -114,7 +117,10 @@ def _stock_order(layer: tuple[int, int, int]) -> tuple[bool, int, int]:
 
 
 def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> OurCache:
-    """Return this rank's cache for comparison with stock caches. ConfigError if stock engines cannot exchange it."""
+    """Return this rank's cache in the form for comparison with stock caches.
+
+    ConfigError if it cannot be exchanged with stock engines.
+    """
     what = "stock peers: our cache"
     if any(share.part for share in shares) or any(group.kind is GroupKind.STATE for group in groups):
         raise ConfigError(f"{what}: state per request is not exchanged with stock engines, attention is")
@@ -126,9 +132,9 @@ def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: 
 
 
 def metadata_of(at: Address, found: StockMetadata, agent: str, ours: OurCache, *, tp_size: int) -> messages.Metadata:
-    """Return a stock rank's metadata as kvflow's own, to be judged in the same way. Raises PeerIncompatible.
+    """Convert a stock rank's metadata to kvflow's form, so that it can be judged like any peer's.
 
-    `tp_size`: number of ranks of the stock engine.
+    `tp_size` is the number of ranks of the stock engine. PeerIncompatible if the stock cache cannot be read.
     """
     if problems := unread(found):
         raise at.failure(PeerIncompatible, "; ".join(problems))
@@ -172,9 +178,10 @@ def metadata_of(at: Address, found: StockMetadata, agent: str, ours: OurCache, *
 
 
 def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collection[int]) -> None:
-    """Raise PeerIncompatible unless the first rank's `share` proves that its engine has `share.tp_size` ranks.
+    """Raise PeerIncompatible unless it is proven or configured that the stock engine has `share.tp_size` ranks.
 
-    A size in `known`, which was configured, needs no proof: heads that are replicated on several ranks prove nothing.
+    The first rank's number of heads proves it, unless heads are replicated on several ranks. Sizes in `known` are
+    configured.
     """
     kv_heads, tp_size, model = share.kv_heads, share.tp_size, ours.sets[0].model_kv_heads
     if tp_size == 1 or tp_size in known:
@@ -187,7 +194,7 @@ def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collect
 
 
 def unread(found: StockMetadata) -> list[str]:
-    """Return the reasons why a stock cache like this one is never read; an empty list if it may be."""
+    """Return why the cache in `found` is never read from a stock engine; an empty list if it may be read."""
     layout, split = found.kv_cache_layout, found.physical_blocks_per_logical_kv_block
     problems = {
         f"dcp_size {found.dcp_size}, pcp_size {found.pcp_size}: only 1 is read from": found.dcp_size * found.pcp_size
@@ -204,9 +211,9 @@ def unread(found: StockMetadata) -> list[str]:
 
 
 def _places(at: Address, found: StockMetadata, ours: OurCache) -> dict[int, int]:
-    """Return the index of the stock rank's region for each region of this rank, by the address of the latter.
+    """Return the index of the stock rank's region for each region of this rank, by this rank's base address.
 
-    Raises PeerIncompatible unless both ranks lay out their regions alike.
+    PeerIncompatible unless both ranks lay out their regions alike.
     """
     regions = _regions_of(at, found, ours.regions)
     groups = [region.group for region in regions]
@@ -220,10 +227,10 @@ def _places(at: Address, found: StockMetadata, ours: OurCache) -> dict[int, int]
 
 
 def _regions_of(at: Address, found: StockMetadata, regions: Sequence[OurRegion]) -> Sequence[OurRegion]:
-    """Return this rank's region for each of the stock rank's regions.
+    """Return this rank's counterpart of each of the stock rank's regions, in the stock rank's order.
 
-    Regions are matched by the number in the first layer's name; without names, both ranks have the same order. Raises
-    PeerIncompatible if they do not match.
+    Regions are matched by the number in the first layer's name; without names, both ranks have the same order.
+    PeerIncompatible if the regions do not match.
     """
     count = len(found.kv_caches_base_addr)
     if count != len(regions):
@@ -246,9 +253,9 @@ def _text(numbers: Collection[int]) -> str:
 
 
 def _heads(at: Address, found: StockMetadata, ours: OurSet, places: Sequence[int]) -> int:
-    """Return the number of a stock rank's KV heads, computed from its regions at `places`.
+    """Return how many KV heads a stock rank has, computed from the block sizes of its regions at the indexes `places`.
 
-    Raises PeerIncompatible if the regions differ, or do not hold a whole number of heads.
+    PeerIncompatible if the regions differ, or do not hold a whole number of heads.
     """
     sizes = {found.block_lens[place] for place in places}
     if len(sizes) > 1:

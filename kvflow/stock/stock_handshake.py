@@ -1,7 +1,7 @@
-"""The handshake with a stock rank: one question, with an answer that is judged like any other peer's.
+"""The handshake with a stock rank: one question for its metadata, which is judged like any other peer's.
 
-A stock peer has the address "stock+ADDRESS/RANKS". So it is never taken for a kvflow peer at the same port, and the
-number of ranks that one ticket claims does not concern other tickets.
+A stock peer has the address "stock+ADDRESS/RANKS", with the number of its engine's ranks. So it is never taken for a
+kvflow peer at the same port, and if a ticket claims a wrong number of ranks, no other ticket is affected.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _LOOK_AGAIN_S = 2.0  # no engine restarts faster
 
 
 def peer_address(ticket: StockTicket, rank: Rank) -> Address:
-    """Return the peer address of a rank of a stock engine."""
+    """Return the address under which a rank of the ticket's stock engine is kept as a peer."""
     return Address(ticket.engine_id, rank, f"{_MARK}{ticket.address}/{ticket.tp_size}")
 
 
 class StockHandshakes:
-    """Handshakes of one rank with kvflow peers and stock peers; see `runtime.peers.table.Handshaking`."""
+    """One rank's handshakes with both kvflow peers and stock peers; see `runtime.peers.table.Handshaking`."""
 
     def __init__(self, cache: RegisteredCache, own: Handshakes, stock: StockPeers) -> None:
-        """ConfigError if stock engines cannot exchange the cache."""
+        """ConfigError if this rank's cache cannot be exchanged with stock engines."""
         local = cache.local
         self.ours = our_cache(local.cache_shares, local.regions, local.groups)
         self.leases = StockLeases(cache, stock.terms)
@@ -54,22 +54,26 @@ class StockHandshakes:
         self._tp_sizes = {*stock.tp_sizes, local.cache_shares[0].tp_size}
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
-        """Connect to a peer of either kind; see `Handshakes.connect`."""
+        """Connect to a kvflow peer or a stock peer, by its address; see `Handshakes.connect`."""
         if not peer.address.startswith(_MARK):
             return await self._own.connect(peer, request_id)
         async with asyncio.timeout(self._config.handshake_timeout_s):
             return await self._connect(peer)
 
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
-        """Ask a kvflow peer; see `Handshakes.ask`. ProtocolError for a stock rank: that would crash its listener."""
+        """Send `request` to a kvflow peer and return the answer; see `Handshakes.ask`.
+
+        ProtocolError for a stock peer: the request would crash its listener.
+        """
         if peer.address.startswith(_MARK):
             raise peer.at.failure(ProtocolError, "a stock engine is asked for its metadata, and nothing else")
         return await self._own.ask(peer, request, timeout_s)
 
     async def lives(self, peer: Peer, connection: StockConnection) -> bool:
-        """Return whether a rank still has the agent of `connection`. Ask the rank, unless it was seen alive within 2 s.
+        """Return whether a stock rank still has the agent of `connection`, so that it has not restarted.
 
-        Raises a PeerError if the rank does not answer. Cancelling gives up the question.
+        A rank that was seen alive in the last 2 s is not asked. Raises a PeerError if the rank does not answer.
+        Cancelling gives up the question.
         """
         asked_s = self._clock.now_s()
         if asked_s - connection.seen_s < _LOOK_AGAIN_S:

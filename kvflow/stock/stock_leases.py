@@ -1,6 +1,6 @@
 """Leases of stock producers: how long each can be trusted, and which notifications its producer gets.
 
-A producer gets the texts of `stock.texts` and nothing else: any other message crashes its engine.
+A producer gets only the notifications that `stock.texts` makes: any other message crashes its engine.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvflow.stock.texts import heartbeat_texts, read_text
 
 _Key: TypeAlias = tuple[str, str, str]  # engine, address, request
 StockRequest: TypeAlias = tuple[float, dict[Rank, DeadlineProof]]
-"""When the parameters of a request arrived, and the proof of each rank of its producer."""
+"""Time at which the parameters of a request arrived, and a DeadlineProof for each rank of its producer."""
 _SEEN_MAX = 1 << 16
 _MET_MAX = 1 << 14
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_id() -> str:
-    """Return an id of this machine's current boot, or "". Processes with the same id have the same clock."""
+    """Return an id of this machine since its last boot, or "". Processes with the same id have the same clock."""
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except OSError:
@@ -38,7 +38,7 @@ def machine_id() -> str:
 
 
 def arrival() -> Arrival:
-    """Return the current time as the arrival of parameters, for `StockTicket.arrived`.
+    """Return the current time as an Arrival, for `StockTicket.arrived`.
 
     Returns:
         Now, on this machine's clock.
@@ -50,15 +50,18 @@ class StockConnection(Connection):
     """Connection to a stock rank after its handshake."""
 
     reporters: int
-    """Number of readers that this engine states in its notifications to the rank."""
+    """Number of readers that notifications to the rank state, so that the rank knows how many reports to expect."""
     seen_s: float
-    """Time at which the rank was last seen alive."""
+    """Time at which the rank was last known to be alive."""
     told: messages.Metadata
-    """The rank's metadata in kvflow's form."""
+    """The rank's metadata, converted to kvflow's form."""
 
 
 class StockLeases:
-    """Recent requests of stock producers. Notifies the producers as `runtime.peers.peer.Telling`."""
+    """The latest requests that were read from stock producers.
+
+    Notifies these producers, as `runtime.peers.peer.Telling`.
+    """
 
     def __init__(self, cache: RegisteredCache, terms: Terms) -> None:
         self.terms = terms
@@ -67,14 +70,17 @@ class StockLeases:
         self._clock = cache.clock
         self._transport = cache.transport
         self._seen = Latest[_Key, StockRequest | None](_SEEN_MAX)
-        """Requests, the latest last. None: the producer was notified that the request was read, or is not needed."""
+        """The latest requests, by engine, address and request id. None for a request with a producer that was notified
+        that it was read, or is not needed."""
         self._met = Latest[tuple[str, str, Rank], tuple[str, float]](_MET_MAX)
-        """The agent of each rank, and the time at which it took the place of another agent; -inf if there was none."""
+        """For each rank, by engine, address and rank, its agent, and the time at which the agent took the place of
+        another agent; -inf for the first agent."""
 
     def request_of(self, ticket: StockTicket) -> StockRequest:
-        """Return the request of a ticket. If the ticket has no arrival, the first call for it is the arrival.
+        """Return the arrival time and proofs of the request that `ticket` is for.
 
-        Raises LeaseExpired if the request was read here before, or if its arrival is by another machine's clock.
+        If the ticket has no arrival, the first call for its request is the arrival. LeaseExpired if the request was
+        read here before, or if the arrival is by another machine's clock.
         """
         key = (ticket.engine_id, ticket.address, ticket.request_id)
         if key not in self._seen:
@@ -86,10 +92,10 @@ class StockLeases:
         return request
 
     def proof_of(self, request: StockRequest, ticket: StockTicket, peer: Peer, agent: str) -> DeadlineProof:
-        """Return the proof of what is read from a rank for a request.
+        """Return the proof for what is read from `peer`, a rank of the request's producer.
 
-        LeaseExpired if the rank has restarted since the parameters arrived, or may have: parameters that arrive within
-        `router_s` after a new agent was met may be from before the restart.
+        LeaseExpired if the rank has restarted since the parameters arrived, or may have: parameters that arrive less
+        than `router_s` after a new agent was seen may be from before the restart.
         """
         arrived_s, proofs = request
         if peer.rank in proofs and proofs[peer.rank].agent != agent:
@@ -102,7 +108,7 @@ class StockLeases:
         return proofs[peer.rank]
 
     def needed(self, sources: Sequence[Source]) -> int:
-        """Send a heartbeat for the requests of `sources`; see `Telling.needed`."""
+        """Send the producer of `sources` a heartbeat for their requests. Return their number; see `Telling.needed`."""
         proofs = {proof.request_id: proof for proof in map(_proof, sources)}
         for proof in proofs.values():
             proof.beat()
@@ -111,14 +117,14 @@ class StockLeases:
         return len(proofs)
 
     def read(self, source: Source) -> None:
-        """Notify a producer that a request was read; nothing is read for it afterwards. See `Telling.read`."""
+        """Notify a source's rank that its request was read, and allow no further read of it. See `Telling.read`."""
         connection, request_id = source.connection, _proof(source).request_id
         assert isinstance(connection, StockConnection), "it is told so"
         self._seen[source.peer.engine_id, source.lease.address, request_id] = None
         self._transport.notify(connection.agent, read_text(request_id, connection.reporters))
 
     def _met_s(self, ticket: StockTicket, peer: Peer, agent: str) -> float:
-        """Return when the rank's agent took the place of another agent; -inf if none was known."""
+        """Return when the rank's present `agent` took the place of another agent; -inf if it is the first one known."""
         key = (ticket.engine_id, peer.address, peer.rank)
         known, met_s = self._met.get(key, (agent, -math.inf))
         if known != agent:

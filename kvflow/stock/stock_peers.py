@@ -1,4 +1,4 @@
-"""StockPeers: the part of a runtime that exchanges blocks with stock engines, and the settings for it."""
+"""StockPeers: the capability of a runtime to exchange blocks with stock engines, and its settings."""
 
 from __future__ import annotations
 
@@ -30,31 +30,33 @@ Names: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=NAMED_LAYERS_MAX)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockPeers(Foreign):
-    """The stock engines that a runtime reads from and serves: a part of the runtime. ConfigError names a bad field.
+    """Lets a runtime read from stock engines and serve stock readers: an item of `Runtime(parts=[...])`.
 
     The exchange is as safe as between stock engines: neither side proves which engine it is, and a read from a stock
-    engine is trusted by computed times (`Terms`). Loads from kvflow's own engines keep all promises.
+    engine is trusted by computed times (`Terms`). Loads from kvflow's own engines keep all promises. ConfigError names
+    a bad field.
     """
 
     name = "stock"
     hashes: Hashes = ()
-    """Compatibility hashes of the engines that are read from; an engine with another hash is refused. Readers are shown
-    the first hash. `kvflow doctor --stock` shows the hash of an engine."""
+    """Compatibility hashes of the stock engines to read from; an engine with another hash is refused. Stock readers are
+    shown the first hash. `kvflow doctor --stock` shows the hash of an engine."""
     terms: Terms = field(default_factory=Terms)
     tp_sizes: tuple[RankCount, ...] = ()
-    """Tensor-parallel sizes of the stock engines. A size that a first rank's heads prove need not be listed."""
+    """Tensor-parallel sizes of the stock engines to read from. A size need not be listed if the number of heads on the
+    engine's first rank proves it."""
     serve_version: Name = ""
-    """vLLM version of the engines that read from this engine, for example "0.32.0"; empty: stock readers are not
-    served."""
+    """vLLM version of the stock readers, for example "0.32.0". If empty, stock readers are not served."""
     attn_backend_name: Name = ""
-    """Name of the attention backend that readers are shown, and compare with their own."""
+    """Name of the attention backend that stock readers are shown, and compare with their own."""
     region_names: Names = ()
-    """Names of all layers that readers are shown, in order of the layers' numbers; empty: no names are shown."""
+    """Layer names that stock readers are shown, for all layers in order of their numbers. If empty, no names are
+    shown."""
     ranks: EngineRanks | None = None
-    """Cards of all ranks of this engine; needed to serve stock readers from an engine of several ranks."""
+    """Metadata of all ranks of this engine; needed to serve stock readers from an engine of several ranks."""
     on_late_read: Callable[[str], None] | None = None
-    """Function that is called on the runtime's loop with the id of each request that a reader reports as read after the
-    end of its lease."""
+    """Function that is called on the runtime's loop with a request id whenever a stock reader reports a read after the
+    end of the lease."""
 
     def __post_init__(self) -> None:
         checks.settle(self, ConfigError, "stock ")
@@ -67,7 +69,7 @@ class StockPeers(Foreign):
 
     @property
     def serve_line(self) -> Line:
-        """Release line of the readers that are served."""
+        """Release line of vLLM that `serve_version` belongs to."""
         return line_of(self.serve_version, ConfigError)
 
     def handshakes(self, cache: RegisteredCache, own: Handshakes) -> StockHandshakes:

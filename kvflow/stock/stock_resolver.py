@@ -32,9 +32,9 @@ class StockResolver:
         self._handshakes = handshakes
 
     def read_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        """Return the ticket if it is valid, else raise RequestError.
+        """Return `ticket` as a Ticket or StockTicket if it is valid, else raise RequestError.
 
-        A `StockTicket` is checked again, since any caller can make one.
+        A StockTicket is read again from its parameters, since any caller can make one.
         """
         lease_s, most = self._leases.terms.lease_s, self._block_ids_max
         if not isinstance(ticket, StockTicket):
@@ -45,11 +45,17 @@ class StockResolver:
         return read_stock(params, arrived=arrived, lease_s=lease_s, block_ids_max=most, left=left)
 
     def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:
-        """See `Reach.reach_at_once`. None for a stock ticket: first ask whether its producer has restarted."""
+        """See `Reach.reach_at_once`.
+
+        Return None for a stock ticket: its ranks have to be asked first whether they have restarted.
+        """
         return None if isinstance(ticket, StockTicket) else self._own.reach_at_once(ticket, found)
 
     async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
-        """See `Reach.reach`. Also raises LeaseExpired for a stock request that was read here before."""
+        """Return the ranks that a load with `ticket` reads from or reports to; see `Reach.reach`.
+
+        Also raises LeaseExpired for a stock request that was read here before.
+        """
         if not isinstance(ticket, StockTicket):
             return await self._own.reach(ticket, found)
         request = self._leases.request_of(ticket)
@@ -66,7 +72,7 @@ class StockResolver:
         return sources
 
     def _source(self, ticket: StockTicket, request: StockRequest, peer: Peer, connection: StockConnection) -> Source:
-        """Return a rank as a source, with the blocks to read from it.
+        """Return a stock rank as a Source: its connection, the blocks to read from it, and the proof.
 
         Raises the errors of `needed_blocks` and `StockLeases.proof_of`.
         """
@@ -78,7 +84,7 @@ class StockResolver:
         return Source(peer, connection, lease, 0, proof)
 
     async def _connect(self, at: Address) -> tuple[Peer, StockConnection]:
-        """Return a rank and its connection. The rank was seen alive recently, or is asked.
+        """Return the stock rank at `at` and its connection. Unless it was seen alive within 2 s, the rank is asked.
 
         If the rank has restarted, drop its connection and connect again: another process may have taken its port.
         """

@@ -1,9 +1,9 @@
 """Notifications of stock readers: "ID:N" (one of N readers has read ID) and "HB:ID,ID" (these are still needed).
 
 A stock producer decodes notifications in its engine's step, without error handling: bytes that are not UTF-8, a text
-without a colon, or a count that is not a number crash its engine. So a stock producer is only ever sent texts that this
-module makes, and this module makes no text with an id that cannot be part of it. kvflow's own notifications are
-MessagePack arrays, which begin with a byte that no text begins with.
+without a colon, or a count that is not a number crash its engine. So a stock producer is sent only texts that this
+module makes, and this module puts no id into a text that would change the meaning of the text. kvflow's own
+notifications are MessagePack arrays, which begin with a byte that no text begins with.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ _HEARTBEAT = "HB:"
 _PUSHED = "PUSH_REG:"
 _ARRAYS = range(0x90, 0xA0)
 TEXT_BYTES_MAX = 1 << 14
-"""Largest size of a text that is sent."""
+"""Largest size of a notification that is sent, in bytes."""
 HEARD_BYTES_MAX = 1 << 22
-"""Largest size of a text that is accepted. A stock reader's heartbeat names all requests that wait for one producer, by
-ids that have a copy of kvflow's parameters appended."""
+"""Largest size of a notification that is accepted, in bytes. A stock reader's heartbeat names all requests that wait
+for one producer, by ids that have a copy of kvflow's parameters appended."""
 _HEARD_IDS_MAX = 1 << 14
 
 
 class ReaderText(NamedTuple):
-    """A stock reader's notification: a request that it has read, or the requests with blocks that it still needs."""
+    """A decoded notification of a stock reader: one request that it has read, or all requests that it still needs."""
 
     request_ids: tuple[str, ...]
     readers: int = 0
-    """Number of readers of this rank, one of which has read; 0 for a heartbeat."""
+    """Number of readers that this rank has for the request, as one that has read says; 0 for a heartbeat."""
 
 
 def is_text(payload: bytes) -> bool:
-    """Return True if a notification is not one of kvflow's, so that only a stock reader can have sent it."""
+    """Return True if a notification can only be from a stock reader, since kvflow's begin with another byte."""
     return not payload or payload[0] not in _ARRAYS
 
 
 def can_be_told(request_id: str) -> bool:
-    """Return True if a text can name this request, so that a stock producer takes it for no other request."""
+    """Return True if a text can contain this request id, so that a stock producer takes it for no other request."""
     plain = request_id.isprintable() and request_id.isascii() and 0 < len(request_id) <= REQUEST_ID_CHARS_MAX
     return plain and "," not in request_id and not request_id.startswith((_HEARTBEAT, _PUSHED))
 
 
 def read_text(request_id: str, readers: int) -> bytes:
-    """Return the notification that one of `readers` readers has read.
+    """Return the notification that one of `readers` readers has read the request.
 
-    ValueError if it would crash the producer's engine.
+    ValueError if the notification would crash the producer's engine.
     """
     if not can_be_told(request_id) or not 1 <= readers <= RANKS_MAX:
         raise ValueError(f"no notification can say {request_id[:80]!a}:{readers}")
@@ -58,7 +58,7 @@ def read_text(request_id: str, readers: int) -> bytes:
 
 
 def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
-    """Yield the notifications that these requests are still needed: few, and of bounded size.
+    """Yield notifications that these requests are still needed, each with as many ids as `TEXT_BYTES_MAX` allows.
 
     ValueError if an id would crash the producer's engine.
     """
@@ -77,7 +77,10 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
 
 
 def decode_text(payload: bytes) -> ReaderText:
-    """Decode a stock reader's text, with kvflow's appended copy taken off each id. WireError for anything else."""
+    """Decode a stock reader's notification. WireError if it is not valid.
+
+    From each id, the copy of kvflow's parameters that `stock_params` has appended is removed.
+    """
     if len(payload) > HEARD_BYTES_MAX:
         raise WireError(f"a text of {counted(len(payload), 'byte')}, at most {HEARD_BYTES_MAX}")
     try:

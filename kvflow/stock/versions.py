@@ -1,8 +1,8 @@
-"""Release lines of vLLM that kvflow exchanges with, as a table: the fields that each sends, and where they differ.
+"""Table of the vLLM release lines that kvflow exchanges with: the fields that each line sends, and where they differ.
 
-A peer does not say its version. The fields of its parameters and of its metadata show the line, as far as anything on
-the wire depends on the line. Lines that look the same are treated the same. A line that is not in the table is refused
-by name: an older listener crashes on kvflow's question, and a later line may mean something else.
+A peer does not say its version. The fields of its parameters and of its metadata show the release line, as far as
+anything on the wire depends on it. Lines that look the same are treated the same. A line that is not in the table is
+refused by name: an older listener crashes on kvflow's question, and a later line may mean something else.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from kvflow.checks import ErrorKind
 from kvflow.errors import RequestError
 
 HASH = re.compile("[0-9a-f]{64}")
-"""Form of a compatibility hash: a digest of all that two stock engines compare before they trust anything else."""
+"""Form of a compatibility hash: a digest of everything that two stock engines must have in common."""
 
 
 class Line(NamedTuple):
-    """One release line of vLLM."""
+    """One release line of vLLM, such as 0.32, and the fields that its engines send."""
 
     version: str
     counts_engine: bool
-    """True if a reader reports the number of tensor-parallel ranks of its engine; False if it reports the number of
-    ranks that read from that producer rank."""
+    """Which number a reader's report states: True for the number of tensor-parallel ranks of the reader's engine, False
+    for the number of readers of that one producer rank."""
     metadata: tuple[str, ...]
-    """Fields of a rank's metadata, in order."""
+    """Names of the fields in a rank's metadata, in order."""
     params: tuple[str, ...]
-    """Keys of the `kv_transfer_params` that a producer makes."""
+    """Keys of the `kv_transfer_params` that a producer of this line makes."""
 
     @property
     def number(self) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ SPOKEN = f"vLLM {LINES[0].version} to {LINES[-1].version}"
 
 
 def line_of(version: str, error: ErrorKind = RequestError) -> Line:
-    """Return the line of a version, for example "0.32.0+cpu". Raises `error` if the table does not have it."""
+    """Return the release line of a vLLM version, for example "0.32.0+cpu". Raise `error` if the table lacks it."""
     number = version.partition("+")[0].split(".")
     found = next((line for line in LINES if line.version.split(".") == number[:2]), None)
     if found is None:
@@ -78,7 +78,7 @@ def line_of(version: str, error: ErrorKind = RequestError) -> Line:
 
 
 def least_line(params: Collection[str]) -> Line:
-    """Return the first line with producers that make parameters with these keys; later lines make the same parameters.
+    """Return the oldest release line that makes parameters with the keys `params`.
 
     RequestError for parameters of a line before the table: its listener would crash on kvflow's question.
     """
@@ -89,14 +89,14 @@ def least_line(params: Collection[str]) -> Line:
 
 
 def line_that_shows(metadata: Collection[str]) -> Line:
-    """Return the first line with ranks that show metadata with these fields."""
+    """Return the oldest release line with metadata that has the fields `metadata`."""
     return _last_with(lambda line: line.metadata, metadata)
 
 
 def _last_with(names_of: Callable[[Line], tuple[str, ...]], found: Collection[str]) -> Line:
-    """Return the last line that has no other fields than `found`, or the first line with the same fields.
+    """Return the newest line that has no other fields than `found`; of lines with the same fields, the oldest.
 
-    `names_of` returns the fields of a line.
+    `names_of` returns the names of a line's fields, of the kind that is compared.
     """
     known = [line for line in LINES if set(names_of(line)) <= set(found)] or [LINES[0]]
     most = names_of(known[-1])

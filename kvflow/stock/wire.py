@@ -1,7 +1,7 @@
 """Messages of the stock side channel, byte for byte: the question for a rank's metadata, and its answer.
 
 A stock engine has one listener for all its ranks, without error handling: an unexpected question ends it for good. So
-one function makes questions, and only the expected question. Answers are decoded strictly and with limits.
+only one function makes questions, and it makes only the expected one. Answers are decoded strictly and with limits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Many = Meta(max_length=REGIONS_MAX)
 
 
 class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Metadata that a stock rank shows: vLLM's NixlAgentMetadata, with the fields that its release line has."""
+    """Metadata of a stock rank from its listener: vLLM's NixlAgentMetadata, with the fields of its release line."""
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
     agent_metadata: bytes
@@ -51,7 +51,8 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     attn_backend_name: Name
     physical_blocks_per_logical_kv_block: Size
     block_strides: Annotated[list[Bytes], _Many] | None = None
-    """Since vLLM 0.29. None: each block begins where the block before it ends."""
+    """Bytes from one block to the next, by region; sent since vLLM 0.29. None: a block begins where the block before it
+    ends."""
     region_num_blocks: Annotated[list[Size], _Many] | None = None
     region_group_ids: Annotated[list[Number], _Many] | None = None
     region_names: Annotated[list[Name], _Many] | None = None
@@ -60,23 +61,23 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     pcp_size: Ranks = 1
     ple_block_len: Size | None = None
     region_members: Annotated[list[msgspec.Raw], _Many] = []
-    """Names of the layers in each region. In a cache that is read, each region has one name. Not decoded, like the next
-    field."""
+    """For each region, the names of its layers, not decoded, like the next field. A cache that kvflow can read has one
+    name for each region."""
     packed_member_layouts: Annotated[dict[Name, msgspec.Raw], _Many] = {}
 
     @property
     def packs_layers(self) -> bool:
-        """True if a region holds several layers, each in a part of the region's blocks."""
+        """True if a region holds several layers, each in a part of every block."""
         return bool(self.packed_member_layouts) or not all(map(_is_one, self.region_members))
 
 
 class Shown(NamedTuple):
-    """Answer of a stock listener."""
+    """A stock listener's decoded answer."""
 
     compatibility_hash: str
     metadata: StockMetadata
     fields: frozenset[str]
-    """Names of all fields of the metadata, known or not."""
+    """Names of all fields in the metadata, also of fields that kvflow does not know."""
 
 
 _One = Annotated[list[Name], Meta(max_length=1)]
@@ -89,9 +90,9 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_question(pp_rank: int, tp_rank: int) -> bytes:
-    """Return the one question that a stock listener survives. The rank has to exist: see `stock.shape`.
+    """Return the question for a rank's metadata, the one question that a stock listener survives.
 
-    ValueError if the rank is out of range.
+    The rank has to exist: see `stock.shape`. ValueError if the rank is out of range.
     """
     if not (0 <= pp_rank < RANKS_MAX and 0 <= tp_rank < RANKS_MAX):
         raise ValueError(f"no rank: pp {pp_rank}, tp {tp_rank}")
@@ -99,7 +100,7 @@ def encode_question(pp_rank: int, tp_rank: int) -> bytes:
 
 
 def decode_question(frame: bytes) -> tuple[int, int]:
-    """Return the pp_rank and tp_rank that a stock reader asks for. WireError for anything else."""
+    """Return the pp_rank and tp_rank that a stock reader asks about. WireError if it is another question."""
     if len(frame) > QUESTION_BYTES_MAX:
         raise WireError(f"a question of {counted(len(frame), 'byte')}, at most {QUESTION_BYTES_MAX}")
     asked, pp_rank, tp_rank = _decode(frame, tuple[bytes, Count, Count], "a question")
@@ -109,18 +110,18 @@ def decode_question(frame: bytes) -> tuple[int, int]:
 
 
 def encode_metadata(metadata: StockMetadata, line: Line) -> bytes:
-    """Return the metadata encoded as readers of `line` expect it."""
+    """Return the metadata encoded with the fields that readers of release line `line` expect."""
     return msgspec.msgpack.encode({name: getattr(metadata, name) for name in line.metadata})
 
 
 def encode_answer(compatibility_hash: str, metadata: bytes, clock_s: float) -> list[bytes]:
-    """Return the frames of a listener's answer."""
+    """Return the frames of a listener's answer: hash with encoded metadata, and the listener's clock in seconds."""
     payload = _Payload(compatibility_hash=compatibility_hash, agent_metadata_bytes=metadata)
     return [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(clock_s)]
 
 
 def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> Shown:
-    """Decode a stock listener's answer. WireError says what is wrong."""
+    """Decode the frames of a stock listener's answer. WireError says what is wrong."""
     if len(frames) != 2:
         raise WireError(f"{counted(len(frames), 'frame')}, a stock listener (vLLM 0.26 and later) answers with 2")
     if len(frames[0]) > bytes_max or len(frames[1]) > QUESTION_BYTES_MAX:
@@ -139,7 +140,7 @@ def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> S
 
 
 def agent_of(agent_metadata: bytes) -> str:
-    """Return the name of the NIXL agent that the metadata is from. A stock worker has another agent after each start.
+    """Return the name of the NIXL agent that made `agent_metadata`. A stock worker has another agent after each start.
 
     WireError if the metadata is not in NIXL's form.
     """
@@ -159,7 +160,7 @@ def agent_of(agent_metadata: bytes) -> str:
 
 
 def _check(metadata: StockMetadata) -> None:
-    """Raise WireError if tables of the metadata contradict each other."""
+    """Raise WireError if the metadata contradicts itself: tables of different lengths, or impossible regions."""
     count = len(metadata.kv_caches_base_addr)
     if not is_name(metadata.engine_id, ENGINE_ID_CHARS_MAX):
         raise WireError(f"engine_id {metadata.engine_id[:80]!a} is no name")
@@ -182,7 +183,7 @@ def _check(metadata: StockMetadata) -> None:
 
 
 def _is_one(names: msgspec.Raw) -> bool:
-    """Return True if `names` has one name or none."""
+    """Return True if `names`, an encoded list, has at most one name."""
     try:
         msgspec.msgpack.decode(names, type=_One)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
