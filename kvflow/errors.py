@@ -380,7 +380,7 @@ class LoadError(KVFlowError):
 
 
 class LeaseExpired(LoadError):
-    """The lease did not provably cover the whole read: it expired, was revoked or had already been read.
+    """The lease did not provably cover the whole read: it expired, was revoked, or other readers had ended it.
 
     Prefill again. If this is frequent, raise `lease_ttl_s`, or let fewer requests wait.
     """

@@ -64,7 +64,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     name: Name
     block_size: Count
-    """Tokens of a block; 1 for state."""
+    """Tokens of a block; 1 for a group with state per request."""
     kind: GroupKind = GroupKind.FULL
     window: Count = 0
     """Tokens of the window; 0 if the group has none."""
@@ -87,7 +87,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return -(-tokens // self.block_size) - self.first_needed(tokens) // self.block_size
 
     def first_needed(self, tokens: int) -> int:
-        """Return the first token that the group still needs once `tokens` tokens are computed.
+        """Return the position of the first token that the group's blocks must hold once `tokens` tokens are computed.
 
         The reader may compute the last token again, to get its logits. So the tokens that the last one attends to
         are needed, too.
@@ -104,9 +104,9 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequence[int], num_tokens: int) -> int:
-    """Return how many tokens of a prompt the first `known[i]` blocks of each group i hold.
+    """Return how many tokens of a prompt all groups hold, if group i holds only the first `known[i]` of its blocks.
 
-    `counts`: the blocks of each group once all `num_tokens` tokens are computed.
+    `counts`: number of blocks of each group once all `num_tokens` tokens are computed.
     """
     tokens = num_tokens
     for group, have, count in zip(groups, known, counts, strict=True):
@@ -117,14 +117,17 @@ def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequ
 
 
 class LayerSet(NamedTuple):
-    """Layers of one group that look alike; for state, one segment of the layers' tensors."""
+    """Layers of one group that have one layout; for state per request, one segment of the layers' tensors.
+
+    It is the unit that is registered, compared with a peer's and planned.
+    """
 
     group: int
     """Index of the group."""
     caches: Mapping[str, LayerCache]
     """Tensors of the layers, by name."""
     layout: CacheLayout | StatePart
-    """Layout of all these layers."""
+    """The layout that all these layers have."""
 
     @property
     def regions(self) -> Regions:
@@ -160,7 +163,7 @@ class CacheGroup:
     """
 
     name: str
-    """Name of the group, the same at its peers."""
+    """Name of the group, the same on all engines that exchange its blocks."""
     layers: KVCaches = field(repr=False)
     """Tensors of the layers by name, as `Runtime.register_kv_caches` takes them for a cache of one group."""
     layout: CacheLayout | StateLayout | Sequence[CacheLayout]
@@ -178,8 +181,8 @@ class CacheGroup:
     num_kv_heads: int | None = None
     """KV heads of the whole model in these layers, if not `Config.num_kv_heads`."""
     split: int = 1
-    """Blocks of this group in one block of the pool, one behind the other, for engines whose kernels use smaller blocks
-    than their pool hands out."""
+    """Number of this group's blocks in one block of the pool, one behind the other. Above 1 if the engine's kernels use
+    smaller blocks than the pool hands out."""
 
     def __post_init__(self) -> None:
         settle = partial(object.__setattr__, self)
@@ -212,7 +215,7 @@ class CacheGroup:
 
     @property
     def sets(self) -> tuple[tuple[Mapping[str, LayerCache], CacheLayout | StateLayout], ...]:
-        """For each layout: its layers' tensors, and the layout."""
+        """(tensors by layer name, layout) for each layout of the group."""
         return tuple(({name: self.layers[name] for name in one.layer_names}, one) for one in self.layouts)
 
     @property
@@ -225,7 +228,7 @@ class CacheGroup:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the group's tensors; for state, slots."""
+        """Number of blocks in the group's tensors; for state per request, number of slots."""
         first = self.layouts[0]
         return first.num_blocks if isinstance(first, CacheLayout) else first.num_slots
 
@@ -306,7 +309,9 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
 
 
 def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ...]:
-    """Return all sets of layers of a rank, group by group; its engine has `tp_size` tensor-parallel ranks.
+    """Return the layers of a rank as sets with one layout each (`LayerSet`), group by group.
+
+    `tp_size`: number of tensor-parallel ranks of the engine.
 
     Raises:
         LayoutError: the sets are more than a peer accepts (`SETS_MAX`).
@@ -320,7 +325,10 @@ def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ..
 def sets_of(
     group: int, layers: Iterable[tuple[Mapping[str, LayerCache], CacheLayout | StateLayout]], tp_size: int
 ) -> Iterator[LayerSet]:
-    """Yield the sets of layers of group `group`; `layers` has its tensors and layouts, as in `CacheGroup.sets`."""
+    """Yield the sets of layers of the group with index `group`.
+
+    `layers`: (tensors by layer name, layout) for each layout of the group, as in `CacheGroup.sets`.
+    """
     for caches, layout in layers:
         for part in (layout,) if isinstance(layout, CacheLayout) else state_parts(layout, tp_size):
             yield LayerSet(group, caches, part)
@@ -338,9 +346,9 @@ def _check_different(values: Sequence[object], what: str) -> None:
 def check_sets_apart(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
     """Raise LayoutError if a load into one set of layers could write into another set.
 
-    Sets of one group may interleave in the same rows of memory, if each has bytes of its own in every row. Groups of
-    one pool may use the same bytes, since a block belongs to one group at a time. Groups of different pools must not
-    overlap.
+    Sets of one group may interleave in the same memory, if no byte within a block of the pool belongs to two sets.
+    Groups of one pool may use the same bytes, since a block belongs to one group at a time. Groups of different pools
+    must not overlap.
     """
     for (ours, regions), (theirs, others) in itertools.combinations(sets, 2):
         for at, where in zip(*np.nonzero(_meet(_extents(regions), _extents(others))), strict=True):
@@ -361,7 +369,7 @@ def check_sets_apart(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
 
 
 def _extents(regions: Regions) -> npt.NDArray[np.int64]:
-    """Return the first byte of each region, and the byte after its last, as two rows."""
+    """Return two rows with an entry for each region: the address of its first byte, and of the byte after its last."""
     bases = regions.bases.astype(np.int64)
     ends = bases + (regions.num_blocks - 1) * regions.strides.astype(np.int64) + regions.block_size_bytes
     return np.stack((bases, ends))

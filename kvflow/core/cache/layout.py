@@ -45,7 +45,10 @@ _FORMATS_OF_WHOLE_HEADS = frozenset(
 
 
 class KVStyle(enum.StrEnum):
-    """How a layer holds K and V. B: blocks, N: tokens of a block, H: heads, D: head elements; N, H in either order."""
+    """How a layer holds K and V: as one tensor, as a pair of tensors, or fused in the last axis; or a latent (MLA).
+
+    In the shapes below, B: blocks, N: tokens of a block, H: heads, D: head elements; N and H are in either order.
+    """
 
     KV_FIRST = "kv_first"  # one tensor (2, B, N, H, D)
     BLOCKS_FIRST = "blocks_first"  # one tensor (B, 2, N, H, D)
@@ -122,7 +125,7 @@ class CacheLayout:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the regions of each layer, such as ("K", "V")."""
+        """Names of the regions of each layer: ("K", "V"), ("KV",) if fused, or ("latent",)."""
         return _PARTS[self.style]
 
     @property

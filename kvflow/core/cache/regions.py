@@ -57,21 +57,19 @@ class Regions:
 
     @property
     def first_of(self) -> tuple[int, ...]:
-        """For each region, the index of the first region in the same memory. It is its own index unless layers share a
-        tensor.
-        """
+        """For each region, the index of the first region at its address: its own index unless layers share a tensor."""
         found: dict[int, int] = {}
         return tuple(found.setdefault(base, at) for at, base in enumerate(self.bases.tolist()))
 
     @property
     def distinct(self) -> Regions:
-        """These regions without each region that is the same memory as an earlier region."""
+        """These regions without those at the address of an earlier region, as layers that share a tensor have."""
         kept = [at for at, first in enumerate(self.first_of) if at == first]
         return self if len(kept) == len(self) else replace(self, bases=self.bases[kept], strides=self.strides[kept])
 
     @property
     def distinct_layers(self) -> tuple[int, ...]:
-        """Positions of the layers, without each layer that has all its regions in common with an earlier layer."""
+        """Positions of the layers, in order. A layer that shares all its regions with an earlier layer is left out."""
         parts, first_of = len(self.parts), self.first_of
         found: dict[tuple[int, ...], int] = {}
         for layer in range(len(self) // parts):
@@ -155,7 +153,7 @@ def device_of(layers: Iterable[tuple[str, LayerCache]]) -> Device:
 
 
 def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:
-    """Return (tensor, offset in bytes within the tensor) for each part of a layer."""
+    """Return (tensor, offset within the tensor in bytes) for K and for V, or for a layer's fused or latent part."""
     tensors = tensors_of(name, layer)
     if style not in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST):
         return [(tensor, 0) for tensor in tensors]
@@ -165,7 +163,10 @@ def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[Te
 
 
 def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> int:
-    """Return the distance of two blocks in bytes. LayoutError if a block is not dense, or blocks overlap."""
+    """Return the bytes from the start of one block to the start of the next.
+
+    LayoutError if a block is not dense, or blocks overlap.
+    """
     axes = axes_of(layout.style, layout.order)
     stride = dict(zip(axes, tensor.stride(), strict=True))
     size = dict(zip(axes, tensor.shape, strict=True))

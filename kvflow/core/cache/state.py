@@ -44,7 +44,9 @@ ROWS_MAX = 1 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Entries of a tensor's sliced axis that are distributed over tensor-parallel ranks together.
+    """Consecutive entries of one kind on a tensor's sliced axis, such as x, B or C of Mamba 2's convolution.
+
+    Each segment is distributed over the tensor-parallel ranks by itself.
 
     A unit is the smallest piece that a rank holds, such as a head or a group of heads. If the model has fewer units
     than ranks, neighbouring ranks hold the same unit, as with KV heads. LayoutError if `size` is no multiple of
@@ -53,11 +55,11 @@ class Segment:
 
     name: WireName
     size: Size
-    """Entries of the axis on this rank."""
+    """Number of entries on this rank."""
     units: Size
-    """Units on this rank."""
+    """Number of units on this rank."""
     model_units: Size
-    """Units in the whole model."""
+    """Number of units in the whole model."""
 
     def __post_init__(self) -> None:
         checks.settle(self, LayoutError)
@@ -74,7 +76,7 @@ class StateTensor:
 
     name: WireName
     axis: Count = 0
-    """The sliced axis of a slot; 0 is the first axis after the slots."""
+    """Index of the sliced axis. The axis after the axis of slots has index 0."""
     segments: Segments = ()
     """Segments of that axis, in order; their sizes add up to it."""
 
@@ -188,18 +190,21 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One segment of one state tensor in all layers, with the properties that the planner needs of a layout."""
+    """One segment of one state tensor, in all layers.
+
+    It has the properties that the planner reads of a `CacheLayout`.
+    """
 
     layout: StateLayout
     at: int
     """Index of the tensor among the tensors of a layer."""
     segment: Segment
     start: int
-    """First entry of the segment on the sliced axis."""
+    """Index of the segment's first entry on the sliced axis."""
     kv_format: ClassVar[str] = PLAIN
     latent: ClassVar[bool] = False
     block_size: ClassVar[int] = 1
-    """1: a slot is a block of one token."""
+    """Always 1, since a slot is a block of one token to the planner."""
 
     @property
     def name(self) -> str:
@@ -224,17 +229,17 @@ class StatePart:
 
     @property
     def rows(self) -> int:
-        """Rows in front of the sliced axis; each row is a region."""
+        """Number of rows in one slot, by the axes in front of the sliced axis. Each row is a region."""
         return math.prod(self.layout.shapes[self.at][: self.layout.tensors[self.at].axis])
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the regions of each layer."""
+        """Names of the regions of each layer, one for each row, such as "conv.x.0"."""
         return tuple(f"{self.name}.{row}" for row in range(self.rows))
 
     @property
     def block_shape(self) -> BlockShape:
-        """Shape of one row of the segment: one token, with the units as heads one behind the other."""
+        """Shape of one row of the segment, as a block of one token in which the units are contiguous heads."""
         shape, axis = self.layout.shapes[self.at], self.layout.tensors[self.at].axis
         inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.at]
         run = self.segment.size // self.segment.units * inner
@@ -256,7 +261,10 @@ class StatePart:
 
 
 def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
-    """Return a part for each segment of each tensor in `layout`. The engine has `tp_size` tensor-parallel ranks."""
+    """Return a `StatePart` for each segment of each tensor in `layout`, in order.
+
+    `tp_size`: number of tensor-parallel ranks of the engine.
+    """
     found = []
     for at, (tensor, shape) in enumerate(zip(layout.tensors, layout.shapes, strict=True)):
         start = 0
@@ -267,12 +275,12 @@ def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
 
 
 def _whole(shape: tuple[int, ...], axis: int, tp_size: int) -> Segment:
-    """Return the segment of a tensor that is not sliced: one unit on each rank, different on all ranks."""
+    """Return the only segment of a tensor that is not sliced: each rank holds one unit, which no other rank holds."""
     return Segment(name="all", size=shape[axis], units=1, model_units=tp_size)
 
 
 def _facts(name: str, layer: LayerCache, described: Sequence[StateTensor]) -> tuple[TensorLike, ...]:
-    """Return the tensors of layer `name`. LayoutError if they do not match `described`."""
+    """Return the tensors of layer `name` as a tuple. LayoutError if they do not match the descriptions `described`."""
     tensors = tensors_of(name, layer)
     if len(tensors) != len(described):
         raise LayoutError(f"layer {name!r}: expected {counted(len(described), 'tensor')}, got {len(tensors)}")

@@ -121,7 +121,7 @@ def memory_of(tensor: TensorLike) -> object:
 
 
 def has_addresses(layers: KVCaches) -> bool:
-    """Return True if all tensors have addresses."""
+    """Return True if all tensors of `layers` have addresses in memory."""
     tensors = [tensor for name, layer in layers.items() for tensor in tensors_of(name, layer)]
     return all(answer(partial(_address, tensor)) for tensor in tensors)
 
@@ -131,6 +131,9 @@ def _address(tensor: TensorLike) -> int:
 
 
 def _is(tensor: TensorLike, what: str) -> bool:
-    """Return the truth of a tensor's method or attribute `what`; False if the tensor has neither."""
+    """Return whether the attribute `what` of a tensor, or its result if it is a method, is true.
+
+    False if there is none.
+    """
     said = getattr(tensor, what, False)
     return bool(said() if callable(said) else said)

@@ -29,7 +29,9 @@ _ROWS_KEPT_MAX = 1 << 7
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionMap:
-    """Pairs of regions with equal strides on each side, and the pieces of a chunk. Sizes and offsets in bytes.
+    """Pairs of a local and a remote region, and the pieces of a chunk to read in each pair. Sizes and offsets in bytes.
+
+    All local regions have one block stride, and all remote regions have one.
 
     In block b of region pair r, piece p of chunk s is read from `remote_bases[r] + b * remote_stride + s * remote_step
     + remote_offsets[p]`, and lands at the local address of the same form. Every piece has `piece_size` bytes.
@@ -40,7 +42,7 @@ class RegionMap:
     local_stride: int
     remote_stride: int
     local_step: int
-    """Distance from one chunk of a block to the next."""
+    """Distance from one chunk of a local block to the next."""
     remote_step: int
     local_offsets: Int64Array
     remote_offsets: Int64Array
@@ -52,10 +54,10 @@ class RegionMap:
     usual: bool = False
     """True for full chunks, False for a partly filled last chunk."""
     pieces: int = field(init=False)
-    """Descriptors of one chunk, if no piece is joined with a neighbour."""
+    """Number of descriptors for one chunk in all pairs, if no piece is joined with a neighbour."""
     chunk_size_bytes: int = field(init=False)
     first_rows: Int64Array | None = field(init=False)
-    """Result of `rows()`, kept if it is small and of full chunks, because making it takes longer than using it."""
+    """Result of `rows()` if it is small and the chunks are full, else None. Making it takes longer than using it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pieces", len(self.local_bases) * len(self.local_offsets))
@@ -67,7 +69,10 @@ class RegionMap:
         return len(self.local_bases)
 
     def rows(self) -> Int64Array:
-        """Return the rows of `Descriptors.table` for chunk 0 of block 0, with the shape (2, regions, 1, pieces, 3)."""
+        """Return (address, size, device index) of each piece of chunk 0 of block 0, as in `Descriptors.table`.
+
+        The shape is (2 for local and remote, region pairs, 1, pieces, 3).
+        """
         rows = np.empty((2, len(self.local_bases), 1, len(self.local_offsets), 3), dtype=np.int64)
         rows[0, :, 0, :, 0] = self.local_bases[:, None] + self.local_offsets
         rows[1, :, 0, :, 0] = self.remote_bases[:, None] + self.remote_offsets
@@ -77,7 +82,7 @@ class RegionMap:
 
 
 class BlockMap:
-    """The pieces to read from one peer for one set of layers.
+    """Which pieces of a block are read from one peer, and where they land, for one set of layers.
 
     `groups(tokens)` returns the region maps that read the first `tokens` tokens of each chunk.
 
@@ -169,7 +174,7 @@ class BlockMap:
 
 
 def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
-    """Return both sides' regions with equal parts: if one side has K and V fused, split them on that side."""
+    """Return `local` and `remote` with equal `parts`: if one side has K and V fused, split the regions of that side."""
     if local.parts == remote.parts:
         return local, remote
     return split_fused(local), split_fused(remote)
@@ -190,13 +195,18 @@ def split_fused(regions: Regions) -> Regions:
 
 
 def regions_of(layers: Sequence[int], parts: int) -> Int64Array:
-    """Return the region indices of the layers at positions `layers`; each layer has `parts` regions in a row."""
+    """Return the indices of the regions of the layers at positions `layers`.
+
+    Each layer has `parts` regions in a row.
+    """
     found: Int64Array = (np.array(layers, dtype=np.int64)[:, None] * parts + np.arange(parts)).ravel()
     return found
 
 
 def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[tuple[int, int]]) -> Int64Array:
-    """Return (local base, local stride, remote base, remote stride) of each region pair, ordered by local address.
+    """Return four rows: local base, local stride, remote base, remote stride. They have a column for each region pair.
+
+    The bases are those of the first head to read. Columns are ordered by local address.
 
     If layers share a region, such as K but not V, only the first layer's is read.
     """
@@ -234,11 +244,11 @@ def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tu
 
 
 def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
-    """Join region pairs that are neighbours in every block on both sides. Return the pairs, and each pair's size.
+    """Join region pairs that are neighbours in every block on both sides. Return the pairs, and the bytes of each pair.
 
-    Each pair has one piece of `size` bytes. A joined pair never crosses a registered span: its bytes in a block are no
-    longer than the block stride, so its regions overlap in memory, and `regions.map_spans` registers overlapping memory
-    as one span.
+    `rows`: the result of `_rows`. Each of its pairs has one piece of `size` bytes per block. A joined pair never
+    crosses a registered span: its bytes in a block are no longer than the block stride, so its regions overlap in
+    memory, and `regions.map_spans` registers overlapping memory as one span.
     """
     fused: list[list[int]] = []
     for pair in rows.T.tolist():

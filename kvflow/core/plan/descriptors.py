@@ -23,7 +23,7 @@ from kvflow.errors import RequestError
 
 BlockIds: TypeAlias = Int64Array
 GivenBlockIds: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
-"""Block ids of a request: a list, or a list for each group of layers, in order or by the groups' names."""
+"""Block ids of a request: one list, or a list for each group of layers, in order or by the groups' names."""
 
 _MANY = 1 << 10  # number of block ids from which array operations are faster
 FEW = 1 << 5
@@ -89,12 +89,12 @@ class Descriptors:
         )
 
     def part(self, start: int, stop: int, size_bytes: int) -> Descriptors:
-        """Return the descriptors from `start` to `stop`; the caller knows that they have `size_bytes` bytes."""
+        """Return the descriptors with indices from `start` to before `stop`. `size_bytes`: the sum of their sizes."""
         return Descriptors(self.table[:, start:stop], size_bytes, self.local_device, self.remote_device)
 
 
 class Piece(NamedTuple):
-    """One read: the local address, the remote address and the size."""
+    """One contiguous read: `size_bytes` bytes from address `remote` on the peer to address `local` here."""
 
     local: int
     remote: int
@@ -126,7 +126,7 @@ def _many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
 
 
 def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence[Sequence[int]]:
-    """Return block tables as requests take block ids: the only table itself, or a list of tables."""
+    """Return `tables` in the form of a request's `block_ids`: a single table itself, or all tables."""
     return tables[0] if len(tables) == 1 else tables
 
 
@@ -147,28 +147,29 @@ def _judge_block_ids(block_ids: Sequence[int] | BlockIds, num_blocks: int, what:
 class Chunks:
     """Chunks of tokens to read: where each lies in the remote and in the local blocks.
 
-    Chunk i is read from chunk `remote_parts[i]` of block `remote_ids[i]`, and lands in chunk `local_parts[i]` of block
-    `local_ids[i]`.
+    A chunk has the tokens of one block on the side with the smaller blocks. Chunk i is read from chunk
+    `remote_parts[i]` of block `remote_ids[i]`, and lands in chunk `local_parts[i]` of block `local_ids[i]`.
     """
 
     local_ids: BlockIds
     local_parts: Int64Array | None
-    """Position of each chunk within its local block; None if all are 0, because local blocks have one chunk."""
+    """Index of each chunk within its local block; None if all are 0, because local blocks have one chunk."""
     remote_ids: BlockIds
-    """Remote block of each chunk. `match_chunks` gives positions among the offered blocks, which are the same for all
-    ranks of the producer; `locate` replaces them by the block ids of one rank."""
+    """Remote block of each chunk. At first, from `match_chunks`, it is a position among the offered blocks, which is
+    the same for all ranks of the producer; `locate` replaces positions by the block ids of one rank."""
     remote_parts: Int64Array | None
-    """Position of each chunk within its remote block; None if all are 0."""
+    """Index of each chunk within its remote block; None if all are 0."""
     tokens: int
-    """Tokens to read of each chunk."""
+    """Number of tokens to read of each chunk."""
     first: int = 0
-    """Index of the first chunk within the prompt, for chunks in prompt order, as `match_chunks` returns them."""
+    """Index of the first chunk within the prompt, counted in chunks. Only for chunks in prompt order, as `match_chunks`
+    returns them."""
 
     def __len__(self) -> int:
         return len(self.local_ids)
 
     def select(self, index: slice | Int64Array) -> Chunks:
-        """Return the chunks at `index`."""
+        """Return the chunks at positions `index`."""
         ours, theirs = self.local_parts, self.remote_parts
         return Chunks(
             self.local_ids[index],
@@ -180,16 +181,19 @@ class Chunks:
         )
 
     def between(self, start: int, stop: int) -> Chunks:
-        """Return those of chunks `start` to `stop` of the prompt that are here. Only for chunks in prompt order."""
+        """Return the chunks that are number `start` to before `stop` in the prompt. Only for chunks in prompt order."""
         begin, end = (min(max(edge - self.first, 0), len(self)) for edge in (start, stop))
         return replace(self.select(slice(begin, end)), first=self.first + begin)
 
     def to(self, local_ids: BlockIds) -> Chunks:
-        """Return the same chunks with other local blocks."""
+        """Return the same chunks with `local_ids` as the local block of each chunk."""
         return replace(self, local_ids=local_ids)
 
     def locate(self, block_ids: BlockIds) -> Chunks:
-        """Return the chunks with a rank's `block_ids` in place of positions among the offered blocks."""
+        """Return the chunks with ids of remote blocks in place of positions among the offered blocks.
+
+        `block_ids`: the offered blocks on one rank.
+        """
         ours, theirs = self.local_parts, self.remote_parts
         return Chunks(self.local_ids, ours, block_ids[self.remote_ids], theirs, self.tokens, self.first)
 
@@ -205,9 +209,9 @@ def match_chunks(
     whole: bool = True,
     what: str = "load",
 ) -> tuple[Chunks, ...]:
-    """Return the chunks that fill the local blocks: the full chunks, then a partly filled last chunk.
+    """Return the chunks that fill the local blocks: a `Chunks` of full chunks, then one of a partly filled last chunk.
 
-    Each of the two is left out if it is empty. One block size divides the other.
+    A `Chunks` without chunks is left out. One block size must divide the other.
 
     Args:
         local_ids: the local blocks to fill. They end with the block of the last offered token (`room.check_place`).
@@ -215,7 +219,7 @@ def match_chunks(
         local_block_size: tokens of a local block.
         remote_block_size: tokens of an offered block.
         num_tokens: tokens of the prompt up to the end of the offer.
-        needed_from: first token that has to be read; earlier tokens are read only if they are offered.
+        needed_from: position of the first token that has to be read; earlier tokens are read only if they are offered.
         whole: the offered blocks hold the prompt from its first token on; else, as of a window, its end.
         what: beginning of an error's message.
 
@@ -250,7 +254,10 @@ def match_chunks(
 
 
 def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = None) -> Descriptors:
-    """Return the descriptors that read `chunks` in the region pairs of all `groups`, with `head` as the first read."""
+    """Return the descriptors that read `chunks` in the region pairs of all `groups`.
+
+    `head`: a read to put in front, such as that of a seal.
+    """
     plan = _cross(groups[0], chunks, head)
     for pairs in groups[1:]:
         plan = plan.join(_cross(pairs, chunks, None))
@@ -258,7 +265,7 @@ def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = 
 
 
 def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
-    """Return descriptors for `head`, then for each region pair, each run of chunks and each piece, in that order."""
+    """Return descriptors for `head`, then for each piece of each run of chunks of each region pair, pair by pair."""
     local, remote = chunks.local_ids * pairs.local_stride, chunks.remote_ids * pairs.remote_stride
     if chunks.local_parts is not None:
         local += chunks.local_parts * pairs.local_step
@@ -293,7 +300,10 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
 
 
 def _joined(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int64Array, Int64Array, Int64Array | int]:
-    """Join pieces of `size` bytes that follow each other on both sides. Return both starts and the sizes."""
+    """Join pieces of `size` bytes that follow each other on both sides.
+
+    Return the local starts, the remote starts, and the sizes: a single number if nothing was joined.
+    """
     follows = (local[1:] - local[:-1] == size) & (remote[1:] - remote[:-1] == size)
     if not follows.any():
         return local, remote, size
@@ -305,8 +315,10 @@ def _joined(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int64Arra
 
 
 def alike(block_map: BlockMap) -> RegionMap | None:
-    """Return the region map for `match_few` and `read_few`. None unless blocks of both sides have equal sizes, one map
-    covers all regions, and a block is one piece in each region.
+    """Return the only region map of `block_map`, with which `match_few` and `read_few` can plan a small load.
+
+    None unless blocks have equally many tokens on both sides, one region map covers all regions, and a block is one
+    piece in each region.
     """
     if block_map.local.block.tokens != block_map.remote.block.tokens:
         return None
@@ -332,9 +344,10 @@ def match_few(
 
 
 def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], head: Piece | None) -> Descriptors:
-    """Return one slice that reads `blocks` in every region pair, with `head` as the first read.
+    """Return descriptors that read `blocks`, pairs of (remote block, local block), in every region pair.
 
-    Blocks that are neighbours on both sides become one read.
+    `head`: a read to put in front, such as that of a seal. `pairs` must be a result of `alike`, not None. Blocks that
+    are neighbours on both sides become one read.
     """
     assert pairs is not None, "these blocks are alike"
     assert pairs.first_rows is not None, "so these are kept"

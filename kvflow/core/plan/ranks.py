@@ -15,7 +15,7 @@ class RankPlan(NamedTuple):
     """The ranks of one replica of the producer's engine that a load has to reach, or why it cannot."""
 
     impossible: str
-    """Reason why no engine that serves this model has the parallelism; "" if one may have it."""
+    """Why no load is possible with this parallelism: too many pipeline stages, or too many ranks; "" if neither."""
     problems: tuple[str, ...]
     """Differences that make an engine with this parallelism incompatible with the local one."""
     ranks: tuple[Rank, ...]
@@ -23,7 +23,7 @@ class RankPlan(NamedTuple):
 
 
 def plan_ranks(ours: Sequence[CacheShare], parallelism: Parallelism, dp_rank: int, ranks_max: int) -> RankPlan:
-    """Plan which ranks of replica `dp_rank` a load has to reach, at most `ranks_max`.
+    """Plan which ranks of replica `dp_rank` a load has to reach. More than `ranks_max` ranks are `impossible`.
 
     The ranks are counted before they are listed, because a forged ticket can claim a million. A ticket names the kinds
     of the engine's layers, but not which layers are of which kind. So each local kind is paired with each remote kind

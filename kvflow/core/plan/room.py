@@ -16,9 +16,9 @@ from kvflow.errors import RequestError
 def check_room(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached_tokens: int, tokens: int, what: str, which: str
 ) -> None:
-    """Raise RequestError if local blocks from token `cached_tokens` on are more than `tokens` tokens fill.
+    """Raise RequestError if a request has more local blocks than `tokens` tokens fill.
 
-    `what` begins the message; `which` names the tokens in it.
+    The blocks in `tables` begin at token `cached_tokens`. `what` begins the message; `which` names the tokens in it.
     """
     for group, ids in zip(groups, tables, strict=True):
         size = group.block_size
@@ -52,7 +52,7 @@ def check_place(
         tables: the local blocks of each group.
         cached_tokens: tokens of the prompt in front of the local blocks.
         tokens: offered tokens.
-        told: tokens that the caller expects; None if it gave no number.
+        told: number of tokens that the caller expects; None if the caller gave no number.
         what: beginning of the message.
         whose: name of the producer in the message.
         kind: error class if blocks and offer end at different tokens.

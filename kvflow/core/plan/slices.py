@@ -22,11 +22,11 @@ def plan_slices(
     descriptors_max: int,
     head: Piece | None = None,
 ) -> Iterator[Descriptors]:
-    """Yield the reads in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, planned when needed.
+    """Yield the reads in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, planned lazily.
 
-    `head` is one more piece to read, between the same devices. It is the first read of the first slice, and does not
-    count towards the bounds. Chunks are sorted by their remote ids: reading remote memory in order is a few per cent
-    faster than writing local memory in order (measured over shared memory).
+    `head` is one more piece to read, such as a seal, between the same devices. It is the first read of the first slice,
+    and does not count towards the bounds. Chunks are sorted by their remote ids: reading remote memory in order is a
+    few per cent faster than writing local memory in order (measured over shared memory).
     """
     for block_map, some in reads:
         groups = block_map.groups(some.tokens)
@@ -60,7 +60,10 @@ def plan_slices(
 
 
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:
-    """Yield a plan in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order."""
+    """Yield `descriptors` in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order.
+
+    A descriptor that is larger than `bytes_max` is split.
+    """
     if len(descriptors) <= descriptors_max and descriptors.size_bytes <= bytes_max:
         if len(descriptors):
             yield descriptors
@@ -85,7 +88,7 @@ def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int
 
 
 def _split_large(descriptors: Descriptors, bytes_max: int) -> Descriptors:
-    """Return the descriptors with each larger than `bytes_max` split into pieces of at most that size."""
+    """Return `descriptors`, in which each that is larger than `bytes_max` is split into pieces of at most that size."""
     limit = np.uint64(bytes_max)
     if not (descriptors.sizes > limit).any():
         return descriptors

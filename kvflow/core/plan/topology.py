@@ -81,7 +81,7 @@ class Parallelism(NamedTuple):
 
     @property
     def kinds(self) -> Iterator[dict[str, int]]:
-        """The values for each kind of layers, as fields of a `CacheShare`."""
+        """For each kind of layers, the values that its `CacheShare` has, by field name: sizes and numbers of heads."""
         for kind in (self[2:5], *self.more):
             yield dict(zip(self._fields, (*self[:2], *kind), strict=False))
 
@@ -128,7 +128,7 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
 def cache_share_of(
     layout: CacheLayout | StatePart, config: Config, *, model_kv_heads: int | None, group: int = 0
 ) -> CacheShare:
-    """Return the share of a rank, with parallelism from `config` and layers from `layout`.
+    """Return the cache share of the rank that `config` describes, for the layers of `layout`.
 
     `group`: index of the layers' group.
     """
@@ -150,7 +150,7 @@ def cache_share_of(
 
 
 def of_model(shares: Sequence[CacheShare]) -> Sequence[CacheShare]:
-    """Return the shares with layers of the model itself. If all shares are of a draft model, return all."""
+    """Return the shares that have layers of the model itself. If all layers are of a draft model, return all shares."""
     return [share for share in shares if min(share.layers) < FIRST_DRAFT_LAYER] or shares
 
 
@@ -167,13 +167,13 @@ class HeadSource(NamedTuple):
     tp_rank: int
     """Tensor-parallel rank of the producer."""
     local_start: int
-    """Index of the reader's first KV head that is read from there."""
+    """Index, among the reader's KV heads, of the first head to read from the rank."""
     remote_start: int
-    """Index of the producer rank's first KV head to read."""
+    """Index, among the producer rank's KV heads, of the first head to read."""
     heads: int
     """Number of heads to read; 0 if the reader only reports to the rank."""
     reporters: int
-    """Ranks of the reader's pipeline stage that report to the rank, the reader included."""
+    """Number of ranks in the reader's pipeline stage that report to the rank, the reader included."""
 
 
 class ReportShare(NamedTuple):
@@ -196,7 +196,7 @@ def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
 
 
 def stages_max(ours: Sequence[CacheShare]) -> int:
-    """Return the most pipeline stages that an engine with the same model can have.
+    """Return an upper bound of the number of pipeline stages that an engine with the same model can have.
 
     Each stage has at least one layer. If the local engine has one stage, its rank knows all layers. Otherwise the bound
     is RANKS_MAX.
@@ -210,7 +210,9 @@ def heads_held(share: CacheShare, kv_heads: int) -> range:
 
 
 def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
-    """Return the layers of a rank by `CacheShare.part`: "" for the KV cache, else a segment of state."""
+    """Return the layer indices of a rank: under "" the layers with a KV cache, and under the name of each segment of
+    state per request (`CacheShare.part`) the layers with that segment.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for share in shares:
         found[share.part] = found.get(share.part, ()) + share.layers
@@ -220,7 +222,7 @@ def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
 def in_common(
     ours: Sequence[CacheShare], theirs: Sequence[CacheShare]
 ) -> Iterator[tuple[int, int, CacheShare, CacheShare]]:
-    """Yield (index in `ours`, index in `theirs`, local share, remote share) for shares with common layers."""
+    """Yield (index in `ours`, index in `theirs`, local share, remote share) for each two shares with a common layer."""
     for at, mine in enumerate(ours):
         for where, other in enumerate(theirs):
             if mine.part == other.part and not set(mine.layers).isdisjoint(other.layers):
@@ -274,7 +276,7 @@ _HINT = (
 
 
 def _hint(apart: Collection[int], common: Collection[int]) -> str:
-    """Return a hint how to mark layers of a draft model, if the layers `apart` may be some; else "".
+    """Return a hint how to mark layers of a draft model, if the layers `apart` may be of a draft model; else "".
 
     They may be if they come after all `common` layers and are not marked. Unmarked layers are never left out, because
     one side may have forgotten to register them.
@@ -301,9 +303,9 @@ def _heads_word(share: CacheShare) -> str:
 
 @lru_cache(maxsize=4096)
 def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[HeadSource, ...]:
-    """Return the producer's tensor-parallel ranks that rank `tp_rank` of `tp_size` reads from or reports to, in order.
+    """Return the producer's tensor-parallel ranks that rank `tp_rank` of `tp_size` reads from or reports to.
 
-    Only for sizes in which `differences` finds nothing wrong.
+    They are ordered by rank. Only for sizes in which `differences` finds nothing wrong.
     """
     mine = _heads(tp_rank, tp_size, kv_heads)
     holders = range(mine.start * their_tp_size // kv_heads, -(-mine.stop * their_tp_size // kv_heads))
@@ -320,12 +322,18 @@ def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) 
 
 
 def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
-    """Return the producer's tensor-parallel ranks that the local rank reads from or reports to, in each stage."""
+    """Return the producer's tensor-parallel ranks that the local rank reads from or reports to.
+
+    They are the same in each pipeline stage of the producer.
+    """
     return head_sources(ours.tp_rank, ours.tp_size, theirs.tp_size, kv_heads_of_model(ours, theirs))
 
 
 def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
-    """Return the source that is the rank with share `theirs`; None if nothing is read from or reported to that rank."""
+    """Return which heads the local rank reads from the rank with share `theirs`.
+
+    None if the local rank neither reads from that rank nor reports to it.
+    """
     return next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
 
 
@@ -349,7 +357,7 @@ def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> Re
 
 
 def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:
-    """Return why a rank with layers `ours` cannot be filled from a producer's `stages`; "" if it can.
+    """Return why a rank cannot read all its layers `ours` from a producer's `stages`; "" if it can.
 
     `stages`: the layers of each pipeline stage. `whole`: `ours` are all layers of the model.
     """
