@@ -1,11 +1,11 @@
-"""Prefixes: a part that finds a prompt's beginning in another engine's cache, `Runtime(config, parts=[Prefixes()])`.
+"""Reads the beginning of a prompt from another engine's prefix cache: `Runtime(config, parts=[Prefixes()])`.
 
-prefixes         the part and its methods               keys            names of prefixes by their content
-prefix_cache     an engine's own prefix cache           sharing         a shared one: its answers and leases
-prefix_requests  requests, offers, reports, statistics  pull, search    one pull; the answers to one question
-seek             questions to engines                   seek_request    the question on the wire
-load_rates       measured speeds of loads               testing         a prefix cache for tests
-kv_events        KV events of engines, followed and published, and the map that they feed
+prefixes         the class `Prefixes`                   keys            names of prefixes by their content
+prefix_cache     protocol of an engine's prefix cache   sharing         answers peers from a shared prefix cache
+prefix_requests  requests, offers, reports, statistics  pull, search    one pull; the engines asked, their answers
+seek             asks engines for a prefix              seek_request    the message that asks
+load_rates       measured seconds per token of loads    testing         a prefix cache for tests
+kv_events        follows and publishes KV events of engines; a map of prefixes to engines
 """
 
 from kvflow.prefix.keys import prefix_keys

@@ -4,8 +4,8 @@ A key is one digest of 32 bytes over a salt and all tokens before the block's en
 
     key(t) = BLAKE2b-256( b"kvflow-prefix-1\\0" + u32le(len(salt)) + salt + int64le of each of tokens[0:t] )
 
-So it does not depend on how the tokens are cut into blocks: engines with blocks of 16 and of 32 tokens agree at each
-boundary that both have. Keys are always computed from the tokens; the hashes that engines use are not translated.
+So a key does not depend on how the tokens are cut into blocks: engines with blocks of 16 and of 32 tokens compute equal
+keys at each boundary that both have. Keys are always computed from tokens, never from an engine's own block hashes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _TOKEN = np.dtype("<i8")
 
 
 def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") -> list[bytes]:
-    """Return the keys of a prompt's full blocks. `PrefixRequest` and `PrefixCache.match` take such keys.
+    """Return one key for each full block of a prompt, as `PrefixRequest` and `PrefixCache.match` take them.
 
     Args:
         tokens: token ids of the prompt. Anything else that distinguishes prompts, such as an adapter or pictures, must
-            change numbers in it, on both sides alike, as in the digest of a ticket.
-        block_tokens: tokens between two keys. Holder and reader may use different numbers; they find the prefixes for
+            change numbers in `tokens`, in the same way at the engine that shares a prefix and at its reader.
+        block_tokens: tokens between two keys. If the two engines use different numbers, they find the prefixes for
             which both have a key.
         salt: at most 1,024 bytes, such as a tenant's name. Only engines with the same salt share prefixes.
 
     Returns:
-        One key of 32 bytes for each full block. Key i is of the first `(i + 1) * block_tokens` tokens.
+        One key of 32 bytes for each full block. Key i covers the first `(i + 1) * block_tokens` tokens.
 
     Raises:
         RequestError: `tokens` are no token ids, `block_tokens` is below 1, or `salt` is not bytes or is too long.
@@ -50,9 +50,9 @@ def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") 
 
 
 def key_state(salt: bytes) -> hashlib.blake2b:
-    """Return the running hash of no tokens. Updated with those of a block, it has the block's key as its digest.
+    """Return the running hash of a prompt before its first token; its digest after some tokens is the key of these.
 
-    RequestError if `salt` is not bytes, or is too long.
+    Raise RequestError if `salt` is not bytes, or is too long.
     """
     given = instance(salt, bytes, "salt")
     if len(given) > SALT_BYTES_MAX:
@@ -62,5 +62,5 @@ def key_state(salt: bytes) -> hashlib.blake2b:
 
 
 def token_bytes(tokens: Sequence[int], what: str) -> bytes:
-    """Return tokens as the bytes that keys are made of. RequestError if they are no whole numbers of 64 bits."""
+    """Return `tokens` as little-endian 64-bit integers, the bytes that keys hash. Raise RequestError if one is not."""
     return whole_numbers(tokens, what).astype(_TOKEN, copy=False).tobytes()

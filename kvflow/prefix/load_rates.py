@@ -1,4 +1,4 @@
-"""Rates of loads: seconds per token, for each engine that was read from."""
+"""Measured seconds per token of loads, for each engine that was read from."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _QUEUED_MOST_S = 1.0
 
 
 class LoadRates:
-    """Rates that loads have had, by engine. Only the thousand or so engines that were read from last are remembered."""
+    """Seconds per token of recent loads, by engine. Only the thousand engines read from last are remembered."""
 
     def __init__(self) -> None:
         self._s_per_token = Latest[str, float](_ENGINES_MAX)
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
-        """Note the rate of a load of `ticket`. For a load of several tickets, `ticket` is the first."""
+        """Update the rate of the engine that a load read from. `ticket`: the load's ticket, or first of several."""
         if not report.tokens:
             return
         engine_id, seconds = ticket.engine_id, report.total_s
@@ -31,7 +31,7 @@ class LoadRates:
     def expected_s(self, engine_id: str, tokens: int, queued_tokens: float) -> float | None:
         """Return the seconds that a load of `tokens` tokens should take; None if the engine was never read from.
 
-        `queued_tokens`, which other readers have yet to read from the engine, delay the load by at most a second.
+        `queued_tokens`: tokens that other readers have yet to read from the engine. They add at most a second.
         """
         s_per_token = self._s_per_token.get(engine_id)
         if s_per_token is None:

@@ -13,9 +13,9 @@ from kvflow.core.plan.descriptors import GivenBlockIds
 class PinnedPrefix:
     """Blocks that hold the first `num_tokens` tokens of a prompt, and that their engine has pinned for a reader.
 
-    `block_ids` are as in a `ServeRequest`: in prompt order; for a cache of several groups, one list for each group. A
-    group with a window gives its last blocks, at least those of the window. A group of state gives the slot that was
-    kept at that token.
+    `block_ids` are as in a `ServeRequest`: in prompt order; for a cache of several groups, one list for each group. For
+    a group with a sliding window, give at least the blocks of the window at the end of the prefix. For a group of
+    recurrent state, give the slot with the state after `num_tokens` tokens.
     """
 
     block_ids: GivenBlockIds
@@ -30,15 +30,15 @@ class PrefixCache(Protocol):
         """Find the longest beginning of a prefix that is in the cache now, and pin its blocks.
 
         Args:
-            keys: keys made by `prefix_keys`: key i is of the first (i + 1) * `key_tokens` tokens.
+            keys: keys made by `prefix_keys`: key i covers the first (i + 1) * `key_tokens` tokens.
             key_tokens: tokens between two keys. The reader chooses it, so it may differ from the block size of this
                 cache.
 
         Returns:
-            The pinned prefix, or None if there is none. It has a multiple of `key_tokens` tokens, and its blocks keep
-                them until `unpin`. A cache that lives in another thread or process may return an awaitable of this. If
-                the awaitable takes more than a second, the reader gets a miss; the awaitable is left to end by itself,
-                and its prefix is unpinned.
+            The pinned prefix, or None if not even the first key is in the cache. Its number of tokens is a multiple of
+                `key_tokens`, and its blocks keep these tokens until `unpin`. If the cache lives in another thread or
+                process, this may be an awaitable. If the awaitable takes more than a second, the reader gets an empty
+                answer; the awaitable is not cancelled, and the prefix that it returns is unpinned.
         """
         ...
 
@@ -57,14 +57,15 @@ class SharingStatistics:
 
     prefixes: int
     pinned_blocks: int
-    """Blocks of the leased prefixes, each counted once."""
+    """Number of blocks in the leased prefixes; a block in several prefixes counts once."""
     found: int
-    """Questions answered with a prefix."""
+    """Number of questions answered with a prefix."""
     missed: int
-    """Questions for a prefix that the cache does not have."""
+    """Number of questions for a prefix that the cache does not have."""
     busy: int
-    """Questions answered with a miss because too much was pinned or waiting, or because the cache took too long."""
+    """Number of questions answered with no prefix because the maximum number of blocks was pinned, too many questions
+    or leases were open, or the cache took too long."""
     failed: int
-    """Questions on which the cache has raised, or has returned an invalid prefix."""
+    """Number of questions for which `PrefixCache.match` has raised, or has returned an invalid prefix."""
     reclaimed: int
-    """Prefixes taken back from their readers because the engine needed the blocks."""
+    """Number of leases that the engine has ended by `SharedPrefixes.reclaim` or `SharedPrefixes.end`."""

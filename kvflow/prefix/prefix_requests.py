@@ -1,4 +1,4 @@
-"""Requests for prefixes, offers of holders, reports of pulls, and statistics."""
+"""Requests, offers, reports and statistics of `Prefixes`. A holder is a peer with the prefix in its cache."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class PrefixRequest:
     """Request to fill `block_ids` with as much of a prefix as one of `peers` has in its cache.
 
     `keys` are `prefix_keys` of the prompt, one for each `key_tokens` tokens; the best `key_tokens` is the block size of
-    the cache that is filled. A peer is the address of one of its ranks ("tcp://host:port"), a `PeerAddress`, or any
-    ticket of the engine. At most 64 peers are asked, side by side.
+    the local cache. Each of `peers` is the address of one of the engine's ranks ("tcp://host:port"), a `PeerAddress`,
+    or any ticket of the engine. At most 64 peers are asked, all at once.
 
     `block_ids` are the local blocks for the tokens from `cached_tokens` on, in prompt order, exactly as many as the
-    tokens of all keys take; otherwise RequestError gives both numbers. For a cache of several groups they are one list
-    for each group. A group with a window also has a block for every position of the prompt, and the blocks at the end
-    of the prefix are filled. A group of state has its slot.
+    tokens of all keys take; otherwise RequestError gives both numbers. For a cache of several groups, give one list for
+    each group. A group with a sliding window needs blocks for the same tokens, and those at the end of the prefix are
+    filled. A group of recurrent state needs its slot.
     """
 
     request_id: str
@@ -48,34 +48,35 @@ class PrefixRequest:
     block_ids: GivenBlockIds
     peers: Peers
     cached_tokens: Count = 0
-    """Tokens that are in the local cache already, in full blocks. They are not read from a holder."""
+    """Number of tokens that full blocks of the local cache hold already. They are not read from a peer."""
     deadline_s: Seconds | None = None
-    """Seconds for questions and bytes together; Config.load_deadline_s if None."""
+    """Seconds that the whole pull may take, questions and reads together; Config.load_deadline_s if None."""
     answer_within_s: Seconds = 0.25
-    """Seconds in which a holder has to answer; a later answer is not used."""
+    """Seconds that peers have to answer; a later offer is used only if the earlier ones could not be read."""
     priority: int = 0
     after: GivenEvent = None
-    """Event as in a `LoadRequest`. Without one, the device must not be using the local blocks."""
+    """Event after which the device no longer touches the local blocks, as in `LoadRequest.after`. If None, the device
+    must not be using them."""
     recompute_s_per_token: Seconds | None = None
-    """Seconds that computing one token takes here. If given, a prefix is not pulled if computing it should be faster,
-    by the measured rate of its holder; a holder that was never read from is tried. None: any prefix is pulled.
+    """Seconds that the local engine takes to compute one token. A prefix is not pulled if to compute it should be
+    faster, by the measured rate of its holder; a holder that was never read from is tried. None: any prefix is pulled.
     """
     rest: Ticket | Mapping[str, Any] | None = None
-    """Ticket of the whole prompt. Its engine supplies the tokens behind the prefix, which are read side by side with
-    the prefix; if the prefix cannot be read, its tokens are read from that engine, too. `block_ids` are then those of
-    all tokens, with windows and state as for a load of that ticket.
+    """Ticket of an engine that has computed the whole prompt. The tokens after the prefix are read from that engine
+    while the prefix is read from its holder; if the prefix cannot be read, all tokens are read from that engine.
+    `block_ids` are then the blocks of all tokens, with windows and state as for a load of that ticket.
     """
     prompt: Sequence[int] | None = None
-    """Token ids of the prompt, compared with `rest` as `LoadRequest.prompt` is."""
+    """Token ids of the prompt, checked against the ticket `rest` as `LoadRequest.prompt` is against its ticket."""
     every_rank: bool = False
-    """True if the tickets of `Prefixes.seek` are for other ranks of this engine, too."""
+    """True if other ranks of this engine will load the tickets that `Prefixes.seek` returns, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOffer:
-    """Offer of one holder, under a lease: load its ticket, or give it back by `Runtime.release_blocks`.
+    """A holder's offer of a prefix, with a lease: load its ticket, or give it back by `Runtime.release_blocks`.
 
-    After a load of the ticket, pass its report to `Prefixes.learn`.
+    After a load of the ticket, pass the load's report to `Prefixes.learn`.
     """
 
     peer: str
@@ -87,25 +88,25 @@ class PrefixOffer:
     round_trip_s: float
     """Seconds from the question to the answer."""
     pull_s: float | None = None
-    """Expected seconds of pulling, by the measured rate of the holder; None if it was never read from."""
+    """Expected seconds of reading the prefix, by the holder's measured rate; None if it was never read from."""
     compute_s: float | None = None
-    """Seconds of computing the same tokens, by `PrefixRequest.recompute_s_per_token`; None without that."""
+    """Expected seconds of computing the same tokens here; None if `PrefixRequest.recompute_s_per_token` is None."""
 
     @property
     def pays(self) -> bool:
-        """False if computing should be faster than pulling."""
+        """False if to compute the tokens here should be faster than to read them from the holder."""
         return self.pull_s is None or self.compute_s is None or self.pull_s <= self.compute_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixAnswer:
-    """Outcome of asking one peer, and of reading from it."""
+    """Outcome of asking one peer for a prefix, and of reading the prefix from that peer."""
 
     peer: str
     num_tokens: int
-    """Tokens that the peer has offered."""
+    """Number of tokens that the peer has offered; 0 if it made no offer."""
     why: str
-    """Reason why its offer was not read; "" if it was."""
+    """Reason why nothing was read from the peer; "" if the prefix was read from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,23 +115,24 @@ class PrefixReport:
 
     request_id: str
     num_tokens: int
-    """Tokens of the prompt that are in the local blocks, including `cached_tokens`; 0 if none were found or cached."""
+    """Number of tokens of the prompt in the local blocks, including `cached_tokens`; 0 if none were found or cached."""
     pulled_tokens: int
-    """Tokens that were read from the holder of the prefix."""
+    """Number of tokens that were read from the holder of the prefix, without `cached_tokens`."""
     bytes: int
     source: str
-    """Holder that the tokens were read from; "" if none were."""
+    """Name and address of the holder that the prefix was read from; "" if none was."""
     answers: tuple[PrefixAnswer, ...]
     loads: tuple[LoadReport, ...]
-    """Reports of the loads that have filled the blocks: of the prefix, and of `PrefixRequest.rest`."""
+    """Reports of the loads that have filled the blocks: first that of the prefix, then that of `PrefixRequest.rest`, as
+    far as they took place."""
     pull_s: float | None
-    """Expected seconds of pulling the prefix, by the measured rate of its holder; None if the holder had no rate."""
+    """Expected seconds of reading the prefix, by its holder's measured rate; None if it was never read from."""
     compute_s: float | None
-    """Expected seconds of computing the prefix, by `PrefixRequest.recompute_s_per_token`; None without that."""
+    """Expected seconds of computing the prefix here; None if `PrefixRequest.recompute_s_per_token` is None."""
 
     @property
     def payload(self) -> builtins.bytes:
-        """Payload with which the lease of `PrefixRequest.rest` ended."""
+        """Bytes that came with the end of the lease of `PrefixRequest.rest` (`Lease.complete`); else empty."""
         return self.loads[-1].payload if self.loads else b""
 
 
@@ -140,19 +142,22 @@ class PrefixStatistics(PartStatistics):
 
     pulls: int
     hits: int
-    """Pulls that have read tokens."""
+    """Number of pulls that have read tokens from a holder."""
     tokens: int
     bytes: int
     failed_sources: int
-    """Holders with an offer that could not be read, or was not fresh."""
+    """Number of offers from which a load failed, or which had no proof at its end that they were still leased."""
     declined: int
-    """Offers that were not taken because computing was expected to be faster."""
+    """Number of offers that were not loaded because to compute the tokens was expected to be faster."""
     sharing: SharingStatistics | None
     """Statistics of the shared prefix cache, which begin at 0 with each `Prefixes.share`; None if none is shared."""
 
 
 def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRequest:
-    """Check a request, and return it with its numbers and texts as Python's own. RequestError names the problem."""
+    """Return `given` as a valid PrefixRequest with plain Python numbers and strings, or raise RequestError.
+
+    `verb`: name of the called method, for the error message.
+    """
     plain = checks.settled_request(given, PrefixRequest, verb, limits.block_ids_max)
     if plain.cached_tokens > (tokens := len(plain.keys) * plain.key_tokens):
         cached = f"cached_tokens is {plain.cached_tokens}, beyond its keys"
@@ -161,10 +166,10 @@ def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRe
 
 
 def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> None:
-    """Raise RequestError unless `tables` have exactly the blocks for the tokens from `cached_tokens` on.
+    """Raise RequestError unless `tables`, by group, have exactly the blocks for the tokens from `cached_tokens` on.
 
-    Without `rest` these are the tokens of all keys. With `rest` they are the tokens that it offers: then its load
-    checks the blocks of windows and state, and, if it is a rendezvous, all blocks.
+    Without `rest` the tokens end with the last key. With `rest` they end with the last token that this ticket offers.
+    Then only groups that keep all tokens are checked here, and no group if the ticket is pending: its load checks them.
     """
     rest, cached = request.rest, request.cached_tokens
     tokens, whose = len(request.keys) * request.key_tokens, "its keys are for"
@@ -189,7 +194,7 @@ def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: S
 
 
 def token_size_bytes(local: LocalRank) -> int:
-    """Return the bytes of one token of a prompt in this rank's cache, over the layers that keep all tokens."""
+    """Return how many bytes one token takes in this rank's cache, counting only layers that keep all tokens."""
     size = 0
     for share, regions in zip(local.cache_shares, local.regions, strict=True):
         if local.groups[share.group].whole:

@@ -1,4 +1,4 @@
-"""Prefixes: the part of a runtime that shares prefixes with peers, asks peers for prefixes, and pulls them."""
+"""The class `Prefixes`: a runtime's methods to share prefixes with peers, to ask for prefixes, and to pull them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 class Prefixes(Part):
-    """Part of a runtime that shares prefixes and reads them from peers: `Runtime(config, parts=[Prefixes()])`.
+    """Optional feature of a runtime: shares prefixes of prompts with peers, and reads prefixes from peers.
 
-    A runtime without this part refuses questions for prefixes.
+    Pass it to the runtime: `Runtime(config, parts=[Prefixes()])`. A runtime without it refuses questions for prefixes.
     """
 
     name = "prefix"
@@ -52,15 +52,15 @@ class Prefixes(Part):
         return "<kvflow.prefix.Prefixes>"
 
     def share(self, cache: PrefixCache, *, pinned_blocks_max: int | None = None) -> SharedPrefixes:
-        """Answer questions of peers for prefixes from an engine's prefix cache, until the KV cache is unregistered.
+        """Let peers read prefixes from an engine's prefix cache, until the KV cache is unregistered.
 
-        The answer is an ordinary lease on the longest prefix in the cache. It is given in one turn of the loop, unless
-        `PrefixCache.match` is asynchronous.
+        A peer that asks gets an ordinary lease on the longest prefix in the cache. Unless `PrefixCache.match` is
+        asynchronous, the peer is answered in the same turn of the event loop.
 
         Args:
             cache: the prefix cache; it is called on the runtime's loop.
-            pinned_blocks_max: most blocks that may be pinned for readers at once; a quarter of the KV cache if None. A
-                question that needs more is answered with a miss.
+            pinned_blocks_max: maximum number of blocks that are pinned for readers at once; a quarter of the KV cache
+                if None. A peer with a prefix that needs more gets an empty answer (a miss).
 
         Returns:
             A handle that takes blocks back (`SharedPrefixes.reclaim`) or ends the sharing (`SharedPrefixes.close`).
@@ -80,18 +80,18 @@ class Prefixes(Part):
         return self._shared
 
     async def seek(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
-        """Ask peers for a prefix, side by side, and read nothing. For engines that allocate blocks after they have
-        offers.
+        """Ask all peers at once for a prefix, and read nothing. For engines that allocate blocks only for an offer.
 
-        Each offer is a lease. Load its ticket within a few seconds, or keep it by `Runtime.keep_leases`. Give offers
-        that you do not use back by `Runtime.release_blocks`; otherwise they expire. Cancelling gives all offers back.
+        Each offer has a lease. Load the offer's ticket within a few seconds, or keep the lease by
+        `Runtime.keep_leases`. Give unused offers back by `Runtime.release_blocks`; otherwise they expire. Cancelling
+        gives all offers back.
 
         Args:
             request: the keys, and the peers to ask. `block_ids` may be empty.
 
         Returns:
-            The offers, the longest first, then those of the least busy engine; empty if no peer has the prefix or can
-                be asked.
+            The offers, those with most tokens first; of offers with equally many tokens, that of the least busy engine
+                first. Empty if no peer has the prefix or can be asked.
 
         Raises:
             RequestError: the request is invalid.
@@ -106,23 +106,23 @@ class Prefixes(Part):
         return tuple(one.offer for one in found)
 
     async def pull(self, request: PrefixRequest) -> PrefixReport:
-        """Fill local blocks with as much of a prefix as a peer has: see `PrefixRequest`.
+        """Fill local blocks with the longest beginning of a prefix that a peer has in its cache: see `PrefixRequest`.
 
-        Peers are asked side by side, and the longest prefix is loaded. If a source fails, the next one is read into the
-        same blocks, within the same deadline, once no byte of the first can land. If nothing is found or can be read,
-        that is no error: the prefix has to be computed. If cancelled, this returns within Config.cancel_grace_s; if
-        bytes may still land then, the load is in `Runtime.quarantines`.
+        All peers are asked at once, and the longest prefix is loaded. If that fails, the prefix of the next peer is
+        read into the same blocks, within the same deadline, once no byte from the first peer can land. If no peer has
+        the prefix, or none can be read from, no error is raised: the engine has to compute the prefix. If cancelled,
+        this returns within Config.cancel_grace_s; if bytes may still land then, the load is in `Runtime.quarantines`.
 
         Args:
             request: the keys of the prompt, the local blocks, and the peers to ask.
 
         Returns:
-            The number of tokens in the local blocks, the holder that they came from, and the answers of all peers.
+            The number of tokens in the local blocks, the peer that they were read from, and the answers of all peers.
 
         Raises:
             RequestError: the request is invalid; BlocksBusy.
-            PeerError, LoadError: a source has failed, and bytes may still land in the blocks: `quarantine` of the error
-                is the load. With `PrefixRequest.rest`, also any error of a load of that ticket.
+            PeerError, LoadError: reading from a peer failed, and bytes may still land in the blocks; the error's
+                `quarantine` is that load. With `PrefixRequest.rest`, also any error of a load of that ticket.
             RuntimeUnavailable, RuntimeBroken: as for loads.
             UsageError: as for `seek`.
         """
@@ -137,12 +137,12 @@ class Prefixes(Part):
             made.over.set()
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
-        """Note how long the load of an offer took, as a base for `PrefixOffer.pull_s`.
+        """Record how long the load of an offer took, so that later values of `PrefixOffer.pull_s` are better.
 
-        For engines that load the offers of `seek` themselves; `pull` notes its own loads.
+        Call it if your engine loads the offers of `seek` itself; `pull` records its own loads.
 
         Args:
-            ticket: ticket of the load; the first if there were several. A ticket that is not of a prefix is ignored.
+            ticket: ticket of the load; the first if there were several. A ticket that is not from `seek` is ignored.
             report: report of the load.
 
         Raises:
@@ -155,21 +155,21 @@ class Prefixes(Part):
 
     @property
     def statistics(self) -> PrefixStatistics | None:
-        """Counts since the KV cache was registered; None if none is registered."""
+        """Counts of pulls and of shared prefixes since the KV cache was registered; None if none is registered."""
         if self._questions is None or not self._owner.registered:
             return None
         sharing = None if self._shared is None or self._shared.closed else self._shared.statistics
         return PrefixStatistics(open_requests=len(self._under_way), sharing=sharing, **self._counts)
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
-        """Only for the runtime: see `Part`."""
+        """Only for the runtime, which calls it once a KV cache is registered: see `Part.registered`."""
         self._owner.begin(runtime)
         self._questions, self._shared = PrefixQuestions(cache, self._rates), None
         self._under_way = set()
         self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
 
     def end(self, why: Ending, wait_s: float = 0.0) -> None:
-        """Only for the runtime: see `Part`."""
+        """Only for the runtime, which calls it to end all questions and the sharing: see `Part.end`."""
         if why is Ending.ABANDONED:
             self._questions = self._shared = None
             return
@@ -179,12 +179,12 @@ class Prefixes(Part):
             self._shared.close()
 
     async def drained(self) -> None:
-        """Only for the runtime: see `Part`."""
+        """Only for the runtime, which waits here until all pulls have ended: see `Part.drained`."""
         for one in tuple(self._under_way):  # a search ends by itself, and holds nothing
             await one.over.wait()
 
     async def closed(self, timeout_s: float) -> str:
-        """Only for the runtime: see `Part`."""
+        """Only for the runtime, which waits here for pulls while it closes: see `Part.closed`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.drained()

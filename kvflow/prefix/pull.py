@@ -1,10 +1,10 @@
-"""A pull: ask for a prefix, then load it from the holders that have most of it.
+"""A pull: ask peers for a prefix, then load it from the holders (the peers that have it) with most tokens.
 
-All holders with the same number of tokens are tickets of one ordinary load, which goes on with the next ticket if one
-fails. If all fail, holders with fewer tokens are loaded from.
+The tickets of all holders with equally many tokens go into one ordinary load, which goes on with the next ticket if one
+fails. If all fail, the next load is from holders with fewer tokens.
 
-A load of a prefix proves what any load proves: that the lease covered the whole read. That the blocks hold the tokens
-of their keys, only the holder vouches for, as with any offer.
+As for any load, success proves that the lease covered the whole read. Nothing proves that the blocks hold the tokens
+of their keys: for that the reader trusts the holder, as with any offer.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ if TYPE_CHECKING:
 
 
 class Pull:
-    """A pull under way."""
+    """One call of `Prefixes.pull`."""
 
     def __init__(
         self, cache: RegisteredCache, rates: LoadRates, counts: dict[str, int], request: PrefixRequest
     ) -> None:
-        """Take a request from `checked_prefix_request`. RequestError if its `rest` or its blocks cannot be right.
+        """Prepare a pull of `request`, which `checked_prefix_request` has returned.
+
+        Raise RequestError if its ticket `rest` is invalid, or if its blocks do not fit its tokens.
 
         `counts`: the counts of `PrefixStatistics`, which the pull adds to.
         """
@@ -59,7 +61,7 @@ class Pull:
         now_s = asyncio.get_running_loop().time()
         self._ends_s, self._answers_end_s = now_s + deadline_s, now_s + self._answers_s
         self._search: Search
-        """Set by `run`."""
+        """The engines that are asked, and their answers; set by `run`."""
         self._tried: list[Holder] = []
         self._taken: Holder | None = None
         """The holder that the prefix was read from."""
@@ -67,7 +69,7 @@ class Pull:
         """Holders of the load that has succeeded. That load gives back the leases that it has not used."""
         self.over = asyncio.Event()
         self._there = 0
-        """Tokens of the prompt that loads have put into the local blocks, including cached ones."""
+        """Number of tokens of the prompt in the local blocks after the loads, including cached tokens."""
 
     async def run(self, questions: PrefixQuestions) -> PrefixReport:
         """Ask the peers, load the prefix, and return the report. Errors and cancellation are as for `Prefixes.pull`."""
@@ -86,7 +88,7 @@ class Pull:
     async def _load_prefix(self) -> list[LoadReport]:
         """Load the prefix from the holders with most tokens; if they fail, from those with fewer.
 
-        No load begins after the deadline: a load may take `cancel_grace_s` to end, and a pull may take that only once.
+        No load begins after the deadline: a load may overrun it by `cancel_grace_s`, and a pull only once by that.
         """
         with ExitStack() as kept:
             for spare in self._search.holders:
@@ -103,7 +105,10 @@ class Pull:
         return []
 
     async def _best(self) -> list[Holder]:
-        """Return the holders to load from next, best first. All have equally many tokens, and each pays."""
+        """Return the holders to load from next, the best first, all with equally many tokens.
+
+        Holders are left out if to compute the tokens should be faster.
+        """
         while alike := await self._search.best(self._tried, self._answers_end_s):
             del alike[TICKETS_MAX:]
             self._tried += alike
@@ -112,7 +117,10 @@ class Pull:
         return []
 
     async def _load_both(self) -> list[LoadReport]:
-        """Load the prefix and, side by side, the rest from the engine that has the whole prompt."""
+        """Load the prefix from a holder and, at the same time, the tokens after it by the ticket `rest`.
+
+        If no holder has a usable prefix, load all tokens by the ticket `rest`.
+        """
         cached = self._request.cached_tokens
         if holders := await self._best():
             heads, tails = _divided(self._groups, self._tables, cached, holders[0].offer.num_tokens)
@@ -161,7 +169,11 @@ class Pull:
         tokens: int | None = None,
         keep_offer: bool = False,
     ) -> Load:
-        """Start a load into `tables`, which begin at token `cached_tokens` (that of the request, if None)."""
+        """Start a load into local blocks: `tables` has one array of block ids for each group.
+
+        The first block is that of token `cached_tokens`, or of the request's `cached_tokens` if None. `part` is
+        appended to the request id.
+        """
         request = self._request
         return self._loader.start(
             LoadRequest(
@@ -186,7 +198,10 @@ class Pull:
         return self._start(rest, tables, cached_tokens=cached_tokens, tokens=tokens, keep_offer=keep_offer)
 
     async def _outcome(self, holders: Sequence[Holder], load: Load) -> LoadReport | None:
-        """Await a load from `holders`. Return None if it failed and its blocks are safe to be filled from elsewhere."""
+        """Await a load from `holders`. Return None if it failed, and no byte can land in its blocks.
+
+        If bytes may still land, raise the error of the load.
+        """
         try:
             report = await load
         except (PeerError, LoadError) as error:
@@ -199,7 +214,10 @@ class Pull:
         return report
 
     def _note(self, holders: Sequence[Holder], load: Load, error: str) -> Holder:
-        """Note for each holder that was tried why it failed. Return the holder that was tried last."""
+        """Set `Holder.why` of each holder that `load` has tried, and count failures. Return the last tried holder.
+
+        `error`: error of the load, "" if it has succeeded.
+        """
         last, attempts = holders[0], load.attempts or ()
         last.why = error
         for attempt in attempts:
@@ -209,7 +227,7 @@ class Pull:
         return last
 
     def _pays(self, one: Holder) -> bool:
-        """Return False, and note why, if computing should be faster than pulling from a holder."""
+        """Return True if to read from a holder should be faster than to compute the tokens. If not, set its `why`."""
         offer = one.offer
         if not offer.pays:
             one.why = f"it takes {offer.pull_s:.3g} s from there, and {offer.compute_s:.3g} s to compute"
@@ -217,7 +235,7 @@ class Pull:
         return offer.pays
 
     def _report(self, loads: Sequence[LoadReport]) -> PrefixReport:
-        """Return the report of the pull, and add to the counts."""
+        """Return the report of the pull, of which `loads` have succeeded, and add its tokens to the counts."""
         request, taken = self._request, self._taken
         judged = taken or (self._tried[-1] if self._tried else None)
         pulled = 0 if taken is None else taken.offer.num_tokens - request.cached_tokens
@@ -255,14 +273,14 @@ async def _settled(load: Load, within_s: float) -> bool:
 
 
 def _quarantine(loads: Sequence[Load]) -> Quarantine | None:
-    """Return the quarantine of the loads with blocks in which bytes may still land; None if all are safe."""
+    """Return the quarantine of all `loads` with blocks in which bytes may still land; None if no load has any."""
     unsafe = [load for load in loads if not load.safe]
     return _Unsafe(unsafe) if len(unsafe) > 1 else next(iter(unsafe), None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Unsafe:
-    """The `quarantine` of an error of several loads that ran side by side."""
+    """Quarantine of several loads that ran at the same time, as the `quarantine` of one error."""
 
     loads: Sequence[Load]
 
@@ -284,7 +302,10 @@ class _Unsafe:
 
 
 def _in_whole_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> PrefixRequest:
-    """Cut a request so that its prefix ends at the end of a local block: the tokens behind it come from elsewhere."""
+    """Return `request` with only those keys that end at the end of a local block in each group.
+
+    The next block is filled by another load, so no block may have tokens of both.
+    """
     whole = [(group.block_size, len(ids)) for group, ids in zip(groups, tables, strict=True) if group.whole]
     unit = math.lcm(request.key_tokens, *(size for size, _ in whole))
     most = min((request.cached_tokens // size + count) * size for size, count in whole) if whole else 0
@@ -294,12 +315,15 @@ def _in_whole_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], table
 
 
 def _given(tables: Sequence[BlockIds]) -> Any:
-    """Return block ids in the form that requests have."""
+    """Return block ids in the form of `LoadRequest.block_ids`: one list, or one for each of several groups."""
     return tables[0].tolist() if len(tables) == 1 else [ids.tolist() for ids in tables]
 
 
 def _filled(groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int) -> list[BlockIds]:
-    """Return the local blocks that a prefix of `tokens` tokens fills. `tables` begin behind the `cached` tokens."""
+    """Return the local blocks, by group, that a prefix of `tokens` tokens fills; of a window only its last blocks.
+
+    `tables` begin with the block after the `cached` tokens.
+    """
     filled = []
     for group, ids in zip(groups, tables, strict=True):
         size = group.block_size
@@ -316,7 +340,10 @@ def _filled(groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: in
 def _divided(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
 ) -> tuple[list[BlockIds], list[BlockIds]]:
-    """Divide the local blocks into those that the prefix fills, and those of the rest, with all windows and state."""
+    """Divide local blocks, by group: those that a prefix of `tokens` tokens fills, and those after it.
+
+    All blocks of windows and state are in the second list. `tables` begin with the block after the `cached` tokens.
+    """
     heads, tails = [], []
     for group, ids in zip(groups, tables, strict=True):
         at = tokens // group.block_size - cached // group.block_size if group.whole else 0

@@ -18,7 +18,7 @@ class Holder:
 
     offer: PrefixOffer
     why: str = "another one was taken"
-    """Reason why nothing was read from the engine; "" if the prefix was."""
+    """Reason why nothing was read from the engine; "" if the prefix was read from it."""
 
     def worth(self) -> tuple[int, int]:
         """Return the sort key of the holder: the longest prefix first, then the least busy engine."""
@@ -73,9 +73,10 @@ class Search:
             self._answers[given] = Holder(offer)
 
     def order(self, turn: int) -> None:
-        """Sort the engines: holders first, by their worth. `turn` chooses which of equal holders is first.
+        """Sort the engines: those with an offer first, in the order of `Holder.worth`.
 
-        `turn` differs between readers, so that not all read from the same holder.
+        `turn` is a random number that decides which of equally good holders is first, so that readers that ask the same
+        engines do not all read from the same one.
         """
         asked = list(self._answers.items())
         at = turn % max(len(asked), 1)
@@ -86,7 +87,7 @@ class Search:
         self._answers = dict(sorted(asked[at:] + asked[:at], key=place))
 
     async def best(self, tried: Collection[Holder], until_s: float) -> list[Holder]:
-        """Return the holders that are not in `tried` and have most tokens, the least busy first.
+        """Return the holders with most tokens among those that are not in `tried`, the least busy engine first.
 
         If all holders were tried, wait for further answers, until the loop's time `until_s` at the latest. Return an
         empty list if no further offer arrives.

@@ -1,7 +1,7 @@
-"""Questions for prefixes: how much of a prefix each of several engines has.
+"""Asks several engines how much of a prefix each has in its cache.
 
-Each engine is asked by a task of its own. The task goes on if nothing waits for it: an offer that comes too late is
-given back.
+One task asks each engine. The task goes on after `PrefixQuestions.ask` has returned, so that an offer that arrives too
+late is given back.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _NAMES_MAX = 1 << 10
 
 
 class _Engine(NamedTuple):
-    """The ranks of an engine that may have a prefix."""
+    """An engine that is asked for a prefix."""
 
     asked: list[Address]
-    """Ranks to ask."""
+    """Ranks that have blocks for this reader rank, so they are asked."""
     others: list[RankLease]
-    """Ranks without blocks for this reader, which the ticket names, too."""
+    """Ranks without blocks for this reader rank. They are not asked, but the ticket of the offer names them, too."""
     connection: Connection
     """Connection to one of the ranks in `asked`."""
     fixed_ports: bool
@@ -55,7 +55,7 @@ _Offered: TypeAlias = tuple[Address, messages.Offer, RankLease]
 
 
 class PrefixQuestions:
-    """Asks engines for prefixes."""
+    """Asks other engines for prefixes that could be read into one registered KV cache."""
 
     def __init__(self, cache: RegisteredCache, rates: LoadRates) -> None:
         self._cache = cache
@@ -67,21 +67,21 @@ class PrefixQuestions:
         self._rates = rates
         self._asking: set[asyncio.Task[None]] = set()
         self._names: Latest[str, PeerAddress] = Latest(_NAMES_MAX)
-        """Engines by the addresses at which they were found."""
+        """Engine and rank that listen at an address, by the address as requests give it."""
         self._unanswered: dict[str, tuple[float, float]] = {}
-        """The oldest unanswered question of each peer: when it was asked, and how many seconds the peer had for it."""
+        """Oldest unanswered question to each peer: the loop's time when it was sent, and how many seconds it had."""
 
     def close(self) -> None:
-        """Cancel all questions. An engine that has not answered counts as late."""
+        """Cancel all questions. Searches then report that the engine has not answered in time."""
         for task in self._asking:
             task.cancel()
 
     async def ask(self, request: PrefixRequest, within_s: float) -> Search:
         """Ask all peers of a request for its prefix. Return the search, with the best holders first.
 
-        Waits until all peers have answered, or `within_s` has passed. After the first full match, waits for others at
-        most as long again as that match took. Later answers are still accepted, until `Search.give_back`. Cancelling
-        gives the offers back.
+        Wait until all peers have answered, or `within_s` has passed. After the first offer of the whole prefix, wait
+        for other offers at most as long again as that offer took. The search accepts later answers until
+        `Search.give_back`. Cancelling gives the offers back.
 
         A peer is not asked if it has an unanswered question that is older than both the time allowed for it and
         `within_s`.
@@ -191,7 +191,10 @@ class PrefixQuestions:
         )
 
     async def _connected_again(self, engine: _Engine, offers: Sequence[_Offered]) -> _Engine:
-        """Connect again to ranks that have restarted or registered again. Return the engine with its new connection."""
+        """Connect again to ranks that have restarted or registered again. Return `engine` with its valid connection.
+
+        `offers` name the current registration (incarnation) of each rank.
+        """
         connection = engine.connection
         for at, _, lease in offers:
             peer = self._peers.get(at)
@@ -200,13 +203,13 @@ class PrefixQuestions:
         return engine._replace(connection=connection)
 
     def _check(self, ticket: Ticket, at: Address) -> None:
-        """Raise ProtocolError if the offer of a rank that is read from cannot be right."""
+        """Raise ProtocolError if `ticket` names blocks of the rank at `at` that the rank's cache does not have."""
         peer, lease = self._peers.get(at), ticket.find(at.rank)
         if peer.current is not None and lease is not None:
             self._reach.told(ticket, peer, peer.current, lease, lease.block_tables or ticket.block_tables)
 
     async def _found(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
-        """Find the ranks of an engine to ask. Raise a KVFlowError if they cannot be found."""
+        """Connect to an engine, and find which ranks have blocks for this reader. Raise a KVFlowError if that fails."""
         if isinstance(peer, str):
             peer = self._names.get(peer) or await self._who(peer)
         fixed = isinstance(peer, PeerAddress)
@@ -255,7 +258,7 @@ class PrefixQuestions:
 
 
 def _named(peer: GivenPeer) -> str:
-    """Return the name of a peer in answers and messages."""
+    """Return the text that names `peer` in reports and error messages."""
     if isinstance(peer, PeerAddress | Ticket):
         return f"{peer.engine_id} at {peer.address}"
     if isinstance(peer, Mapping):
@@ -264,7 +267,7 @@ def _named(peer: GivenPeer) -> str:
 
 
 def _within(question: SeekRequest, offered: _Offered) -> _Offered:
-    """Return an offer if the question asked for its tokens; otherwise raise ProtocolError."""
+    """Return an offer; raise ProtocolError if it has more tokens than `question` asked for, or not whole keys."""
     at, offer, _ = offered
     keys, key_tokens = len(question.keys) // KEY_BYTES, question.key_tokens
     if not 0 < offer.num_tokens <= keys * key_tokens or offer.num_tokens % key_tokens:
@@ -274,11 +277,11 @@ def _within(question: SeekRequest, offered: _Offered) -> _Offered:
 
 
 def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block_ids_max: int) -> Ticket | None:
-    """Make the ticket of the offers of several ranks, with as many tokens as all ranks have. None if they share none.
+    """Join the offers of an engine's ranks into one ticket, with as many tokens as the rank with fewest tokens offers.
 
     Ranks may have a prefix in different blocks. The blocks of a window or state fit one number of tokens only, so ranks
-    with windows or state must offer equally many tokens. ProtocolError if a rank offers more or fewer blocks than the
-    tokens take.
+    with windows or state must offer equally many tokens; if they do not, or if no rank made an offer, return None.
+    Raise ProtocolError if a rank offers more or fewer blocks than the tokens take.
     """
     if not offers:
         return None

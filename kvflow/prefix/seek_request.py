@@ -1,4 +1,4 @@
-"""The message of this part: the question for a prefix, answered by a `LeaseAnswer`."""
+"""The message that asks a peer for a prefix; the peer replies with a `LeaseAnswer`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvflow.core.protocol import messages
 from kvflow.prefix.keys import KEY_BYTES
 
 KEYS_MAX = 1 << 10
-"""Most keys in one question: few enough to be answered in one short turn of the loop."""
+"""Maximum number of keys in one question, so that a peer answers it in one short turn of its event loop."""
 PREFIX_OF = "kvflow-prefix/"
-"""Beginning of the request ids of prefix leases: a reader cannot use the request id of an engine's own request."""
+"""First characters of the request id of each lease on a prefix, so that it differs from every engine's own request."""
 
 
 class SeekRequest(messages.ReaderRequest, frozen=True, kw_only=True, tag="seek"):
-    """Question for the longest beginning of a prefix that is in the cache now. A `LeaseAnswer` offers it."""
+    """Asks a rank for the longest beginning of a prefix that is in its cache now. The `LeaseAnswer` leases it."""
 
     request_id: RequestName
-    """Request id of the lease, without `PREFIX_OF`; the same at every rank of an engine."""
+    """Request id of the wanted lease, without `PREFIX_OF`. All ranks of an engine are asked with the same id."""
     keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * KEYS_MAX)]
-    """Keys of the prefix in a row: key i is of the first (i + 1) * `key_tokens` tokens. See `prefix.keys`."""
+    """Keys of the prefix, 32 bytes each, concatenated. Key i covers the first (i + 1) * `key_tokens` tokens."""
     key_tokens: Size
     alone: bool = True
     """True if exactly one reader rank will read the offer."""

@@ -1,7 +1,8 @@
-"""A shared prefix cache: answers questions for prefixes by ordinary leases on blocks that the cache has pinned.
+"""Answers peers that ask for prefixes: with ordinary leases on blocks that the engine's prefix cache has pinned.
 
-The lease of a prefix has no hold (`core.protocol.proof`): its readers look at the seal after the last byte. So the
-blocks are the owner's again the moment the lease ends, and `reclaim` waits for no reader.
+Blocks of a prefix are not held after their lease has ended (`core.protocol.proof`), because the readers look at the
+seal once more after the last byte. So the engine may reuse the blocks the moment the lease ends, and `reclaim` waits
+for no reader.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class SharedPrefixes:
     """Handle of a prefix cache that is shared with peers until `close`. `Prefixes.share` returns it."""
 
     def __init__(self, registered: RegisteredCache, cache: PrefixCache, pinned_blocks_max: int | None) -> None:
-        """UsageError if `cache` is no PrefixCache, or `pinned_blocks_max` is no number of blocks."""
+        """Raise UsageError if `cache` is no PrefixCache, or `pinned_blocks_max` is no number of blocks."""
         if not checks.answer(lambda: isinstance(cache, PrefixCache)):
             raise UsageError(f"share: expected a PrefixCache, with match and unpin, got {checks.shown(cache)}")
         num_blocks = registered.ledger.counts().total
@@ -59,7 +60,7 @@ class SharedPrefixes:
         self._groups = registered.local.groups
         self._token_bytes = token_size_bytes(registered.local)
         self._pins: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
-        """Number of leases that pin each block, by ledger entry."""
+        """Number of leases that pin each block, by the index of the block's entry in the ledger."""
         self._pinned = self._leased_tokens = 0
         self._leased: dict[OpenLease, PinnedPrefix] = {}
         """Pinned prefixes by their leases, the oldest first."""
@@ -86,9 +87,9 @@ class SharedPrefixes:
     def reclaim(self, blocks: int) -> int:
         """End the oldest leases at once, until `blocks` pinned blocks are free. For an engine that needs the blocks.
 
-        `PrefixCache.unpin` is called for each lease before this returns. The readers see a miss, even if they have read
-        all bytes. If the KV cache goes through host buffers, a block that is being copied is free once its copy has
-        ended.
+        `PrefixCache.unpin` is called for each ended lease before this returns. Loads of these leases fail, even if they
+        have read all bytes. If the KV cache goes through host buffers, a block that is being copied is free once its
+        copy has ended.
 
         Args:
             blocks: number of blocks to free; if fewer are pinned, all are freed.
@@ -113,8 +114,8 @@ class SharedPrefixes:
         """End all leases of a pinned prefix at once, as `reclaim` does. Call it before the engine reuses the blocks.
 
         Args:
-            pinned: the object that `PrefixCache.match` has returned, once or several times. If all of its leases have
-                ended, this does nothing.
+            pinned: the object that `PrefixCache.match` has returned. If `match` has returned it several times, all of
+                these leases end. If all have ended before, this does nothing.
 
         Raises:
             UsageError: this is not the runtime's event loop.
@@ -126,7 +127,7 @@ class SharedPrefixes:
                 self._end(opened)
 
     def close(self) -> None:
-        """Stop sharing: end all leases, as `reclaim` does, and answer waiting and later questions with a miss.
+        """Stop sharing: end all leases, as `reclaim` does. Waiting and later questions get no prefix.
 
         Closing twice is fine.
 
@@ -143,13 +144,13 @@ class SharedPrefixes:
                 self._end(opened)
 
     def _end(self, opened: OpenLease) -> None:
-        """Revoke a lease. If that has ended it, unpin its prefix now."""
+        """Revoke a lease. If the lease has ended when this returns, its prefix is unpinned."""
         self._serving.revoke(opened.entry)
         if opened.outcome.done():
             self._over(opened)
 
     def _over(self, opened: OpenLease) -> None:
-        """Unpin the prefix of a lease that has ended, so that nothing reads its blocks. A second call does nothing."""
+        """Unpin the prefix of a lease that has ended: no reader can use its blocks. A second call does nothing."""
         pinned = self._leased.pop(opened, None)
         if pinned is None:
             return
@@ -172,7 +173,7 @@ class SharedPrefixes:
             question: the question, with the keys of a prefix.
 
         Returns:
-            A reply, or a future of one.
+            The reply, or a future of the reply.
         """
         size = KEY_BYTES
         keys = [question.keys[at : at + size] for at in range(0, len(question.keys), size)]
@@ -201,7 +202,7 @@ class SharedPrefixes:
         return self._offered(question, keys, found)
 
     def _late(self, reply: asyncio.Future[messages.Reply]) -> None:
-        """Callback of a timer: the cache takes too long, so answer with a miss."""
+        """Callback of a timer, after which an asynchronous `match` has taken too long: answer with no prefix."""
         if not reply.done():
             reply.set_result(self._counted("busy"))
 
@@ -213,7 +214,7 @@ class SharedPrefixes:
         timer: asyncio.TimerHandle,
         looked: asyncio.Future[object],
     ) -> None:
-        """Callback of an asynchronous `match`: answer the question or, if that was done, unpin the prefix."""
+        """Callback when an asynchronous `match` has ended: set `reply`. If `reply` was set before, unpin the prefix."""
         timer.cancel()
         del self._asked[reply]
         error = None if looked.cancelled() else looked.exception()
@@ -230,7 +231,7 @@ class SharedPrefixes:
             self._unpin(pinned)
 
     def _offered(self, question: SeekRequest, keys: Sequence[bytes], pinned: object) -> messages.Reply:
-        """Lease the prefix that the cache has found, and return the reply that offers it; a miss if that fails."""
+        """Lease the prefix that `match` has returned. Return the reply that offers it, or one without a prefix."""
         if pinned is None:
             return self._counted("missed")
         if not isinstance(pinned, PinnedPrefix):
@@ -277,25 +278,25 @@ class SharedPrefixes:
         self._over(opened)
 
     def _tokens_in(self, blocks: int) -> int:
-        """Return a number of tokens for which a prefix surely takes no more than `blocks` blocks, over all groups."""
+        """Return a number of tokens so small that their prefix takes at most `blocks` blocks over all groups."""
         whole = [group.block_size for group in self._groups if group.whole] or [1]
         rest = sum(group.blocks_needed(group.window + 1) for group in self._groups if not group.whole)
         return max(blocks - rest, 0) * min(whole) // len(whole)
 
     def _check(self, pinned: PinnedPrefix, keys: int, key_tokens: int) -> None:
-        """RequestError if the prefix has more tokens than the question asked for, or no multiple of `key_tokens`."""
+        """Raise RequestError unless `pinned` has a multiple of `key_tokens` tokens, for at most `keys` keys."""
         tokens = checks.whole(pinned.num_tokens, "a PrefixCache's match: num_tokens", least=1)
         if tokens % key_tokens or tokens > keys * key_tokens:
             up_to = f"up to {keys} x {key_tokens}"
             raise RequestError(f"a PrefixCache's match: {counted(tokens, 'token')}, expected {up_to}")
 
     def _counted(self, what: str) -> messages.Reply:
-        """Count the outcome of a question, and return a miss."""
+        """Add 1 to the count `what` of questions, and return the reply without a prefix."""
         self._counts[what] += 1
         return messages.NOTHING_YET
 
     def _failed(self, question: SeekRequest, error: BaseException | None) -> messages.Reply:
-        """Log and count a failure of the cache, and return a miss.
+        """Log and count a failure of the prefix cache, and return the reply without a prefix.
 
         The cause is a bug of the engine, or a block that is being written.
         """

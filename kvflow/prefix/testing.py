@@ -21,9 +21,9 @@ class FakePrefixCache:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._blocks_of: dict[bytes, tuple[int, ...]] = {}
-        """Blocks of a prefix, by its last key."""
+        """Ids of all blocks of a prefix, by the key at the prefix's end."""
         self.pins: Counter[int] = Counter()
-        """Number of pins of each block."""
+        """Number of pins of each block, by block id."""
         self.asked = 0
         """Number of calls of `match` so far."""
 

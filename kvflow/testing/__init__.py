@@ -1,4 +1,4 @@
-"""Tools for testing engines that use kvflow: runtimes in one process, scripted faults, virtual time, watches."""
+"""Tools for testing engines that use kvflow: runtimes in one process, scripted faults, virtual time, safety checks."""
 
 from kvflow.runtime.world import World
 from kvflow.testing.block_watch import BlockWatch, watch_blocks

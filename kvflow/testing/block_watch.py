@@ -1,4 +1,4 @@
-"""Watch of an engine's block allocator: each block is free or taken, and each taken block has the line that took it."""
+"""Test tool that watches an engine's block allocator, and knows for each taken block the line of code that took it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvflow.testing.watch import calling_line, checked_at_end, raise_first
 
 
 class BlockWatch:
-    """Record of the blocks that an allocator has given out, and where. `watch_blocks` opens it."""
+    """Blocks that an engine's allocator has given out, with the line of code that took each. See `watch_blocks`."""
 
     def __init__(self, runtime: Runtime, free_blocks: Callable[[], Collection[int]]) -> None:
         self._runtime = runtime
@@ -24,7 +24,7 @@ class BlockWatch:
         self._found: list[str] = []
 
     def take(self, block_ids: Iterable[int]) -> None:
-        """Note that the allocator gives out `block_ids`. `watch_blocks` calls this for the method it names `take`.
+        """Record that the allocator gives out `block_ids`. `watch_blocks` calls this after the method named `take`.
 
         Args:
             block_ids: The blocks given out.
@@ -43,7 +43,7 @@ class BlockWatch:
             self._taken[block] = where
 
     def give_back(self, block_ids: Iterable[int]) -> None:
-        """Note that the allocator gets `block_ids` back. `watch_blocks` calls this for the method it names `free`.
+        """Record that the allocator gets `block_ids` back. `watch_blocks` calls this before the method named `free`.
 
         Args:
             block_ids: The freed blocks.
@@ -71,7 +71,7 @@ class BlockWatch:
     def assert_conserved(self) -> None:
         """Assert that each block is either free or taken, and that the runtime uses only taken blocks.
 
-        Legal at any moment.
+        May be called at any time.
 
         Raises:
             AssertionError: A block is neither free nor taken, is both, or is free while the runtime uses it; or an
@@ -88,7 +88,7 @@ class BlockWatch:
                 self._fail(block, f"is free, but {use}")
 
     def assert_all_free(self) -> None:
-        """Assert that every taken block has been freed, and what `assert_conserved` asserts.
+        """Assert that every taken block has been freed, after the checks of `assert_conserved`.
 
         Raises:
             AssertionError: A block was not freed; the message names the line that took it. Or `assert_conserved` fails.

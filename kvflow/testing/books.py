@@ -1,4 +1,4 @@
-"""Checks of a runtime's accounting of blocks, leases and loads (invariant I5): at work, idle, and closed."""
+"""Assertions about a runtime's counts of blocks, leases and loads (invariant I5): at work, idle, and closed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvflow.runtime.statistics import RuntimeStatistics
 def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
     """Assert that free, leased, in-flight and quarantined blocks add up to all blocks, and that each has an owner.
 
-    Legal at any moment, also while loads are under way.
+    May be called at any time, also while loads are under way.
 
     Args:
         runtime: The runtime to check.
@@ -42,14 +42,14 @@ def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
 
 
 class _Holder(Protocol):
-    """A holder of blocks: a lease, a load or a restore."""
+    """An object that holds blocks: a lease, a load or a restore."""
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]: ...
 
 
 def _entries(runtime: Runtime, holders: Collection[_Holder]) -> set[int]:
-    """Return the ledger entries of the holders' blocks, in the runtime's own numbering by pool."""
+    """Return the entries in the runtime's ledger of all blocks that `holders` hold."""
     cache = runtime._supervisor.held
     assert cache is not None, "there are statistics of blocks"
     return {entry for holder in holders for entry in cache.ledger.entries(holder.block_tables).tolist()}

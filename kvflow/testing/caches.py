@@ -1,4 +1,4 @@
-"""Caches filled with a pattern in which the value of each element identifies its place.
+"""Test caches filled with a pattern, in which the value of each element depends on its block, slot, layer and head.
 
 A *slot* is the place of one token in a block. The pattern of an element is a hash of its engine, model layer, K or V,
 block, slot, model head and index within the head, truncated to the dtype's size and finite in every float format. The
@@ -101,7 +101,7 @@ class PatternCache:
             block_ids: Blocks to read.
 
         Returns:
-            An int64 tensor of shape (layer, part, block, slot), with blocks in the order of `block_ids`.
+            An int64 tensor of shape (layer, K or V, block, slot), with blocks in the order of `block_ids`.
         """
         layout = self.layout
         weights = 2 * torch.arange(layout.num_kv_heads * layout.kv_head_size) * _PRIMES[0] + 1
@@ -114,7 +114,7 @@ class PatternCache:
         return torch.stack(rows).view(len(self._layers), len(self.parts), len(ids), layout.block_size)
 
     def name_of(self, layer: int, part: int, block: int, slot: int, head: int | None = None) -> str:
-        """Return the name of a place, for messages.
+        """Return the name of a slot in one layer, or of one head in the slot, for messages.
 
         Args:
             layer: Index of the registered layer.
@@ -124,20 +124,20 @@ class PatternCache:
             head: Index of the head in this rank; None to name no head.
 
         Returns:
-            Engine, layer name, part, block and slot, and the head by its index in the model.
+            Engine, layer name, K or V, block and slot, and the head by its index in the model.
         """
         of_head = "" if head is None else f" head {self.heads[head]}"
         name = self.layout.layer_names[layer]
         return f"engine {self.engine_id!r}, layer {name!r}, {self.parts[part]}, block {block}, slot {slot}{of_head}"
 
     def find(self, elements: torch.Tensor) -> str | None:
-        """Find the place that holds the given content of one head in one slot.
+        """Find the slot and head that hold the given content.
 
         Args:
             elements: The content to look for: one row of `slots`, of shape (element,).
 
         Returns:
-            The name of the first place with this content (`name_of`); None if no place has it.
+            The name, as by `name_of`, of the first slot and head with this content; None if there is none.
         """
         for layer, part in self._regions():
             held = (self.slots(layer, part).cpu() == elements.cpu()).all(-1).nonzero().tolist()
@@ -170,9 +170,9 @@ class PatternCache:
 
 
 class StateCache:
-    """The cache of one rank for state per request (Mamba and the like). A block holds one request's state, as one slot.
+    """The cache of one rank for recurrent state (Mamba and the like). A block holds one request's state, as one slot.
 
-    Only what `watch_offers` needs of a group: digests and names of places. There is no pattern.
+    It has only the methods that `watch_offers` calls, and no pattern.
 
     Args:
         engine_id: Name of the engine, for messages.
@@ -203,7 +203,7 @@ class StateCache:
         return torch.stack(rows).view(len(self._layers), -1, len(block_ids), 1)
 
     def name_of(self, layer: int, part: int, block: int, slot: int) -> str:
-        """Return the name of a place, for messages.
+        """Return the name of one request's state in one tensor, for messages.
 
         Args:
             layer: Index of the registered layer.

@@ -1,9 +1,9 @@
 """Cancels a coroutine at every point at which cancelling can make a difference: one run per point, in virtual time.
 
-Such a point is called a *moment*. There is one after each step of the coroutine, of the tasks that were started for it
-(such as its loads), and of the scenario's other tasks. Between the event that wakes one of the coroutine's own tasks
-and the task's next step there is another, once for each place at which the task waits. Steps of the engines' background
-tasks are not moments: the coroutine cannot see their effect before the next moment.
+Each point is called a *moment*. A moment follows each step of the coroutine, of the tasks that it has started (its
+loads, for example), and of the scenario's other tasks. A further moment is when one of the coroutine's tasks has been
+woken but has not yet run, once for each line at which the task waits. A step of an engine's background task makes no
+moment, because the coroutine cannot see its effect before the next moment.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _OF_ENGINES = "kvflow-"  # prefix of the names of the engines' background tasks
 _SAID_EVERY = 100
 _LINES_MAX = 1 << 30
 _OURS: ContextVar[bool] = ContextVar("kvflow_cancelled_everywhere", default=False)
-"""True in the context of the coroutine. Every task that the coroutine starts inherits it."""
+"""True in the context of the coroutine under test. Every task that the coroutine starts inherits it."""
 
 
 def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int:
     """Run a coroutine again and again, and cancel it at its first moment, at its second, and so on up to its last.
 
-    A moment is a point at which one of the scenario's own tasks has just run, or one of the coroutine's is about to
-    run. A run without cancellation counts the moments first. Log lines of kvflow are written only for a run that fails.
-    Progress is logged by `kvflow.testing.cancel` at INFO.
+    A moment is a point at which a task of the scenario has just run, or a task of the coroutine has been woken and is
+    about to run. A first run without cancellation counts the moments. Log lines of kvflow are written only for a run
+    that fails. Progress is logged by `kvflow.testing.cancel` at INFO.
 
         @contextlib.asynccontextmanager
         async def scenario():
@@ -59,7 +59,7 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
     Raises:
         AssertionError: The coroutine has more than `runs_max` moments.
         Exception: Any error of the coroutine except its cancellation, or of the checks. A note on it says at which
-            moment the coroutine was cancelled, and at which line it was.
+            moment the coroutine was cancelled, and at which line it waited then.
     """
     moments = _run(make_scenario, runs_max + 1, "not cancelled").count
     if moments > runs_max:
@@ -74,20 +74,20 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
 
 
 class _Moments:
-    """Counter of the moments of one run. Cancels the coroutine at moment number `last`, and keeps the place of that."""
+    """Counts the moments of one run, cancels the coroutine at number `last`, and keeps the line at which it waited."""
 
     def __init__(self, loop: VirtualLoop, body: Coroutine[Any, Any, object], last: int) -> None:
         self.count = 0
         self.place = ""
         self._loop, self._body, self._last = loop, body, last
         self._woken = {""}
-        """Places of waiting from which one of the coroutine's tasks has been woken before."""
+        """Lines at which a task of the coroutine has waited and been woken, as `_place` returns them."""
         context = copy_context()
         context.run(_OURS.set, True)
         self.task = loop.create_task(body, name="cancelled everywhere", context=context)
 
     def look(self) -> None:
-        """Count the step that has just ended, if it is a moment, and cancel the coroutine at the last one."""
+        """Called after each step of the loop: count it if it is a moment, and cancel the coroutine at the last one."""
         if self.place or self.task.done() or inspect.getcoroutinestate(self._body) == inspect.CORO_CREATED:
             return
         ran, follows = self._loop.ran, self._loop.follows
@@ -100,12 +100,12 @@ class _Moments:
 
 
 def _is_of_it(call: asyncio.Handle | None) -> bool:
-    """Return True if `call` is a step of the coroutine or of a task that was started for it."""
+    """Return True if `call` is a step of the coroutine under test, or of a task that it has started."""
     return task_of(call) is not None and call._context.get(_OURS, False)  # type: ignore[union-attr]
 
 
 def _is_ours(call: asyncio.Handle | None) -> bool:
-    """Return True if `call` is a step of any task but the engines' background tasks."""
+    """Return True if `call` is a step of any task except the engines' background tasks."""
     task = task_of(call)
     return _is_of_it(call) or (task is not None and not task.get_name().startswith(_OF_ENGINES))
 
@@ -153,7 +153,7 @@ def _kept_back(root: logging.Logger) -> Iterator[None]:
 
 
 def _place(task: asyncio.Task[Any] | None) -> str:
-    """Return the line at which `task` waits: its chain of awaiting coroutines, outermost first."""
+    """Return the line at which `task` waits, in each coroutine of its await chain, outermost first; "" if done."""
     lines = []
     inner: Any = None if task is None else task.get_coro()
     while (frame := getattr(inner, "cr_frame", None)) is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class ManualTimer:
-    """A timer of `ManualClock`, as `runtime.world.Timer`; `callback` is None once it is cancelled."""
+    """A timer of `ManualClock`. `callback` is None once the timer is cancelled."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.callback: Callable[[], None] | None = callback
@@ -21,8 +21,8 @@ class ManualTimer:
 class ManualClock:
     """A clock that moves only when a test calls `advance`.
 
-    The clock drives the timers that a runtime takes from its world: lease expiry, holds, renewals. Load deadlines and
-    side-channel timeouts go by the event loop's own time.
+    Pass it to a runtime in a `World`. It then drives lease expiry, holds and renewals. Load deadlines and side-channel
+    timeouts go by the event loop's own time.
 
         clock = ManualClock()
         async with Runtime(config, world=World(clock=lambda: clock)) as runtime:
@@ -66,7 +66,7 @@ class ManualClock:
         return sum(timer.callback is not None for _, _, timer in self._timers)
 
     def advance(self, seconds: float) -> None:
-        """Move the clock forward. Fire the timers that become due, in order of time; each sees its own due time.
+        """Move the clock forward. Call the callbacks of timers that become due, in order; each sees its own due time.
 
         Args:
             seconds: How far to move the clock.

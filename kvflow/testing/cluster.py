@@ -1,8 +1,8 @@
 """Several engines in one process, without NIXL, sockets or threads: on any event loop, in real or virtual time.
 
-Give your own engine a world of the cluster, `Runtime(config, world=cluster.world())`, or open a ready-made engine with
-`cluster.engine`. A test scripts faults on each rank's in-process transport (`cluster.transport`), or draws them from a
-seed, in virtual time: `InprocCluster(seed=7)`.
+Connect your own engine to the cluster by `Runtime(config, world=cluster.world())`, or open a ready-made engine with
+`cluster.engine`. A test scripts faults on each rank's in-process transport (`cluster.transport`), or has random faults
+from a seed, in virtual time: `InprocCluster(seed=7)`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class InprocCluster:
         seed: Seed of a simulated network with random faults: slow, torn and failed reads, lost, repeated and late
             notifications, unanswered questions, garbled answers. A seed gives the same faults in every run. Needs
             virtual time (`run_virtual`). None for a network without random faults.
-        weather: Rates of those faults; None to draw them from the seed.
+        weather: Delays and rates of those faults; None to draw them from the seed.
     """
 
     def __init__(self, seed: int | None = None, *, weather: Weather | None = None) -> None:
@@ -58,19 +58,21 @@ class InprocCluster:
         self._exchange = Exchange()
         self._rng = random.Random(seed)
         self._weather = None if seed is None else weather or draw_weather(self._rng)
-        """Weather of the simulated network; None without a seed."""
+        """Delays and fault rates of the simulated network; None without a seed."""
         self._simulated: Network | None = None
         self._hosts: dict[str, SimHost] = {}
         self._transports: dict[tuple[str, Rank], InprocTransport] = {}
 
     def world(self, *, clock: Callable[[], Clock] = LoopClock) -> World:
-        """Return a world that makes a runtime part of the cluster. Copies run on the event loop: keep caches small.
+        """Return the `World` (transport, side channel, clock) with which a runtime becomes an engine of the cluster.
+
+        Copies of blocks run on the event loop, so keep caches small.
 
         Args:
             clock: Makes the runtime's clock; called on the runtime's event loop.
 
         Returns:
-            A world, which several runtimes may share.
+            A `World`, which several runtimes may share.
         """
         if self._weather is not None:
             world = make_world(self._simulation, lambda config: self._host(config.engine_id), clock)
@@ -92,7 +94,7 @@ class InprocCluster:
             rank: The engine's rank; by default its first.
 
         Returns:
-            The rank's newest transport: each registration of a cache makes another.
+            The rank's newest transport. Each registration of a KV cache makes a new transport.
         """
         return self._transports[engine_id, rank]
 
@@ -111,7 +113,7 @@ class InprocCluster:
             engine_id: Name of the engine.
             config: Limits and timeouts. Name and address are replaced, and the transport is the cluster's.
             size: Size of the cache; by default one layer.
-            parts: Parts of the runtime.
+            parts: Optional features of the runtime, as for `Runtime(config, parts=...)`.
 
         Returns:
             A context manager that yields the engine, and closes the runtime when its block ends.
@@ -139,17 +141,18 @@ class InprocCluster:
 
         Args:
             engine_id: Name of every runtime that `body` opens.
-            body: Starts one run of the process, from opening the engine on. A crash stops the run for good: none of its
-                code runs again, not even a `finally`, and peers can no longer read its memory.
+            body: Coroutine function that is one run of the process: it opens the engine and does its work. A crash
+                stops the run for good: none of its code runs again, not even a `finally`, and peers can no longer read
+                its memory.
             crashes: Maximum number of crashes.
             within_s: Upper bound of the time from a start to its crash, and from a crash to the restart.
 
         Returns:
-            The result of the run that was not killed.
+            The result of the last run, which was not killed.
 
         Raises:
             UsageError: The cluster has no seed.
-            Exception: Any error of the run that was not killed.
+            Exception: Any error of the last run.
         """
         if self._weather is None:
             raise UsageError("run_process: crashes come by a seed, as in InprocCluster(seed=7)")

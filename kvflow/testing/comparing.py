@@ -1,4 +1,4 @@
-"""Comparison of loaded blocks with the offered blocks. A difference is reported by its first place."""
+"""Comparison of loaded blocks with the offered blocks. The first differing block and slot is reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compare_blocks(
 
     Returns:
         None if every element is equal. Otherwise a sentence about the first difference: engine, layer, block and slot
-        on both sides, and the place in the producer's cache that has the found content.
+        on both sides, and the block and slot of the producer that have the content found in the consumer's cache.
     """
     size, their_size = ours.layout.block_size, theirs.layout.block_size
     full = len(their_ids) * their_size
@@ -109,7 +109,7 @@ def assert_loaded(
 
     Raises:
         AssertionError: A loaded element differs, or an element outside the load was written to. The message names the
-            first place.
+            block and slot of the first one.
     """
     assert_blocks_equal(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
     wanted = set(our_ids)

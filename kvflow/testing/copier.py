@@ -10,7 +10,10 @@ from kvflow.runtime.copy_thread import CopyThread
 
 
 class InlineCopier(CopyThread):
-    """A `CopyThread` without a thread: one copy after another, each taking `duration_s()` of the loop's time."""
+    """A `CopyThread` without a thread: copies run one after another on the event loop.
+
+    Each copy takes `duration_s()` seconds of the loop's time.
+    """
 
     def __init__(self, name: str, duration_s: Callable[[], float] = lambda: 0.0) -> None:
         super().__init__(name)

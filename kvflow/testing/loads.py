@@ -1,4 +1,4 @@
-"""Watch for forgotten loads: neither awaited nor cancelled, they go on and hold blocks of both engines."""
+"""Test tool that finds forgotten loads: a load that is neither awaited nor cancelled holds blocks of both engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvflow.testing.watch import calling_line, checked_at_end
 
 
 class _WatchedLoad(Load):
-    """A `Load` that counts its waiters. `LoadWatch.begun` turns a started load into one by setting its class."""
+    """A `Load` that counts the tasks that await it. `LoadWatch.begun` sets the class of each started load to this."""
 
     begun_at = ""
     waiting = 0
@@ -55,17 +55,17 @@ class _WatchedLoad(Load):
 
 
 class LoadWatch:
-    """Record of the loads that a runtime has started. `watch_loads` opens it."""
+    """The loads that a runtime has started, and whether each is awaited or cancelled. See `watch_loads`."""
 
     def __init__(self) -> None:
         self._begun: list[_WatchedLoad] = []
 
     def begun(self, load: Load, where: str) -> None:
-        """Watch a started load. Ignore a load that is done already, as one refused at the start: it holds no blocks.
+        """Watch a started load. Ignore a load that is done already, for example refused: it holds no blocks.
 
         Args:
             load: The load that `start_load` returned.
-            where: The line that started it, for messages.
+            where: The line of code that started the load, for messages.
         """
         if not load.done:
             load.__class__ = _WatchedLoad
@@ -77,15 +77,15 @@ class LoadWatch:
     def forgotten(self) -> tuple[Load, ...]:
         """Loads that were neither cancelled nor awaited when they ended, or that are under way and not awaited now.
 
-        Legal at any moment. A load that has just been started is included until a task awaits it.
+        May be called at any time. A load that has just been started is included until a task awaits it.
         """
         return tuple(load for load in self._begun if not (load.cared_for or load.waiting))
 
     def assert_none_forgotten(self) -> None:
-        """Assert that no load is `forgotten`.
+        """Assert that no load is in `forgotten`.
 
         Raises:
-            AssertionError: A load is. The message names the first, and the line that started it.
+            AssertionError: A load is forgotten. The message names the first, and the line of code that started it.
         """
         for load in self._begun:
             if load in self.forgotten:
@@ -99,11 +99,11 @@ class LoadWatch:
 
 @contextlib.contextmanager
 def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
-    """Watch that every started load is awaited to its end or cancelled.
+    """Check that every load that a runtime starts is awaited to its end or cancelled.
 
-    A load goes on if a task that iterates over it is cancelled in the body of its `async for`, or if no task awaits it.
-    `Load.settled()` then only waits: it does not end the load. A task waits for a load by awaiting the load or its next
-    progress. An engine that polls `done` has to await the load afterwards, for its report.
+    To await the load or its next progress counts; to await `Load.settled()` does not, since that does not end the load.
+    If a task that iterates over the load by `async for` is cancelled in the loop's body, the load goes on, so it must
+    be cancelled. An engine that polls `Load.done` has to await the load afterwards, for its report.
 
     Args:
         runtime: The reader's runtime. Its `start_load` is replaced inside the `with` block; a reference to the method

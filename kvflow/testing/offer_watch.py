@@ -1,4 +1,7 @@
-"""Watch of offered blocks: their bytes must not change until the lease has ended and its hold is over."""
+"""Test tool that watches offered blocks: their bytes must not change until their lease has ended and its hold is over.
+
+The hold is the time after a lease in which a read that began earlier may still end.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from kvflow.testing.watch import checked_at_end, raise_first
 
 
 class _Told(History):
-    """The history of a lease, with a callback: calls `more(lease)` each time that a computed token count is noted."""
+    """The history of a lease. Calls `more(lease)` each time that the engine has computed more tokens of the lease."""
 
     def __init__(self, lease: Lease, known: History, more: Callable[[Lease], None]) -> None:
         self._lease, self._known, self._more = lease, known, more
@@ -36,7 +39,7 @@ class _Told(History):
 
 
 class _Slots:
-    """Digests of the computed slots of one lease in one group of layers."""
+    """Digests of the slots (tokens) of one lease in one group of layers, as far as they have been computed."""
 
     def __init__(self, cache: PatternCache | StateCache, first_token: int) -> None:
         self.cache = cache
@@ -46,12 +49,15 @@ class _Slots:
         self._digests: torch.Tensor | None = None
 
     def tokens(self, blocks: range) -> torch.Tensor:
-        """Return the prompt's token indices that `blocks` hold, with shape (block, slot). `blocks` count from 0."""
+        """Return the prompt's token indices in the given blocks, with shape (block, slot).
+
+        `blocks` are positions in the block table of the lease, not block ids.
+        """
         start, stop = (self._first + block * self.size for block in (blocks.start, blocks.stop))
         return torch.arange(start, stop).view(-1, self.size)
 
     def remember(self, block_ids: Sequence[int], tokens: int) -> None:
-        """Take digests of the slots computed since the last call. `tokens` of the prompt are computed by now."""
+        """Store digests of the slots computed since the last call. By now the first `tokens` tokens are computed."""
         old, upto = self._digests, self._upto
         blocks = range(max(upto - self._first, 0) // self.size, max(-(-(tokens - self._first) // self.size), 0))
         self._upto = max(tokens, upto)
@@ -67,9 +73,9 @@ class _Slots:
         self._digests = now
 
     def changed(self, block_ids: Sequence[int]) -> tuple[int, str] | None:
-        """Return the first overwritten token and the name of its place, or None.
+        """Return the index of the first overwritten token and the name of its slot, or None if nothing has changed.
 
-        Adopt the present bytes as the new reference, so that a change is reported once.
+        Take new digests of the changed slots, so that each change is reported once.
         """
         if self._digests is None:
             return None
@@ -85,7 +91,7 @@ class _Slots:
 
 
 class OfferWatch:
-    """Compares offered blocks with their digests. `watch_offers` opens it, as an observer of its runtime."""
+    """Checks that offered blocks do not change while they are leased. `watch_offers` makes one for a runtime."""
 
     def __init__(self, caches: Sequence[PatternCache | StateCache]) -> None:
         self._caches = caches
@@ -93,10 +99,10 @@ class OfferWatch:
         self._offered: dict[Lease, list[_Slots]] = {}
 
     def assert_unchanged(self) -> None:
-        """Assert that no offered block has changed so far. Legal at any moment.
+        """Assert that no offered block has changed so far. May be called at any time.
 
         Raises:
-            AssertionError: An offered block has changed. The message names the first place.
+            AssertionError: An offered block has changed. The message names the first changed block and slot.
         """
         for lease in self._offered:
             self._compare(lease, "while it was offered")
@@ -127,10 +133,10 @@ class OfferWatch:
             self._remember(lease)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Compare the lease's blocks one last time. An `Observer` call, made before other code can see the lease's end.
+        """Compare the blocks of ended leases one last time. The runtime calls this before other code sees the end.
 
         Args:
-            record: How the lease ended. Findings name the outcome.
+            record: How the lease ended. The message about a change names the outcome.
         """
         for lease in [lease for lease in self._offered if lease.done]:
             try:
@@ -140,7 +146,7 @@ class OfferWatch:
             del self._offered[lease]
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Do nothing: a load changes no offered block. An `Observer` call.
+        """Do nothing, since a load changes no offered block. The runtime calls this for its observers.
 
         Args:
             record: Ignored.
@@ -178,7 +184,7 @@ def _first_tokens(lease: Lease, caches: Sequence[PatternCache | StateCache]) -> 
 
 @contextlib.contextmanager
 def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache | StateCache]) -> Iterator[OfferWatch]:
-    """Watch that offered blocks do not change until their lease has ended and its hold is over.
+    """Check that blocks offered by a runtime do not change until their lease has ended and its hold is over.
 
     The watch takes a digest of each slot once its token is computed: when `serve_blocks` returns, when `Lease.advance`
     covers the token, or, if a device event was given, when that event has happened. Digests are compared when the

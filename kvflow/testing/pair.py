@@ -66,7 +66,7 @@ class Engine(Generic[TransportT]):
     kv_caches: dict[str, torch.Tensor]
     layout: CacheLayout
     cache: PatternCache
-    """The registered tensors slot by slot, filled with this engine's pattern at the start."""
+    """View of the registered tensors that checks contents slot by slot; filled with this engine's pattern at first."""
 
     @property
     def transport(self) -> TransportT:
@@ -75,7 +75,7 @@ class Engine(Generic[TransportT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair(Generic[TransportT]):
-    """A producer and a consumer. Each cache is filled with its engine's pattern."""
+    """A producer and a consumer engine of a test. The cache of each is filled with its engine's pattern."""
 
     producer: Engine[TransportT]
     consumer: Engine[TransportT]
@@ -143,11 +143,11 @@ class Pair(Generic[TransportT]):
 
 
 def block_by_block(config: Config) -> Config:
-    """Return a config with which a load of a growing lease reads each block as soon as it is computed.
+    """Return a config with which a load of a lease that is still being computed reads each block once it is computed.
 
-    Normally a load waits until the computed blocks are worth a read: 128 KiB or more, but never more than a slice. The
-    whole cache of a test is smaller, so all of it would land in the last step, with a single `Progress`. With this
-    config every block is read, and reported as progress, as it is computed; blocks computed together may share a read.
+    Normally a load waits until enough blocks are computed for a read: 128 KiB, or a slice if that is less. The whole
+    cache of a test is smaller, so it would be read at once at the end, with a single `Progress`. With this config every
+    block is read, and reported as progress, when it is computed; blocks computed together may share a read.
 
     Args:
         config: Config of the consumer.
@@ -161,11 +161,11 @@ def block_by_block(config: Config) -> Config:
 _QUICK, _WORLD, _SIZE = Config(engine_id="any", drain_timeout_s=1.0), World(), CacheSize()
 
 TestEngine: TypeAlias = Engine[InprocTransport]
-"""One engine on the in-process transport: its runtime, its transport with faults to script, and its cache."""
+"""One engine of a test on the in-process transport, on which a test can script faults."""
 InprocPair: TypeAlias = Pair[InprocTransport]
-"""The `Pair` of `inproc_pair`. Faults can be scripted on its transports."""
+"""The `Pair` that `inproc_pair` yields. A test can script faults on its transports."""
 NixlPair: TypeAlias = Pair[Transport]
-"""The `Pair` of `nixl_pair`."""
+"""The `Pair` that `nixl_pair` yields."""
 
 
 @contextlib.asynccontextmanager
@@ -194,10 +194,10 @@ async def inproc_pair(
         layers: Layers in each cache.
         config: Limits and timeouts. Engine ids, addresses and transport are replaced.
         observers: Observers of both runtimes.
-        producer_world: World of the producer, for instance with a `ManualClock`. Its transport is replaced.
-        consumer_world: World of the consumer. Its transport is replaced.
-        producer_parts: Parts of the producer's runtime.
-        consumer_parts: Parts of the consumer's runtime.
+        producer_world: `World` of the producer, for instance with a `ManualClock`. Its transport is replaced.
+        consumer_world: `World` of the consumer. Its transport is replaced.
+        producer_parts: Optional features of the producer's runtime, as for `Runtime(config, parts=...)`.
+        consumer_parts: Optional features of the consumer's runtime.
 
     Returns:
         A context manager that yields the pair, and closes both runtimes when its block ends.
@@ -232,8 +232,8 @@ async def nixl_pair(
     Args:
         config: Limits and timeouts. Engine ids, addresses and transport are replaced.
         size: Size of each cache.
-        producer_parts: Parts of the producer's runtime.
-        consumer_parts: Parts of the consumer's runtime.
+        producer_parts: Optional features of the producer's runtime, as for `Runtime(config, parts=...)`.
+        consumer_parts: Optional features of the consumer's runtime.
 
     Returns:
         A context manager that yields the pair, and closes both runtimes when its block ends.
@@ -261,9 +261,9 @@ async def open_engine(
     size: CacheSize = _SIZE,
     parts: Sequence[Part] = (),
 ) -> AsyncIterator[Engine[TransportT]]:
-    """Open a runtime on a transport by `make`, and register a cache filled with the engine's pattern.
+    """Open a runtime and register a cache filled with the engine's pattern. `make(config, name)` makes its transport.
 
-    If the block ends without an error, check `assert_closed`.
+    Close the runtime when the `with` block ends. If the block ended without an error, call `assert_closed` then.
     """
     config = replace(base, engine_id=engine_id, listen="tcp://127.0.0.1:0")
     kv_caches, cache = size.make(engine_id)

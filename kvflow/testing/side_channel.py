@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_of(config: Config) -> str:
-    """Return the host that tickets name. If `config` leaves the choice to the network interfaces, it is LOOPBACK."""
+    """Return the host name that tickets of this rank contain. If `config` does not name one, return LOOPBACK."""
     if config.advertise_toward is None:
         return config.advertise_host or config.listen_host
     return LOOPBACK if config.listens_everywhere else config.listen_host
@@ -61,7 +61,8 @@ class InprocListener:
         self.port = port
         self.strangers: AnswerStranger | None = None
         self.context = copy_context()
-        """Context in which the listener was made; questions arrive in it, as part of the same `Life`."""
+        """Context in which the listener was made. Questions arrive in it, so they belong to the same simulated process
+        (`Life`)."""
         self._exchange = exchange
         self._address = address
         self._answer = answer
@@ -74,7 +75,7 @@ class InprocListener:
         return ListenerStatistics(**self._counts)
 
     def arrive(self, frames: Frames, reply: Reply) -> None:
-        """Queue a question for `serve`, which sends the answer by `reply`."""
+        """Queue a question for `serve`, which answers it by a call of `reply`."""
         self._inbox.put_nowait((frames, reply))
 
     async def serve(self) -> None:
@@ -111,7 +112,8 @@ class InprocListener:
 class InprocSideChannel:
     """A `runtime.channel.protocol.SideChannel` without sockets.
 
-    `send(address, frames, answered)` carries a question and settles the future `answered`; by default at once.
+    The function `send(address, frames, answered)` delivers a question to the listener at `address`, and later sets the
+    answer as the result of `answered`. The default delivers at once.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class InprocSideChannel:
             raise request.target.failure(ProtocolError, why) from error
 
     def close(self) -> None:
-        """Do nothing: questions hold no resources."""
+        """Do nothing, since the side channel holds no resources."""
 
     def _send_at_once(self, address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
         listener = self._exchange.listeners.get(address)
@@ -165,7 +167,10 @@ class InprocSideChannel:
 
 
 def settle(answered: asyncio.Future[Frames], reply: Frames | None) -> None:
-    """Settle the future `answered` unless it is done. `reply` is None if no listener has the address."""
+    """Set `reply` as the result of `answered`, or an error if `reply` is None, since no listener has the address.
+
+    If `answered` is done, do nothing.
+    """
     if answered.done():
         return
     if reply is None:

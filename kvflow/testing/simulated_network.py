@@ -2,8 +2,8 @@
 
 A posted read is a `SimFlight`. Its bytes are copied out of the producer's memory at random times between its post and
 its end, in several portions if the read is torn, so memory that is reused too early gives some reader wrong bytes. A
-flight cannot be recalled: it goes on after the load that posted it has ended. It ends with one reported event, or
-silently when the reader's process dies.
+posted read cannot be cancelled: it goes on after the load that posted it has ended. Its end is reported once to the
+reader's transport, or not at all if the reader's process dies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvflow.transport.base import AgentName, PeerGone, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, Row
 
 LOAD: ContextVar[object] = ContextVar("kvflow_simulated_load", default=None)
-"""The load that the running code belongs to. A simulated engine sets it around each load; a posted read keeps it."""
+"""The load that the running code works for. A simulated engine sets it for each load; `SimFlight.load` stores it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class SimHost:
 
 @dataclass(slots=True, eq=False)
 class SimFlight:
-    """A read under way. Its `portions` are copied one after the other, `pause_s` apart on average."""
+    """A simulated read under way. Its `portions` are copied one after the other, `pause_s` apart on average."""
 
     reader: InprocTransport
     target: InprocTransport
@@ -59,10 +59,10 @@ class SimFlight:
 
 
 class Network:
-    """The network of a simulation: when, and whether, each read, notification and question arrives.
+    """A simulated network, which decides when, and whether, each read, notification and question arrives.
 
-    Everything random comes from `rng`, at the rates of `weather`. `note(event, *facts)` is called for the simulation's
-    log; `on_landing` and `on_landed` before and after bytes of a flight are copied.
+    All random choices come from `rng`, at the rates of `weather`. `note(event, *facts)` is called for the simulation's
+    log. `on_landing` and `on_landed` are called before and after bytes of a read are copied.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Network:
         self._cut: dict[frozenset[str], None] = {}
         self._stalled: list[SimFlight] = []
         self._ended: asyncio.Future[None] = loop.create_future()
-        """Set when the next flight ends; `_landed` makes a new future for each wait."""
+        """Done when the next read has ended; `_landed` makes a new future for each wait."""
         self._context = copy_context()
 
     # --- hosts
@@ -114,7 +114,7 @@ class Network:
             del listeners[address]
 
     def host_at(self, address: str) -> SimHost | None:
-        """Return the host of a side-channel address, or None."""
+        """Return the simulated host with this side-channel address, or None."""
         return self._addresses.get(address.rpartition(":")[0])
 
     # --- links
@@ -135,7 +135,7 @@ class Network:
     # --- time
 
     def later(self, delay_s: float, callback: Callable[..., None], *args: object) -> None:
-        """Call `callback` after `delay_s` as an event of the network, also while engines are frozen or dead."""
+        """Call `callback(*args)` after `delay_s` virtual seconds, also if engines are frozen or dead by then."""
         self.loop.call_later(delay_s, callback, *args, context=self._context)
 
     def delay_s(self) -> float:
@@ -175,7 +175,7 @@ class Network:
         self._next(flight)
 
     def _readable(self, name: AgentName) -> InprocTransport | None:
-        """Return the agent with this name, open or closed, if its memory can be read; else None."""
+        """Return the agent with this name if its memory can still be read, even if the agent is closed; else None."""
         return self.agents.agents.get(name) or self.agents.closed.get(name)
 
     async def _landed(self, reader: InprocTransport) -> None:
@@ -188,7 +188,7 @@ class Network:
         self.later(flight.pause_s * 2 * self.rng.random(), self._land, flight)
 
     def _land(self, flight: SimFlight) -> None:
-        """Copy the next portion of a flight; end the flight if none is left or it fails; stall it on a cut link."""
+        """Copy the next portion of a read. End the read if no portion is left or it fails; stall it on a cut link."""
         reader, target = flight.reader, flight.target
         if flight.lives[0].state is LifeState.DEAD:
             self._forget(flight)
@@ -220,7 +220,7 @@ class Network:
             self._ended.set_result(None)
 
     def _tear(self, rows: list[Row]) -> deque[list[Row]]:
-        """Split `rows` into up to three portions, in random order, with some rows cut in two."""
+        """Split the rows of a read into up to three portions, in random order, with some rows cut in two."""
         rng = self.rng
         pieces: list[Row] = []
         for local, remote, size in rows:
@@ -263,7 +263,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class _SimulatedCarrier:
-    """The `transport.inproc.Carrier` of one agent: each call goes to the network, bound to the agent's host."""
+    """The `transport.inproc.Carrier` of one agent, by which its reads and notifications go to the simulated network."""
 
     carry: Callable[[InprocTransport, InprocRead], None]
     send: Callable[[InprocTransport, bytes], None]

@@ -1,4 +1,4 @@
-"""A simulated `World`: transport, side channel, clock, copies and random bytes of the runtimes on a simulated host."""
+"""A simulated `World` for runtimes: transport, side channel, clock, copy thread and random bytes, all simulated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ from kvflow.testing.simulated_network import Network, SimHost
 
 
 def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyncio.Future[Frames]], None]:
-    """Return the `send` function of `host`'s side channel. Messages take time, and may be lost or garbled."""
+    """Return the function `send(address, frames, answered)` of the side channel of `host`.
+
+    It sends a question over the simulated network, where question and answer take time and may be lost or garbled. It
+    settles the future `answered` with the answer.
+    """
 
     def reaches(address: str) -> bool:
-        """Draw whether a message gets through between `host` and the host at `address`; on a cut link none does."""
+        """Return at random whether one message between `host` and the host at `address` arrives.
+
+        On a cut link no message arrives.
+        """
         if network.chance(network.weather.unanswered_share):
             return False
         other = network.host_at(address)
@@ -49,7 +56,7 @@ def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyn
 
 
 def garbled(network: Network, frames: Frames) -> Frames:
-    """Return `frames` of an answer as they arrive. At the weather's rate they are garbled.
+    """Return the `frames` of an answer, or garbled frames instead, with the probability `Weather.garbled_share`.
 
     A garbled answer has a truncated body, a random header, another message as its body, or a frame too many.
     """
@@ -70,7 +77,11 @@ def garbled(network: Network, frames: Frames) -> Frames:
 
 
 def make_world(network: Callable[[], Network], host: Callable[[Config], SimHost], clock: Callable[[], Clock]) -> World:
-    """Return a simulated world. `network()` and `host(config)` give the network and the host of a runtime's engine."""
+    """Return a simulated `World` for runtimes.
+
+    `network()` returns the simulated network, `host(config)` the simulated host of the engine with this config, and
+    `clock()` the clock of a runtime.
+    """
 
     return World(
         transport=lambda config, name: network().attach(host(config), name),

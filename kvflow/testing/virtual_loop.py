@@ -5,8 +5,8 @@ same way every time. The loop has no threads and no sockets: a call that needs o
 Where an ordinary loop would wait forever, because no callback is ready and no timer is set, this loop raises `Deadlock`
 and names the waiting tasks.
 
-A `Life` simulates one process among several on the loop. Everything started in its context can be frozen and thawed, as
-by SIGSTOP and SIGCONT, or killed; after a kill none of its code runs again, not even a `finally`.
+A `Life` is one simulated process; several may run on the loop. All tasks and callbacks started in its context can be
+frozen and thawed, as by SIGSTOP and SIGCONT, or killed. After a kill none of its code runs again, not even a `finally`.
 """
 
 from __future__ import annotations
@@ -50,35 +50,36 @@ class LifeState(enum.StrEnum):
 class Life:
     """A simulated process: callbacks, tasks and timers that are frozen, thawed and killed together.
 
-    Start them with `life.task`, or pass `context=life.context()`. Whatever these start belongs to the life as well.
+    Start a task by `life.task`, or pass `context=life.context()` to asyncio. All that this code starts belongs to the
+    process, too.
     """
 
     def __init__(self, loop: VirtualLoop, name: str) -> None:
         self.name = name
         self.state = LifeState.RUNNING
         self.frozen_s = 0.0
-        """Total seconds for which the life has been frozen, without a freeze that still lasts."""
+        """Total virtual seconds for which the process was frozen. A freeze counts once it has ended."""
         self._loop = loop
         self._since_s = 0.0
         self._context = copy_context()
         self._context.run(_LIFE.set, self)
         self._waiting: deque[asyncio.Handle] = deque()
-        """Callbacks that became due while the life was frozen or dead."""
+        """Callbacks that became due while the process was frozen or dead."""
         self._remains: list[asyncio.Task[Any]] = []
 
     def __repr__(self) -> str:
         return f"<Life {self.name} {self.state}>"
 
     def context(self) -> Context:
-        """Return a new context that belongs to this life. Each task needs its own."""
+        """Return a new context; code that runs in it belongs to this process. Each task needs its own context."""
         return self._context.copy()
 
     def task(self, body: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a task of this life."""
+        """Start a task that belongs to this process."""
         return self._loop.create_task(body, name=name, context=self.context())
 
     def freeze(self) -> None:
-        """Run no callback of this life until `thaw`. Timers that become due meanwhile fire then."""
+        """Run no callback of this process until `thaw`. Timers that become due before fire after `thaw`."""
         if self.state is LifeState.RUNNING:
             self.state = LifeState.FROZEN
             self._since_s = self._loop.time()
@@ -91,13 +92,16 @@ class Life:
             self._resume()
 
     def kill(self) -> None:
-        """Run no callback of this life again. Keep its tasks referenced: a destroyed task would run its `finally`."""
+        """Run no callback of this process again, and keep references to its tasks.
+
+        A task without a reference would be destroyed, which would run its `finally`.
+        """
         self._remains = self._loop.tasks(self)
         self.state = LifeState.DEAD
         self._loop.stopped[self] = None
 
     def bury(self) -> list[asyncio.Task[Any]]:
-        """Cancel the tasks of a dead life after a test, so that none is destroyed while pending. Return the tasks."""
+        """Cancel and return the tasks of a stopped process after a test, so that none is destroyed while pending."""
         self.state = LifeState.RUNNING
         tasks = self._loop.tasks(self)
         for task in tasks:
@@ -114,18 +118,18 @@ class Life:
 
 
 def life_of(context: Context) -> Life | None:
-    """Return the life that `context` belongs to, or None."""
+    """Return the simulated process that code in `context` belongs to, or None."""
     return context.get(_LIFE)
 
 
 def task_of(call: asyncio.Handle | None) -> asyncio.Task[Any] | None:
-    """Return the task that `call` is a step of. None if `call` is another callback, or None."""
+    """Return the task that the callback `call` runs one step of; None if `call` is None or no step of a task."""
     owner = None if call is None else getattr(call._callback, "__self__", None)  # type: ignore[attr-defined]
     return owner if isinstance(owner, asyncio.Task) else None
 
 
 class _Task(asyncio.Task[T]):
-    """A task hashed by its serial number: asyncio keeps tasks in sets, and their order must not vary between runs."""
+    """A task with its serial number as hash, so that asyncio's sets of tasks have the same order in every run."""
 
     def __init__(self, body: Awaited[T], loop: VirtualLoop, name: object, context: Context) -> None:
         self._number = next(loop._numbers)
@@ -155,7 +159,7 @@ class VirtualLoop(BaseEventLoop):
         self.ran: asyncio.Handle | None = None
         """The callback that ran last, for `after_step`."""
         self.stopped: dict[Life, None] = {}
-        """Frozen and dead lives, which add and remove themselves. A dict, for a fixed order."""
+        """Frozen and dead processes, which add and remove themselves. A dict, since a set has no fixed order."""
         self._now_s = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = itertools.count()
@@ -182,7 +186,7 @@ class VirtualLoop(BaseEventLoop):
             when: Virtual time as of `time()`. A time in the past is due at once.
             callback: Function to call.
             args: Arguments of `callback`.
-            context: Context to run `callback` in, which decides its `Life`; None for the current context.
+            context: Context to run `callback` in, which decides its process (`Life`); None for the current context.
 
         Returns:
             The timer; `cancel()` stops it.
@@ -199,7 +203,7 @@ class VirtualLoop(BaseEventLoop):
         Args:
             callback: Function to call.
             args: Arguments of `callback`.
-            context: Context to run `callback` in, which decides its `Life`; None for the current context.
+            context: Context to run `callback` in, which decides its process (`Life`); None for the current context.
 
         Returns:
             The scheduled call; `cancel()` stops it.
@@ -235,7 +239,7 @@ class VirtualLoop(BaseEventLoop):
         Args:
             coro: Coroutine to run.
             name: Name of the task; None for `task-` and its number.
-            context: Context to run `coro` in, which decides its `Life`; None for a copy of the current context.
+            context: Context to run `coro` in, which decides its process (`Life`); None for a copy of the current one.
             eager_start: Ignored: a task always starts in a later turn. Python 3.14 and later may pass it.
 
         Returns:
@@ -249,7 +253,7 @@ class VirtualLoop(BaseEventLoop):
         """Return the tasks that are not done.
 
         Args:
-            life: Return only tasks of this life; None for all tasks.
+            life: Return only tasks of this simulated process; None for all tasks.
 
         Returns:
             The tasks, oldest first.
@@ -259,11 +263,11 @@ class VirtualLoop(BaseEventLoop):
 
     @property
     def follows(self) -> asyncio.Handle | None:
-        """The callback that runs next. None if no callback is ready, so that time has to jump first."""
+        """The callback that will run next; None if no callback is ready, so that time has to jump first."""
         return self._ready[0] if self._ready else None
 
     def end_all(self) -> None:
-        """Cancel every task that is not done after a test, those of dead lives included. Drop their errors."""
+        """After a test, cancel every task that is not done, also of dead processes, and ignore the tasks' errors."""
         self.after_step = None
         self.set_exception_handler(lambda *_: None)
         for life in list(self.stopped):
@@ -302,12 +306,15 @@ class VirtualLoop(BaseEventLoop):
             self.after_step()
 
     def _asyncgen_firstiter_hook(self, generator: object) -> None:
-        """Do not finalize async generators: their users close them, and those of a dead life never end."""
+        """Do not finalize async generators: their users close them, and generators of a dead process never end."""
 
     _asyncgen_finalizer_hook = _asyncgen_firstiter_hook
 
     def _advance(self) -> None:
-        """Jump to the next timer's time. Make every timer due by then ready, by time, then in the order of setting."""
+        """Jump to the time of the next timer, and make all timers that are due by then ready.
+
+        Timers become ready in the order of their times; timers of the same time in the order in which they were set.
+        """
         timers = self._timers
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)

@@ -1,7 +1,7 @@
-"""Shared parts of the watches that a test opens around an engine: how findings are named, kept and raised.
+"""Functions that `watch_blocks`, `watch_loads` and `watch_offers` share: how they name and raise the faults they find.
 
-A watch raises its first finding again when its block ends: the error raised at the fault itself may have been swallowed
-by a background task of the engine.
+Each of these context managers raises its first fault again when its `with` block ends, because a background task of the
+engine may have swallowed the error that was raised at the fault itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 
 def raise_first(found: Sequence[str | Exception]) -> None:
-    """Raise the first exception in `found`, else its first text as an AssertionError. If it is empty, do nothing."""
+    """Raise the first exception in `found`, else the first text as an AssertionError. If `found` is empty, return."""
     for error in found:
         if isinstance(error, Exception):
             raise error
@@ -21,7 +21,7 @@ def raise_first(found: Sequence[str | Exception]) -> None:
 
 
 def calling_line(file: str) -> str:
-    """Return the line outside `file` from which the running code of `file` was called: `path:line (function)`."""
+    """Return the nearest line outside `file` in the call stack, as `path:line (function)`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == file:
         frame = frame.f_back
@@ -30,10 +30,10 @@ def calling_line(file: str) -> str:
 
 @contextlib.contextmanager
 def checked_at_end(check: Callable[[], None], after_error: Callable[[], None] | None = None) -> Iterator[None]:
-    """Call `check` when the block ends.
+    """Call `check` when the `with` block ends.
 
-    If the block raised, call `after_error` instead where it is given, since less may hold then. An AssertionError of
-    that check replaces the block's error, which becomes its cause.
+    If the block raises and `after_error` is given, call `after_error` instead, since `check` may rightly fail then. An
+    AssertionError of this call replaces the block's error, which becomes its cause.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Weather of a simulated network: how often reads, notifications and questions are slow, late, lost or garbled."""
+"""Fault rates of a simulated network (`Weather`): how often reads and messages are slow, late, lost or garbled."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weather:
-    """Delays and fault rates of a simulated network. A share is a probability, 0 to 1; times are virtual seconds."""
+    """Delays and fault rates of a simulated network. Shares are probabilities, 0 to 1; times are virtual seconds."""
 
     latency_s: float = 1e-4
     """Mean time of a message from one host to another."""
     read_s: float = 2e-4
     """Mean time of a read."""
     slow_share: float = 0.0
-    """Share of reads that take a time between 0 and `slow_s` instead."""
+    """Share of slow reads: each takes a random time between 0 and `slow_s`, whatever `read_s` is."""
     slow_s: float = 0.0
     """Upper bound of the time of a slow read."""
     torn_share: float = 0.0
@@ -42,7 +42,7 @@ CALM = Weather()
 
 
 def draw_weather(rng: random.Random) -> Weather:
-    """Draw a weather at random. In 30 % of the draws the only fault is torn reads."""
+    """Return a `Weather` with random rates. In 30 % of the draws the only possible fault is torn reads."""
 
     def share(*choices: float) -> float:
         return rng.choice((0.0, *choices))

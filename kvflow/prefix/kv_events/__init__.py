@@ -1,7 +1,7 @@
-"""KV events: follow the prefix caches of engines, to know which engines to ask for a prefix, and publish your own.
+"""KV events: messages in which an engine publishes the blocks that its prefix cache stores and removes.
 
-vLLM and SGLang publish these events (`--kv-events-config`); your own engine does so by a `Publisher`. A `Subscriber`
-feeds a `PrefixMap` with the events of many engines.
+vLLM and SGLang publish them (`--kv-events-config`); your own engine does so by a `Publisher`. A `Subscriber` follows
+the events of many engines into a `PrefixMap`, which names the engines to ask for a prefix.
 """
 
 from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockRemoved, BlockStored

@@ -1,8 +1,8 @@
 """KV events as vLLM and SGLang publish them: batches of changes to the blocks in an engine's prefix cache.
 
 A batch is msgpack: an array of time, events and data parallel rank. An event is a map with its class name under `type`
-(vLLM since 0.26, SGLang since 0.5.23), or an array that begins with that name (earlier versions). At index 7 of the
-array vLLM has the name of an adapter, SGLang 0.5.18 to 0.5.22 a map of fields that later versions have by name.
+(vLLM since 0.26, SGLang since 0.5.23), or an array that begins with that name (earlier versions). Index 7 of the array
+is the name of an adapter in vLLM, and in SGLang 0.5.18 to 0.5.22 a map of fields that later versions have by name.
 
 Missing fields get their defaults. Unknown keys and entries are skipped, and so are events of an unknown type or form.
 The cost of a batch is bounded by its bytes and by the limits below, which are checked before the entries are read.
@@ -21,12 +21,12 @@ from kvflow.errors import ProtocolError, RequestError
 
 BATCH_BYTES_MAX = 4 << 20
 EVENTS_MAX, BLOCKS_MAX = 1 << 14, 1 << 16
-"""Most events in a batch, and most blocks in an event."""
+"""Maximum number of events in a batch, and of blocks in an event."""
 TOKENS_MAX, BLOCK_TOKENS_MAX = 1 << 20, 1 << 16
 _SAID_CHARS = 200
 
 BlockHash: TypeAlias = int | Annotated[bytes, Meta(max_length=64)]
-"""An engine's own name for a block: bytes, the low 64 bits of the bytes (vLLM), or a signed 64-bit number (SGLang)."""
+"""An engine's own hash of a block: bytes or their low 64 bits (vLLM), or a signed number of 64 bits (SGLang)."""
 _Hashes: TypeAlias = Annotated[list[BlockHash], Meta(max_length=BLOCKS_MAX)]
 _ExtraKeys: TypeAlias = Annotated[list[str | tuple[str, int]], Meta(max_length=1 << 10)]
 
@@ -35,9 +35,9 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Consecutive blocks that a prefix cache has stored; the first one follows the parent block."""
 
     block_hashes: _Hashes
-    """The engine's names of the blocks, as ints of 64 bits or bytes."""
+    """The engine's own hashes of the blocks, in prompt order: see `BlockHash`."""
     parent_block_hash: BlockHash | None = None
-    """Name of the block before the first one; None if the first one begins a prompt."""
+    """The engine's hash of the block before the first of these blocks; None if the first one begins a prompt."""
     token_ids: Annotated[list[int], Meta(max_length=TOKENS_MAX)]
     """Tokens of the blocks, `block_size` for each block."""
     block_size: Annotated[int, Meta(ge=1, le=BLOCK_TOKENS_MAX)]
@@ -45,7 +45,8 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lora_id: int | None = None
     """Number of the adapter that the blocks were computed with, if any."""
     medium: str | None = None
-    """Medium that the blocks are on: "GPU" is the cache that the engine computes with, also on a CPU."""
+    """Kind of memory that the blocks are in. "GPU", or None, is the cache that the engine computes with, even on a
+    CPU."""
     lora_name: str | None = None
     """Name of the adapter that the blocks were computed with, if any."""
     extra_keys: Annotated[list[_ExtraKeys | None], Meta(max_length=BLOCKS_MAX)] | None = None
@@ -72,7 +73,7 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Removal of all blocks from a prefix cache, or of all its blocks on one medium."""
 
     medium: str | None = None
-    """Medium that was cleared; None if all were."""
+    """Kind of memory that was cleared; None if all were."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -100,8 +101,8 @@ def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
     """Return the events of a batch, in order. Each is decoded when the iterator reaches it; unknown ones are left out.
 
     Args:
-        payload: the last frame of a message.
-        peer: name of the sender, for the error.
+        payload: the batch, the last frame of a ZeroMQ message.
+        peer: name of the sender, for the error message.
 
     Returns:
         An iterator over the events, which raises nothing.
@@ -147,7 +148,7 @@ def _by_names(raw: msgspec.Raw) -> bytes:
 
 
 def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: int | None = None) -> bytes:
-    """Encode a batch as engines publish it.
+    """Encode events as one batch in msgpack, in the form that vLLM publishes.
 
     Args:
         events: events in the order in which they happened.
@@ -155,7 +156,7 @@ def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: in
         data_parallel_rank: data parallel rank of the engine, if there are several.
 
     Returns:
-        The last frame of a message.
+        The bytes of the batch, to be sent as the last frame of a ZeroMQ message.
 
     Raises:
         RequestError: a value is no event, or cannot be encoded.
@@ -168,7 +169,10 @@ def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: in
 
 
 def _by_name(event: msgspec.Struct) -> dict[str, Any]:
-    """Return an event as a map, as vLLM writes it: vLLM's router refuses a batch with an unknown key, even if null."""
+    """Return an event as a map of its fields, without null fields that vLLM's events do not have.
+
+    vLLM's router refuses a batch with an unknown key, even if its value is null.
+    """
     kind = type(event).__name__
     left_out = {name for name in _NOT_VLLMS.get(kind, ()) if getattr(event, name) is None}
     return {"type": kind} | {

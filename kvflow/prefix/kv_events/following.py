@@ -1,10 +1,10 @@
 """Follows the KV events of engines into a `PrefixMap`, and recovers from lost events.
 
-One task for each engine owns its sockets and all that is known of the engine. Sequence numbers show which events were
-missed, and these are replayed. If they cannot be replayed, all blocks of the engine are forgotten, since a missed event
-may have removed them. A broken connection, or sequence numbers that begin again, mean that the publisher may have
-restarted: all blocks of the engine are forgotten, and the events that the publisher still keeps are replayed. Batches
-are applied in pieces, between which other tasks of the loop run.
+One task for each publisher owns the sockets that it is followed by. Sequence numbers show which events were missed, and
+these are replayed. If they cannot be replayed, all blocks of the engine are forgotten, since a missed event may have
+removed them. A broken connection, or sequence numbers that begin again, mean that the publisher may have restarted: all
+blocks of the engine are forgotten, and the events that the publisher still keeps are replayed. A batch is applied a few
+blocks at a time, and other tasks of the event loop run in between.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from kvflow.runtime.channel.lookups import Lookups
 logger = logger_of(__name__)
 
 WAITING_MAX = 256
-"""Most batches that wait in a socket. Further ones are missed, and replayed."""
+"""Maximum number of batches that wait in a socket. ZeroMQ drops further batches, which are then replayed."""
 REPLAYED_WAITING_MAX = 1000
 REPLAY_S = 5.0
-"""Seconds that each answer of a replay may take."""
+"""Seconds to wait for each message of a replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class EventSource:
 
 @dataclass(slots=True, kw_only=True)
 class SourceStatistics:
-    """Counts of one source so far. `sequence` is the number of the last batch, -1 before the first.
+    """Counts of messages from one publisher. `sequence` is the number of the last applied batch, -1 before the first.
 
     `replays` counts replays that were asked for, `forgotten` how often all blocks of the source were forgotten, and
     `refused` messages that were no batch of events; the first refused message logs a warning.
@@ -88,7 +88,7 @@ class SourceStatistics:
 
 
 class _Follower:
-    """One source, and the sockets that receive its events."""
+    """Follows one publisher of KV events into the map; has the sockets that receive its events."""
 
     def __init__(self, source: EventSource, known: PrefixMap) -> None:
         self.source, self.statistics = source, SourceStatistics()
@@ -117,7 +117,7 @@ class _Follower:
                 socket.connect(found)
 
     def silence(self) -> None:
-        """In a forked child, receive nothing more."""
+        """Stop receiving, in a forked child process."""
         for socket in (self._monitor, self._socket):
             forks.silence(socket)
 
@@ -145,7 +145,10 @@ class _Follower:
                 await self._on_message(await self._socket.recv_multipart())
 
     async def _choose_version(self) -> None:
-        """Connect again by IPv6 if the host has no IPv4 address: ZeroMQ looks names up in one version only."""
+        """Connect again by IPv6 if the publisher's host has no IPv4 address.
+
+        ZeroMQ looks a name up for one version of IP only.
+        """
         host = host_in(self._endpoint)
         try:
             if not host or is_v6(host) or not is_v6(await Lookups().find(host)):
@@ -158,7 +161,7 @@ class _Follower:
         self._socket.connect(self._endpoint)
 
     async def _on_connection(self, event: int) -> None:
-        """If the connection was made, replay what was missed. If it broke, forget the source."""
+        """After a connect, replay missed batches. After a disconnect, forget all blocks of the publisher."""
         self.statistics.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
         if self.statistics.connected:
             await self._catch_up()
@@ -189,7 +192,10 @@ class _Follower:
         return self.statistics.sequence + 1
 
     async def _take(self, number: int, payload: bytes) -> None:
-        """Apply a batch to the map, in pieces, and count it."""
+        """Apply batch `number` to the map, and count it. Other tasks run in between.
+
+        If `payload` is no batch, forget all blocks of the publisher.
+        """
         try:
             for event in decode_batch(payload, peer=self.source.endpoint):
                 for _ in self._map.steps(self.source.holder, event):
@@ -213,12 +219,12 @@ class _Follower:
             )
 
     async def _begin_anew(self, why: str) -> None:
-        """Forget the source, and expect its sequence numbers to begin again."""
+        """Forget all blocks of the publisher, and expect its sequence numbers to begin at 0 again."""
         await self._forget(why)
         self.statistics.sequence = self._heard = -1
 
     async def _forget(self, why: str) -> None:
-        """Forget all blocks of the source, if a batch of it was applied."""
+        """Forget all blocks of the publisher, if any of its batches was applied. `why` is logged."""
         if self.statistics.sequence >= 0:
             logger.info("KV events of %s: %s; what it has told is forgotten", self.source.holder, why)
             self.statistics.forgotten += 1
@@ -323,7 +329,7 @@ class Subscriber:
             self._close()
 
     def forked(self) -> None:
-        """See `forks`."""
+        """Stop following, in a forked child process: see `kvflow.forks`."""
         self._inherited = True
         for follower in self._followers:
             follower.silence()

@@ -27,17 +27,20 @@ BLOCKS_MAX = 100_000
 KEEP_ALL = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
 """Kinds of vLLM's cache groups that keep all of a prompt; None for an event that names no kind."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
-"""About how many tokens, and blocks, are processed in one piece."""
+"""About how many tokens, and how many blocks, of an event are applied before other tasks of the loop run."""
 _DEVICE = "GPU"
-"""Medium of events that name none: the cache that the engine computes with."""
+"""Medium (kind of memory) of events that name none: the cache that the engine computes with."""
 _PLACES_MAX = 16
-"""Most places of one block: one in each group of a cache."""
+"""Maximum number of places of a block, usually one in each cache group. A place is a medium, a group and a hash."""
 
 _Place: TypeAlias = tuple[str, int | None, BlockHash]  # medium, group, the engine's name of the block
 
 
 class _Block:
-    """A block that its engine has, in one or more places, and the running hash of all tokens up to its end."""
+    """A block of one engine, in one or more places (medium, cache group and the engine's hash of the block).
+
+    `state` is the running hash of all tokens up to the block's end.
+    """
 
     __slots__ = ("children", "end", "key", "parent", "places", "start", "state")
 
@@ -66,7 +69,10 @@ class _Cached:
         self.block_tokens = 1
 
     def store(self, state: blake2b, place: _Place, parent: _Block | None, tokens: int) -> _Block:
-        """Add a block of `tokens` tokens in a place, behind `parent`, and return it. `state`: its running hash."""
+        """Record that the engine has a block of `tokens` tokens in a place, after block `parent`. Return the block.
+
+        `state`: running hash of all tokens up to the block's end.
+        """
         key = state.digest()
         block = self.blocks.get(key)
         if block is None:
@@ -98,7 +104,10 @@ class _Cached:
                 self._drop(block)
 
     def removing(self, event: BlockRemoved) -> Iterator[None]:
-        """Remove one copy of each block that an event names, one at a time. A place without a copy is removed."""
+        """Remove one copy of each block that an event names, one for each item of the iterator.
+
+        A place without a copy is removed.
+        """
         for name in event.block_hashes:
             place = (_medium_of(event), event.group_idx, name)
             copies = self.copies.pop(place, 1) - 1
@@ -109,13 +118,16 @@ class _Cached:
             yield
 
     def clearing(self, medium: str) -> Iterator[None]:
-        """Remove all places on a medium, one at a time."""
+        """Remove all places on a medium (kind of memory), one for each item of the iterator."""
         for place in [place for place in self.places if place[0] == medium]:
             self._leave(place)
             yield
 
     def parent(self, event: BlockStored) -> _Block | None:
-        """Return the block before the event's first block: on the same medium or, if a part was moved, on another."""
+        """Return the known block before the event's first block, if any.
+
+        It is looked up on the medium of the event first, then on the others, to which the engine may have moved it.
+        """
         group, name = event.group_idx, event.parent_block_hash
         if name is None:
             return None
@@ -162,9 +174,9 @@ class PrefixMap:
 
     Args:
         salt: salt of the keys that are looked up; a map answers for one salt.
-        blocks_max: most blocks that are remembered, over all holders. Beyond that, the holder with most blocks loses,
-            of its blocks that no other follows, the one that it stored longest ago.
-        media: media with blocks that count. A block that an engine has moved to another medium is not in its cache.
+        blocks_max: maximum number of blocks to remember, over all engines. Beyond that, a block of the engine with most
+            blocks is forgotten: of the blocks that no other block follows, the one that was stored longest ago.
+        media: kinds of memory that count as the engine's cache. Events about blocks in other kinds are ignored.
 
     Raises:
         RequestError: `salt` is not bytes or is too long, `blocks_max` is below 1, or `media` are no list of texts.
@@ -192,7 +204,7 @@ class PrefixMap:
             key_tokens: the `block_tokens` that the keys were made with.
 
         Returns:
-            Holders, and how many tokens each has, the holder with most tokens first.
+            Pairs of an engine's name and the number of tokens that it has, the engine with most tokens first.
 
         Raises:
             RequestError: `keys` are no list of bytes, or `key_tokens` is below 1.
@@ -207,7 +219,7 @@ class PrefixMap:
         """Apply an event to the map.
 
         Args:
-            holder: name of the engine, as `holders` is to return it, such as its address.
+            holder: name under which `holders` returns the engine, such as its address.
             event: a `BlockStored`, `BlockRemoved` or `AllBlocksCleared`.
 
         Raises:
@@ -217,7 +229,7 @@ class PrefixMap:
             pass
 
     def steps(self, holder: str, event: KVEvent) -> Iterator[None]:
-        """Apply an event in pieces, one for each item of the iterator, since an event may be of many blocks.
+        """Apply an event step by step, a few blocks for each item of the iterator, since an event may have many.
 
         Args:
             holder: as for `apply`.
@@ -247,7 +259,7 @@ class PrefixMap:
                 yield
 
     def forget(self, holder: str) -> None:
-        """Forget all blocks of a holder, because the holder is gone or its events were lost.
+        """Forget all blocks of an engine, because the engine is gone or its events were lost.
 
         Args:
             holder: as for `apply`; an unknown holder is ignored.
@@ -256,8 +268,9 @@ class PrefixMap:
             pass
 
     def forgetting(self, holder: str) -> Iterator[None]:
-        """Forget all blocks of a holder in pieces. The first item removes them from the map, the last frees their
-        memory.
+        """Forget all blocks of an engine step by step.
+
+        The first item of the iterator removes all blocks from the map; the others free their memory.
 
         Args:
             holder: as for `apply`.
@@ -272,7 +285,10 @@ class PrefixMap:
             yield
 
     def _storing(self, cached: _Cached, event: BlockStored) -> Iterator[None]:
-        """Add the blocks of an event one by one. Stop if a block has no known key, or its parent has been removed."""
+        """Add the blocks of an event, one for each item of the iterator.
+
+        Stop if the key of a block cannot be computed, or if the block before it has been removed.
+        """
         size, place = event.block_size, (_medium_of(event), event.group_idx)
         parent = cached.parent(event)
         if not _tells_all(event) or (parent is None and event.parent_block_hash is not None):
@@ -288,19 +304,19 @@ class PrefixMap:
             yield
 
     def _make_room(self) -> None:
-        """Forget as many blocks as there are above `blocks_max`, each of the holder with most blocks."""
+        """Forget blocks until at most `blocks_max` are left, each of the engine that has most blocks then."""
         over = self.blocks - self._blocks_max
         for _ in range(over):
             max(self._holders.values(), key=lambda cached: len(cached.blocks)).forget_oldest()
 
 
 def _medium_of(event: KVEvent) -> str:
-    """Return the medium of an event."""
+    """Return the kind of memory that an event is about, `_DEVICE` if it names none."""
     return _DEVICE if event.medium is None else event.medium
 
 
 def _tells_all(event: BlockStored) -> bool:
-    """Return True if the event says all that its blocks' keys depend on, and its group keeps all of a prompt."""
+    """Return True if the keys of the event's blocks follow from the event, and its group keeps all of a prompt."""
     names, told = len(event.block_hashes), event.extra_keys
     return (
         event.kv_cache_spec_kind in KEEP_ALL
@@ -311,7 +327,10 @@ def _tells_all(event: BlockStored) -> bool:
 
 
 def _tokens_of(tokens: list[int], extra: Sequence[str | tuple[str, int]] | None, *, first: bool) -> bytes | None:
-    """Return a block's tokens as its key takes them; None if it has extra keys of an unknown form."""
+    """Return a block's tokens as the bytes that its key hashes, with cache salt and pictures marked in them.
+
+    Return None if `extra` has keys of an unknown form. `first`: the block begins a prompt.
+    """
     prompt = tokens
     if extra:
         keys: defaultdict[int, list[tuple[str | bytes, ...]]] = defaultdict(list)

@@ -30,8 +30,8 @@ class Publisher:
         endpoint: address to publish at, such as `tcp://*:5557`; for port 0 the system chooses a port.
         replay_endpoint: address at which subscribers ask for missed batches; None for no replays.
         topic: topic of the messages.
-        batches_max: most batches that are kept for replays.
-        bytes_max: most bytes of batches that are kept for replays.
+        batches_max: maximum number of batches to keep for replays.
+        bytes_max: maximum size of the batches to keep for replays, in bytes.
         data_parallel_rank: rank that each batch names.
 
     Raises:
@@ -90,7 +90,7 @@ class Publisher:
         return self
 
     def forked(self) -> None:
-        """See `forks`."""
+        """Stop publishing, in a forked child process: see `kvflow.forks`."""
         if self._replays is not None:
             forks.silence(self._replays)
         self._socket = self._replays = self._task = None
@@ -160,7 +160,7 @@ class Publisher:
                     await asyncio.sleep(0)
 
     async def _replay(self, socket: zmq.asyncio.Socket, client: bytes, start: int) -> None:
-        """Send a subscriber all kept batches from number `start` on, and the end of the replay."""
+        """Send a subscriber all kept batches from sequence number `start` on, and then the end message of a replay."""
         for at, (number, payload) in enumerate([batch for batch in self._kept if batch[0] >= start]):
             await socket.send_multipart([client, b"", self._topic, sequence_bytes(number), payload])
             if at % _AT_ONCE == _AT_ONCE - 1:

@@ -16,15 +16,15 @@ from kvflow.hosts import ANY, bracketed, plain_host
 SEQUENCE_BYTES = 8
 END = -1
 LIVE, REPLAYED = (3,), (3, 4)
-"""Numbers of frames that a live message and a replayed one may have. A replayed one begins with an empty frame and may
-lack the topic.
+"""Allowed counts of frames in a live message, and in a replayed one, which begins with an empty frame and may lack the
+topic.
 """
 
 
 def read_message(frames: Sequence[bytes], forms: Sequence[int]) -> tuple[int, bytes] | None:
     """Return the sequence number and the batch of a message; None if it is malformed.
 
-    `forms`: numbers of frames that the message may have.
+    `forms`: allowed counts of frames, `LIVE` or `REPLAYED`.
     """
     if len(frames) not in forms or len(frames[-2]) != SEQUENCE_BYTES:
         return None
@@ -38,7 +38,7 @@ def sequence_bytes(sequence: int) -> bytes:
 
 
 def prepare(socket: zmq.Socket[Any], endpoint: str, *, messages_max: int, bytes_max: int, v6: bool = False) -> str:
-    """Limit a socket, and return the endpoint in the form that ZeroMQ takes.
+    """Set the limits of a socket, and return `endpoint` in the form that ZeroMQ takes.
 
     The socket queues at most `messages_max` messages each way, receives none above `bytes_max`, and drops unsent ones
     when it closes. With `v6`, host names are looked up as IPv6 addresses. A wildcard is bound for both IP versions.
