@@ -18,7 +18,7 @@ _NAME = "KVFlowConnector"
 
 
 def register() -> None:
-    """Register KVFlowConnector with vLLM by name. MultiConnector and vLLM's metrics find connectors by name only."""
+    """Register KVFlowConnector with vLLM by name: MultiConnector and vLLM's metrics find connectors only by name."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if _NAME not in KVConnectorFactory._registry:

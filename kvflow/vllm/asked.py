@@ -1,4 +1,4 @@
-"""vLLM's requests in the form that `connector.scheduler` takes, with everything that distinguishes their prompts.
+"""vLLM's requests in the form that `connector.scheduler` takes, with all keys that distinguish their prompts.
 
 vLLM's prefix cache distinguishes blocks by their tokens and by further keys (`extra_keys` in
 `vllm.v1.core.kv_cache_utils`): adapter, pictures and their positions, cache salt, embeddings. kvflow compares the
@@ -25,9 +25,9 @@ _SAMPLE = re.compile(r"([0-9]{1,9})_")
 
 
 def names_pictures(vllm_config: VllmConfig) -> bool:
-    """Return whether the identifier of a picture depends on the picture's content.
+    """Return True if vLLM's identifier of a picture is made from the picture's content.
 
-    If vLLM caches neither processed pictures nor prefixes, it only numbers the pictures.
+    If vLLM caches neither processed pictures nor prefixes, its identifiers are only numbers.
     """
     pictures = vllm_config.model_config.multimodal_config
     cached = pictures is None or pictures.mm_processor_cache_gb != 0
@@ -35,13 +35,16 @@ def names_pictures(vllm_config: VllmConfig) -> bool:
 
 
 def spreads_samples(vllm_config: VllmConfig) -> bool:
-    """Return whether this engine is one of several in a data-parallel server. Only its engine id shows that."""
+    """Return True if this engine is one of several in a data-parallel server.
+
+    The server may then give samples of one prompt to several engines. Only the engine id shows this.
+    """
     engine_id, rank = vllm_config.kv_transfer_config.engine_id, vllm_config.parallel_config.data_parallel_index
     return str(engine_id).endswith(f"_dp{rank}")
 
 
 def sharing_of(request_id: str, *, spread: bool) -> Sharing:
-    """Return how the request `request_id` shares its ticket with other requests.
+    """Return whether `request_id` may share its ticket with other requests, which its form shows.
 
     vLLM turns n samples of a prompt into requests "0_ID" to "n-1_ID" with the same ticket. `spread`: the samples may be
     on several engines, each with its own scheduler; then only the engine of sample 0 uses the ticket. If a request has
@@ -54,7 +57,10 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
 
 
 def asked(request: Request, *, names_pictures: bool) -> EngineRequest:
-    """Return `request` as an `EngineRequest`, with prompt tokens only if the request has `kv_transfer_params`."""
+    """Convert vLLM's `request` to an `EngineRequest`.
+
+    It gets prompt tokens only if the request has `kv_transfer_params`.
+    """
     params, tokens = request.kv_transfer_params, None
     if params is not None:
         tokens = tokens_of(request, request.num_prompt_tokens, names_pictures=names_pictures)
@@ -62,11 +68,10 @@ def asked(request: Request, *, names_pictures: bool) -> EngineRequest:
 
 
 def tokens_of(request: Request, num_tokens: int, *, names_pictures: bool) -> Sequence[int] | None:
-    """Return the first `num_tokens` tokens of the request's prompt and answer.
+    """Return the first `num_tokens` tokens of a request's prompt and answer, marked with vLLM's further keys.
 
-    The tokens are marked with all further keys that vLLM includes in block hashes. Return None if the request has
-    pictures and their identifiers do not depend on their content (not `names_pictures`): the tokens then do not
-    identify the prompt.
+    These are all keys that vLLM includes in block hashes. Return None if the tokens and keys do not identify the
+    prompt: it has pictures, and their identifiers are not made from their content (`names_pictures` is False).
     """
     if request.mm_features and not names_pictures:
         return None

@@ -85,34 +85,36 @@ _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPP
 
 @dataclass(frozen=True)
 class KVFlowMetadata(KVConnectorMetadata):
-    """One step's work, sent from the scheduler to the workers."""
+    """The work of one step, sent from the scheduler's connector to the workers' connectors."""
 
     step: Step
-    """The work for all workers."""
+    """The step that every worker carries out."""
     cards: tuple[bytes, ...] = ()
-    """Cards of all workers for stock readers, since a reader may ask any worker: see `stock.engine_ranks`."""
+    """Each worker's metadata for stock readers, since a reader may ask any worker about all: see
+    `stock.engine_ranks`."""
 
 
 @dataclass(frozen=True)
 class KVFlowIntroduction(KVConnectorHandshakeMetadata):
-    """A worker's introduction, sent to the scheduler."""
+    """How a worker is reached, sent from the worker's connector to the scheduler's."""
 
     ticket: Ticket
-    """A ticket without a lease that says where the worker is reached (`ConnectorWorker.introduction`)."""
+    """A ticket without a lease that names the worker's rank and address (`ConnectorWorker.introduction`)."""
     card: bytes = b""
-    """The worker's card for stock readers; empty without `stock_peers`."""
+    """The worker's metadata for stock readers (`EngineRanks.card`); empty without `stock_peers`."""
 
 
 @dataclass(frozen=True)
 class KVFlowNews(KVConnectorWorkerMetadata):
-    """Reports of workers, sent to the scheduler with a step's results."""
+    """Reports of workers to the scheduler's connector, sent with a step's results."""
 
     introductions: tuple[KVFlowIntroduction, ...] = ()
-    """Introductions of workers that have registered their caches again."""
+    """Introductions of workers that have registered their caches again, for example after a sleep."""
     found: Mapping[str, tuple[Ticket, ...]] = field(default_factory=dict)
-    """Tickets that peers offer, by the request that peers were asked for."""
+    """Tickets for prefixes that peers offer, by the id of the request that waits for the answer."""
     refused: tuple[tuple[str, PromptMismatch], ...] = ()
-    """Requests with the tokens of the offered prompt but other pictures, adapter or salt: they must not be computed."""
+    """Requests, with errors, for which a load found the same tokens but other pictures, adapter or salt: they must
+    fail."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowNews:
         others = cast(KVFlowNews, other)
@@ -128,27 +130,27 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = CacheHitSource.P2P
     _cards: tuple[bytes, ...] = ()
-    """Scheduler: cards of the workers that the next step will carry."""
+    """Scheduler: the workers' metadata for stock readers (`EngineRanks.card`), to be sent with the next step."""
     _names_pictures = True
-    """Scheduler: True if identifiers of pictures depend on their content (see `asked`)."""
+    """Scheduler: True if vLLM's identifiers of pictures are made from their content (see `asked`)."""
     _recomputes = False
-    """Scheduler: True if vLLM computes a prompt that has failed to load."""
+    """Scheduler: True if vLLM computes a prompt locally after its load has failed."""
     _spreads_samples = False
-    """Scheduler: True if vLLM distributes the samples of a prompt over several engines."""
+    """Scheduler: True if vLLM may distribute the samples of a prompt over several engines."""
     _prefixes: RequestPrefixes | None = None
-    """Scheduler: prefixes of requests; None if they are neither shared nor pulled."""
+    """Scheduler: prefix keys of requests; None if prefixes are neither shared with peers nor pulled from peers."""
     _shares = False
     """Worker: True if peers may read prefixes from this engine's cache."""
     _asks = True
-    """Worker: True on the one rank that asks peers for the whole engine."""
+    """Worker: True on the one rank that asks peers for prefixes on behalf of the whole engine."""
     _pulls = False
-    """Worker: True if peers are asked for prefixes."""
+    """Worker: True if this engine asks peers for prefixes and loads them."""
     _news = KVFlowNews()
-    """Worker: reports that the results of the next step will carry."""
+    """Worker: reports that are sent with the results of the next step."""
     _device: Device | None = None
-    """Worker: device of the cache, on which events are recorded; None on the CPU."""
+    """Worker: device of the cache, used to record events; None on the CPU."""
     _ranks: EngineRanks | None = None
-    """Worker: with `stock_peers`, the cards of this engine's ranks."""
+    """Worker: metadata of all ranks of this engine for stock readers; None without `stock_peers`."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -210,12 +212,18 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the layout with heads before tokens: a rank's heads are contiguous in a block. None for MLA."""
+        """Return vLLM's name of the cache layout with heads before tokens; None for MLA, which needs no layout.
+
+        In this layout the bytes that belong to a rank's heads are contiguous in a block.
+        """
         return None if vllm_config.model_config is None or vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, vllm_config: VllmConfig) -> bool:
-        """Return True: a vLLM that has `release_kv_caches` and `restore_kv_caches` calls them around a sleep."""
+        """Return True: kvflow unregisters the cache before vLLM sleeps and registers it again afterwards.
+
+        A vLLM that has `release_kv_caches` and `restore_kv_caches` calls them for this.
+        """
         return True
 
     # --- the scheduler's role
@@ -237,7 +245,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefixes.bind(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """Return True if workers need a step even without a request. vLLM calls this before it goes idle."""
+        """Return True if workers need one more step although no request does. vLLM asks before it goes idle."""
         return self._prefixes is not None and self._prefixes.must_tell
 
     def on_new_request(self, request: Request) -> None:
@@ -262,7 +270,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.note_computed_here("log probabilities of its prompt are asked for")
 
     def _fails(self, request: Request) -> bool:
-        """If `request` must neither be loaded nor computed, fail it. Return whether it failed."""
+        """Fail `request` if only the tokens of its prompt agree with its ticket. Return whether it failed.
+
+        Then the prompt must be neither loaded nor computed: it may lack pictures, for example.
+        """
         error = self._scheduler.refusal(request.request_id)
         if error is not None:
             logger.error("request %s fails, and is not computed here: %s", request.request_id, error)
@@ -273,14 +284,20 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return error is not None
 
     def _on_rejected(self, request: Request) -> None:
-        """Give back the ticket of a refused or failed HTTP request, which vLLM adds only to abort it at once."""
+        """Give back the ticket of an HTTP request that was refused or has failed.
+
+        vLLM adds the request to the scheduler only to abort it at once.
+        """
         try:
             self._scheduler.reject(asked(request, names_pictures=self._names_pictures))
         except RequestError as error:
             logger.debug("request %s: it was rejected, and has no ticket: %s", request.request_id, error)
 
     def _ends_before_last_token(self, request: Request) -> bool:
-        """Make the offer of `request` end before the prompt's last token. Return False if that is not possible."""
+        """Make the offer of `request` end before the prompt's last token. Return True if that is possible.
+
+        The last token is either not computed at all, or computed but not offered (`withhold_last_token`).
+        """
         if not self._scheduling.withhold_last_token:
             return _without_last_token(request)
         request.max_tokens = 1
@@ -325,7 +342,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._introduce(workers)
 
     def _introduce(self, workers: Sequence[KVFlowIntroduction]) -> None:
-        """Introduce `workers`, all of this engine. The next step carries their cards, before any ticket leaves."""
+        """Offer prompts from the ranks of `workers`, which are all workers of this engine.
+
+        Their metadata for stock readers goes to all workers with the next step, before any ticket leaves.
+        """
         self._scheduler.introduce(merge_tickets([worker.ticket for worker in workers]))
         self._cards = tuple(worker.card for worker in workers if worker.card)
 
@@ -345,14 +365,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(group.at for group in self._groups)
 
     def _transferred(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
-        """Return those of a request's block tables that belong to transferred groups."""
+        """Return those of a request's block `tables` that belong to transferred groups, in the order of `_groups`."""
         return tuple(tables[group.at] for group in self._groups)
 
     def reset_cache(self) -> bool:
-        """End all leases: the blocks are no longer valid, for example after new weights.
+        """End all leases, because the blocks are no longer valid, for example after new weights. Return True.
 
         This call is the scheduler's only notice before workers sleep. If sleep mode is enabled and vLLM calls the
-        workers around it, also forget the ranks.
+        workers around a sleep, also forget the ranks, which will register their caches again.
         """
         self._scheduler.withdraw_all()
         if self._vllm_config.model_config.enable_sleep_mode and _TELLS_OF_SLEEP:
@@ -390,11 +410,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.share([registered(one, size // split) for one, split in facts], size)
 
     def release_kv_caches(self) -> None:
-        """Unregister the cache before vLLM unmaps its memory: after this call nothing is read or written there."""
+        """Unregister the cache before vLLM unmaps its memory: afterwards kvflow reads and writes nothing there."""
         self._runtime.unregister()
 
     def restore_kv_caches(self) -> None:
-        """Register the cache that vLLM has mapped again. The scheduler's next step asks for a new introduction."""
+        """Register the cache again, which vLLM has mapped again after a sleep.
+
+        The scheduler's next step asks this worker for a new introduction.
+        """
         self._register()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -408,12 +431,18 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return KVFlowIntroduction(self._worker.introduction(), card)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """End reads of blocks that this step will change. vLLM calls this before the step writes anything."""
+        """End all reads of blocks that this step will overwrite, and send the step's questions to peers.
+
+        vLLM calls this before the step writes anything.
+        """
         step = cast(KVFlowMetadata, kv_connector_metadata).step
         self._worker.prepare(step if self._asks else msgspec.structs.replace(step, questions=[]))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Record the event that the step's loads wait for: the device has done all work from before this step."""
+        """Take the work of the step that begins.
+
+        On a worker, record the event that the step's loads wait for: the device has done all work of earlier steps.
+        """
         super().bind_connector_metadata(connector_metadata)
         if self.role is KVConnectorRole.WORKER:
             self._before_step = self._event()
@@ -421,7 +450,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 self._ranks.show(cards)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin the step's work except for saves. This part of it concerns no blocks that the step computes."""
+        """Begin all of the step's work for blocks that the step itself does not compute: loads, and ends of leases."""
         prepared: dict[str, Any] = {"reused": (), "recall": [], "questions": []}
         step = msgspec.structs.replace(self._step, save=[], grow=[], cached_blocks=[], **prepared)
         self._worker.begin(step, after=self._before_step)
@@ -432,10 +461,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Do nothing: readers read blocks directly from the cache."""
+        """Do nothing: readers read the blocks directly from the cache."""
 
     def wait_for_save(self) -> None:
-        """Begin the step's saves. The forward pass is submitted; tickets leave only with the results of the step."""
+        """Open and extend leases of the blocks that the step computes. Does not wait.
+
+        The forward pass is submitted by now, and an event says when it is done; tickets leave only with the results of
+        the step.
+        """
         step = Step(save=self._step.save, grow=self._step.grow, cached_blocks=self._step.cached_blocks)
         self._worker.begin(step, ready=self._event())
 
@@ -459,7 +492,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return taken
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
-        """Return the counts that this connector object has noted since the last call; None if there are none."""
+        """Return the numbers that this connector object has noted since the last call; None if it noted none."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, KVFlowStats()
@@ -470,7 +503,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._runtime.close()
 
     def _event(self) -> DeviceEvent | None:
-        """Record an event that happens once the device has done all submitted work. Return None on the CPU."""
+        """Record and return an event that happens once the device has done all submitted work; None on the CPU."""
         return None if self._device is None else record_event(self._device)
 
     @property
@@ -495,7 +528,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _scheduled(output: SchedulerOutput) -> dict[str, int]:
-    """Return for each request of the step how many of its tokens will be computed after the step."""
+    """Return, by id of each request in the step, the request's total of computed tokens once the step has run."""
     cached = output.scheduled_cached_reqs
     before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -503,7 +536,7 @@ def _scheduled(output: SchedulerOutput) -> dict[str, int]:
 
 
 def _log_as_vllm() -> None:
-    """Send kvflow's log lines to vLLM's handlers, unless the logger `kvflow` is configured already."""
+    """Send kvflow's log lines to the handlers of vLLM's logger, unless the logger `kvflow` is configured already."""
     ours, theirs = logging.getLogger("kvflow"), logging.getLogger("vllm")
     if not ours.handlers and ours.level == logging.NOTSET:
         for handler in theirs.handlers:
@@ -513,7 +546,10 @@ def _log_as_vllm() -> None:
 
 
 def _without_last_token(request: Request) -> bool:
-    """Remove the last prompt token of `request`, and have one token generated. Return False if not possible."""
+    """Remove the last prompt token of `request`, and limit its answer to one token. Return True if that is possible.
+
+    It is not if the prompt has one token, no token ids, or its log probabilities are asked for.
+    """
     cut = request.num_prompt_tokens > 1 and request.prompt_token_ids is not None
     if not cut or request.get_skip_reading_prefix_cache():
         return False

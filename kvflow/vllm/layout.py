@@ -1,4 +1,4 @@
-"""vLLM's description of its KV cache, translated for kvflow: groups of layers, their windows, layouts of tensors."""
+"""Translates vLLM's description of its KV cache for kvflow: groups of layers, windows, tensor layouts."""
 
 from __future__ import annotations
 
@@ -50,18 +50,21 @@ _FP8 = {
 
 @dataclass(frozen=True)
 class Group:
-    """A group of layers in vLLM that is transferred. `at` is the index of its table in a request's block tables."""
+    """A group of layers in vLLM that is transferred. `at` is the index of its block table among those of a request."""
 
     at: int
     specs: Mapping[str, KVCacheSpec]
-    """The spec of each layer, by name."""
+    """vLLM's spec of each layer in the group, by layer name."""
     facts: GroupFacts
     recycles: bool
-    """True if the layers need less than the whole prompt, so that vLLM may free blocks at the prompt's beginning."""
+    """True if some layer needs less than the whole prompt, so that vLLM may free blocks at the prompt's beginning."""
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """Return the groups that vLLM transfers. ConfigError names layers that kvflow cannot transfer."""
+    """Return the groups of layers that vLLM lets a connector transfer.
+
+    ConfigError names layers that kvflow cannot transfer.
+    """
     transferred = kv_cache_config.transfer_group_ids
     found = tuple(_group(at, kv_cache_config.kv_cache_groups[at]) for at in transferred)
     if not found:
@@ -89,7 +92,11 @@ def _group(at: int, group: KVCacheGroupSpec) -> Group:
 
 
 def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
-    """Return the kind of a layer's attention, and its window in tokens as kvflow counts it."""
+    """Return the kind of a layer's attention, and its window in tokens: 0 without a window.
+
+    kvflow's window is one token shorter than vLLM's. ConfigError, which begins with `what`, for kinds that kvflow
+    cannot transfer.
+    """
     if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
         raise ConfigError(f"{what}: tokens_per_state is {spec.tokens_per_state}: compressed tokens are not transferred")
     match spec:
@@ -108,7 +115,10 @@ def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
 
 
 def _hidden_window(spec: KVCacheSpec) -> bool:
-    """Return True if a layer attends to a window but keeps the whole prompt: the hybrid cache manager is off."""
+    """Return True if a layer attends to a window only, but vLLM keeps the whole prompt for it.
+
+    vLLM does so while its hybrid cache manager is off.
+    """
     return isinstance(spec, FullAttentionSpec) and (
         spec.sliding_window is not None or spec.attention_chunk_size is not None
     )
@@ -121,10 +131,10 @@ def cache_groups(
     *,
     kv_format: str | None,
 ) -> list[CacheGroup]:
-    """Return a rank's caches as groups to register.
+    """Return a rank's cache tensors as the groups to register, one for each of `groups`.
 
-    If kernels use smaller blocks than vLLM, register the kernels' blocks, several for each block of vLLM.
-    Raises LayoutError if kvflow does not know how an attention backend lays out its blocks.
+    If attention kernels use smaller blocks than vLLM, the kernels' blocks are registered, several for each block of
+    vLLM. LayoutError if kvflow does not know how an attention backend lays out its blocks.
     """
     numbers = _layer_numbers(
         [name for group in groups for name in group.specs], vllm_config.model_config.get_total_num_hidden_layers()
@@ -165,12 +175,13 @@ def cache_groups(
 
 
 def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dict[str, int]:
-    """Return a number for each layer name, the same as on the other engine.
+    """Return a number for each layer name that is the same on every engine of the model.
 
-    The engines may have different layers: a pipeline stage has only some, and a draft model may be on one side only.
-    So the number comes from the layer's name. Layers with the same number, such as an attention layer and its indexer,
-    are distinguished by the order of their names. Layers of a draft model get a range of their own. A layer belongs to
-    a draft model if its name says so, or if its number is `model_layers` (the model's own layers) or more.
+    The engines may have different layers: a pipeline stage has only some, and a draft model may be on one side only. So
+    the number comes from the layer's name. Layers with the same number in their names, such as an attention layer and
+    its indexer, are distinguished by the order of their names. Layers of a draft model get a range of their own. A
+    layer belongs to a draft model if its name says so, or if its number is `model_layers` (the model's own layers) or
+    more.
 
     Raises:
         LayoutError: a number is too large, or too many layers have the same.
@@ -192,7 +203,10 @@ def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dic
 
 
 def _state(group: Group) -> MambaSpec:
-    """Return the spec that all layers of a group with state share. LayoutError if their specs differ."""
+    """Return the spec of the recurrent state that all layers of `group` have in common.
+
+    LayoutError if their specs differ.
+    """
     first, *others = group.specs.values()
     if not isinstance(first, MambaSpec) or any(other != first for other in others):
         raise LayoutError(f"layers {', '.join(group.specs)}: their state differs: {[first, *others]}")
@@ -200,9 +214,9 @@ def _state(group: Group) -> MambaSpec:
 
 
 def _model_groups(group: Group, vllm_config: VllmConfig) -> int | None:
-    """Return the model's number of Mamba 2 head groups; None if unknown.
+    """Return how many head groups the model's Mamba 2 layers have, over all ranks; None if unknown.
 
-    A rank's tensor shapes do not show the number if a single group is replicated on all ranks.
+    A rank's tensor shapes do not show the number if a single head group is replicated on all ranks.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(group.specs))
     found = {getattr(getattr(layer, "norm", None), "n_groups", None) for layer in layers.values()}
@@ -210,7 +224,7 @@ def _model_groups(group: Group, vllm_config: VllmConfig) -> int | None:
 
 
 def _attention(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmConfig) -> torch.Tensor:
-    """Return a layer's cache in the shape that its backend uses, with a dtype that says what the bytes are."""
+    """Return a view of a layer's `cache` in the shape of its attention backend, with the dtype of its elements."""
     if vllm_config.model_config.use_mla and cache.dim() == 4 and cache.shape[1] == 1:
         cache = cache.squeeze(1)
     if group.facts.block_size % cache.shape[-2]:
@@ -223,14 +237,20 @@ def _attention(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmCo
 
 
 def _split(caches: Mapping[str, torch.Tensor], group: Group) -> int:
-    """Return how many kernel blocks make one block of vLLM. If layers differ in it, `_layout_of` refuses one."""
+    """Return how many blocks of the attention kernels make one block of vLLM, for the layers `caches` of a group.
+
+    If layers of the group differ in it, return the largest number: `_layout_of` then refuses a layer.
+    """
     return max((group.facts.block_size // cache.shape[-2] for cache in caches.values()), default=1)
 
 
 def _alike(
     caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield a group's layers by backend, shape and dtype: one layout describes each set."""
+    """Yield the name of an attention backend and layers that use it, by layer name, for each set of similar layers.
+
+    Layers in a set have the same backend, shape and dtype, so one layout describes them.
+    """
     found: defaultdict[tuple[str, torch.Size, torch.dtype], dict[str, torch.Tensor]] = defaultdict(dict)
     for name, cache in caches.items():
         (backend,) = get_current_attn_backends(vllm_config, [name])
@@ -262,7 +282,10 @@ def _layout_of(
 
 
 def _cpu_format(kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> str | None:
-    """Return the CPU backend's format: the order of a block's bytes depends on the instruction set. None if unknown."""
+    """Return the name of the byte order in a block of vLLM's CPU backend; None if unknown.
+
+    The order depends on the instruction set.
+    """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(kv_caches))
     found = {getattr(layer, "isa", None) for layer in layers.values()}
     formats = [name for row in rows_of("CPU_ATTN", vllm.__version__) for name in row.kv_formats]
@@ -270,7 +293,10 @@ def _cpu_format(kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> 
 
 
 def _quantized_format(backend: str, vllm_config: VllmConfig) -> str | None:
-    """Return the format of a quantized cache: vLLM's name of its dtype, if the table of backends has that name."""
+    """Return the format of a quantized cache: vLLM's name of its dtype, if kvflow's table of backends has that name.
+
+    Return None if the cache is not quantized, or if the table does not have the name.
+    """
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     known = {name for row in rows_of(backend, vllm.__version__) for name in (*row.kv_formats, *row.byte_formats)}
     return cache_dtype if get_kv_quant_mode(cache_dtype).value and cache_dtype in known else None

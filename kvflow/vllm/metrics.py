@@ -1,6 +1,7 @@
-"""kvflow's numbers in vLLM's own metrics: vLLM's log line per interval, and its Prometheus endpoint.
+"""kvflow's numbers in vLLM's own metrics: in vLLM's periodic log line, and at its Prometheus endpoint.
 
-Connector objects note loads and leases that have ended. vLLM sends the notes to its frontend and adds up all ranks.
+Connector objects note the loads and leases that have ended. vLLM sends these notes to its frontend and adds up all
+ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _COUNTERS = {
 
 @dataclass
 class KVFlowStats(KVConnectorStats):
-    """Loads, leases and questions of one interval, in JSON types."""
+    """Ended loads, leases and questions to peers of one log interval, in JSON types."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -58,7 +59,7 @@ class KVFlowStats(KVConnectorStats):
         self.data: dict[str, list[Any]] = {key: [] for key in (*_HISTOGRAMS, *_COUNTERS)}
 
     def note(self, results: Results) -> None:
-        """Add the loads, leases and questions that a worker reports as ended."""
+        """Add the loads, leases and questions to peers that a worker reports as ended in `results`."""
         data = self.data
         for report in results.loaded.values():
             data["load_seconds"].append(report.total_s)
@@ -79,7 +80,7 @@ class KVFlowStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the numbers of vLLM's log line, by their labels."""
+        """Return the numbers for vLLM's log line, by the labels that they have there."""
         seconds, sizes = sorted(self.data["load_seconds"]), self.data["load_bytes"]
         outcomes = Counter(self.data["lease_outcomes"])
         return {

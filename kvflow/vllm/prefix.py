@@ -1,8 +1,8 @@
 """Shared prefixes on the side of vLLM's scheduler: prefix keys of requests, vLLM's block pool, questions to peers.
 
 vLLM's pool can watch a block (`BlockPool.unpin_blocks`): it calls back when it hands the block out for other content,
-or drops its whole cache. kvflow watches the blocks of requests. The notice that a block is reused leaves with the step
-that may write to the block. The pool's own bookkeeping does not change: no block is pinned for peers.
+or drops its whole cache. kvflow watches the blocks of requests. The notice that a block is reused goes to the workers
+with the step that may write to the block. The pool's own bookkeeping does not change: no block is pinned for peers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logger_of("vllm.kvflow")
 
 
 def why_not(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
-    """Return why prefixes of this cache can be neither shared nor pulled; "" if they can."""
+    """Return the reason why prefixes of this cache can be neither shared with peers nor pulled; "" if they can."""
     sizes = {group.facts.block_size for group in groups}
     if any(group.facts.kind is GroupKind.STATE for group in groups):
         return "the model has state per request, which blocks do not hold"
@@ -52,13 +52,13 @@ def why_not(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
 
 
 def known_peers(extra: Extra) -> tuple[str, ...]:
-    """Return `prefix_peers` as plain addresses. ConfigError if one is no address, or if there are too many."""
+    """Return `extra.prefix_peers` as plain addresses. ConfigError if one is invalid, or if there are too many."""
     checks.count(extra.prefix_peers or (), "prefix_peers", most=PEERS_MAX, error=ConfigError)
     return tuple(plain_address(peer, what="prefix_peers") for peer in extra.prefix_peers or ())
 
 
 def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
-    """Return the peers that a worker asks for prefixes. ConfigError if an address or a setting is invalid."""
+    """Return the `PrefixPeers` of a worker, from vLLM's settings. ConfigError if an address or a setting is invalid."""
     parallel = vllm_config.parallel_config
     return PrefixPeers(
         prefixes=Prefixes(),
@@ -71,7 +71,10 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
 
 
 class RequestPrefixes:
-    """Prefix keys of vLLM's requests, for sharing the blocks that hold their prompts and for asking peers."""
+    """Prefix keys of vLLM's requests, by which the scheduler's connector shares and pulls prefixes.
+
+    It reports to the workers which blocks hold which prompts, and asks peers for prefixes of new requests.
+    """
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class RequestPrefixes:
         )
 
     def bind(self, pool: BlockPool) -> None:
-        """If prefixes are shared, watch the blocks of `pool`."""
+        """If prefixes are shared, watch when `pool` reuses the blocks of requests."""
         if not self._shares:
             return
         if not hasattr(pool, "unpin_blocks"):
@@ -125,11 +128,11 @@ class RequestPrefixes:
 
     @property
     def must_tell(self) -> bool:
-        """True if the workers need a step even without a request, to stop sharing reused blocks."""
+        """True if reused blocks have to be reported to the workers, even if no request needs a step."""
         return self._cached_prompts is not None and self._cached_prompts.must_tell
 
     def add(self, request: Request) -> None:
-        """Add a new request. If it has no ticket of a prefill engine, also ask peers for its prefix."""
+        """Add a new request. If it has no ticket of a prefill engine, have peers be asked for its prefix."""
         params = request.kv_transfer_params
         asks = self._pulls and not self._scheduling.takes(params or {})
         if self._cached_prompts is None and not asks:
@@ -153,12 +156,15 @@ class RequestPrefixes:
     def build_step(
         self, step: Step, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
-        """Add to `step` which blocks hold prompts after it, and which were reused."""
+        """Add to `step` the report of blocks that hold prompts once it has run, and of blocks that were reused."""
         if self._cached_prompts is not None:
             self._cached_prompts.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
 
     def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """Note that `request` has ended. `block_ids` are the blocks that it still has."""
+        """Report with the next step the blocks of `request`, which has ended.
+
+        `block_ids` are the blocks that it still has.
+        """
         if self._cached_prompts is not None:
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self._cached_prompts.finished(

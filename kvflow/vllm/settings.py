@@ -38,24 +38,25 @@ _STOCK_DEFAULTS = {"lease_ttl_s": 120.0}
 
 
 class StockExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Values of the key `stock`, for `stock_peers`: see docs/stock.md. Times are in seconds."""
+    """The value of the key `stock`: settings for `stock_peers`, see docs/stock.md. Times are in seconds."""
 
     hashes: tuple[str, ...] = ()
-    """Compatibility hashes of further engines to read from, besides the hash that the installed vLLM computes."""
+    """Compatibility hashes of further engines to read from, besides the hash that the installed vLLM computes for
+    itself."""
     serve_hash: str = ""
-    """Compatibility hash to show to stock readers; if empty, this engine's own."""
+    """Compatibility hash to show to stock readers; if empty, the hash that the installed vLLM computes."""
     serve_version: str = ""
     """vLLM version of the stock readers; if empty, the installed version."""
     tp_sizes: tuple[int, ...] = ()
-    """Tensor-parallel sizes in the fleet. Needed if heads are replicated (MLA, or more ranks than heads)."""
+    """Tensor-parallel sizes of the stock engines. Needed if heads are replicated (MLA, or more ranks than heads)."""
     lease_s: float = 30.0
-    """The stock producers' `kv_lease_duration`. A larger value is unsafe."""
+    """The stock producers' `kv_lease_duration`. A larger value than theirs is unsafe."""
     router_s: float = 5.0
-    """Longest time from the end of a prefill until the router has passed the answer to the decode engine."""
+    """Longest time from the end of a prefill until the router has passed its parameters to the decode engine."""
 
 
 class EventsExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An entry of the key `prefix_events`: the fields of `kvflow.prefix.kv_events.EventSource`."""
+    """One entry of the key `prefix_events`: the fields of `kvflow.prefix.kv_events.EventSource`."""
 
     holder: str
     endpoint: str
@@ -64,33 +65,35 @@ class EventsExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Extra(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys of `kv_connector_extra_config` that are no fields of kvflow.Config. Documented in docs/vllm.md."""
+    """Keys of `kv_connector_extra_config` that are not fields of kvflow.Config. Documented in docs/vllm.md."""
 
     fetch_tokens_min: Size = 1
-    """Least number of remote prompt tokens that are loaded; fewer are computed here."""
+    """Least number of missing prompt tokens for which a prompt is loaded; a prompt that lacks fewer is computed
+    here."""
     full_blocks_only: bool = False
     """True to leave a partly filled last block out of offers."""
     release_failed_loads: bool = True
-    """True to give the offer back when a load fails; False if a router retries with the same parameters."""
+    """True to release the ticket when a load fails; False if a router retries with the same parameters."""
     kv_format: str | None = None
-    """Format of the cache's bytes, for attention backends with several formats (see `layout_for_backend`)."""
+    """Name of the format of the cache's bytes, for attention backends that have several (see `layout_for_backend`)."""
     stock_peers: bool = False
     """True to read from, and to serve, engines with vLLM's own NixlConnector."""
     stock: StockExtra = StockExtra()
     share_prefixes: bool = False
     """True to let peers read prefixes from this engine's cache."""
     prefix_peers: tuple[str, ...] | None = None
-    """Addresses of engines to ask for prefixes of prompts without a ticket, one address for each engine. (): ask only
-    peers that a router names. None: ask no peer."""
+    """Addresses of engines to ask for prefixes, one address for each engine, if a prompt has no ticket. (): ask only
+    the peers that a router names. None: ask no peer."""
     prefix_events: tuple[EventsExtra, ...] = ()
-    """Engines whose KV events show which prefixes they hold. `holder` is the engine's address, as in `prefix_peers`."""
+    """Engines with KV events to follow, which show the prefixes that each engine holds. `holder` is the engine's
+    address, as in `prefix_peers`."""
     prefix_tokens_min: Size = 256
-    """Least number of uncached prompt tokens for which peers are asked."""
+    """Least number of prompt tokens missing in the local cache for which peers are asked for a prefix."""
     prefix_wait_s: Seconds = 0.05
-    """Seconds after which a question to peers ends without an answer."""
+    """Seconds after which a question to peers for a prefix ends without an answer."""
     recompute_s_per_token: Seconds | None = None
-    """Seconds to compute a token here: a prefix that takes longer to pull is computed. None: pull every prefix that
-    is found."""
+    """Seconds to compute a token here. A prefix that would take longer to pull than to compute is computed here. None:
+    pull every prefix that is found."""
 
     @property
     def uses_prefixes(self) -> bool:
@@ -111,12 +114,15 @@ _SETTINGS = PluginSettings(
 
 
 def extra_of(vllm_config: VllmConfig) -> Extra:
-    """Return the keys that are no fields of kvflow.Config. Raises ConfigError for a key that is unknown to both."""
+    """Return the user's values of all keys that are not fields of kvflow.Config.
+
+    ConfigError for a key that neither Extra nor kvflow.Config has.
+    """
     return _SETTINGS.own_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, Extra)
 
 
 def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
-    """Return the Config of one rank. Raises ConfigError."""
+    """Return the kvflow.Config of one rank from vLLM's configuration. ConfigError names a wrong setting."""
     parallel, model, transfer = vllm_config.parallel_config, vllm_config.model_config, vllm_config.kv_transfer_config
     extra = extra_of(vllm_config)
     stock = _STOCK_DEFAULTS if extra.stock_peers else {}
@@ -138,7 +144,10 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
 
 
 def warn_of_side_channel(vllm_config: VllmConfig) -> None:
-    """Warn if NixlConnector's environment variables are set, but not `listen`: this connector reads only `listen`."""
+    """Warn if NixlConnector's environment variables are set but kvflow's `listen` is not.
+
+    KVFlowConnector reads only `listen`.
+    """
     given = vllm_config.kv_transfer_config.kv_connector_extra_config
     found = [f"{name}={os.environ[name]}" for name in _NIXL_VARIABLES if os.environ.get(name)]
     if found and "listen" not in given:
@@ -151,7 +160,10 @@ def warn_of_side_channel(vllm_config: VllmConfig) -> None:
 
 
 def _check_outputs(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError if routed experts are returned: for a prompt they stay at the engine that computed it."""
+    """Raise ConfigError if vLLM is to return routed experts.
+
+    The experts of a prompt are known only to the engine that computed the prompt.
+    """
     holders = (getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config"))
     if any(getattr(holder, "enable_return_routed_experts", False) for holder in holders):
         raise ConfigError(
@@ -161,13 +173,13 @@ def _check_outputs(vllm_config: VllmConfig) -> None:
 
 
 def _staging(buffer_device: str) -> dict[str, str]:
-    """Return the `staging` setting: "always" if vLLM asks for a CPU buffer for a cache on another device."""
+    """Return {"staging": "always"} if vLLM asks for a CPU buffer for a cache on another device; else {}."""
     on_cpu = buffer_device == "cpu" and current_platform.device_type != "cpu"
     return {"staging": "always"} if on_cpu else {}
 
 
 def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
-    """Return the model's number of KV heads; None if the tensors show it.
+    """Return the model's number of KV heads, or None if kvflow can derive it from the tensors.
 
     With one rank, or with MLA, each rank has all heads of a layer, also if layers differ in their number.
     """
@@ -177,7 +189,7 @@ def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
 
 
 def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> SchedulingConfig:
-    """Return the settings of the `ConnectorScheduler`. Raises ConfigError."""
+    """Return the settings of the `ConnectorScheduler` from vLLM's configuration. ConfigError names a wrong setting."""
     _check_outputs(vllm_config)
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
     recycles = any(group.recycles for group in groups)

@@ -20,7 +20,10 @@ from kvflow.errors import LayoutError
 
 
 def state_tensors(spec: MambaSpec, tp_size: int, *, model_groups: int | None) -> tuple[StateTensor, ...]:
-    """Return the tensors of a slot in order. `model_groups`: the model's number of Mamba 2 head groups, if known."""
+    """Return the tensors of one state slot, in vLLM's order, with the parts that each rank has.
+
+    `model_groups` is the model's number of Mamba 2 head groups, if known.
+    """
     axis = 0 if is_conv_state_dim_first() else 1
     match spec.mamba_type, spec.shapes:
         case _, _ if spec.tp_replicated:
@@ -47,7 +50,10 @@ def state_tensors(spec: MambaSpec, tp_size: int, *, model_groups: int | None) ->
 
 
 def slots_of(cache: torch.Tensor, spec: MambaSpec) -> tuple[torch.Tensor, ...]:
-    """Return views of a layer's tensors, each (slots, ...), into `cache`, vLLM's bytes (B, 1, 1, C)."""
+    """Return one view of `cache` for each state tensor of a layer, with the slots as first dimension.
+
+    `cache` has vLLM's raw bytes in the shape (slots, 1, 1, bytes of a slot). LayoutError if it does not.
+    """
     if cache.dim() != 4 or cache.shape[1:3] != (1, 1):
         raise LayoutError(f"state: expected (B, 1, 1, C), got {tuple(cache.shape)}")
     slots = cache[:, 0, 0, :].view(torch.uint8)
@@ -70,10 +76,13 @@ def _recurrent(heads: int, tp_size: int) -> StateTensor:
 
 
 def _shared(name: str, units: int, size: int, tp_size: int) -> Segment:
-    """Return a segment of which each rank has `units` units, different on each rank."""
+    """Describe a range of a state tensor that is divided over ranks: each rank has `units` units of `size` entries."""
     return Segment(name=name, size=units * size, units=units, model_units=units * tp_size)
 
 
 def _grouped(name: str, entries: int, size: int, model_groups: int) -> Segment:
-    """Return a segment of Mamba 2 head groups. If the model has one group, every rank has a copy of it."""
+    """Return the description of a range of a state tensor that is divided over ranks by Mamba 2 head groups.
+
+    If the model has one group, every rank has a copy of it.
+    """
     return Segment(name=name, size=entries, units=entries // size, model_units=model_groups)

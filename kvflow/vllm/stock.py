@@ -1,4 +1,4 @@
-"""Settings for stock peers (`stock_peers`), from vLLM's configuration and vLLM's own code for its NixlConnector."""
+"""Settings for stock peers (`stock_peers`), made from vLLM's configuration and vLLM's own code for NixlConnector."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ _UNTELLABLE = re.compile(r"[^!-+\--~]|:")
 
 
 def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str], None]) -> StockPeers:
-    """Return one rank's `StockPeers`, with the compatibility hash of the installed vLLM. Raises ConfigError."""
+    """Return one rank's `StockPeers`, with the compatibility hash that the installed vLLM computes.
+
+    `on_late_read` is called with the id of a request that was reported as read after its lease. ConfigError names a
+    wrong setting.
+    """
     backend = get_current_attn_backends(vllm_config)[0].get_name()
     own, given = compute_nixl_compatibility_hash(vllm_config, backend), extra.stock
     shown = given.serve_hash or own
@@ -43,9 +47,9 @@ def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str]
 
 
 def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Dialect:
-    """Return a dialect that reads kvflow's and stock parameters, and writes parameters that both kinds can read.
+    """Return a dialect that reads tickets of kvflow and of stock engines, and writes tickets that both kinds can read.
 
-    Raises ConfigError if the model or a setting rules stock peers out.
+    ConfigError if the model or a setting rules stock peers out.
     """
     if scheduling.has_state:
         raise ConfigError("stock_peers: the model has state per request, which is not exchanged with stock engines")
