@@ -1,8 +1,8 @@
-"""kvflow's transfer backend for SGLang, "kvflow", registered through SGLang's plugin hooks.
+"""kvflow's transfer backend for SGLang, named "kvflow", which registers itself through SGLang's plugin hooks.
 
 If kvflow is installed as a package, SGLang finds `register` by the entry point `sglang.srt.plugins` and calls it in
-each of its processes, before it parses arguments. Heavy modules are imported when a server asks for a class of this
-backend.
+each of its processes, before it parses arguments. Heavy modules are imported only when a server asks for a class of
+this backend.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logger_of(__name__)
 
 
 def register() -> None:
-    """Register the backend with SGLang: a choice of `--disaggregation-transfer-backend`, and its classes.
+    """Make kvflow a choice of SGLang's `--disaggregation-transfer-backend`, and register its classes.
 
     Raises:
         SystemExit: the command line asks for the backend, but SGLang's own modules cannot be imported. Without this
@@ -46,7 +46,10 @@ def register() -> None:
 
 
 def _explain(error: Exception) -> None:
-    """Log why the backend is not available. Raise SystemExit instead if the command line asks for the backend."""
+    """Log `error`, which says why the backend is not available.
+
+    If the command line asks for the backend, raise SystemExit.
+    """
     why = (
         f"kvflow is no transfer backend here: SGLang's own modules cannot be imported ({type(error).__name__}: "
         f"{said(error)}). They need what SGLang installs for CUDA, such as torchvision and sgl_kernel: install SGLang "
@@ -58,7 +61,7 @@ def _explain(error: Exception) -> None:
 
 
 def _class_of(original: Callable[..., Any], backend: enum.Enum, kind: enum.Enum) -> Any:
-    """Wrap SGLang's `get_kv_class`: return kvflow's class of `kind`, or for other backends and `kvargs` SGLang's."""
+    """Take the place of SGLang's `get_kv_class`: return kvflow's class for `kind` if `backend` is kvflow."""
     if backend.value != NAME or kind.value == "kvargs":
         return original(backend, kind)
     from kvflow.sglang.bootstrap import KVFlowBootstrapServer

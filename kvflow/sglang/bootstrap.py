@@ -1,7 +1,7 @@
 """SGLang's bootstrap server, which also stores how kvflow reaches each rank of the prefill server.
 
-When a prefill rank registers, `KVFlowManager` adds an *introduction* to SGLang's message: a ticket of each pool. A
-decode rank that asks for the prefill rank gets the introduction with SGLang's answer.
+When a prefill rank registers, `KVFlowManager` adds an *introduction* to SGLang's message: for each pool, a ticket that
+names the rank. A decode rank that asks about the prefill rank gets the introduction with SGLang's answer.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 INTRODUCTION = "kvflow"
-"""Key of the introduction in a rank's registration, and in the answer to a question about the rank."""
+"""Key under which a prefill rank's registration, and the answer to a question about that rank, have the introduction."""
 
 _Place = tuple[int, int, int, int]
 
 
 class KVFlowBootstrapServer(CommonKVBootstrapServer):
-    """SGLang's bootstrap server with the introduction of each prefill rank, by (DP, CP, TP, PP) rank."""
+    """SGLang's bootstrap server; it also stores the introduction of each prefill rank, by (DP, CP, TP, PP) rank."""
 
     def __init__(self, host: str, port: int) -> None:
         self._introductions: dict[_Place, Any] = {}

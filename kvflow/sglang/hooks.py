@@ -1,8 +1,8 @@
-"""Hooks in SGLang's schedulers, set by SGLang's own registry, for what its interface for transfer backends lacks.
+"""Hooks in SGLang's schedulers, for three things that SGLang's interface for transfer backends lacks.
 
-- A server that refuses a prompt makes no sender or receiver for the prompt, and the other server would wait.
-- Neither senders nor receivers get the tokens of a prompt, which the two servers compare.
-- A decode server frees the pages of a failed request after 30 s, whether or not reads into them have stopped.
+- A server that refuses a prompt makes no sender or receiver for the prompt, so the other server would wait in vain. -
+Neither senders nor receivers get the tokens of a prompt, which the two servers have to compare. - A decode server frees
+the pages of a failed request after 30 s, whether or not reads into them have stopped.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _DECODE = "sglang.srt.disaggregation.decode"
 
 
 def hook_prefill(manager: type) -> None:
-    """Hook the scheduler of a prefill server. `manager` is the class of this backend's managers."""
+    """Set the hooks in the scheduler of a prefill server. `manager` is this backend's class of KV managers."""
     _hook(f"{_PREFILL}.add", partial(_added, manager))
 
 
 def hook_decode(manager: type) -> None:
-    """Hook the scheduler of a decode server. `manager` is the class of this backend's managers."""
+    """Set the hooks in the scheduler of a decode server. `manager` is this backend's class of KV managers."""
     _hook(f"{_DECODE}.DecodePreallocQueue.add", partial(_taken, manager))
     _hook(f"{_DECODE}.DecodePreallocQueue._create_receiver_and_enqueue", _received)
     _hook(f"{_DECODE}.DecodeTransferQueue._defer_release", _deferred)
@@ -46,7 +46,10 @@ def _hook(target: str, hook: Callable[..., Any]) -> None:
 
 
 def _added(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """Pass the prompt of `req` to its sender. If `req` was refused and has no sender, notify its decode server."""
+    """After SGLang has added `req` on a prefill server, pass its prompt tokens to its sender.
+
+    If the server has refused `req`, which then has no sender, notify the decode server.
+    """
     sender = req.disagg_kv_sender
     if isinstance(sender, KVFlowSender):
         sender.prompt = prompt_of(req)
@@ -58,13 +61,13 @@ def _added(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: An
 
 
 def _received(result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """Pass the prompt of `req` to its new receiver."""
+    """After SGLang has made a receiver for `req`, pass the prompt tokens to that receiver."""
     if isinstance(result.kv_receiver, KVFlowReceiver):
         result.kv_receiver.prompt = prompt_of(req)
 
 
 def _taken(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """If the decode server has refused `req`, which then has no receiver, notify its prefill server."""
+    """After a decode server has refused `req`, which then has no receiver, notify the prefill server."""
     manager, reason = queue.kv_manager, _reason_of(req)
     refused = reason and not any(one.req is req for one in queue.queue)
     if refused and _meets(req) and isinstance(manager, kind):
@@ -75,25 +78,28 @@ def _taken(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: An
 
 
 def _deferred(result: Any, queue: Any, decode_req: Any, *_: Any, **__: Any) -> None:
-    """Keep the pages of a failed request until its reads have stopped. SGLang's fixed time does not prove that."""
+    """Let a decode server keep the pages of a failed request until its reads have stopped.
+
+    SGLang would free the pages after a fixed time, which does not prove that.
+    """
     if isinstance(decode_req.kv_receiver, KVFlowReceiver):
         held, start_s, _, index, acks = queue._deferred_releases[-1]
         queue._deferred_releases[-1] = (held, start_s, math.inf, index, acks)
 
 
 def _reason_of(req: Any) -> str:
-    """Return why `req` has ended; "" if it has not."""
+    """Return the reason why `req` has ended; "" if it has not ended."""
     reason = req.finished_reason or req.to_finish
     return "" if reason is None else getattr(reason, "message", None) or "it does not say why"
 
 
 def _meets(req: Any) -> bool:
-    """Return True if `req` has a counterpart on the other server. SGLang's own health checks have none."""
+    """Return True if `req` has a counterpart on the other server. The health checks of SGLang itself have none."""
     return req.bootstrap_room is not None and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
 
 
 def prompt_of(req: Any) -> npt.NDArray[np.int64]:
-    """Return the tokens of `req` for which KV is transferred.
+    """Return the token ids of `req` for which KV is transferred, so that the two servers can compare them.
 
     Placeholders of pictures and sounds are -1, since SGLang's numbers for them may differ between the two servers. If a
     request is computed again after a change of weights, its generated tokens are included.

@@ -1,11 +1,12 @@
 """KVFlowManager: one rank of a prefill or decode server, with its pools, its requests, and messages between servers.
 
-As in SGLang, a decode rank first sends a message to the prefill ranks of a room (`rooms.Wanted`), and the prefill ranks
-then begin to send. The message contains no addresses of memory, since the decode rank reads the blocks itself. It says
-how many tokens the decode server already has, and under which name it waits for the offer. The decode server makes that
-name: the room, which routers see in clear text, and a digest that only the two servers know.
+As in SGLang, a decode rank first sends a message about its request (`rooms.Wanted`) to the prefill ranks, which then
+begin to send. The message contains no memory addresses, since the decode rank reads the blocks itself. It says how many
+tokens the decode server already has, and under which name it waits for the offer. The decode server makes that name
+from the request's room, which routers see in clear text, and a digest that only the two servers know.
 
-SGLang's tables keep the state of a request by its room. Here the key is a `Room`, which is unique to a request.
+SGLang's tables keep the state of a request by its room, a number that several requests may have. Here the key is a
+`Room`, which is unique to a request.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ logger = logger_of(__name__)
 _CARRIED = {"attn_cp_size": 1, "pp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False}
 """Largest supported value of each setting that divides a server other than by tensor or data parallelism."""
 _UNFIT_S = 1.0
-"""Seconds that SGLang waits before it asks a prefill server again that was incompatible."""
+"""Seconds for which requests to an incompatible prefill server fail at once; then SGLang asks that server again."""
 _RANKS_MAX = 64
 _SERVERS_MAX = 256
 _ASK_S = 2.0
 _KNOWN_S = 5.0
-"""Seconds for which the addresses of a prefill server's ranks are remembered."""
+"""Seconds for which the ranks of a prefill server, with their addresses, are remembered."""
 
 Introduction: TypeAlias = "list[dict[str, Any]]"
 
 
 class KVFlowManager(CommonKVManager):
-    """kvflow's KV manager. SGLang makes one in each scheduler process."""
+    """kvflow's KV manager, one for each rank: SGLang makes it in each of a server's scheduler processes."""
 
     supports_deferred_decode_kv_release = True
 
@@ -77,7 +78,7 @@ class KVFlowManager(CommonKVManager):
             self._start_heartbeat_checker_thread()
 
     def _prepare(self, args: Any, mode: Any, server_args: Any, is_mla: bool) -> None:
-        """Set up everything that SGLang's constructor needs to register this rank at the bootstrap server."""
+        """Make all pools and tables that SGLang's constructor needs to register this rank at the bootstrap server."""
         parallel, policy = get_parallel(), get_disagg().disaggregation_decode_allocation_policy
         for name, carried in _CARRIED.items():
             if getattr(parallel, name) > carried:
@@ -94,7 +95,8 @@ class KVFlowManager(CommonKVManager):
             )
         self.aux = aux_buffers(args)
         self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
-        """True if metadata is too large for a lease's payload, as with hidden states: it is then the last pool."""
+        """True if SGLang's metadata of a request is too large for the payload of a lease, as with hidden states. The
+        metadata is then transferred as an item of a pool, the last one."""
         self.state_kinds = [kind.value for kind in args.state_types]
         self.secret = _agreed(secrets.token_hex(16))
         self.serials = itertools.count()
@@ -104,11 +106,12 @@ class KVFlowManager(CommonKVManager):
         self._held: dict[int, list[Load]] = {}
         """Loads of failed requests that may still write to the decode server's pages, by room number."""
         self._unfit: dict[str, tuple[str, float]] = {}
-        """Incompatible prefill servers by address: the reason, and the time at which SGLang found it."""
+        """For each incompatible prefill server, by address: why it is incompatible, and when SGLang found that."""
         self._ranks: Latest[str, tuple[float, list[dict[str, Any]]]] = Latest(_SERVERS_MAX)
-        """Prefill servers by address: when their ranks were looked up, and the ranks. Used on the first pool's loop."""
+        """For each prefill server, by address: when its ranks were looked up, and the ranks. Used only on the first
+        pool's loop."""
         self._silent: set[str] = set()
-        """Addresses of prefill servers that did not answer the last question."""
+        """Addresses of prefill servers that did not answer SGLang's last question."""
         producer = mode == DisaggregationMode.PREFILL
         latent = is_mla or args.is_hybrid_mla_backend
         model_heads = 0 if latent else _model_heads(args, server_args)
@@ -122,27 +125,30 @@ class KVFlowManager(CommonKVManager):
     # --- what both sides have
 
     def check_status(self, bootstrap_room: int) -> Any:
-        """Return the state of the request of `bootstrap_room`; Failed if the request is forgotten."""
+        """Return SGLang's state (a KVPoll) of the request with this `Room`; Failed if the request is forgotten."""
         return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     def forget(self, room: Room) -> None:
-        """Forget the state of an ended request."""
+        """Remove all entries of an ended request from SGLang's and kvflow's tables."""
         for table in (self.request_status, self.failure_records, self.senders, self.receivers):
             table.pop(room, None)
 
     def fail(self, room: Room, reason: str) -> None:
-        """Mark a request as failed, with a reason for SGLang's client."""
+        """Mark the request of `room` as failed. SGLang's client gets `reason`."""
         self.record_failure(room, f"kvflow: {reason}")
         self.update_status(room, KVPoll.Failed)
 
     def name_of(self, room: int) -> str:
-        """Return a name for the next request of `room`: the same on all ranks, which see requests in one order."""
+        """Return a secret name for the next request of `room`, under which the decode server waits for its offer.
+
+        The name is the same on all ranks of the server, because all ranks see requests in the same order.
+        """
         serial = next(self.serials)
         digest = hmac.digest(bytes.fromhex(self.secret), f"{room}:{serial}".encode(), "sha256")
         return f"sglang-{room}-{digest[:16].hex()}"
 
     def teardown(self) -> None:
-        """Close all runtimes and end the threads."""
+        """Close the runtimes of all pools, and end this manager's threads."""
         for pool in self.pools:
             pool.runtime.close()
         if self.disaggregation_mode == DisaggregationMode.DECODE:
@@ -155,7 +161,7 @@ class KVFlowManager(CommonKVManager):
         super()._register_topology_row(url, {**payload, INTRODUCTION: introduction})
 
     def items_of(self, pages: Any, state_indices: Any, aux_index: int, decode_prefix_len: int) -> list[Any]:
-        """Return the items of a request in each pool, in the order of `pools`; None for a pool without any."""
+        """Return the indexes of a request's items in each pool, in the order of `pools`; None where it has no items."""
         aux = [[aux_index]] if self.aux_moves else []
         prefix_pages = decode_prefix_len // self.kv_args.page_size
         states = zip(self.state_kinds, state_indices or [None] * len(self.state_kinds), strict=True)
@@ -164,14 +170,14 @@ class KVFlowManager(CommonKVManager):
     # --- decode
 
     def build_receiver_registration_message(self) -> list[bytes]:
-        """Return an empty message: prefill servers need not know where a decode server's pools are."""
+        """Return an empty message: prefill servers need not know where a decode server's pools are in memory."""
         return []
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Look up a prefill server, as SGLang does. Return whether it is known.
+        """Look up the prefill server at `bootstrap_addr`, as SGLang does. Return whether it can be used.
 
-        If the two servers are incompatible, fail the requests for that prefill server. SGLang's own method would raise
-        in the scheduler's loop and so end the decode server for all requests.
+        If it is incompatible, fail the requests for that prefill server. SGLang's own method would raise in the
+        scheduler's loop and so end the decode server for all requests.
         """
         try:
             known: bool = super().try_ensure_parallel_info(bootstrap_addr)
@@ -195,16 +201,16 @@ class KVFlowManager(CommonKVManager):
                 receiver.refuse(_unfit_error(address, reason))
 
     def is_silent(self, address: str) -> bool:
-        """Return True if the prefill server at `address` did not answer the last question."""
+        """Return True if the prefill server at `address` did not answer SGLang's last question."""
         return address in self._silent
 
     def tell(self, address: str, ranks: list[dict[str, Any]] | None, wanted: Wanted) -> None:
-        """Send prefill ranks the message that a request was given up. Skip ranks that cannot be reached.
+        """Notify prefill ranks that a request was given up. Skip ranks that cannot be reached.
 
         Args:
             address: address of the prefill server.
-            ranks: its ranks, as its bootstrap server describes them; if None, look them up in the background.
-            wanted: the message.
+            ranks: the server's ranks, as its bootstrap server describes them; None to look them up in the background.
+            wanted: the message, which names the request.
         """
         if ranks is None:
             with contextlib.suppress(KVFlowError):
@@ -224,12 +230,18 @@ class KVFlowManager(CommonKVManager):
         self.tell(address, ranks, wanted)
 
     def unfit(self, address: str) -> PeerIncompatible | None:
-        """Return the error for requests to `address` if SGLang has just found that server incompatible; else None."""
+        """Return the error for requests to the prefill server at `address` if it was just found incompatible.
+
+        Else return None.
+        """
         reason, since_s = self._unfit.get(address, ("", 0.0))
         return _unfit_error(address, reason) if reason and time.monotonic() - since_s < _UNFIT_S else None
 
     def hold(self, room: int, address: str, loads: list[Load]) -> None:
-        """Keep the pages of a failed request of `room` until no byte of `loads` can land in them."""
+        """Keep the pages of a failed request until no byte can land in them.
+
+        `room` is the request's room, `address` its prefill server, and `loads` are its loads that are not safe yet.
+        """
         self._held.setdefault(int(room), []).extend(loads)
         logger.warning(
             "prefill server %s stands still: reads of its memory have not stopped; the request of room %s that they "
@@ -239,7 +251,10 @@ class KVFlowManager(CommonKVManager):
         )
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Return True once no byte can land in the pages of the room's failed requests."""
+        """Return True once no byte can land in the pages of failed requests in this room.
+
+        SGLang asks before it frees these pages.
+        """
         room = int(bootstrap_room)
         held = [load for load in self._held.pop(room, ()) if not load.safe]
         if held:
@@ -249,14 +264,21 @@ class KVFlowManager(CommonKVManager):
     # --- prefill
 
     def refuse(self, room: int, reason: str) -> None:
-        """Refuse a request that has no sender. Its decode server is notified now, or when it asks for the request."""
+        """Refuse a request of the prefill server for which SGLang made no sender.
+
+        The decode server is notified now, or when it asks for the request.
+        """
         with self._rooms_lock:
             answer = self._rooms.answer(int(room), time.monotonic())
         self.refuse_answer(answer, reason)
         self.closes(answer)
 
     def opens(self, room: Room, sender: Any) -> Answer:
-        """Add the sender of a new request. Return its `Answer`: it answers the room's first unanswered request."""
+        """Add a new request of the prefill server, with its sender, and return its `Answer`.
+
+        It answers the first request of a decode server in the room that has no answer yet, now or when that request
+        comes.
+        """
         with self._rooms_lock:
             self.senders[room] = sender
             answer = self._rooms.answer(int(room), time.monotonic())
@@ -264,12 +286,15 @@ class KVFlowManager(CommonKVManager):
         return answer
 
     def closes(self, answer: Answer) -> None:
-        """Forget the prefill server's request that `answer` stands for."""
+        """Forget a request of the prefill server. `answer` stands for it, as `opens` returned it."""
         with self._rooms_lock:
             self._rooms.close(answer, time.monotonic())
 
     def refuse_answer(self, answer: Answer, reason: str) -> None:
-        """Mark a request as one that will not be computed. Its decode server is notified now, or when it asks."""
+        """Mark a request of the prefill server as one that will not be computed.
+
+        The decode server is notified now, or when it asks for the request.
+        """
         with self._rooms_lock:
             asked = self._rooms.refuse(answer, reason, time.monotonic())
         if asked is not None:
@@ -287,7 +312,7 @@ class KVFlowManager(CommonKVManager):
             self._decline(asked, "no request of its room has come to the prefill server")
 
     def _hear(self) -> None:
-        """Handle messages of decode servers: the thread's body. Drop unreadable ones: any process can connect.
+        """Handle messages of decode servers, as the body of a thread. Drop invalid ones: any process can send messages.
 
         Thread `kvflow-sglang-hear`: begun by SGLang's manager of a prefill rank. Ends at teardown, or with the
         process. If it dies, messages of decode servers are lost, and their requests end by SGLang's timeouts.
@@ -313,12 +338,15 @@ class KVFlowManager(CommonKVManager):
 
 
 def _unfit_error(address: str, reason: str) -> PeerIncompatible:
-    """Return the error of a request to an incompatible prefill server."""
+    """Return the error with which requests to an incompatible prefill server fail."""
     return PeerIncompatible(f"prefill server {address}: {reason}", peer=address)
 
 
 async def _ranks_of(address: str) -> list[dict[str, Any]]:
-    """Ask the prefill server at `address` for its ranks and their addresses. Return [] if it does not answer."""
+    """Ask the bootstrap server at `address` for the prefill server's ranks, each with its addresses.
+
+    Return [] if it does not answer.
+    """
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
     with contextlib.suppress(Exception):
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_ASK_S)) as session:
@@ -335,10 +363,10 @@ async def _ranks_of(address: str) -> list[dict[str, Any]]:
 
 
 class _Pool:
-    """One pool, and the runtime that moves its items.
+    """One of a rank's pools, and the runtime that transfers its items.
 
-    If the pool is cut, the ranks of a server form one kvflow engine. If not, each rank is an engine by itself, which is
-    read whole.
+    If ranks may read part of an item (`Buffers.cut`), the ranks of a server form one kvflow engine. If not, each rank
+    is an engine by itself, from which whole items are read.
     """
 
     def __init__(self, buffers: Buffers, model_heads: int, producer: bool, secret: str) -> None:
@@ -361,7 +389,7 @@ class _Pool:
 
 
 def _agreed(value: str) -> str:
-    """Return the `value` of rank 0 on all ranks of the server."""
+    """Send the `value` of rank 0 to all ranks of the server, and return it on each."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return value
     agreed: str = get_parallel().world_group.broadcast_object(value, src=0)

@@ -2,8 +2,9 @@
 
 SGLang describes a pool by addresses: a list of buffers, each an array of items of equal size. A request names the
 indexes of its items on each side, in the same order. So each pool is a kvflow cache in which an item is a block, and
-kvflow need not know what a request's items mean. In a KV pool that is divided by heads an item is a page (tokens,
-heads, bytes of a head), which kvflow cuts for another tensor-parallel size. All other items move whole.
+kvflow need not know the meaning of a request's items. In a KV pool that is divided by heads an item is a page (tokens,
+heads, bytes of a head), of which a rank with another tensor-parallel size reads some heads. All other items are
+transferred whole.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ _WITH_EACH_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
-    """One pool, as SGLang's `KVArgs` describes it. `layers` has a number for each buffer, the same on both sides."""
+    """One pool, as SGLang's `KVArgs` describes it: buffers, each an array of items.
+
+    `layers` has a number for each buffer, the same on prefill and decode servers.
+    """
 
     name: str
     pointers: Sequence[int]
@@ -35,22 +39,23 @@ class Buffers:
     item_sizes: Sequence[int]
     layers: Sequence[int]
     format: str
-    """Format of the pool's bytes, which must be the same on both sides."""
+    """Format of the pool's bytes, which must be the same on prefill and decode servers."""
     tokens: int = 1
-    """Tokens of an item that consists of tokens; 1 for any other item."""
+    """Number of tokens in an item; 1 if an item does not consist of tokens."""
     heads: int = 0
-    """KV heads of one rank; 0 if items are not cut by heads."""
+    """Number of KV heads of one rank in an item; 0 if items have no heads that other ranks could read separately."""
     cut: bool = False
-    """True if the other server may have another tensor-parallel size: items are cut by heads, or are latents."""
+    """True if the other server may have another tensor-parallel size, because a rank can read some heads of an item, or
+    because items are latents, which are the same on all ranks."""
     alike: bool = False
-    """True if items are not cut and are equal on all ranks, so that any rank can be read. If neither `cut` nor `alike`,
-    each rank has its own share, which only an equal tensor-parallel size can read."""
+    """True if items are always read whole and are equal on all ranks, so that any rank can be read. If neither `cut`
+    nor `alike`, each rank has its own share, which only a server with the same tensor-parallel size can read."""
     host: bool = False
-    """True if the pool is in host memory, wherever the other pools are."""
+    """True if the pool is in host memory, even if the other pools are on a device."""
 
     @property
     def shared_out(self) -> bool:
-        """True if each rank has its own share, which only an equal tensor-parallel size can read."""
+        """True if each rank has its own share, which only a server with the same tensor-parallel size can read."""
         return not (self.cut or self.alike)
 
     @property
@@ -58,12 +63,18 @@ class Buffers:
         return sum(self.item_sizes)
 
     def read_row(self, row: int) -> bytes:
-        """Return item `row` of every buffer, concatenated. The pool must be in host memory."""
+        """Return the bytes of the items at index `row` of all buffers, concatenated.
+
+        The pool must be in host memory.
+        """
         places = zip(self.pointers, self.item_sizes, strict=True)
         return b"".join(ctypes.string_at(pointer + row * size, size) for pointer, size in places)
 
     def write_row(self, row: int, data: bytes) -> None:
-        """Write `data`, as `read_row` returns it, to item `row` of every buffer. ConfigError if the sizes differ."""
+        """Write `data`, in the form that `read_row` returns, to the items at index `row` of all buffers.
+
+        The pool must be in host memory. ConfigError if the size of `data` differs.
+        """
         if len(data) != self.row_bytes:
             raise ConfigError(f"metadata of a request: ours {counted(self.row_bytes, 'byte')}, theirs {len(data)}")
         start = 0
@@ -72,9 +83,9 @@ class Buffers:
             start += size
 
     def group(self, device: str) -> CacheGroup:
-        """Return the pool as kvflow registers it: with a layer for each buffer, and a layout for each item size.
+        """Return the pool as a CacheGroup to register: one layer for each buffer, one layout for each item size.
 
-        Buffers may have different numbers of items; the group has the items that every buffer has.
+        Buffers may have different numbers of items; the group has as many as the shortest buffer.
         """
         items = min((size // item for size, item in zip(self.sizes, self.item_sizes, strict=True)), default=0)
         layers = {}
@@ -103,9 +114,9 @@ class Buffers:
 
 
 def kv_buffers(args: Any, *, heads: int) -> Buffers:
-    """Return the KV pool. `heads`: KV heads of one rank, 0 for latents.
+    """Return SGLang's KV pool. `heads` is the number of KV heads of one rank, 0 for latents.
 
-    If the bytes of a page of latents are no multiple of its tokens, the page is one item of one token.
+    If the bytes of a page of latents are no multiple of its tokens, the page counts as an item without tokens.
     """
     count = len(args.kv_data_ptrs)
     by_token = heads or not any(size % args.page_size for size in args.kv_item_lens)
@@ -123,9 +134,10 @@ def kv_buffers(args: Any, *, heads: int) -> Buffers:
 
 
 def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
-    """Return the components of state, in SGLang's order. Windows are cut by heads if the KV pool is.
+    """Return one pool for each component of state, in SGLang's order: windows, recurrent state, indexes.
 
-    SGLang also lists layers that have no state, with items of 0 bytes; these are left out.
+    Windows are divided by heads if the KV pool is. Layers without state, which SGLang lists with items of 0 bytes, are
+    left out.
     """
     found = []
     for at, kind in enumerate(args.state_types):
@@ -151,11 +163,11 @@ def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
 
 
 def items_named(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
-    """Return the items of a state component that a request transfers; None if it has none.
+    """Return the indexes of the items that a request transfers from a state component; None if it has no items there.
 
     If a component has an item for each page, SGLang names all pages of the prompt. The first `prefix_pages` were on the
     decode server already; they are left out, since they may be in use and belong to KV that the decode server computed.
-    For a DSA tail SGLang names the request's item and the part of it that is live; the item moves whole.
+    For a DSA tail SGLang names the request's item and the part of it that is live; the whole item is transferred.
     """
     if indices is None:
         return None
@@ -164,9 +176,9 @@ def items_named(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
 
 
 def aux_buffers(args: Any) -> Buffers:
-    """Return SGLang's metadata buffers, in which each request has a row.
+    """Return SGLang's metadata buffers as a pool, in which each request has one item, its row.
 
-    A row is sent as a lease's payload or, if it is too large for a payload, as an item of a pool.
+    A row is sent as the payload of a lease or, if it is too large for a payload, as an item of the pool.
     """
     return Buffers(
         name="aux",
@@ -181,7 +193,7 @@ def aux_buffers(args: Any) -> Buffers:
 
 
 def _numbers(layer_ids: Sequence[int], count: int, drafts: int, *, parts: int) -> list[int]:
-    """Return a number for each buffer, made from its layer and its part of the layer (K or V).
+    """Return a number for each buffer, made from its layer, and from whether it holds K or V of that layer.
 
     Without `layer_ids` SGLang lists all K buffers, then all V buffers. The last `drafts` buffers belong to a draft
     model and have numbers in a range of their own, since the other server may have no draft model.

@@ -29,11 +29,11 @@ from kvflow.sglang.sender import failure
 
 
 class KVFlowReceiver(CommonKVReceiver):
-    """kvflow's KV receiver. SGLang makes one for each request of a decode server."""
+    """kvflow's KV receiver: SGLang makes one on each rank for each request of a decode server."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.prompt: Any = None
-        """Tokens of the prompt, set by `hooks`; None if no hook has set them."""
+        """Token ids of the prompt, set by `hooks`; None if no hook has set them."""
         self._loads: list[Load] = []
         self._aux_index = 0
         self._cancelled = False
@@ -51,7 +51,10 @@ class KVFlowReceiver(CommonKVReceiver):
             self.refuse(unfit)
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Look up the prefill ranks. If their introduction is invalid, only this request fails."""
+        """Look up the ranks of the prefill server, in data-parallel rank `prefill_dp_rank`.
+
+        If their introductions are invalid, only this request fails.
+        """
         try:
             super().init(prefill_dp_rank)
         except (RequestError, TypeError, LookupError, AttributeError) as error:  # of another version, or forged
@@ -62,12 +65,12 @@ class KVFlowReceiver(CommonKVReceiver):
             self.refuse(error)
 
     def refuse(self, error: KVFlowError) -> None:
-        """Fail the request with `error`, before anything was read."""
+        """Fail the request with `error`, before anything was read, and notify the prefill server."""
         self._fail(error)
         self.conclude_state = KVPoll.Failed
 
     def _register_kv_args(self) -> bool:
-        """Connect to the prefill ranks in the background, so that loads need not wait for it. Return True.
+        """Begin to connect to the prefill ranks, in the background, so that loads need not wait for it. Return True.
 
         SGLang calls this once it knows the ranks. If their pools are incompatible with this server's, fail the request
         and return False.
@@ -83,7 +86,10 @@ class KVFlowReceiver(CommonKVReceiver):
         return True
 
     def _problem(self) -> str | None:
-        """Return why the prefill server's pools are incompatible, judged by its introduction; None if they are not."""
+        """Return why this server cannot read the prefill server's pools; None if it can.
+
+        The prefill ranks' introductions and the tensor-parallel sizes show it.
+        """
         pools = self.kv_mgr.pools
         for info in self.bootstrap_infos:
             theirs = len(info.get(INTRODUCTION, ()))
@@ -105,7 +111,10 @@ class KVFlowReceiver(CommonKVReceiver):
         decode_prefix_len: int | None = None,
         **others: Any,
     ) -> None:
-        """Send the prefill ranks what is wanted, and start the loads. SGLang calls this when the pages are known."""
+        """Send the prefill ranks a message about the request, and start its loads.
+
+        SGLang calls this when it knows the pages to load into.
+        """
         self._aux_index = aux_index or 0
         if self.conclude_state is not None:
             return
@@ -119,7 +128,10 @@ class KVFlowReceiver(CommonKVReceiver):
                 self._load(at, pool, list(wanted))
 
     def _want(self, decode_prefix_len: int, info: dict[str, Any]) -> bool:
-        """Send one prefill rank what is wanted. If that fails, SGLang fails the request; return False."""
+        """Send the prefill rank in `info` the request's `Wanted` message. Return whether it was sent.
+
+        If it was not, SGLang fails the request.
+        """
         wanted = self._message(
             decode_prefix_len=decode_prefix_len,
             is_dummy=info is not self._whole,
@@ -152,16 +164,16 @@ class KVFlowReceiver(CommonKVReceiver):
 
     @property
     def _digest(self) -> str:
-        """Digest of the prompt for the prefill server; "" if the prompt is unknown."""
+        """Digest of the prompt's token ids, which the prefill server compares; "" if the prompt is unknown."""
         return "" if self.prompt is None else prompt_digest(self._name, self.prompt)
 
     @property
     def _whole(self) -> dict[str, Any]:
-        """The prefill rank from which uncut pools are read."""
+        """Bootstrap entry of the prefill rank from which pools without a division by heads are read."""
         return next(info for info in self.bootstrap_infos if not info["is_dummy"])
 
     def _poll(self) -> Any:
-        """Return the request's state. Never blocks, since results are taken only from loads that are done."""
+        """Return SGLang's state of the request. Never blocks, since it takes results only from loads that are done."""
         if self.conclude_state is None and self._loads:
             failed = self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed
             if failed or any(map(_error_of, self._loads)):
@@ -173,7 +185,10 @@ class KVFlowReceiver(CommonKVReceiver):
         return super()._poll()
 
     def _judge(self) -> None:
-        """Set the final state, once all loads have ended: Success with the metadata written, or Failed."""
+        """Set the request's final state, once all its loads have ended.
+
+        Write the received metadata and set Success if all loads succeeded, else set Failed.
+        """
         errors = [error for error in map(_error_of, self._loads) if error is not None]
         if not errors:
             try:
@@ -202,7 +217,7 @@ class KVFlowReceiver(CommonKVReceiver):
             self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Notify the prefill ranks, once, why the request was given up. Skip ranks that cannot be reached."""
+        """Notify the prefill ranks, once, that the request was given up, and why. Skip ranks that cannot be reached."""
         if self.abort_notified:
             return
         self.abort_notified = True
@@ -213,7 +228,7 @@ class KVFlowReceiver(CommonKVReceiver):
         self.kv_mgr.tell(self.bootstrap_addr, self.bootstrap_infos, self._message(given_up=reason))
 
     def abort(self) -> None:
-        """Abort the request. `KVFlowManager.hold` keeps pages in which bytes may still land."""
+        """Abort the request. If bytes may still land in its pages, `KVFlowManager.hold` keeps the pages."""
         if self.conclude_state is None and self.bootstrap_infos is None and self.kv_mgr.is_silent(self.bootstrap_addr):
             text = f"prefill server {self.bootstrap_addr} does not answer"
             self.refuse(PeerUnreachable(text, peer=self.bootstrap_addr))
@@ -223,7 +238,10 @@ class KVFlowReceiver(CommonKVReceiver):
             self.conclude_state = None
 
     def clear(self) -> None:
-        """Forget the request, as SGLang does. Loads that are not safe yet are passed to `KVFlowManager.hold`."""
+        """Forget the request, as SGLang's own receiver does.
+
+        Loads that may still write are cancelled and passed to `KVFlowManager.hold`.
+        """
         self._cancel()
         unsafe, self._loads = [load for load in self._loads if not load.safe], []
         if unsafe:
@@ -232,7 +250,7 @@ class KVFlowReceiver(CommonKVReceiver):
         self.kv_mgr.forget(self.bootstrap_room)
 
     def failure_exception(self) -> None:
-        """Forget the request and raise SGLang's error for the client."""
+        """Forget the request, and raise the error that SGLang's client gets."""
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "")
         self.ensure_abort_notified()
         self.conclude_state = KVPoll.Failed
@@ -251,7 +269,7 @@ def _names(pools: list[Any]) -> str:
 
 
 def _error_of(load: Load) -> BaseException | None:
-    """Return the error of a failed load; None if the load has succeeded or has not ended."""
+    """Return the error with which `load` has ended; None if it has succeeded or has not ended."""
     if not load.done:
         return None
     try:

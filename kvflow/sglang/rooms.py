@@ -1,8 +1,9 @@
 """Rooms of a prefill server: pairs the requests of decode servers with the requests of the prefill server.
 
-Routers choose the rooms. All samples of a prompt have the same room, and a router that tries again may use a room that
-is in use. So a room has two queues: the room's n-th request from decode servers is answered by the room's n-th request
-at the prefill server. A request that either server gives up keeps its place, so that all ranks make the same pairs.
+A room is the number under which a router sends a request to both servers. All samples of a prompt have the same room,
+and a router that tries again may use a room that is in use. So a room has two queues: the room's n-th request from
+decode servers is answered by the room's n-th request at the prefill server. A request that either server gives up keeps
+its place in the queue, so that all ranks make the same pairs.
 
 The module has no I/O and no clock: callers hold a lock and pass the time.
 """
@@ -22,21 +23,24 @@ from kvflow.core.policy.latest import Latest
 OneT = TypeVar("OneT", "RoomRequest", "Answer")
 
 WANTED = b"KVFLOW"
-"""First frame of a message from a decode rank."""
+"""First frame of each message from a decode rank to a prefill rank."""
 
 ROOM_MAX = (1 << 63) - 1
 REASON_CHARS_MAX = 400
 ASKED_MAX = 1 << 14
-"""Most requests of decode servers that may wait for an answer; beyond it the oldest is declined."""
+"""Maximum number of requests from decode servers that wait for an answer; beyond it the oldest is declined."""
 REFUSALS_MAX = 1 << 12
-"""Most refused requests that are kept until a decode server asks; beyond it the oldest is forgotten."""
+"""Maximum number of refused requests that are kept until a decode server asks; beyond it the oldest is forgotten."""
 LEFTOVER_S = 30.0
-"""Seconds after which a given-up or refused request is not paired with a new request of its room."""
+"""Seconds after which a request that was given up or refused is not paired with a new request of its room."""
 _OVER_MAX = 1 << 14
 
 
 class Room(int):
-    """A room as the key of one request's state. It equals only itself, so requests of the same room share no state."""
+    """A room as the key for the state of one request.
+
+    It equals only itself, so requests of the same room share no state.
+    """
 
     __slots__ = ()
     __eq__ = object.__eq__
@@ -47,61 +51,61 @@ class Room(int):
 def room_problem(room: int) -> str:
     """Return why `room` is invalid; "" if it is valid.
 
-    In SGLang's metadata 0 means that nothing was written yet, and a room has at most 63 bits.
+    A room has at most 63 bits, and in SGLang's metadata 0 means that nothing was written yet.
     """
     return "" if 0 < int(room) <= ROOM_MAX else f"bootstrap_room: expected 1 to 2**63 - 1, got {int(room)}"
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A decode rank's message to a prefill rank about a request: what is wanted, or that the request was given up."""
+    """A decode rank's message to a prefill rank about a request: that it waits for the offer, or has given up."""
 
     room: Annotated[int, Meta(ge=1, le=ROOM_MAX)]
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    """Request id of the offers: a secret between the two servers."""
+    """Request id under which the prefill rank has to offer the prompt: a secret between the two servers."""
     reader: Annotated[str, Meta(max_length=256)]
-    """Name of the reading rank."""
+    """Name of the decode rank that sends the message."""
     readers: Annotated[int, Meta(ge=1, le=1 << 10)]
     """Number of decode ranks that send this prefill rank a message about the request."""
     decode_prefix_len: Annotated[int, Meta(ge=0)] = 0
-    """Prompt tokens that the decode server already has."""
+    """Number of prompt tokens that the decode server already has."""
     is_dummy: bool = False
-    """True if the decode rank reads uncut pools from another prefill rank."""
+    """True if the decode rank reads whole-item pools from another prefill rank (`Buffers.cut` is False)."""
     prompt: Annotated[str, Meta(max_length=64)] = ""
     """Digest of the prompt's tokens, salted with `name`; "" if the prompt is unknown."""
     prompt_tokens: Annotated[int, Meta(ge=0)] = 0
     given_up: str = ""
-    """Why the request was given up; "" if it was not."""
+    """Why the decode server has given the request up; "" if it has not."""
 
     def frames(self) -> list[bytes]:
-        """Return the message as frames to send."""
+        """Return the message encoded as the frames of a ZMQ message."""
         return [WANTED, msgspec.json.encode(self)]
 
 
 @dataclass(slots=True, eq=False)
 class RoomRequest:
-    """One request of a decode server, as the messages of its ranks describe it so far."""
+    """One request of a decode server, as far as the messages of its ranks describe it."""
 
     room: int
     name: str
     since_s: float
     readers: dict[str, Wanted] = field(default_factory=dict)
-    """The message of each reading rank."""
+    """The message of each decode rank, by the rank's name."""
     given_up: str = ""
     """Why the decode server has given the request up; "" if it has not."""
 
     @property
     def first(self) -> Wanted | None:
-        """Message of the first reading rank; None before any."""
+        """Message of the decode rank that sent one first; None before any message."""
         return next(iter(self.readers.values()), None)
 
     @property
     def complete(self) -> bool:
-        """True once all reading ranks have sent a message."""
+        """True once all decode ranks of the request have sent a message."""
         first = self.first
         return first is not None and len(self.readers) == first.readers
 
     def note(self, wanted: Wanted) -> None:
-        """Add the message of one rank."""
+        """Add the message `wanted` of one decode rank."""
         if wanted.given_up:
             self.given_up = self.given_up or printable(wanted.given_up, REASON_CHARS_MAX)
         elif not self.complete:
@@ -110,39 +114,40 @@ class RoomRequest:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One request of the prefill server, and the decode server's request that it answers, once there is one."""
+    """One request of the prefill server, and the decode server's request that it answers (`asked`), if it has come."""
 
     room: int
     since_s: float
     asked: RoomRequest | None = None
     refused: str = ""
-    """Why the request will not be computed; "" if it will."""
+    """Why the prefill server will not compute the request; "" if it will."""
 
 
 class Rooms:
-    """The requests of all rooms that have not ended."""
+    """All requests of a prefill server and of its decode servers that have not ended, in pairs or still without one."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        """Seconds that a request of a decode server may wait for its answer."""
+        """Seconds that a decode server's request may wait for an answer."""
         self.asked: dict[int, deque[RoomRequest]] = {}
-        """Requests of decode servers without an answer, by room."""
+        """Queues of decode servers' requests that have no answer yet, by room."""
         self.answers: dict[int, deque[Answer]] = {}
-        """Requests of the prefill server that no decode server has asked for, by room."""
+        """Queues of the prefill server's requests that no decode server has asked for yet, by room."""
         self._names: OrderedDict[str, RoomRequest] = OrderedDict()
-        """The requests in `asked` by name, the oldest first."""
+        """The requests in `asked` by `Wanted.name`, the oldest first."""
         self._answered: dict[str, RoomRequest] = {}
-        """Requests of decode servers that have an answer, by name."""
+        """Decode servers' requests that have an answer, by `Wanted.name`."""
         self._refusals: OrderedDict[int, Answer] = OrderedDict()
-        """Refused requests in `answers`, by their identity, the oldest first."""
+        """The refused requests in `answers`, by `id()`, the oldest first."""
         self._over: Latest[str, None] = Latest(_OVER_MAX)
-        """Names of ended requests: later messages about them change nothing."""
+        """`Wanted.name` of each of the latest ended requests: later messages about them change nothing."""
 
     def hear(self, wanted: Wanted, now_s: float) -> tuple[RoomRequest, str] | None:
-        """Handle a message of a decode rank.
+        """Handle a decode rank's message: add it to its request, or add a new request and pair it with an answer.
 
         Returns:
-            If the request's answer was refused before: the request, and the reason to decline it with. Else None.
+            The request and a reason, if the prefill server had refused it before: the caller has to decline it now.
+            Else None.
         """
         if wanted.name in self._over:
             return None
@@ -169,7 +174,10 @@ class Rooms:
         return asked, answer.refused
 
     def answer(self, room: int, now_s: float) -> Answer:
-        """Add a request of the prefill server, and return it. It answers the room's first unanswered request."""
+        """Add a request of the prefill server to `room`, and return it.
+
+        It answers the room's first request of a decode server that has no answer, now or when that request comes.
+        """
         self._forget_leftovers(room, now_s)
         answer = Answer(room, now_s)
         if room in self.asked:
@@ -181,10 +189,11 @@ class Rooms:
         return answer
 
     def refuse(self, answer: Answer, reason: str, now_s: float) -> RoomRequest | None:
-        """Mark a request of the prefill server as one that will not be computed.
+        """Mark a request of the prefill server as one that will not be computed, because of `reason`.
 
         Returns:
-            The decode server's request to decline now; None if there is none yet, or if `answer` was refused before.
+            The decode server's request, which the caller has to decline now; None if it has not come yet, or if
+            `answer` was refused before.
         """
         if answer.refused:
             return None
@@ -198,7 +207,9 @@ class Rooms:
         return None
 
     def close(self, answer: Answer, now_s: float) -> RoomRequest | None:
-        """Forget a request of the prefill server. If no decode server has asked for it, keep it for a while as refused.
+        """Forget a request of the prefill server that has ended.
+
+        If no decode server has asked for it yet, it is kept for a while as refused.
 
         Returns:
             As `refuse`.
@@ -211,10 +222,12 @@ class Rooms:
         return None
 
     def expired(self, now_s: float) -> list[RoomRequest]:
-        """Forget requests of decode servers that have waited longer than `patience_s`, or exceed `ASKED_MAX`.
+        """Forget the oldest requests of decode servers without an answer: those beyond the limits of time or number.
+
+        The limits are `patience_s` and `ASKED_MAX`.
 
         Returns:
-            The forgotten requests that were not given up: decline them.
+            The forgotten requests that decode servers still wait for: the caller has to decline them.
         """
         gone = []
         while self._names:
@@ -233,7 +246,7 @@ class Rooms:
         self._answered[asked.name] = asked
 
     def _forget_leftovers(self, room: int, now_s: float) -> None:
-        """Forget the room's requests that were given up or refused more than `LEFTOVER_S` ago."""
+        """Forget the requests of `room` that were given up or refused more than `LEFTOVER_S` ago."""
         for answer in [one for one in self.answers.get(room, ()) if one.refused and now_s - one.since_s > LEFTOVER_S]:
             self._drop(answer)
         for asked in [one for one in self.asked.get(room, ()) if one.given_up and now_s - one.since_s > LEFTOVER_S]:
@@ -247,7 +260,7 @@ class Rooms:
 
 
 def _popped(queues: dict[int, deque[OneT]], room: int) -> OneT:
-    """Remove and return the first request of `room`. If the room is then empty, remove the room."""
+    """Remove and return the first request in the queue of `room`. If the queue is then empty, remove it."""
     queue = queues[room]
     first = queue.popleft()
     if not queue:
@@ -256,7 +269,7 @@ def _popped(queues: dict[int, deque[OneT]], room: int) -> OneT:
 
 
 def _removed(queues: dict[int, deque[OneT]], one: OneT) -> None:
-    """Remove the request `one` from its room. If the room is then empty, remove the room."""
+    """Remove the request `one` from the queue of its room. If the queue is then empty, remove it."""
     queue = queues[one.room]
     queue.remove(one)
     if not queue:

@@ -23,11 +23,11 @@ from kvflow.sglang.rooms import Room, Wanted, room_problem
 
 
 class KVFlowSender(CommonKVSender):
-    """kvflow's KV sender. SGLang makes one for each request of a prefill server."""
+    """kvflow's KV sender: SGLang makes one on each rank for each request of a prefill server."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **named: Any) -> None:
         self.prompt: Any = None
-        """Tokens of the prompt, set by `hooks`; None if no hook has set them."""
+        """Token ids of the prompt, set by `hooks`; None if no hook has set them."""
         self._leases: list[Lease] = []
         self._complete = False
         self._gave_up = False
@@ -41,19 +41,22 @@ class KVFlowSender(CommonKVSender):
             self._fail(problem)
 
     def pop_decode_prefix_len(self) -> int:
-        """Return how many prompt tokens the decode server already has."""
+        """Return how many prompt tokens the decode server already has; 0 if it has not asked yet."""
         wanted = self._wanted()
         return 0 if wanted is None else wanted.decode_prefix_len
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Open a lease without pages, which each chunk extends. SGLang calls this once the decode server has asked."""
+        """Open the lease of the KV pages, still without pages; each chunk of the prompt extends it.
+
+        SGLang calls this once the decode server has asked for the request.
+        """
         super().init(num_kv_indices, aux_index)
         pool = self.kv_mgr.pools[0]
         tokens = num_kv_indices * pool.buffers.tokens
         self._offer(0, [], tokens, computed_tokens=0, extends=True, payload=True)
 
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, **events: Any) -> None:
-        """Offer pages that are computed, or will be when the event of their chunk has happened."""
+        """Offer the pages of one chunk, which are computed, or will be once the chunk's event has happened."""
         if self.conclude_state in (KVPoll.Success, KVPoll.Failed) or not self._leases or self._gave_up:
             return
         kv_indices, _, is_last, skip = self._prepare_send_indices(kv_indices, state_indices)
@@ -77,7 +80,7 @@ class KVFlowSender(CommonKVSender):
                 lease.advance(self.curr_idx * page_size, ready)
 
     def _end(self, state_indices: Any, ready: Any) -> None:
-        """Offer what belongs to the last chunk: the state, then the metadata."""
+        """After the last chunk, offer the request's state items, then its metadata, and complete the lease."""
         prefix_len = self.pop_decode_prefix_len()
         for at, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index, prefix_len)):
             if items is not None and len(items):
@@ -101,7 +104,10 @@ class KVFlowSender(CommonKVSender):
             self._fail(f"it could not be offered: {error}")
 
     def _wanted(self) -> Wanted | None:
-        """Return the first decode rank's message; None before it has arrived, and after the request was given up."""
+        """Return the message of the decode rank that sent one first.
+
+        None before any message has arrived, and after the decode server has given the request up.
+        """
         asked = self._answer.asked
         return None if asked is None or asked.given_up else asked.first
 
@@ -111,7 +117,10 @@ class KVFlowSender(CommonKVSender):
         return f"the decode server has aborted the request: {reason or 'it does not say why'}"
 
     def _poll_with_status(self, check_status: Any) -> Any:
-        """Return the request's state. Blocks only if the request has failed: outcomes are taken from ended leases."""
+        """Return SGLang's state of the request.
+
+        Never waits for a lease; blocks for a moment only to fail the leases of a failed request.
+        """
         if self.conclude_state is None:
             failed = self._failed()
             if failed:
@@ -123,7 +132,7 @@ class KVFlowSender(CommonKVSender):
         return super()._poll_with_status(check_status)
 
     def _failed(self) -> bool:
-        """Update the request's state by the decode server's messages. Return True if the request has failed."""
+        """Update the request's state from the decode server's messages. Return True if the request has failed."""
         status, asked = self.kv_mgr.check_status(self.bootstrap_room), self._answer.asked
         if status in (KVPoll.Failed, KVPoll.Success) or asked is None:
             return bool(status == KVPoll.Failed)
@@ -142,7 +151,10 @@ class KVFlowSender(CommonKVSender):
         return self._complete and all(lease.done for lease in self._leases)
 
     def _mismatch(self, wanted: Wanted) -> str:
-        """Return an error text if the decode server waits for another prompt; "" if not, or if either is unknown."""
+        """Return an error text if the decode server waits for another prompt than this request's.
+
+        Return "" if the prompts agree, or if either is unknown.
+        """
         if self.prompt is None or not wanted.prompt:
             return ""
         digest = prompt_digest(wanted.name, self.prompt)
@@ -153,7 +165,7 @@ class KVFlowSender(CommonKVSender):
         return f"PromptMismatch: room {int(self.bootstrap_room)} has two prompts: {ours}, {theirs}"
 
     def _judge(self) -> None:
-        """Set the final state, once all leases have ended: Success if all were read, else Failed."""
+        """Set the request's final state, once all leases have ended: Success if all were read, else Failed."""
         try:
             ends = {lease.outcome.result(0) for lease in self._leases}
         except (KVFlowError, TimeoutError) as error:
@@ -165,14 +177,17 @@ class KVFlowSender(CommonKVSender):
             self._fail(f"its leases ended as {', '.join(sorted(ends))}")
 
     def abort(self) -> None:
-        """Abort the request and notify readers. The state stays open, which keeps the pages, until the leases end."""
+        """Abort the request and notify its readers.
+
+        Until its leases have ended, the request has no final state, so SGLang keeps its pages.
+        """
         super().abort()
         self._give_up("the prefill server has aborted the request")
         if not all(lease.done for lease in self._leases):
             self.conclude_state = None
 
     def _give_up(self, reason: str) -> None:
-        """Fail the request's leases, once. If it has no lease yet, decline it."""
+        """Fail all leases of the request. If it has none yet, refuse it. A second call does nothing."""
         if self._gave_up:
             return
         self._gave_up = True
@@ -183,14 +198,14 @@ class KVFlowSender(CommonKVSender):
             self.kv_mgr.refuse_answer(self._answer, reason)
 
     def clear(self) -> None:
-        """Forget the request, as SGLang does. Leases that are open fail first."""
+        """Fail the leases that are still open, then forget the request, as SGLang's own sender does."""
         if not all(lease.done for lease in self._leases):
             self._give_up("the prefill server has given the request up")
         super().clear()
         _dropped(self.kv_mgr, self.bootstrap_room, self._answer)
 
     def failure_exception(self) -> None:
-        """Forget the request and raise SGLang's error for the client."""
+        """Forget the request, and raise the error that SGLang's client gets."""
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "")
         self.conclude_state = KVPoll.Failed
         self.clear()
@@ -203,7 +218,7 @@ class KVFlowSender(CommonKVSender):
 
 
 def failure(room: int, reason: str) -> KVTransferError:
-    """Return SGLang's error for a request. An empty `reason` means that another rank has failed."""
+    """Return SGLang's error for the request of `room`. An empty `reason` means that another rank has failed."""
     said = reason or "Failed due to an unknown reason from another rank"
     return KVTransferError(int(room), said, is_from_another_rank=not reason)
 

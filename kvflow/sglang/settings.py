@@ -1,4 +1,4 @@
-"""Settings by a server's user: the environment variable `KVFLOW_SGLANG_CONFIG`, checked like the settings for vLLM."""
+"""A user's settings for a server, in the environment variable `KVFLOW_SGLANG_CONFIG`; checked like those for vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SETTINGS = PluginSettings(
 
 
 def config_of(values: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Config:
-    """Return the Config of one pool of a rank.
+    """Return the kvflow.Config for one pool of a rank, with the user's settings.
 
     Args:
         values: fields of Config that follow from the server, and a default for `listen`.
