@@ -1,10 +1,10 @@
-"""kvflow for engines that are not asyncio programs: the same verbs, called from any thread.
+"""kvflow for engines that are not asyncio programs: the methods of `kvflow.Runtime`, called from any thread.
 
-`Runtime` is the handle of a thread that runs an event loop, and a `kvflow.Runtime` on that loop. A verb either blocks,
-with a bound, or starts the work and returns at once (`start_load`, `start`). The bound is the `timeout_s` of the call,
-where None waits as long as it takes. Verbs without `timeout_s` are bounded by the time that Config and the request
-allow for the work, plus the `call_timeout_s` of the Runtime for the loop's thread. Only `Runtime.open` has no bound,
-since opening a `kvflow.Runtime` has none.
+`blocking.Runtime` is the handle of a thread that runs an event loop, and a `kvflow.Runtime` on that loop. A method
+either blocks, for a bounded time, or starts the work and returns at once (`start_load`, `start`). The bound is the
+`timeout_s` of the call, where None waits as long as it takes. Methods without `timeout_s` are bounded by the time that
+Config and the request allow for the work, plus the runtime's `call_timeout_s` in case the loop's thread is busy. Only
+`Runtime.open` has no bound, since opening a `kvflow.Runtime` has none.
 
 Progress depends on no thread of the engine. Nothing is left behind: if the runtime is closed, its handle is dropped, or
 its loop dies, then all waiting calls return or raise, and the thread ends.

@@ -1,4 +1,4 @@
-"""Handles of leases and loads on the loop, for other threads."""
+"""Handles for other threads of leases, loads and quarantined blocks that live on the loop of a blocking runtime."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvflow.runtime.producer.lease import LeaseOutcome
 
 
 class Lease:
-    """Handle of a lease on the loop: see `kvflow.Lease`.
+    """A lease of a blocking runtime, for use on any thread: see `kvflow.Lease`.
 
     `advance`, `extend`, `complete` and `fail` return once the loop has carried them out. They raise TimeoutError if the
     loop's thread is stuck for longer than the runtime's `call_timeout_s`, RuntimeClosed or RuntimeBroken if the thread
@@ -33,24 +33,27 @@ class Lease:
         self._lease = lease
         self._thread = thread
         self.outcome: Future[LeaseOutcome] = thread.submit(lambda _: lease.wait())
-        """Future of the lease's outcome, done once the blocks may be reused."""
+        """Future of the way in which the lease ends. It is done once the blocks may be reused."""
 
     def __repr__(self) -> str:
         return f"<blocking {self._lease!r}>"
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Blocks that the lease has by now; with several groups, the blocks of the first group."""
+        """Ids of the blocks that the lease has so far; with several groups, the blocks of the first group."""
         return self._lease.block_ids
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Blocks that the lease has by now, for each group."""
+        """Ids of the blocks that the lease has so far, for each group of layers."""
         return self._lease.block_tables
 
     @property
     def state(self) -> LeaseState:
-        """Offered, or how the lease ended. Its blocks are free a moment after the end, when the lease is `done`."""
+        """OFFERED, or how the lease has ended.
+
+        The blocks may be reused only when the lease is `done`, a moment after its end.
+        """
         return self._lease.state
 
     @property
@@ -113,9 +116,10 @@ class Lease:
 
 
 class Load:
-    """Handle of a load on the loop: see `kvflow.Load`. Also the `quarantine` of the error that the load ends with.
+    """A load of a blocking runtime, for use on any thread: see `kvflow.Load`.
 
-    The load's blocks may be reused once `safe` is True, or `settled` has returned.
+    The load's blocks may be reused once `safe` is True, or `settled` has returned. If the load ends with an error while
+    bytes may still land in its blocks, the load is also the `quarantine` of that error.
     """
 
     def __init__(self, thread: LoopThread, request: LoadRequest) -> None:
@@ -135,17 +139,17 @@ class Load:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """The local blocks that the load fills; empty before the load has begun."""
+        """Ids of the local blocks that the load fills; empty before the load has begun."""
         return self._load.block_ids if self._load else ()
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """The local blocks that the load fills, for each group of layers; empty before the load has begun."""
+        """Ids of the local blocks that the load fills, for each group of layers; empty before the load has begun."""
         return self._load.block_tables if self._load else ()
 
     @property
     def done(self) -> bool:
-        """True if `result` returns, or raises, at once."""
+        """True once the load has ended, so that `result` returns or raises at once."""
         return self._report.done()
 
     @property
@@ -186,18 +190,18 @@ class Load:
         return bool(concurrent.futures.wait([self._report], bound(timeout_s)).done)
 
     def cancel(self) -> None:
-        """Ask the load to end: it is `done` within Config.cancel_grace_s.
+        """Ask the load to end. It then ends within Config.cancel_grace_s.
 
         May be called on any thread, and never waits.
         """
         self._thread.tell(self._cancel)
 
     def add_done_callback(self, callback: Callable[[Load], object]) -> None:
-        """Have a function called once the load is done.
+        """Call `callback` with this handle once the load is done.
 
         Args:
             callback: function that takes this handle. It is called on the loop's thread, which it must not block. If
-                the load is done already, it is called at once, on the calling thread.
+                the load is done already, `callback` is called at once, on the calling thread.
         """
         self._report.add_done_callback(lambda _: callback(self))
 
@@ -215,11 +219,11 @@ class Load:
         self._thread.settle(self, self._settle, timeout_s)
 
     def __iter__(self) -> Iterator[Progress]:
-        """Iterate over the load's progress, as over a `kvflow.Load`: each time more tokens have landed, until it ends.
+        """Yield the load's progress whenever more tokens have landed, until the load ends; see `kvflow.Load`.
 
-        Raises the errors of `result`, and TimeoutError if the loop's thread is stuck for longer than the load may take
-        plus the runtime's `call_timeout_s`. Each step waits for the loop. Several threads may iterate over the same
-        load.
+        Raises the errors of `result`. Raises TimeoutError if the loop's thread is stuck for longer than the load may
+        take plus the runtime's `call_timeout_s`. Each iteration waits for the loop. Several threads may iterate over
+        the same load.
         """
         tokens = -1
         while (progress := self._step(tokens)) is not None:
@@ -266,7 +270,10 @@ class Load:
 
 
 class QuarantinedBlocks:
-    """Blocks of a restore in which bytes may still land: the `quarantine` of the error that the restore ended with."""
+    """Blocks of a restore that has failed while bytes may still land in them.
+
+    This is the `quarantine` of the error that the restore ended with.
+    """
 
     def __init__(self, held: Quarantine, thread: LoopThread) -> None:
         self.request_id, self.block_ids = held.request_id, held.block_ids
@@ -281,7 +288,8 @@ class QuarantinedBlocks:
     def settled(self, timeout_s: float | None = None) -> None:
         """Wait until no byte can land in the blocks.
 
-        TimeoutError after `timeout_s`. RuntimeBroken if the loop has ended, and the reads were not seen to stop.
+        TimeoutError if that takes longer than `timeout_s`. RuntimeBroken if the loop has ended, and the reads were not
+        seen to stop.
         """
         self._thread.settle(self, self._settle, timeout_s)
 

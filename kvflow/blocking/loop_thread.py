@@ -1,4 +1,4 @@
-"""The thread of a blocking runtime: it runs an event loop, and a `kvflow.Runtime` on that loop."""
+"""The thread of a blocking runtime, which runs an event loop, and a `kvflow.Runtime` on that loop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ logger = logger_of(__name__)
 
 ResultT = TypeVar("ResultT")
 Work: TypeAlias = Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]
-"""Function that takes the runtime, on its loop, and returns a coroutine."""
+"""Function that is called on the loop with the runtime, and returns a coroutine to run there."""
 
 
 class LoopThread(threading.Thread):
-    """The thread, its loop and the runtime. It has no reference to its handle, so that a dropped handle is noticed.
+    """The thread behind a `blocking.Runtime`, with its loop and its `kvflow.Runtime`.
+
+    The thread has no reference to the `blocking.Runtime`, so that a dropped one can be collected and noticed.
 
     Thread `kvflow-loop <engine>`: begun by opening a `blocking.Runtime`. Ends when the runtime closes, or its loop
     dies; then waiting calls raise `RuntimeBroken`.
@@ -36,23 +38,23 @@ class LoopThread(threading.Thread):
         super().__init__(name=f"kvflow-loop {runtime.config.engine_id}", daemon=True)
         self.runtime = runtime
         self.call_timeout_s = call_timeout_s
-        """Seconds that a call waits for the thread, in addition to the time that its work may take."""
+        """Seconds that a call waits for the loop's thread, in addition to the time that its work may take."""
         self.loop = uvloop.new_event_loop()
         self._closing = asyncio.Event()
         self._opened: Future[None] = Future()
         self._lock = threading.Lock()
-        """Lock that is held while work is submitted, and while later work is ruled out."""
+        """Lock that makes it certain that no work is submitted after the end of the loop (`_ended`)."""
         self._ended = False
         self._cause: BaseException | None = None
         self._futures: set[Future[Any]] = set()
-        """Futures that are not done. The end of the thread settles those that are left."""
+        """Futures of submitted work that are not done. The end of the thread settles all futures that are left."""
         self._inherited = False
         """True in a forked child, which has neither the thread nor the loop."""
 
     def open(self, closing_s: float) -> None:
         """Start the thread and wait until the runtime is open.
 
-        `closing_s`: longest time for closing the runtime when the interpreter exits.
+        `closing_s`: longest time in seconds for closing the runtime when the interpreter exits.
         """
         if self.ident is not None or self._ended:
             raise UsageError(f"a Runtime is opened once; this one is {self.runtime.state}")
@@ -68,11 +70,14 @@ class LoopThread(threading.Thread):
         atexit.register(self.close, closing_s)
 
     def forked(self) -> None:
-        """See `forks`. Does not take the lock: a thread of the parent process may have held it at the fork."""
+        """Note that this process is a forked child: see `forks`.
+
+        Does not take the lock, since a thread of the parent process may have held it at the fork.
+        """
         self._inherited = True
 
     def stop(self) -> None:
-        """Have the runtime closed and the thread ended, soon. Does not wait."""
+        """Begin to close the runtime and to end the thread. Returns at once."""
         atexit.unregister(self.close)
         if self._inherited:
             return
@@ -82,7 +87,7 @@ class LoopThread(threading.Thread):
         self.tell(self._closing.set)
 
     def close(self, timeout_s: float) -> None:
-        """Close the runtime and wait until the thread has ended, for at most `timeout_s`; see `Runtime.close`."""
+        """Close the runtime and wait at most `timeout_s` until the thread has ended; see `blocking.Runtime.close`."""
         if self._inherited or self.ident is None:
             self.stop()
             return
@@ -97,9 +102,9 @@ class LoopThread(threading.Thread):
             raise error
 
     def submit(self, work: Work[ResultT]) -> Future[ResultT]:
-        """Run a coroutine on the loop and return the future of its result.
+        """Run the coroutine that `work` returns on the loop, and return the future of its result.
 
-        The future is settled in any case. If it is cancelled it is done at once.
+        The future is settled in any case, also if the loop dies. A cancelled future is done at once.
         """
         if self._inherited:
             raise UsageError("the runtime belongs to the process that this one was forked from")
@@ -114,7 +119,10 @@ class LoopThread(threading.Thread):
         return future
 
     def call(self, work: Work[ResultT], timeout_s: float | None) -> ResultT:
-        """Run a coroutine on the loop and return its result. After `timeout_s`, cancel it and raise TimeoutError."""
+        """Run the coroutine that `work` returns on the loop, and return its result.
+
+        After `timeout_s`, cancel the coroutine and raise TimeoutError.
+        """
         self.require_another_thread()
         bound_s = bound(timeout_s)
         future = self.submit(work)
@@ -124,12 +132,12 @@ class LoopThread(threading.Thread):
             future.cancel()  # no effect if it is done
 
     def result_of(self, future: Future[ResultT], timeout_s: float | None) -> ResultT:
-        """Return the result of a future of the loop, after a wait of at most `timeout_s`."""
+        """Return the result of a future that `submit` returned. TimeoutError if it takes longer than `timeout_s`."""
         self.require_another_thread(future)
         return future.result(bound(timeout_s))
 
     def ask(self, verb: Callable[[asynchronous.Runtime], ResultT]) -> ResultT:
-        """Call a function that never waits on the loop, and return its result."""
+        """Call `verb` on the loop with the runtime, and return its result. `verb` is a function that never waits."""
 
         async def work(runtime: asynchronous.Runtime) -> ResultT:
             return verb(runtime)
@@ -137,14 +145,17 @@ class LoopThread(threading.Thread):
         return self.call(work, self.call_timeout_s)
 
     def tell(self, callback: Callable[..., object], *arguments: object) -> None:
-        """Have the loop call `callback` soon. Has no effect on a closed loop, which has settled all waiting calls."""
+        """Have the loop call `callback` soon, and return at once.
+
+        On a closed loop, do nothing: all waiting calls are settled.
+        """
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback, *arguments)
 
     def settle(self, held: Quarantine, work: Work[None], timeout_s: float | None) -> None:
-        """Wait until no byte can land in the blocks of `held`. `work` waits for that on the loop.
+        """Wait until no byte can land in the blocks of `held`, a load or other quarantine.
 
-        RuntimeBroken if the loop has ended and the blocks are not safe.
+        `work` waits for that on the loop. RuntimeBroken if the loop has ended and the blocks are not safe.
         """
         if held.safe:
             return
@@ -180,7 +191,10 @@ class LoopThread(threading.Thread):
             await self._closing.wait()
 
     def _end(self, cause: BaseException | None) -> None:
-        """Refuse further work, and note why the loop died, if it did. The work on the loop is cancelled next."""
+        """Refuse further work, and note why the loop died, if it did.
+
+        The caller then cancels the work that is still on the loop.
+        """
         with self._lock:
             self._ended = True
             if self._opened.done():
@@ -191,7 +205,7 @@ class LoopThread(threading.Thread):
             self._opened.set_exception(cause)
 
     async def _carry_out(self, work: Work[ResultT]) -> ResultT:
-        """Run `work`, as the body of a call's task.
+        """Run the coroutine that `work` returns, as the body of a call's task.
 
         Task `kvflow-blocking`: one for each call of a `blocking.Runtime`. Ends with its work. The call raises its
         error.
@@ -216,13 +230,19 @@ class LoopThread(threading.Thread):
 
 
 def dropped(thread: LoopThread) -> None:
-    """Close a runtime that was dropped without being closed. If its thread is alive, warn with ResourceWarning."""
+    """Close the runtime of a handle that was dropped without being closed.
+
+    Warn with ResourceWarning if its thread is alive.
+    """
     if thread.is_alive():
         warnings.warn(f"{thread.runtime!r} was dropped without being closed", ResourceWarning, stacklevel=2)
     thread.stop()
 
 
 def bound(timeout_s: float | None) -> float | None:
-    """Return a timeout that threads can wait for. UsageError if `timeout_s` is not a valid time."""
+    """Check a timeout of a public method, and return it in the form for waiting threads.
+
+    UsageError if `timeout_s` is not a valid time.
+    """
     found: float | None = checks.checked(timeout_s, "timeout_s", checks.Timeout | None, UsageError)
     return found

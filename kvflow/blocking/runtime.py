@@ -1,4 +1,4 @@
-"""The verbs of `kvflow.Runtime` for other threads: each runs on the loop, and the caller waits with a bound."""
+"""`blocking.Runtime`: the methods of `kvflow.Runtime` for other threads, which wait for the loop for a bounded time."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from kvflow.runtime.world import World
 
 
 class Runtime:
-    """A `kvflow.Runtime` in a thread of its own. Use it as `with Runtime(config) as rt`, or with `open` and `close`.
+    """A `kvflow.Runtime` on a thread of its own. Use it as `with Runtime(config) as rt`, or with `open` and `close`.
 
-    All methods may be called from any thread. On the loop's own thread, methods that wait raise UsageError. Verbs raise
-    RuntimeClosed if the runtime is closed, RuntimeBroken if its loop has died. If the runtime is dropped without being
-    closed, it is closed in the background, with a ResourceWarning.
+    All methods may be called from any thread. On the loop's own thread, methods that wait raise UsageError. Methods
+    raise RuntimeClosed if the runtime is closed, and RuntimeBroken if its loop has died. If the runtime is dropped
+    without being closed, it is closed in the background, with a ResourceWarning.
 
     Args:
         config: settings of the rank.
         observers: called on the loop's thread when a load or lease has ended, with a record of it.
-        world: clock, network and the like, for tests.
-        parts: capabilities beside the core, as for `kvflow.Runtime`; call their verbs through `start`.
+        world: clock, network and the like, which tests replace.
+        parts: optional capabilities, as for `kvflow.Runtime`; call their methods through `start`.
         call_timeout_s: seconds that a call waits for the loop's thread, in addition to the time that its work may take.
             If the thread is stuck for longer, the call raises TimeoutError.
 
@@ -78,13 +78,13 @@ class Runtime:
 
     @property
     def _ending_s(self) -> float:
-        """Longest time for unregistering, in seconds."""
+        """Longest time that unregistering may take, in seconds, with the wait for the thread."""
         limits, call_s = self.config.limits, self._thread.call_timeout_s
         return self.config.ending_s + limits.goodbye_timeout_s + 2 * limits.transport_close_timeout_s + call_s
 
     @property
     def _closing_s(self) -> float:
-        """Longest time for closing, in seconds."""
+        """Longest time that closing may take, in seconds, with the wait for the thread."""
         return self._ending_s + self.config.drain_timeout_s
 
     def open(self) -> None:
@@ -170,7 +170,7 @@ class Runtime:
         return Load(self._thread, request)
 
     def load_blocks(self, request: LoadRequest) -> LoadReport:
-        """Blocking form of `kvflow.Runtime.load_blocks`. Bounded by the request's deadline.
+        """Blocking form of `kvflow.Runtime.load_blocks`. The request's deadline bounds the wait.
 
         An interrupt in the calling thread cancels the load, and is raised once the load has ended. Bytes may still land
         then, so a thread that may be interrupted should use `start_load`: its handle says when the blocks are safe. The

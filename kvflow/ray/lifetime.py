@@ -32,7 +32,9 @@ class Lifetime(Generic[OpenedT]):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> OpenedT:
-        """Enter the context in a task of its own. If cancelled, leave the context first.
+        """Enter the context in a task of its own.
+
+        If the call is cancelled, the context is left first.
 
         Returns:
             The value that the context manager gives to `async with ... as`.

@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, workers: int) -> dict[str, Any]:
-    """Return `kv_connector_extra_config` for a replica's workers: `given`, with a `listen` address if it has none.
+    """Return `given`, the settings of a replica's vLLM workers, with a `listen` address if it has none.
 
     Args:
         given: the user's `kv_connector_extra_config`.
@@ -54,7 +54,7 @@ def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, worker
 
 @cache
 def _backend() -> Any:
-    """Return the backend class. It is made on first use, since its base classes are Ray's."""
+    """Return kvflow's backend class for Ray Serve LLM, made on first use, since its base classes are Ray's."""
     base = _internal("base", "BaseConnectorBackend", ("setup", "kv_transfer_config"))
     protocol = _internal("base", "DefaultPDProtocolMixin", ("prepare_prefill_request", "prepare_decode_request"))
 
@@ -62,7 +62,10 @@ def _backend() -> Any:
 
 
 def _setup(backend: Any) -> None:
-    """Set the address at which a replica's workers listen: vLLM makes the engine id, and tickets carry the ports."""
+    """Set the address at which the workers of a replica listen.
+
+    vLLM makes the engine id, and tickets carry the ports, so nothing else is needed.
+    """
     import ray
 
     kwargs, transfer = backend.llm_config.engine_kwargs, backend.kv_transfer_config

@@ -52,7 +52,7 @@ class RayMetrics:
         self._counted: dict[tuple[int, str], float] = {}
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Export the record of an ended load. The runtime calls this.
+        """Add the record of an ended load to the metrics. The runtime calls this.
 
         Args:
             record: record of the load.
@@ -60,7 +60,7 @@ class RayMetrics:
         self._note(record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Export the record of an ended lease. The runtime calls this.
+        """Add the record of an ended lease to the metrics. The runtime calls this.
 
         Args:
             record: record of the lease.

@@ -27,7 +27,8 @@ _FIELDS = ("engine_id", "address", "dp_rank", "pp_rank", "tp_rank")
 
 
 ListPeers = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
-"""A coroutine function that returns the `ReplicaRuntime.metadata` of each replica, or raises LookupError."""
+"""Coroutine function that returns the `ReplicaRuntime.metadata` of each replica to connect to, or raises
+LookupError."""
 
 
 async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, *, period_s: float = 10.0) -> None:
@@ -59,7 +60,10 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
 async def _renewed(
     runtime: Runtime, known: frozenset[PeerAddress], listed: Sequence[Mapping[str, Any]]
 ) -> frozenset[PeerAddress]:
-    """Forget replicas that have stopped and connect to new ones. Return the replicas that are connected now."""
+    """Forget replicas that have stopped, and connect to new ones. Return the replicas that are connected now.
+
+    `known` are the replicas that were connected, `listed` the metadata of all present replicas.
+    """
     now = frozenset(_peer(entry) for entry in listed)
     for gone in known - now:
         await runtime.forget_peer(gone.engine_id)

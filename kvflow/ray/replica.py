@@ -47,20 +47,21 @@ from kvflow.runtime.world import World
 
 _SHORTEST_S = 1e-3
 SETTLE_S = 1.0
-"""Default of Config.drain_timeout_s in a replica. After its deadline, `drain` waits only for work that it has ended."""
+"""Default of Config.drain_timeout_s in a replica, in seconds. A replica drains by `ReplicaRuntime.drain`, so closing
+has to wait only for leases and loads that `drain` has ended."""
 
 DRAIN_LEAST_S = 1.0
-"""Least seconds that a replica needs for a drain, if no `drain_deadline_s` is given."""
+"""Least time for a drain, in seconds, that a deployment's settings must leave if no `drain_deadline_s` is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlace:
-    """Names, address and time limits of a replica, as Serve has them. Times are in seconds."""
+    """Names, address and time limits of a replica, as Ray Serve has them. Times are in seconds."""
 
     app: str
     deployment: str
     unique_id: str
-    """Id of the replica's actor. A restarted replica has another id."""
+    """Id of the replica's Ray actor. A restarted replica has another id."""
     node_ip: str
     shutdown_timeout_s: float
     """The deployment's `graceful_shutdown_timeout_s`."""
@@ -69,14 +70,14 @@ class ReplicaPlace:
 
     @property
     def engine_id(self) -> str:
-        """Engine id of the replica. A restarted replica is another engine."""
+        """Engine id for the replica's runtime. A restarted replica counts as another engine."""
         return f"{self.deployment}-{self.unique_id}"
 
     def config(self, settings: dict[str, Any]) -> Config:
         """Return the Config of the replica's runtime.
 
         Args:
-            settings: fields of Config, which override the fields that follow from the replica.
+            settings: fields of Config, which override the fields that are derived from the replica.
 
         Returns:
             The Config.
@@ -124,22 +125,22 @@ class ReplicaPlace:
 
 
 def _closing_s(config: Config) -> float:
-    """Return the longest time from a drain's deadline until leases and loads are ended and the runtime is closed."""
+    """Return the longest time from a drain's deadline until the runtime is closed, in seconds."""
     return config.ending_s + config.limits.goodbye_timeout_s + config.limits.transport_close_timeout_s
 
 
 class ReplicaRuntime:
-    """A runtime with the Config of its replica. An async context manager; use its `runtime` like any other Runtime.
+    """A runtime that is configured from its replica of Ray Serve. Use it as `async with`; the runtime is `runtime`.
 
     The module docstring has an example.
 
     Args:
-        place: the replica; None asks Serve, which works only inside a replica.
+        place: names and limits of the replica; None asks Serve for them, which works only inside a replica.
         drain_deadline_s: seconds that leases and loads may take to end when the replica stops; None means all the time
             that the deployment's `graceful_shutdown_timeout_s` leaves.
         observers: receive the records of ended loads and leases, as for Runtime.
         world: for tests, as for Runtime.
-        parts: capabilities beside the core, as for Runtime.
+        parts: optional capabilities, as for Runtime.
         settings: fields of `kvflow.Config`, such as `model` and ranks. The default of `engine_id` is made of the
             deployment and the replica's unique id. The default of `listen` is a free port at the node's address.
 
@@ -167,7 +168,7 @@ class ReplicaRuntime:
         return f"<kvflow.ReplicaRuntime {self.runtime!r} on {self.place.node_ip}>"
 
     async def __aenter__(self) -> Self:
-        """Open the runtime. Raises ConfigError if it cannot be opened. If cancelled, the runtime stays closed."""
+        """Open the runtime. ConfigError if it cannot be opened. If cancelled, the runtime stays closed."""
         await self.runtime.__aenter__()
         return self
 
@@ -178,7 +179,7 @@ class ReplicaRuntime:
         await self.runtime.aclose()
 
     async def drain(self) -> bool:
-        """Refuse new work, wait for leases and loads, and at the deadline end those that are left.
+        """Refuse new work, and wait until all leases and loads have ended; at the deadline end those that are left.
 
         Call this when the replica stops, before it ends the tasks that hold the leases' blocks. The deadline is
         `drain_deadline_s`, or earlier if the deployment's time was shortened meanwhile, which Serve does without
@@ -213,7 +214,7 @@ class ReplicaRuntime:
         }
 
     def routing_stats(self) -> dict[str, Any]:
-        """Return the runtime's load at this moment, for `record_routing_stats`.
+        """Return how busy the runtime is at this moment, for `record_routing_stats`.
 
         Returns:
             The runtime's state, and the counts of free blocks, open leases and open loads, in JSON types.

@@ -61,7 +61,10 @@ def _explain(error: Exception) -> None:
 
 
 def _class_of(original: Callable[..., Any], backend: enum.Enum, kind: enum.Enum) -> Any:
-    """Take the place of SGLang's `get_kv_class`: return kvflow's class for `kind` if `backend` is kvflow."""
+    """Return this backend's class of `kind` if `backend` is kvflow, else the class that SGLang's function returns.
+
+    `original` is SGLang's `get_kv_class`, which this function wraps. It is also called for `kvargs`.
+    """
     if backend.value != NAME or kind.value == "kvargs":
         return original(backend, kind)
     from kvflow.sglang.bootstrap import KVFlowBootstrapServer

@@ -13,7 +13,7 @@ from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 INTRODUCTION = "kvflow"
-"""Key under which a prefill rank's registration, and the answer to a question about that rank, have the introduction."""
+"""Key of the introduction in a prefill rank's registration, and in the answer to a question about that rank."""
 
 _Place = tuple[int, int, int, int]
 

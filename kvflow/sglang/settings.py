@@ -26,7 +26,7 @@ def config_of(values: Mapping[str, Any], environment: Mapping[str, str] = os.env
     """Return the kvflow.Config for one pool of a rank, with the user's settings.
 
     Args:
-        values: fields of Config that follow from the server, and a default for `listen`.
+        values: fields of Config that are derived from the SGLang server, and a default for `listen`.
         environment: environment of the process, with the user's settings.
 
     Returns:
