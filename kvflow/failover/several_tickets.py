@@ -50,12 +50,12 @@ _OVER = (LeaseExpired, PrefillFailed)
 
 
 def carrier(cache: RegisteredCache, tickets: Sequence[Ticket]) -> Carry:
-    """Return the function that carries out a load of these tickets, the best first."""
+    """Return a function that performs a load from the sources of `tickets`, which are in order, the best first."""
     return lambda load: Course(cache, tickets, load).carry()
 
 
 class Course:
-    """The attempts of one load, from its first source to its last."""
+    """One load with several tickets: reads from one source after the other, until one has delivered the prompt."""
 
     def __init__(self, cache: RegisteredCache, tickets: Sequence[Ticket], load: Load) -> None:
         self._cache = cache
@@ -73,11 +73,11 @@ class Course:
         self._attempts: list[Attempt] = []
         self._begun_s = cache.clock.now_s()
         self._kept = contextlib.ExitStack()
-        """Keeps the leases of waiting tickets, once the load takes long."""
+        """Renews the leases of waiting tickets until it is closed; empty until the load takes long."""
         load.attempts = self._attempts
 
     async def carry(self) -> LoadReport:
-        """Read one source after the other, until one has delivered.
+        """Read from one source after the other, until one has delivered. Return the report.
 
         If this raises, the flight of the last source has stopped, or is quarantined.
         """
@@ -104,7 +104,7 @@ class Course:
             ledger.let_go(load.entries, safe=load.flight is None or load.flight.safe)
 
     async def _attempt(self) -> LoadReport | None:
-        """Read the next source. Return None if it failed and another one is left; else raise why the load ends."""
+        """Read from the next source. Return None if the load can go on with another source, else raise the error."""
         self._load.ticket = self._next()
         self._begun_s, self._taken = self._cache.clock.now_s(), True
         try:
@@ -128,7 +128,10 @@ class Course:
         return ticket
 
     async def _read(self) -> LoadReport:
-        """Read the load's current ticket. PromptMismatch if its prompt is not the prompt of the first offer."""
+        """Perform the load with its current ticket.
+
+        PromptMismatch if that is for another prompt than the first offer.
+        """
         load, what = self._load, f"request {self._load.request_id!r}"
         if load.ticket.awaited:
             await self._cache.part("growing", f"{what}: a load of a rendezvous").rendezvous.meet_for(load)
@@ -188,7 +191,7 @@ class Course:
         self._waiting.append(ticket)
 
     def _note(self, outcome: str, error: str = "") -> None:
-        """Append the outcome of the current source to the attempts."""
+        """Append an `Attempt` with the outcome of the current source to the load's attempts."""
         self._taken = False
         ticket, flight = self._load.ticket, self._load.flight
         self._attempts.append(
@@ -203,13 +206,16 @@ class Course:
         )
 
     def _release_unused(self) -> None:
-        """After success, give back the leases that will not be read. After a failure the caller keeps its tickets."""
+        """After a successful load, give back the leases of its other tickets.
+
+        After a failed load, the caller keeps them.
+        """
         if not self._load.request.keep_offer:
             for ticket in (*self._to_release, *self._waiting):
                 self._cache.remote_leases.release_soon(ticket)
 
     def _keep_waiting(self) -> None:
-        """Callback of an alarm: the load takes long, so keep the leases of waiting tickets."""
+        """Callback of an alarm: the load takes long, so begin to renew the leases of the tickets not read yet."""
         with contextlib.suppress(KVFlowError):  # the runtime closes
             for ticket in self._waiting:
                 self._kept.enter_context(self._cache.remote_leases.keep_while(ticket))

@@ -1,1 +1,1 @@
-"""Part: leases of prompts that are still being computed, and pending tickets, with an offer that is still to come."""
+"""Optional part of kvflow: leases of prompts that are still being computed, and tickets from before their lease."""

@@ -17,7 +17,7 @@ class GrowingLeases:
     """The calls by which an engine lets its leases grow: `Lease.advance`, `extend` and `complete`."""
 
     def __init__(self, blocks: OfferedBlocks, tell: Callable[[str], object], block_ids_max: int) -> None:
-        """`tell` is called with a request id when readers of its lease have to be answered."""
+        """`tell`: called with a request id to answer readers that wait for news of the request's lease."""
         self._blocks = blocks
         self._tell = tell
         self._block_ids_max = block_ids_max

@@ -1,9 +1,9 @@
 """Loads of growing leases: their prompts are still being computed, or copied to where peers can read them.
 
-No other module of loads knows about growth. News of a lease comes in one way: as the answer to a question that waits at
-the producer (`load_news`). An answer vouches for nothing. So the load fetches the seal after each answer, at the end of
-the read, and every `LOOK_EVERY_S` in case no answer comes. Tokens that a seal has shown to be readable are read in the
-order of the prompt, once they are enough for a read, and from each rank independently where that is possible.
+No other module of loads knows about growth. A load learns about a lease in one way: by the answer to a question that
+waits at the producer (`load_news`). An answer proves nothing. So the load fetches the seal after each answer, at the
+end of the read, and every `LOOK_EVERY_S` in case no answer comes. Tokens that a seal has shown to be readable are read
+in the order of the prompt, once they are enough for a read, and from each rank independently where that is possible.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _SPEED_SHARE = 0.25  # weight of a new measurement in the average
 
 
 def begin(cache: RegisteredCache) -> Growing:
-    """Make the part `growing` for one registration."""
+    """Return the `Growing` of one registered cache."""
     return Growing(cache)
 
 
 class Growing:
-    """The part of one registration: carries loads of growing leases, and plans the spans of loads without buffers."""
+    """Reads growing leases into one registered cache. Implements `Spans`, for loads that need no buffers."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self.rendezvous = Rendezvous(cache)
@@ -105,9 +105,9 @@ class _GrowingRead:
         self._matched = matched
         self._tokens = load.ticket.num_tokens
         self._share = 0.5 + (growing.count * _GOLDEN) % 1.0
-        """Share of `_worth_bytes` that the next read must reach."""
+        """Fraction of `_worth_bytes` that must be readable before the next read."""
         self._due = set(load.sources)
-        """Ranks with a seal that has to be fetched."""
+        """Ranks with a seal that has to be fetched next."""
         self._speeds: dict[Source, float] = {}
         """Average speed of the reads from each rank, in bytes per second, once measured."""
         self._followed: dict[Source, Followed] = {}
@@ -121,9 +121,9 @@ class _GrowingRead:
         self._alarm.set(math.inf)
 
     async def groups(self) -> AsyncGenerator[CopyGroup, None]:
-        """Yield copy groups as their tokens can be read, once they are enough for a read.
+        """Yield copy groups while the prompt is computed, whenever enough tokens can be read for the next read.
 
-        If everything can be read before the first read, and goes straight into the cache, it is read like a lease that
+        If all tokens can be read before the first read, and go straight into the cache, they are read like a lease that
         does not grow.
         """
         sources, load = self._load.sources, self._load
@@ -154,7 +154,7 @@ class _GrowingRead:
                 await self._wait()
 
     def _read(self) -> None:
-        """End the phase "compute", if the load is in it: more can be read."""
+        """Enter the phase "wire" if the load is in "compute", because more tokens can be read now."""
         if self._load.phase == COMPUTE:
             self._load.enter("wire")
 
@@ -168,15 +168,15 @@ class _GrowingRead:
         frontier.note_landed(one, now_s)
 
     def _there(self, source: Source) -> int:
-        """Return the number of tokens that may be read from a rank by now."""
+        """Return how many tokens, from the prompt's first one on, may be read from a rank now."""
         there, followed = source.proof.there(self._tokens), self._followed.get(source)
         return there if followed is None else min(there, followed.known_tokens)
 
     def _worth_reading(self, lanes: Sequence[Lane], there: Mapping[Source, int]) -> list[Lane]:
-        """Return the lanes to read now: those with all tokens readable, and the others if together worth a read.
+        """Return the lanes to read now: lanes that can be read to their end, and the others if they have enough bytes.
 
-        `there`: number of readable tokens per rank. If no lane is due, ask the ranks to answer when that may have
-        changed.
+        `there`: number of readable tokens by rank. If no lane is to be read, ask each rank to answer once enough tokens
+        are computed.
         """
         due, rest, size_bytes = list[Lane](), list[Lane](), 0
         for lane in lanes:
@@ -203,8 +203,8 @@ class _GrowingRead:
     def _worth_bytes(self, sources: Iterable[Source]) -> int:
         """Return the least size of a read: as many bytes as the ranks deliver in about a millisecond.
 
-        So at most that much is left at the end, and a reader of many leases that advance in small steps posts few
-        reads.
+        So at most that many bytes are left to read when the prompt is complete, and leases that advance in small steps
+        do not cause many small reads.
         """
         speed = sum(self._speeds.get(source, 0.0) for source in sources)
         return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), self._growing.slice_bytes_max)
@@ -212,8 +212,8 @@ class _GrowingRead:
     async def _look(self, frontier: Frontier) -> None:
         """Fetch the seals that are due, except seals with a fetch under way.
 
-        If the caller follows the load, and tokens have landed that not all seals vouch for, also fetch those other
-        seals.
+        If the caller has asked for progress and tokens have landed, also fetch the seals that do not prove these
+        tokens yet.
         """
         unvouched = self._load.followed and frontier.unvouched
         for source in self._load.sources:
@@ -254,13 +254,13 @@ class _GrowingRead:
         self._flight.nudge()
 
     def _told(self, source: Source) -> None:
-        """Note an answer from the source's rank: its seal has to be fetched."""
+        """Callback after an answer about the lease of `source`: the seal of `source` has to be fetched next."""
         if source in self._load.sources:
             self._due.add(source)
         self._flight.nudge()
 
     def _take_news(self) -> None:
-        """Connect to the load's news, if it has any. At first every new token is of interest."""
+        """Register `_told` for answers, if the load asks ranks about leases. At first want one at each new token."""
         news = self._load.lease_news
         if news is None:
             return
@@ -277,14 +277,14 @@ def _there_in(lane: Lane, there: Mapping[Source, int]) -> int:
 
 
 class Frontier:
-    """The tokens of the prompt, from the first one on, that have landed in all lanes and are vouched for.
+    """The number of tokens, from the first one that is read, that have landed in all lanes and are proven by seals.
 
-    A fetch of the seal vouches for landed tokens if it found the lease open, and was posted after their last byte had
-    landed or so shortly before that the blocks were still held then (`core.protocol.proof`).
+    A fetched seal proves landed tokens if it shows an open lease, and its fetch was posted after their last byte had
+    landed. A fetch shortly before that is enough if the blocks were still held at that time (`core.protocol.proof`).
     """
 
     def __init__(self, lanes: Sequence[Lane], sources: Sequence[Source], load: Load, history: History | None) -> None:
-        """`load` gets the number of tokens that are vouched for, `history` the number that have landed."""
+        """Report the number of proven tokens to `load`, and the number of landed tokens to `history`."""
         self._lanes = lanes
         self._sources = sources
         self._load = load
@@ -293,7 +293,7 @@ class Frontier:
         self._last = max(lane.tokens.stop for lane in lanes)
         self._told = self._first
         self._upto = self._first
-        """End of the tokens that have landed, vouched for or not."""
+        """Position after the tokens that have landed in all lanes, proven or not."""
         self._landed_s = -math.inf
 
     @property
@@ -317,12 +317,12 @@ class Frontier:
         self.look()
 
     def look(self) -> None:
-        """Report the landed tokens to the load, if all sources vouch for them."""
+        """Report the landed tokens to the load, if the seals of all sources prove them."""
         if self.unvouched and all(map(self.vouches, self._sources)):
             self._told = self._upto
             self._load.note_progress(self._upto - self._first, self._last - self._first)
 
     def vouches(self, source: Source) -> bool:
-        """Return True if the source's seal vouches for everything that has landed."""
+        """Return True if the last fetched seal of `source` proves all tokens that have landed."""
         quick_s = source.connection.quick_read_max_s
         return not source.proof.over and self._landed_s - source.proof.seen_s < quick_s

@@ -1,9 +1,9 @@
-"""News about the leases that a load reads under, beside what their seals say.
+"""The questions of a load to its producers about leases that are not complete, and the answers.
 
 Each rank with a lease that is not complete is asked one question. The rank answers when the lease is complete or over,
 has blocks that this reader does not know, or has as many tokens as the reader wants; then it is asked again. After an
 answer the load fetches the seal. Payloads, and blocks that no ticket names, are known from answers alone. An answer
-vouches for nothing: a load that needs neither a payload nor more blocks also succeeds if no answer ever comes.
+proves nothing: a load that needs neither a payload nor more blocks also succeeds if no answer ever comes.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ class Followed:
     """Number of known blocks, by group."""
     num_tokens: int
     end: asyncio.Future[Told]
-    """Gets the state in which the lease ended, or the error because of which that will not be known."""
+    """Gets the final state of the lease, or the error of a rank that no longer answers."""
     payload: bytes = b""
     failed: str = ""
     """Reason why the prompt could not be computed, in words, once a rank has said so; else empty."""
     problem: KVFlowError | None = None
-    """Error because of which blocks that are not known yet never will be."""
+    """Error after which the block ids that the load still needs from this rank will never be known; else None."""
     missing_max: int = -1
-    """Answer when at most this many tokens are missing; -1: only when the lease ends."""
+    """The rank is asked to answer when at most this many tokens are not readable; -1: only when the lease ends."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when `missing_max` was lowered, so that the rank is asked again at once."""
     unknown: list[tuple[BlockIds, BlockIds, BlockIds]] = field(default_factory=list)
-    """Block ids of a load that may not be known yet: (array to fill, positions in a table of the lease, that table)."""
+    """Arrays of remote block ids that the load reads, to fill in as ids become known: (array, positions, table), where
+    `positions` are those of the array's blocks in `table`, one of `tables`."""
     known_tokens: int = field(init=False)
     """Number of tokens of the prompt that the known blocks hold."""
 
@@ -59,7 +60,7 @@ class Followed:
         self._count_tokens()
 
     def attach(self, matched: Matched) -> None:
-        """Fill in the block ids of the load's chunks as they become known."""
+        """Have answers fill in the block ids of the load's chunks, by the positions of the blocks in `matched`."""
         for block_map, chunks in self.source.chunks.items():
             table = self.tables[block_map.remote_group]
             for some, places in zip(chunks, matched[block_map.of_groups], strict=True):
@@ -72,7 +73,7 @@ class Followed:
         self.missing_max = missing_max
 
     def take(self, news: messages.LeaseAnswer) -> None:
-        """Note an answer. If it cannot be right, raise ProtocolError and change nothing."""
+        """Update this record from an answer. ProtocolError if the answer is invalid."""
         added = [ids for ids in news.more_block_ids if ids]
         if added:
             self._add(news.more_block_ids)
@@ -130,10 +131,10 @@ class Followed:
 
 
 class News:
-    """The questions of one load about its leases, from its beginning until `close`."""
+    """Asks the ranks of one load about their leases, from the construction of this object until `close`."""
 
     def __init__(self, load: Load, sources: Sequence[Source], cache: RegisteredCache) -> None:
-        """Ask the ranks of `sources`. Raises RuntimeUnavailable."""
+        """Begin to ask the ranks of `sources`, each in a task of its own. Raises RuntimeUnavailable."""
         loop, ticket = asyncio.get_running_loop(), load.ticket
         self.followed = [
             Followed(
@@ -146,7 +147,7 @@ class News:
             for source in sources
         ]
         self.on_answer: Callable[[Source], None] | None = None
-        """Called with the source after each answer, while a growing lease is read."""
+        """Called after each answer with the source that it is about; None unless a growing lease is being read."""
         self._request_id = ticket.request_id
         self._cache = cache
         self._tasks = [cache.spawn(self._ask(one), name=f"kvflow-news {self._request_id}") for one in self.followed]

@@ -1,11 +1,11 @@
-"""From a rendezvous to a ticket: ask the ranks for their offers, and wait until they have them.
+"""Pending tickets: ask the ranks of a pending ticket for their offers, and wait for the answers.
 
-A rendezvous (`Ticket.rendezvous`) names the ranks of an engine, and a request that the engine may not know yet. Each
-rank that this rank reads from or reports to is connected, perhaps while the prompt is still being computed, and asked
-for its offer: one rank first and, after its answer, the others. All have to offer the same. The result is an ordinary
-ticket with the leases of all ranks.
+A pending ticket (`Ticket.rendezvous`) names the ranks of an engine, and a request that the engine may not know yet.
+Each rank that this rank reads from or reports to is connected, perhaps while the prompt is still being computed, and
+asked for its offer: one rank first and, after its answer, the others. All have to offer the same. The result is an
+ordinary ticket with the leases of all ranks.
 
-A router may send the prompt to another engine than the rendezvous names, such as another data-parallel rank of the same
+A router may send the prompt to another engine than the ticket names, such as another data-parallel rank of the same
 server. That engine then notifies the ranks at which readers wait (`send_on`), and these ranks send their readers on,
 once.
 """
@@ -52,11 +52,11 @@ _SAME = ("num_tokens", "block_ids", "extends", "prompt_digest")
 
 
 _Offered: TypeAlias = tuple[Address, messages.Offer, RankLease | None]
-"""A rank, its offer, and its lease; the lease is None if there is nothing to read."""
+"""A rank's address, its offer, and its lease; the lease is None if the offer has no blocks."""
 
 
 class Rendezvous:
-    """The rendezvous of one registration: waits for offers, and sends the readers of others on to this engine."""
+    """Waits for the offers of pending tickets, and sends readers that wait at another engine on to this engine."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._cache = cache
@@ -68,12 +68,12 @@ class Rendezvous:
         self._remote_leases = cache.remote_leases
 
     async def carry(self, load: Load) -> LoadReport:
-        """Wait for the offer of the load's ticket, then carry the load out."""
+        """Wait for the offer of the load's pending ticket, then perform the load as usual, and return its report."""
         await self.meet_for(load)
         return await carry(self._cache, load)
 
     async def meet_for(self, load: Load) -> None:
-        """Wait for the offer of the load's ticket, and set `load.ticket` to the ticket of that offer; see `meet`."""
+        """Wait for the offer of the load's pending ticket, and set `load.ticket` to the offer's ticket; see `meet`."""
         load.enter("handshake")
 
         def found(source: Source, ttl_s: float) -> None:
@@ -93,10 +93,10 @@ class Rendezvous:
         found: Callable[[Source, float], None],
         connected: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Wait for the offers of a rendezvous, at most for the ticket's `ttl_s`. Return a ticket of these offers.
+        """Wait for the offers of a pending ticket, at most for the ticket's `ttl_s`. Return a ticket of these offers.
 
-        `found` gets each lease and its `ttl_s` as soon as they are known, while others are still waited for.
-        `connected` is called when a rank is connected, and only its offer is missing. Raises PrefillFailed if the
+        `found` is called with each rank's lease and `ttl_s` at once, while other ranks have not answered yet.
+        `connected` is called when a rank is connected, so only its offer is missing. Raises PrefillFailed if the
         engine declines, or opens no lease in time; LeaseExpired if the lease has ended already, or a rank has
         restarted; a PeerError, such as PeerNotReady if the engine drains; RequestError if the ticket, or the offer,
         cannot be right. Cancelling stops the waiting; handshakes that have begun go on.
@@ -113,9 +113,10 @@ class Rendezvous:
         return await self._meet(there, found, connected, give_up_s, [])
 
     def send_on(self, awaited: Ticket, reason: str, instead: Ticket | None) -> None:
-        """Notify the ranks of a rendezvous, in the background, that its request has come here or will not be served.
+        """Notify the ranks in the pending ticket `awaited` that its request came to this engine, or will not be served.
 
-        Readers that wait at these ranks get `reason`, or go on to `instead`, a rendezvous at this engine.
+        Returns at once; a task sends the notifications. Readers that wait at these ranks fail with `reason`, or go on
+        to `instead`, a pending ticket for this engine.
         """
         params = b"" if instead is None else msgspec.msgpack.encode(instead.to_params())
         fits = params if len(params) <= messages.INSTEAD_BYTES_MAX else b""
@@ -123,7 +124,7 @@ class Rendezvous:
             self._spawn(self._send_on(awaited, reason, fits), name=f"kvflow-send-on {awaited.request_id}")
 
     async def _send_on(self, awaited: Ticket, reason: str, instead: bytes) -> None:
-        """Notify each rank of a rendezvous. Ends with the runtime.
+        """Notify each rank of a pending ticket, as `send_on` says. Ends with the runtime.
 
         If a rank cannot be reached, its readers find out late.
 
@@ -150,7 +151,7 @@ class Rendezvous:
         await asyncio.gather(*map(tell, awaited.ranks))
 
     def _instead(self, ticket: Ticket, at: Address, told: bytes) -> Ticket:
-        """Return the rendezvous to which a rank sends readers on. ProtocolError unless it is for the same request."""
+        """Decode the pending ticket to which rank `at` sends readers on. ProtocolError if it is for another request."""
         try:
             there = read_ticket(msgspec.msgpack.decode(told), self._limits.block_ids_max)
         except (msgspec.DecodeError, RecursionError, RequestError) as error:
@@ -167,7 +168,10 @@ class Rendezvous:
         give_up_s: float,
         sent_on: list[tuple[Address, bytes]],
     ) -> Ticket:
-        """Wait for offers as `meet` does. `sent_on` gets ranks that send readers on, each with its new rendezvous."""
+        """Wait for offers as `meet` does.
+
+        If a rank sends readers on, append it and its new pending ticket to `sent_on`.
+        """
         room: dict[Address, tuple[int, ...]] = {}
 
         async def visit(at: Address) -> _Offered | None:
@@ -202,7 +206,7 @@ class Rendezvous:
     async def _offer(
         self, ticket: Ticket, peer: Peer, give_up_s: float, sent_on: list[tuple[Address, bytes]]
     ) -> tuple[messages.Offer, RankLease | None]:
-        """Wait for a rank's offer. Return it with its lease, which is None if there is nothing to read."""
+        """Wait for a rank's offer. Return the offer and the rank's lease, which is None if the offer has no blocks."""
         question = messages.LeaseRequest(reader=self._local.reader, target=peer.at, request_id=ticket.request_id)
         answer = await self._peers.ask_until(peer, question, give_up_s)
         match answer.state:
@@ -221,7 +225,10 @@ class Rendezvous:
         return answer.offer, answer.lease
 
     def _agreed(self, ticket: Ticket, offers: list[_Offered]) -> Ticket:
-        """Return the ticket of the offers of all ranks, which have to be equal. ProtocolError if they differ."""
+        """Merge the offers of all ranks into one ticket with all leases.
+
+        ProtocolError if the ranks offer different things.
+        """
         if not offers:
             raise RequestError(f"ticket of request {ticket.request_id!r}: none of its ranks has anything for us")
         first_at, first, _ = offers[0]

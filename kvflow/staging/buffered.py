@@ -39,12 +39,12 @@ logger = logger_of(__name__)
 
 
 def begin(cache: RegisteredCache) -> Buffered:
-    """Make the part `staging` for one registration."""
+    """Return the `Buffered` of one registered cache."""
     return Buffered(cache)
 
 
 class Buffered:
-    """The part of one registration: reads loads through buffers, and plans the spans of such loads."""
+    """Reads loads into one registered cache through buffers. Implements `Spans`, for growing leases."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         config, limits = cache.config, cache.config.limits
@@ -64,7 +64,7 @@ class Buffered:
         self._permutations: WeakKeyDictionary[BlockMap, Permutation] = WeakKeyDictionary()
 
     async def prepare(self) -> None:
-        """Make all scratch buffers now. If that fails, small pieces will be read one by one.
+        """Allocate all scratch buffers now. If that fails, loads read small pieces of blocks one by one instead.
 
         With Config.scratch "always" a failure raises TransportError instead.
         """
@@ -85,7 +85,7 @@ class Buffered:
         return read_straight(self._cache, load, flight, plan)
 
     def _parts(self, sources: Sequence[Source]) -> list[SourcePart]:
-        """Return the parts to read of each set of each rank's layers, and whether through scratch memory."""
+        """Return one `SourcePart` for each pair of a rank and a layer set from which chunks are read."""
         return [
             SourcePart(source, block_map, chunks, self._scratch_bytes(source, block_map, chunks))
             for source in sources
@@ -93,7 +93,7 @@ class Buffered:
         ]
 
     def _scratch_bytes(self, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> int:
-        """Return the scratch memory that one of the rank's blocks takes; 0 if its blocks are better read straight."""
+        """Return the bytes of scratch memory for one remote block; 0 if reads without scratch memory are faster."""
         if not in_pieces(self._cache, block_map):
             return 0
         whole, count = self._permutation(block_map).whole_blocks, sum(map(len, chunks))
@@ -106,7 +106,7 @@ class Buffered:
         return whole.block_bytes if pays else 0
 
     def _permutation(self, block_map: BlockMap) -> Permutation:
-        """Return the permutation of a peer's blocks, which is made once per peer and layer set."""
+        """Return the object that copies a peer's blocks from scratch memory to the cache; made once per `block_map`."""
         if block_map not in self._permutations:
             whole = WholeBlocks(block_map.remote_whole, block_map.heads, [theirs for _, theirs in block_map.places])
             _, caches, layout = self._sets[block_map.local_set]
@@ -117,7 +117,7 @@ class Buffered:
     async def _grouped(
         self, parts: Sequence[SourcePart], tables: Sequence[BlockIds], head_of: HeadOf
     ) -> AsyncGenerator[CopyGroup, None]:
-        """Yield the copy groups of all groups of layers, in prompt order. Each takes its buffers when requested."""
+        """Yield a copy group for each span of a load, in prompt order. A group takes its buffers just before that."""
         lanes = [self._lane(some, at, tables[at]) for at, some in by_group(parts)]
         for one in heapq.merge(*(lane.rest() for lane in lanes), key=STOP_TOKEN):
             yield await self.group(one, head_of)
@@ -131,12 +131,12 @@ class Buffered:
         return lanes
 
     def _lane(self, parts: Sequence[SourcePart], at: int, local_ids: BlockIds) -> Lane:
-        """Return the lane of group `at`, cut by whole remote blocks unless these do not fit in the buffers."""
+        """Return the lane of local group `at`. It reads whole remote blocks unless these do not fit in the buffers."""
         staging = self._staging[at] if self._staging else None
         return Lane(parts, staging, local_ids, self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
 
     async def group(self, span: PromptSpan, head_of: HeadOf | None = None) -> CopyGroup:
-        """See `Spans`. If cancelled, give the buffers back. With `head_of`, straight reads also fetch seals."""
+        """See `Spans`. If cancelled, give the buffers back. With `head_of`, reads into the cache also fetch seals."""
         parts, staging = span.lane.parts, span.lane.staging
         jobs: list[Callable[[], None]] = []
         releases: list[Callable[[], None]] = []
@@ -169,9 +169,10 @@ class Buffered:
     async def _take_host_blocks(
         self, span: PromptSpan, staging: HostBlocks | None, releases: list[Callable[[], None]]
     ) -> BlockIds | None:
-        """Take the host blocks of a span; None without host staging.
+        """Wait for host blocks for a span, and return their ids; None without host staging.
 
-        A block that is written in part only is copied from the device first, so that its other tokens stay.
+        Append to `releases` a callback that gives them back. A block that the load writes only in part is first copied
+        from the device, so that its other tokens are kept.
         """
         if staging is None:
             return None
@@ -185,7 +186,7 @@ class Buffered:
 
 
 def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Chunks:
-    """Return chunks with host blocks in place of the local blocks that these stand for."""
+    """Return `chunks` with local block `local_ids[i]` replaced by host block `host_ids[i]`, if there are any."""
     if host_ids is None or not len(chunks):
         return chunks
     order = np.argsort(local_ids)

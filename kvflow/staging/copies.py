@@ -38,11 +38,12 @@ LayerTensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 CacheTensors: TypeAlias = "Mapping[str, LayerTensors]"
 Ids: TypeAlias = npt.NDArray[np.int64]
 View: TypeAlias = Any
-"""A tensor or, for CPU memory, an array of numpy. Views are made once, not for every copy."""
+"""A tensor or, for CPU memory, a numpy array: memory of a cache or buffer. Made once per cache, not per copy."""
 Copy: TypeAlias = Callable[[View, View], None]
 """Function that copies from one view to another."""
 Way: TypeAlias = "Callable[[Ids, Ids], Copy]"
-"""Function that makes a `Copy` for two lists of ids, which say what to copy where. One `Copy` serves every region."""
+"""Function that returns a `Copy` for two lists of ids: of source and target blocks for `copy_blocks`, of blocks and
+chunks for `scatter_tokens`. One `Copy` serves every region."""
 
 
 # --- parts
@@ -65,7 +66,7 @@ def canonical_parts(layer: LayerTensors, layout: CacheLayout, *, split_fused: bo
 
 
 def _part_tensors(layer: LayerTensors, layout: CacheLayout | StateLayout) -> tuple[Tensor, ...]:
-    """Return the tensor of each region of a layer: block axis first, then the layer's own axes in their own order."""
+    """Return a layer's tensors, one for each region (K, V or the latent): block axis first, other axes unchanged."""
     if isinstance(layer, tuple | list):
         return tuple(layer)
     match _style_of(layout):
@@ -145,7 +146,7 @@ def block_rows(
     """Return each region of a cache as a matrix with a row per block, since a block is dense in memory.
 
     Rows are bytes; without `as_bytes` they are views in the dtype of the tensors, and need no address. Regions that
-    share their memory are returned once. Make them once per cache, not per copy.
+    share their memory are returned once. Call this once per cache, not per copy.
     """
     rows: dict[tuple[object, int], Tensor] = {}
     for layer in kv_caches.values():
@@ -169,7 +170,7 @@ def _layer_rows(layer: LayerTensors, layout: CacheLayout | StateLayout, as_bytes
 def copy_blocks(
     sources: Sequence[Tensor], targets: Sequence[Tensor], source_ids: Ids, target_ids: Ids, way: Way
 ) -> None:
-    """Copy block `source_ids[i]` of every region to block `target_ids[i]`. The ids of each side are distinct.
+    """Copy block `source_ids[i]` of every region to block `target_ids[i]`. No list has an id twice.
 
     `sources` and `targets` are `block_rows` of caches with the same layout, except for the number of blocks. `way` is
     `on_host` or, inside `CacheDevice.copying`, the result of `to_host` or `to_device`.
@@ -186,7 +187,7 @@ def copy_blocks(
 
 
 def on_host(source_ids: Ids, target_ids: Ids) -> Copy:
-    """Return a function that copies blocks within CPU memory."""
+    """Return a function that copies the blocks `source_ids` to the blocks `target_ids` within CPU memory."""
     runs = list(_runs(source_ids, target_ids))
 
     def copy(source: Tensor, target: Tensor) -> None:
@@ -198,12 +199,12 @@ def on_host(source_ids: Ids, target_ids: Ids) -> Copy:
 
 
 def to_host(device: CacheDevice) -> Way:
-    """Return the function that makes copies of blocks from the device to host memory."""
+    """Return the `way` of `copy_blocks` that copies blocks from `device` to host memory."""
     return on_host if device.on_host else partial(_pieces_or_kernels, device, gather=True)
 
 
 def to_device(device: CacheDevice) -> Way:
-    """Return the function that makes copies of blocks from host memory to the device."""
+    """Return the `way` of `copy_blocks` that copies blocks from host memory to `device`."""
     return on_host if device.on_host else partial(_pieces_or_kernels, device, gather=False)
 
 
@@ -253,7 +254,7 @@ def _by_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather
 
 
 def _in_one_call(device: CacheDevice, source_ids: Ids, target_ids: Ids) -> Copy:
-    """Return a function that copies all blocks of a region in one call. Blocks adjacent on both sides are one piece."""
+    """Return a function that copies a region's blocks in one call. Adjacent blocks are copied as one piece."""
     pieces_of = cache(lambda dense: np.array(list(_runs(source_ids, target_ids, dense=dense)), dtype=np.uint64))
 
     def copy(source: Tensor, target: Tensor) -> None:
@@ -283,9 +284,9 @@ def _is_dense(*regions: Tensor) -> bool:
 
 
 def _runs(first_ids: Ids, second_ids: Ids, *, dense: bool = True) -> Iterator[tuple[int, int, int]]:
-    """Yield (first id, second id, count) of each stretch in which both ids go up by one.
+    """Yield (first id, second id, count) for each run: consecutive positions at which both ids increase by one.
 
-    If blocks are not dense, each id is a stretch of its own.
+    If blocks are not dense in memory, each position is a run of its own.
     """
     follows = (np.diff(first_ids) == 1) & (np.diff(second_ids) == 1) & dense
     starts = np.flatnonzero(np.concatenate(([True], ~follows)))
@@ -299,7 +300,7 @@ def _runs(first_ids: Ids, second_ids: Ids, *, dense: bool = True) -> Iterator[tu
 def chunk_targets(
     parts: Sequence[Tensor], *, chunk_tokens: int, head_start: int, head_count: int, as_bytes: bool = True
 ) -> tuple[Tensor, ...]:
-    """Return the places of chunks in parts of a cache: byte views (block, chunk of the block, token, head, byte).
+    """Return for each of `parts` (K, V or latent) a byte view with the axes block, chunk in block, token, head, byte.
 
     A chunk is `chunk_tokens` tokens; a block holds one or more whole chunks. Without `as_bytes` the last axis has
     elements of the cache's own dtype. Make the views once per cache, not per copy.
@@ -317,10 +318,11 @@ def chunk_targets(
 def chunk_sources(
     scratch: Tensor, *, rows: int, chunks: int, tokens: int, heads: int, run_bytes: int, memory_order: str
 ) -> Tensor:
-    """View a scratch buffer of bytes as (row, chunk, token, head, byte): dense chunks in a peer's memory order.
+    """Return a view of a scratch buffer with the axes row, chunk, token, head and byte. Chunks are dense.
 
-    `tokens` and `heads` are those that were read; a caller may slice them. `run_bytes` is the size of one head of one
-    token. The buffer may be longer than the view.
+    A row holds one region's chunks. `tokens` and `heads` are the tokens and heads that each chunk was read with; the
+    caller may slice them. `run_bytes` is the size of one head of one token. `memory_order` is that of the peer. The
+    buffer may be longer than the view.
     """
     inner = (tokens, heads) if memory_order == "NHD" else (heads, tokens)
     size_bytes = rows * chunks * tokens * heads * run_bytes
@@ -331,7 +333,7 @@ def chunk_sources(
 def scatter_tokens(
     targets: Sequence[View], sources: Sequence[View] | View, block_ids: Ids, chunk_indices: Ids, way: Way
 ) -> None:
-    """Write the chunks of each source into local blocks, in the target with the same index.
+    """Write chunks into local blocks: those of `sources[k]` into the blocks of `targets[k]`, for each k.
 
     Chunk i goes to chunk `chunk_indices[i]` of block `block_ids[i]`. Targets come from `chunk_targets`. Sources are
     (..., token, head, byte), on the same device, with as many leading axes as the ids have. A source with fewer tokens
@@ -350,7 +352,7 @@ def scatter_tokens(
 
 
 def spread_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
-    """Return a function that writes chunks to CPU memory."""
+    """Return a function that writes chunk i to chunk `chunk_indices[i]` of block `block_ids[i]`, in CPU memory."""
 
     def copy(source: View, target: View) -> None:
         places, values = np.asarray(target), np.asarray(source)
@@ -362,7 +364,7 @@ def spread_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
 
 
 def spread_on_device(device: CacheDevice) -> Way:
-    """Return the function that makes copies of chunks to memory of a device."""
+    """Return the `way` of `scatter_tokens` that writes chunks to memory of `device`."""
 
     def way(block_ids: Ids, chunk_indices: Ids) -> Copy:
         blocks, chunks = device.upload(block_ids), device.upload(chunk_indices)

@@ -2,8 +2,8 @@
 
 Peers see a bounded set of host blocks, laid out like those of the device. A producer copies the blocks of a lease there
 before they can be read, and its seal says how far the copy is. A consumer reads into host blocks, and copies from there
-to the device. The copies run on the copy thread: by kvflow's own function for torch devices, or by one that the engine
-gives.
+to the device. The copies run on the copy thread, by kvflow's own function for torch devices, or by a function of the
+engine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HostBuffers(HostBlocks):
         self._device_rows: list[torch.Tensor] = []
         self._host_rows: list[torch.Tensor] = []
         self.layers: list[tuple[dict[str, LayerTensors], CacheLayout | StateLayout]] = []
-        """Host tensors and layout of each layer set of the group."""
+        """Host tensors and their layout, for each layer set of the group (layers of equal shape)."""
         for caches, layout in group.sets:
             device_caches = cast(CacheTensors, caches)
             host_caches = allocate_host_caches(device_caches, layout, count, device)
@@ -67,7 +67,7 @@ class HostBuffers(HostBlocks):
                 device.elements(row)
 
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
-        """Copy blocks to the host or to the device. Runs on the copy thread."""
+        """Copy between block `device_ids[i]` and host block `host_ids[i]`, for each i. Runs on the copy thread."""
         if self._copier is not None:
             host_caches = {name: layer for caches, _ in self.layers for name, layer in caches.items()}
             self._copier(host_caches, list(zip(device_ids.tolist(), host_ids.tolist(), strict=True)), direction)
@@ -101,5 +101,8 @@ def host_buffers(
 
 
 def _bytes_max(cache_bytes: int, ranks: int) -> int:
-    """Return the default size of all host blocks: enough for long prompts, and a small part of the memory there is."""
+    """Return the default of `host_buffer_bytes_max`: a quarter of the cache, within bounds.
+
+    At least 256 MiB, enough for long prompts. At most an eighth of the host's memory, divided among the ranks.
+    """
     return min(max(cache_bytes // 4, _BYTES_LEAST), host_memory_bytes() // 8 // ranks)

@@ -1,8 +1,8 @@
-"""Scratch memory: whole blocks of a peer are read there and permuted into the cache.
+"""Scratch memory: buffers into which whole blocks of a peer are read, to be permuted into the cache.
 
-`staging.whole_blocks` has the reading side, and the rule for when this pays. Here are the buffers, which are registered
-when the first load needs them, and the writing side, which maps tokens and heads of a scratch block to chunks of local
-blocks.
+`staging.whole_blocks` has the reads, and the rule for when scratch memory is faster. This module has the buffers, which
+are registered when the first load needs them, and the writing side, which maps tokens and heads of a scratch block to
+chunks of local blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Scratch:
-    """A few buffers of equal size on the cache's device.
+    """A few scratch buffers of equal size on the cache's device.
 
     A buffer is allocated and registered when it is first taken, or earlier by `prepare` if memory will be scarce later.
     """
@@ -62,7 +62,7 @@ class Scratch:
             self._made[number] = await self._make()
 
     async def take(self) -> tuple[BlockIds, torch.Tensor]:
-        """Take a buffer, once one is free. Return its number, to be given back to `pool`, and its bytes.
+        """Wait for a free buffer. Return its number, which the caller gives back to `pool`, and its bytes.
 
         Raises TransportError if the buffer cannot be allocated or registered.
         """
@@ -77,7 +77,7 @@ class Scratch:
         return numbers, self._made[number]
 
     async def _make(self) -> torch.Tensor:
-        """Allocate and register a buffer."""
+        """Allocate a buffer and register its memory with the transport. Return its bytes."""
         allocate = partial(self.device.allocate, self.slot_bytes)
         try:
             made = allocate() if self.device.on_host else await self._copy_thread.run(allocate)
@@ -93,7 +93,7 @@ class Scratch:
 class Permutation:
     """Copies blocks of one peer from scratch memory to their places in the local cache.
 
-    Made once per peer and layer set; takes memory in proportion to the number of regions.
+    Made once for each pair of a peer and a layer set, since it has a view of every region.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class Permutation:
         self._targets: Sequence[View] = [target.numpy() for target in targets] if device.on_host else targets
 
     def plan(self, chunks: Chunks, buffer: torch.Tensor, offset: int) -> tuple[Descriptors, Callable[[], None]]:
-        """Plan to read the remote blocks of `chunks`, which are in prompt order, into `buffer` from `offset` on.
+        """Plan to read the remote blocks of `chunks`, which are in prompt order, to `buffer`, from byte `offset` on.
 
-        Returns the reads, and the copy out of the buffer.
+        Returns the descriptors of the read, and the function that then copies the chunks from there to the cache.
         """
         starts = np.flatnonzero(np.concatenate(([True], np.diff(chunks.remote_ids) != 0)))
         size_bytes = len(starts) * self.whole_blocks.block_bytes
@@ -162,10 +162,10 @@ class Permutation:
                 scatter_tokens(self._targets, self._split(some), ids, parts, self._way)
 
     def _stretches(self, chunks: Chunks, starts: BlockIds) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield slices of stretches: (blocks that were read, chunks of each such block, chunks of the load).
+        """Cut the blocks that were read into stretches. The same chunks are needed of each block of a stretch.
 
-        Within a stretch the same chunks of each block are needed. Only the first and the last block may be needed in
-        part.
+        Yields three slices for a stretch: of the blocks that were read, of the chunks within each block, of `chunks`.
+        Only the first and the last block may be needed in part, so there are few stretches.
         """
         counts = np.diff(starts, append=len(chunks))
         first_parts = np.zeros_like(starts) if chunks.remote_parts is None else chunks.remote_parts[starts]
@@ -176,7 +176,10 @@ class Permutation:
             yield slice(begin, end), slice(part, part + count), slice(first, first + count * (end - begin))
 
     def _split(self, sources: View) -> Sequence[View]:
-        """Return the source of each target. If only the peer has K and V together, they are the halves of each head."""
+        """Return the source of each target tensor.
+
+        If the peer stores K and V in one tensor and this cache does not, a source is half of each head.
+        """
         found = list(sources)
         if self._halve:
             half = self.whole_blocks.run_bytes // 2

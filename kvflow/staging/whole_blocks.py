@@ -23,14 +23,14 @@ from kvflow.core.plan.topology import HeadSource
 
 
 class PathCosts(NamedTuple):
-    """Costs of reading, in seconds."""
+    """Costs in seconds: of a descriptor, of a byte that is read, and of the copy from scratch memory."""
 
     descriptor_s: float
     byte_s: float
     permuted_byte_s: float
     """Seconds to copy a byte from scratch memory to its place."""
     batch_s: float = 100e-6
-    """Seconds to wait for the reads of a batch, and to start its copy."""
+    """Seconds lost for each scratch buffer that is filled: to wait for its reads, and to start its copy."""
 
 
 COSTS: Mapping[tuple[str, bool], PathCosts] = {
@@ -42,17 +42,17 @@ COSTS: Mapping[tuple[str, bool], PathCosts] = {
     ("cuda", True): PathCosts(4e-6, 0.003e-9, 0.001e-9),
     ("cuda", False): PathCosts(0.25e-6, 0.02e-9, 0.001e-9),
 }
-"""Costs by the kind of memory that is read into, and by whether the peer is on this host."""
+"""Costs by (kind of the memory that is read into, whether the peer is on this host)."""
 
 
 class WholeBlocks:
-    """Whole remote blocks, each with one contiguous piece in every region that is read.
+    """Layout of whole remote blocks, and their reads. A block is one contiguous piece in every region that is read.
 
-    In scratch memory a piece has `tokens` and `heads` in the peer's memory order.
+    A piece has `tokens` tokens of `heads` heads, in the peer's memory order.
     """
 
     def __init__(self, remote: Regions, heads: HeadSource, layers: Sequence[int]) -> None:
-        """`layers`: positions of the layers in the remote regions, in the order that they have in scratch memory."""
+        """`layers`: the indices of the layers to read at the peer, in the order of their pieces in scratch memory."""
         block = remote.block
         index = regions_of(layers, len(remote.parts))
         self._bases: Int64Array = remote.bases[index].astype(np.int64)
@@ -75,7 +75,7 @@ class WholeBlocks:
         return len(self) * self.extent_bytes
 
     def plan(self, block_ids: BlockIds, scratch: int, device: Device) -> Descriptors:
-        """Return descriptors that read blocks to the address `scratch`: region by region, block by block, dense."""
+        """Return descriptors that read blocks to the address `scratch`, without gaps, by region and then by block."""
         count = len(self) * len(block_ids)
         table = np.empty((2, count, 3), dtype=np.int64)
         table[0, :, 0] = scratch + np.arange(count, dtype=np.int64) * self.extent_bytes

@@ -1,4 +1,4 @@
-"""The store's directory and files, by system calls. All of this runs on the store's thread and may raise OSError.
+"""The store's directory and files, by system calls. All of this runs on the store's I/O thread and may raise OSError.
 
 A file is written under a name that ends in `.part`: first its blocks, then its header. The file is synced, renamed to
 its final name, and then the directory is synced. So a crash leaves either a whole entry or a `.part` file, which is
@@ -36,7 +36,7 @@ class Directory:
         self._lock = -1
 
     def open(self) -> list[Entry]:
-        """Lock the directory, remove leftovers of a crash, and return the entries, the next to be evicted first.
+        """Lock the directory, remove leftovers of a crash, and return the entries, those first that are evicted first.
 
         Raises BlockingIOError if another owner has locked the directory. `close` must follow, also after an error.
         """
@@ -107,7 +107,7 @@ class EntryFile:
         self.remove = False
         """True if `put_away` is to remove the file."""
         self.restored = False
-        """True once the file was restored from: `put_away` then updates its time, so that it is evicted last."""
+        """True once a restore from the file has succeeded: `put_away` then updates its time, so it is evicted last."""
         self.victims = list(victims)
         """Entries evicted to make room for this file, and not removed from disk yet."""
         self._directory = directory
@@ -126,7 +126,7 @@ class EntryFile:
         self._mover.opened(self.fd, self.entry.size_bytes)
 
     def commit(self, header: EntryHeader) -> None:
-        """Write `header`, sync the file and give it its final name. All its blocks must have been written."""
+        """Write `header`, sync the file and give it its final name. All blocks of the entry must be written before."""
         start = encode(header)
         if os.pwrite(self.fd, start, 0) != len(start):
             raise OSError("the header was not written whole")
@@ -136,9 +136,9 @@ class EntryFile:
         self._directory.sync()
 
     def open(self) -> EntryHeader:
-        """Open the file to read, and return its header. Does not wait if the file is a FIFO or a device.
+        """Open the file to read, and return its header. NotAnEntry if it is damaged or is no regular file.
 
-        Raises NotAnEntry, FileNotFoundError, MoveFailed.
+        Does not wait even if the file is a FIFO or a device. Also raises FileNotFoundError and MoveFailed.
         """
         try:
             self.fd = os.open(self._directory.at(self.entry.file), os.O_RDONLY | _OURS)

@@ -34,7 +34,7 @@ _BODY_BYTES_MAX = 8 << 20
 
 
 class NotAnEntry(Exception):
-    """The file is not a whole entry; the message says why."""
+    """Raised if a file is not a whole entry; the message says why."""
 
 
 class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Number of blocks in each group."""
     data_bytes: int
     digests: bytes
-    """One digest for each layer of each layer set, 8 bytes, little-endian: see `verify.digests`."""
+    """One digest (`verify.digests`) for each layer, by layer set, as integers of 8 bytes, little-endian."""
 
     @property
     def data_start(self) -> int:

@@ -1,11 +1,11 @@
-"""Files: moves of bytes between memory and files, on a thread of their own, by a mover that the transport chooses.
+"""Files: moves of bytes between memory and files, on the store's I/O thread, by a `Mover` that fits the transport.
 
-Everything about files is a job for that one thread, in order: opening, moving, syncing, removing. So a file is closed
+Every operation on files is a job for this one thread, in order: opening, moving, syncing, removing. So a file is closed
 after its last move, and each job sees the results of the jobs before it.
 
 A posted move cannot be cancelled. When it has stopped, its `on_end` is called on the loop, once. A move that has failed
-and may still run is *lost*: its `on_loss` is called at once, and the move is settled when no other move is under way.
-Moves posted meanwhile wait for that.
+and may still run is *lost*: its `on_loss` is called at once. When no other move is under way, the mover stops the
+lost moves (`Mover.settle`). Moves posted meanwhile begin after that.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Settled(enum.Enum):
     STOPPED = enum.auto()
     """All lost moves have stopped."""
     NOT_YET = enum.auto()
-    """A lost move is still running; ask again."""
+    """A lost move is still running; call `settle` again."""
     NEVER = enum.auto()
-    """It cannot be known whether lost moves have stopped before the thread has ended."""
+    """Lost moves are known to have stopped only once the I/O thread has ended."""
 
 
 class MoveFailed(TransportError):
@@ -59,7 +59,7 @@ class MoveLost(MoveFailed):
 
 
 class Mover(Protocol):
-    """Moves bytes between memory and files. Made and used on the store's thread only."""
+    """Moves bytes between memory and files. Made and used on the store's I/O thread only."""
 
     def opened(self, fd: int, size_bytes: int) -> None:
         """Register the open file `fd`, which moves may touch from then on. Raises TransportError."""
@@ -75,13 +75,16 @@ class Mover(Protocol):
         """
 
     def ended(self, begun: object) -> bool:
-        """Return whether the move with the handle `begun` has ended. Raises MoveFailed or MoveLost if it has failed."""
+        """Return whether the move with handle `begun`, from `begin`, has ended.
+
+        MoveFailed or MoveLost if it has failed.
+        """
 
     def settle(self) -> Settled:
-        """Stop the lost moves, and return whether they have stopped. No other move is under way."""
+        """Stop the lost moves, and return whether they have stopped. Called only while no other move is under way."""
 
     def close(self) -> None:
-        """Release everything. No move is under way."""
+        """Release everything. Called only while no move is under way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,17 +98,17 @@ class _Move:
 
 
 class Files:
-    """The store's thread and its mover, as the event loop uses them."""
+    """Runs file jobs and moves of bytes on the store's I/O thread, for callers on the event loop."""
 
     def __init__(self, name: str, make: Callable[[Sequence[Span]], Mover]) -> None:
-        """`make`: makes the mover, on the thread; takes the spans of memory that moves may touch."""
+        """`make` is called on the I/O thread, with the spans of memory that moves may touch. It returns the mover."""
         self._name = name
         self._make = make
         self._mover: Mover | None = None
         self._memory: object = None
         self._thread: OwnerThread | None = None
         self._posted: deque[_Move] = deque()
-        """Moves that have not begun. They begin at once, unless a move is lost."""
+        """Moves that have not begun. They begin at once, unless a lost move may still run."""
         self._moving: list[_Move] = []
         self._lost: list[_Move] = []
         self._active_s = 0.0
@@ -113,7 +116,7 @@ class Files:
         self._last_job: Callable[[], None] | None = None
         self._closing = False
         self.cause: BaseException | None = None
-        """The exception that ended the thread, if a bug did; nothing is known of its moves then."""
+        """Exception by which a bug ended the thread, else None. After a bug nothing is known about moves under way."""
 
     @property
     def moves_under_way(self) -> int:
@@ -126,7 +129,7 @@ class Files:
         return self._mover
 
     async def open(self, spans: Sequence[Span], keepalive: object) -> None:
-        """Start the thread and make its mover. `aclose` or `abandon` must follow, also if this fails.
+        """Start the I/O thread and make the mover. `aclose` or `abandon` must follow, also if this fails.
 
         Args:
             spans: memory that moves may touch.
@@ -140,11 +143,11 @@ class Files:
         self._mover = await self._thread.call(lambda: self._make(spans))
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Run `job` on the thread and return its result. Cancelling stops the waiting, not the job."""
+        """Run `job` on the I/O thread and return its result. Cancelling stops the waiting, not the job."""
         return await self._alive().call(job)
 
     def submit(self, job: Callable[[], None], then: Callable[[], None]) -> None:
-        """Run `job` on the thread, then `then` on the loop. `job` must not raise.
+        """Run `job` on the I/O thread, then `then` on the event loop. `job` must not raise.
 
         Raises TransportBroken if the thread has ended.
         """
@@ -177,7 +180,7 @@ class Files:
         self._under_way.add(move)
 
     async def aclose(self, last_job: Callable[[], None]) -> None:
-        """Wait until no move is under way, then run `last_job` on the thread and end the mover and the thread.
+        """Wait until no move is under way, then run `last_job` on the I/O thread, and close the mover and the thread.
 
         Closing twice is fine.
         """
@@ -189,7 +192,7 @@ class Files:
         await self._thread.ended()
 
     def settle(self, problem: str) -> None:
-        """End every move that is under way, by its `on_end`. The thread has ended, or will not end.
+        """Call `on_end` of every move that is under way, because the I/O thread has ended, or hangs.
 
         Args:
             problem: reason why it will never be known when the moves have stopped; "" if the thread has ended in good
@@ -201,7 +204,7 @@ class Files:
             self._over(move)
 
     def abandon(self, last_job: Callable[[], None], wait_s: float) -> None:
-        """End the thread without the event loop, which is gone. Wait for at most `wait_s`."""
+        """End the I/O thread although the event loop no longer runs. Wait for its end for at most `wait_s`."""
         self._closing = True
         if self._thread is not None:
             self._thread.abandon(partial(setattr, self, "_last_job", last_job), wait_s)
@@ -272,7 +275,7 @@ class Files:
             move.on_end(move.error)
 
     def _died(self, cause: BaseException) -> None:
-        """End all moves: a bug has ended the thread, so nothing may wait for it."""
+        """Callback when a bug has ended the I/O thread: end all moves with RuntimeBroken."""
         self._closing = True
         self.cause = cause
         self.settle(f"the store's thread has died: {cause}")

@@ -1,8 +1,9 @@
 """Index of a store: its entries, and the order in which they are evicted to make room.
 
-Entries that could not be read are evicted first, and are not found. Next is the entry that was saved or restored
-longest ago. An entry that is being read is never evicted. An entry that is being written counts with its full size from
-the beginning; a replaced entry counts until its last reader has finished. So the files never exceed `bytes_max`.
+Entries with files that could not be read are not found, and are evicted first. After them, the entry that was saved
+or restored longest ago is evicted first. An entry that is being read is never evicted. An entry that is being written
+counts with its full size from the beginning; a replaced entry counts until its last reader has finished. So the files
+never exceed `bytes_max`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Entry:
     """A file of the store, and its state in the index."""
 
     name: str
-    """The name that its key gives it: see `entry.entry_name`."""
+    """Name that `entry.entry_name` computes from the entry's key."""
     file: str
     size_bytes: int
     readers: int = 0
@@ -29,14 +30,14 @@ class Entry:
     dropped: bool = False
     """True once the entry has left the index: its bytes count until its last reader has finished."""
     unwanted: bool = False
-    """True if `put_back` must not take the entry back."""
+    """True if the entry was dropped by a caller while it was evicted, so `put_back` must not take it back."""
 
 
 class StoreIndex:
-    """The entries by name, the next to be evicted first."""
+    """The entries of a store by name, ordered by eviction: the first is evicted first."""
 
     def __init__(self, bytes_max: int, found: Iterable[Entry] = ()) -> None:
-        """`found`: entries of the directory, the next to be evicted first."""
+        """`found`: entries that the directory has already, in the order in which they are to be evicted."""
         self.bytes_max = bytes_max
         self.used_bytes = 0
         self._entries: OrderedDict[str, Entry] = OrderedDict()
@@ -48,7 +49,10 @@ class StoreIndex:
         return len(self._entries)
 
     def drop_all(self, names: Collection[str] | None) -> list[Entry]:
-        """Drop the entries called `names`, or all if None, including those set aside. Return the dropped entries."""
+        """Drop the entries called `names`; None: all entries.
+
+        Entries set aside count, too. Return the dropped entries.
+        """
         found = [*self._entries] if names is None else [name for name in names if name in self._entries]
         dropped = [self._entries[name] for name in found]
         for entry in dropped:
@@ -106,7 +110,7 @@ class StoreIndex:
         return True
 
     def give_back(self, size_bytes: int) -> None:
-        """Release `size_bytes` that `make_room` has reserved."""
+        """Free `size_bytes` that `make_room` has reserved, for an entry that was not completed."""
         self.used_bytes -= size_bytes
 
     def commit(self, entry: Entry) -> Entry | None:
@@ -132,13 +136,16 @@ class StoreIndex:
             self.used_bytes -= entry.size_bytes
 
     def end_read(self, entry: Entry) -> None:
-        """Count one reader of `entry` less. If it was dropped and has no other reader, its bytes are free."""
+        """Note that a reader of `entry` has finished.
+
+        If it was the last reader of a dropped entry, free the entry's bytes.
+        """
         entry.readers -= 1
         if entry.dropped and not entry.readers:
             self.used_bytes -= entry.size_bytes
 
     def touch(self, entry: Entry) -> None:
-        """Mark `entry` as just restored: it is found, and is evicted last."""
+        """Mark `entry` as just restored: it is evicted last, and is no longer set aside."""
         if not entry.dropped:
             entry.aside = False
             self._entries.move_to_end(entry.name)

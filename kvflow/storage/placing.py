@@ -1,6 +1,6 @@
 """Places of blocks in an entry's file: ordered by layer set, then region, then block, without gaps.
 
-To the planner a file is the remote side of a read: its regions begin at offsets, and its device is the open file.
+The planner of reads takes a file as the remote side: addresses are offsets in the file, and the device is the file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BlockSpan(NamedTuple):
 
 
 def data_bytes(sets: Sequence[tuple[int, Regions]], counts: Sequence[int]) -> int:
-    """Return the bytes that blocks take in a file.
+    """Return how many bytes the blocks of an entry take in its file, without the header.
 
     Args:
         sets: for each layer set the index of its group, and its regions.
@@ -48,7 +48,7 @@ def plan_file(
     bytes_max: int,
     descriptors_max: int,
 ) -> Iterator[Descriptors]:
-    """Plan slices that move the blocks of `span` between memory and an open file.
+    """Yield the descriptors, slice by slice, that move the blocks of `span` between memory and an open file.
 
     Args:
         sets: for each layer set the index of its group, and its regions.
@@ -88,7 +88,7 @@ def plan_file(
 
 
 def _alike(regions: Regions, most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of consecutive regions with equal distances between blocks, each of at most `most` regions."""
+    """Yield (first, after the last) for runs of at most `most` regions with the same distance between blocks."""
     first = 0
     for at in range(1, len(regions) + 1):
         if at == len(regions) or at - first == most or regions.strides[at] != regions.strides[first]:

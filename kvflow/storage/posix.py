@@ -1,6 +1,7 @@
 """NIXL's POSIX backend as a mover of bytes between memory and files.
 
-Its agent is the third of a runtime. A file is no peer: NIXL reaches it under the agent's own name.
+The mover has a NIXL agent of its own, the runtime's third. Its moves name that agent itself as the remote agent, since
+a file belongs to no peer.
 
 All moves share one queue of the kernel. With POSIX AIO the error of one move is reported for all moves, while bytes of
 each may still be on their way (seen in NIXL's source, 1.5). And after some errors a queue of any kind takes no further
@@ -35,7 +36,10 @@ def _runs_posix_aio(fd: int) -> bool:
 
 
 class PosixMover:
-    """See `storage.files.Mover`. If the agent was ended, the next file or move makes a new one."""
+    """A `storage.files.Mover` over NIXL's POSIX backend.
+
+    After `settle` has ended the agent, the next move makes another.
+    """
 
     def __init__(self, name: str, params: Mapping[str, str], spans: Sequence[Span]) -> None:
         """Raises ConfigError if the backend does not start with `params`, or cannot register the memory `spans`."""
@@ -47,7 +51,7 @@ class PosixMover:
         self._sizes: dict[int, int] = {}
         """Sizes of the open files, by file descriptor."""
         self._lost: list[object] = []
-        """Handles of moves that may not have ended."""
+        """Handles of failed moves, which may still run."""
         self._api: Any = None
         """The NIXL agent; None before `_start` and after `close`."""
         self._backends: list[Any] = []
@@ -117,7 +121,7 @@ class PosixMover:
         self._lost, self._memory, self._files, self._backends, self._api = [], [], {}, [], None
 
     def _start(self) -> None:
-        """If there is no agent, make one that knows all memory and open files. Raises NIXL's own errors."""
+        """If there is no agent, make one and register all memory and open files with it. Raises NIXL's own errors."""
         if self._api is not None:
             return
         self._api = new_agent(self._bindings, self._name)

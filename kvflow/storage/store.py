@@ -64,7 +64,7 @@ _OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
 
 
 class BlockStore:
-    """All saves and restores of one registration, and their files."""
+    """All saves and restores of one registered cache, and the files of the entries."""
 
     def __init__(
         self, cache: RegisteredCache, stored: StoredCache, directory: Directory, index: StoreIndex, files: Files
@@ -78,7 +78,7 @@ class BlockStore:
         self._quiet.set()
         self._closed: type[RuntimeUnavailable] | None = None
         self._outcomes = dict.fromkeys(_OUTCOMES, 0)
-        """Number of ended transfers, by outcome."""
+        """Number of ended saves and restores, by outcome."""
         self._evicted = self._dropped = 0
 
     @property
@@ -141,8 +141,9 @@ class BlockStore:
         return await self._carry_out(self._accept(given, Direction.RESTORE), self._restore)
 
     def close(self, error: type[RuntimeUnavailable]) -> None:
-        """Make all transfers end soon with `error`: RuntimeClosed or CacheUnregistered. Only the first call sets the
-        error.
+        """Make all saves and restores fail soon with `error`, or with the error of the first call.
+
+        `error`: RuntimeClosed or CacheUnregistered.
         """
         self._closed = self._closed or error
         for transfer in self._under_way:
@@ -153,7 +154,10 @@ class BlockStore:
         await self._quiet.wait()
 
     async def aclose(self, timeout_s: float) -> str:
-        """End the thread once no move is under way, within `timeout_s`. Return the problem, or "" if there was none."""
+        """End the I/O thread once no move is under way, within `timeout_s`.
+
+        Return a problem in words, or "" for none.
+        """
         problem = ""
         try:
             async with asyncio.timeout(timeout_s):
@@ -170,7 +174,7 @@ class BlockStore:
         return problem
 
     def abandon(self, wait_s: float) -> None:
-        """Shut down without the event loop, which is gone. Wait for at most `wait_s`."""
+        """Shut down although the event loop no longer runs. Wait for the I/O thread for at most `wait_s`."""
         self._files.abandon(self._put_all_away, wait_s)
 
     # --- one save or restore
@@ -199,9 +203,9 @@ class BlockStore:
         return transfer
 
     async def _carry_out(self, transfer: StoreTransfer, work: Callable[[StoreTransfer], Awaitable[ReportT]]) -> ReportT:
-        """Run a save or a restore to its outcome, within its deadline. Return its report or raise its error.
+        """Perform a transfer by `work`, `_save` or `_restore`, within its deadline.
 
-        `work`: `_save` or `_restore`.
+        Return its report or raise its error.
         """
         try:
             try:
@@ -231,7 +235,7 @@ class BlockStore:
         return f"request {transfer.request_id!r}: {transfer.direction} in {self._directory.path!r}"
 
     def _late(self, transfer: StoreTransfer) -> KVFlowError:
-        """Return the error of a transfer with a passed deadline or a closed store."""
+        """Return the error of a transfer that was ended because the store was closed or the deadline has passed."""
         what, phase = f"request {transfer.request_id!r}", transfer.phase
         if self._closed is CacheUnregistered:
             return CacheUnregistered(f"{what}: the cache was unregistered in phase {phase!r}")
@@ -316,7 +320,7 @@ class BlockStore:
         )
 
     def _damaged(self, transfer: StoreTransfer, file: EntryFile, why: str) -> EntryDamaged:
-        """Drop the entry of a damaged file, mark the file for removal, and return the error."""
+        """Drop the entry of a damaged file, mark the file for removal, and return the error for the caller to raise."""
         transfer.outcome = "damaged"
         self._index.drop(file.entry)
         file.remove = True
@@ -334,7 +338,7 @@ class BlockStore:
     # --- its end
 
     def _note_failure(self, transfer: StoreTransfer, error: BaseException | None) -> None:
-        """If `error` says that the file of a restore cannot be read, set its entry aside: no restore reads it again."""
+        """If `error` says that a restore could not read its file, set the entry aside, so that no restore finds it."""
         file = transfer.file
         if file is None or transfer.direction is Direction.SAVE or not isinstance(error, MoveFailed):
             return
@@ -343,9 +347,9 @@ class BlockStore:
             logger.warning("request %r: setting %s aside, which cannot be read: %s", transfer.request_id, path, error)
 
     def _put_away(self, transfer: StoreTransfer) -> None:
-        """Release the blocks of a save and close the file: all moves of `transfer` have stopped.
+        """Callback when all moves of `transfer` have stopped: release the blocks of a save, and close the file.
 
-        The file is closed by a job on the thread, after the jobs that the thread still has for it.
+        The I/O thread closes the file after all earlier jobs with that file.
         """
         self._resources.ledger.release(transfer.leased)
         if transfer.file is None:
@@ -357,14 +361,14 @@ class BlockStore:
             self._over(transfer)
 
     def _put_all_away(self) -> None:
-        """Close the files of all transfers and the directory, on the thread, as its last job."""
+        """Last job of the I/O thread: close the files of all transfers, then the directory."""
         for transfer in list(self._under_way):
             if transfer.file is not None:
                 transfer.file.put_away()
         self._directory.close()
 
     def _over(self, transfer: StoreTransfer) -> None:
-        """End a transfer: the thread has nothing left to do for it, so the state of its file is final."""
+        """End a transfer after its file was closed: update the index, and wake the tasks that wait for the transfer."""
         if transfer not in self._under_way:
             return
         del self._under_way[transfer]
@@ -383,13 +387,13 @@ class BlockStore:
             self._quiet.set()
 
     def _commit(self, entry: Entry) -> None:
-        """Add the entry of a file that has its final name, and remove the file of the entry that it replaces."""
+        """Add a completed entry to the index, and remove the file of the entry that it replaces, if there is one."""
         replaced = self._index.commit(entry)
         if replaced is not None:
             self._remove(replaced)
 
     def _remove(self, entry: Entry) -> None:
-        """Remove the file of `entry` on the thread; log it if that fails."""
+        """Remove the file of `entry`, by a job of the I/O thread; log a failure."""
 
         def remove() -> None:
             try:
@@ -408,7 +412,7 @@ async def open_store(cache: RegisteredCache, files: Files, folder: str, bytes_ma
 
     Args:
         cache: the registered cache; its blocks are saved and restored.
-        files: the thread that moves bytes, not opened yet.
+        files: the I/O thread, not opened yet.
         folder: folder for the files of all ranks.
         bytes_max: most bytes that the files of this rank may take.
 

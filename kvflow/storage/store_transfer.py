@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from kvflow.runtime.peers.peer import Source
 
 STORE = AgentName("store")
-"""Name under which the store, like a peer, takes permits for its moves."""
+"""Name by which moves of files take permits, in the queue in which reads have the name of their peer's agent."""
 
 
 def opened_file() -> Source:
-    """Return the source of a flight that reads an open file.
+    """Return a stand-in for the `Source` of a flight, for moves of an open file.
 
-    An open file cannot go away, so the source needs no seal; digests prove its bytes.
+    An open file cannot go away, so no seal is needed; digests prove the bytes.
     """
     proof = SealProof(grows=False, quick_read_max_s=0.0)
     proof.heard(0, 0.0)
@@ -68,7 +68,7 @@ class StoreTransfer:
             tables: block ids by group.
             entries: the same blocks, as ledger entries.
             resources: objects that all flights share.
-            files: the thread that moves the bytes.
+            files: the I/O thread that moves the bytes.
             deadline_s: seconds from now until the transfer fails.
         """
         loop = asyncio.get_running_loop()
@@ -81,11 +81,11 @@ class StoreTransfer:
         self.flight = Flight(request.request_id, written, (), request.priority, replace(resources, poller=self))
         self.phase, self.seconds = PHASES[0], dict.fromkeys(PHASES, 0.0)
         self.outcome = "failed"
-        """Outcome so far: the name of the count in `StoreStatistics` that the transfer will be added to."""
+        """Name of the count in `StoreStatistics` to which the transfer is added at its end."""
         self.file: EntryFile | None = None
-        """The file that is written or read. A save has reserved room for it, a restore counts as its reader."""
+        """The file to write or read, once known. A save has then reserved room; a restore counts as a reader."""
         self.error: TransportError | None = None
-        """The first error of a move."""
+        """Error of the first move that failed; else None."""
         self._files = files
         self._now_s = resources.clock.now_s
         self._since_s = self._now_s()
@@ -105,7 +105,7 @@ class StoreTransfer:
             self.timeout.reschedule(asyncio.get_running_loop().time())
 
     def post(self, _agent: AgentName, descriptors: Descriptors, told: Told) -> None:
-        """Start a move of the flight; `told` is called once it has stopped. TransportBroken if the thread has ended."""
+        """Start a move for the flight. Call `told` when it has stopped. TransportBroken if the I/O thread has ended."""
         move = PostedRead(descriptors.size_bytes)
 
         def ended(error: TransportError | RuntimeBroken | None) -> None:
@@ -126,7 +126,7 @@ class StoreTransfer:
             await asyncio.wait([self.over], timeout=until_s - loop.time())
 
     def _lost(self, error: TransportError) -> None:
-        """Make the transfer fail now: a move has failed, and its bytes may still be on their way."""
+        """Callback when a move has failed but may still run: make the transfer fail soon."""
         self.error = self.error or error
         self.hurry()
 

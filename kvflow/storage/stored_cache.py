@@ -1,7 +1,8 @@
-"""The cache as the store moves and digests it: in its own memory, or through the host buffers that peers read, too.
+"""The memory of a cache that the store moves and digests: the cache itself, or host buffers for a cache on a device.
 
-With host buffers, a span of blocks takes host blocks, as a span of a load does. It waits its turn for them, and gives
-them back when nothing can touch them. So a save or restore of any size works with buffers of any size.
+The host buffers are those that peers read, too. Each span of blocks waits for host blocks, as a span of a load does,
+and gives them back when no move or copy can touch them. So a save or restore of any size works with buffers of any
+size.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvflow.verify.cache_digests import DigestedCache, Digesting
 
 
 class StoredCache:
-    """The blocks of a registered cache, as the store moves and digests them."""
+    """Plans the moves of a registered cache's blocks to and from files, and computes the digests of blocks."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         """Raises ConfigError if blocks of `cache` cannot be saved."""
@@ -47,19 +48,19 @@ class StoredCache:
         self._staging = memory.staging if through else ()
         self.groups = local.groups
         self.tensors = [layer for one in saved for layer in one.caches.items()]
-        """Memory that moves touch: names and tensors of layers."""
+        """The memory that moves may touch, as pairs of a layer's name and its tensors."""
         found = [(one.group, one.regions) for one in saved]
         self.sets = [(group, regions.distinct) for group, regions in found]
-        """Index of the group and regions of each layer set; memory that several layers share is listed once."""
+        """Pairs (index of the group, regions) for each layer set; a region that several layers share is listed once."""
         self._layers = [regions.distinct_layers for _, regions in found]
-        """Positions of the layers in each layer set; of layers that share all of their memory, only the first."""
+        """Indices of the layers to digest, for each layer set; if layers share all their memory, only the first."""
         shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in found]
         shared = [regions.first_of for _, regions in found if len(regions.distinct) < len(regions)]
         facts = [local.compatibility, local.cache_shares, local.groups, shapes, *shared]
         self.fingerprint = fingerprint_of(facts)
 
     async def moves(self, transfer: StoreTransfer, fd: int, start: int) -> AsyncGenerator[CopyGroup, None]:
-        """Yield the moves of all blocks of a transfer, span by span. A span takes its host blocks when it is asked for.
+        """Yield the moves of all blocks of a transfer, span by span. A span takes its host blocks just before that.
 
         Args:
             transfer: the save or restore.
@@ -88,7 +89,10 @@ class StoredCache:
                 yield CopyGroup([*reads], None if fetched else copy, release)
 
     async def digests(self, tables: Sequence[BlockIds]) -> bytes:
-        """Return the digests of each layer of each layer set over every byte of the blocks, also past the prompt's end.
+        """Return the digest of each layer of each layer set, as 8 bytes each, little-endian.
+
+        Every byte of the blocks in `tables` counts, even after the prompt's end. Layer sets without blocks are left
+        out.
 
         Raises CopyFailed. Cancelling stops the waiting only.
         """
@@ -113,7 +117,7 @@ class StoredCache:
         return np.array([number for numbers in used for number in numbers], dtype="<u8").tobytes()
 
     def _spans(self, tables: Sequence[BlockIds]) -> Iterator[BlockSpan]:
-        """Yield spans to move or digest at once: all blocks of a group or, with host buffers, as many as fit there."""
+        """Yield the spans to move or digest: whole groups or, with host buffers, as many blocks as fit in these."""
         for group, ids in enumerate(tables):
             step = len(ids)
             if self._staging:
@@ -123,13 +127,13 @@ class StoredCache:
                 yield BlockSpan(group, first, ids[first : first + step])
 
     async def _take(self, span: BlockSpan, *, fetched: bool) -> tuple[BlockIds, Callable[[], None] | None]:
-        """Take the blocks of memory that hold a span. Return their ids, and a callback that gives them back.
+        """Wait for host blocks for a span. Return their ids, and a callback that gives them back.
 
-        For a cache on the host these are the blocks of the span, and there is no callback. Raises CopyFailed.
+        For a cache on the host return the ids of the span itself, and None. Raises CopyFailed.
 
         Args:
             span: blocks of the cache.
-            fetched: copy the contents of the blocks to the host blocks.
+            fetched: whether to copy the blocks from the device to the host blocks first.
         """
         if not self._staging:
             return span.ids, None

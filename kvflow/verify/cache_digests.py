@@ -48,15 +48,15 @@ class Undigestible(Exception):
 
 
 class Digesting(NamedTuple):
-    """The blocks, tokens and heads to digest, of some layers of one set."""
+    """The layers, heads, blocks and tokens to digest, all of one layer set (layers of equal shape)."""
 
     layer_set: int
     layers: Sequence[int]
-    """Positions of the layers in the set."""
+    """Indices of the layers within the layer set."""
     heads: range
-    """Heads to digest, by their positions in the set's blocks."""
+    """Heads to digest, as indices within a block of this rank."""
     model_head: int
-    """The model's number for the first of `heads`."""
+    """Index of the first of `heads` among all heads of the model."""
     block_ids: BlockIds
     """Blocks of `block_size` tokens of a prompt. The last block holds the last of `tokens`."""
     block_size: int
@@ -65,9 +65,9 @@ class Digesting(NamedTuple):
 
 
 class DigestedCache:
-    """The bytes of a cache, for computing digests.
+    """Computes digests of blocks in one memory: the engine's cache, or the host blocks that peers read.
 
-    `sets` are the layers that peers see or, with host staging, the layers of the engine.
+    `sets` has the layers of that memory, in sets of layers of equal shape.
     """
 
     def __init__(self, sets: Sequence[LayerSet], copy_thread: CopyThread, device: CacheDevice = _HOST_DEVICE) -> None:
@@ -89,9 +89,11 @@ class DigestedCache:
         return [_DigestedSet(one, self._device) for one in self._sets]
 
     async def digests(self, asked: Sequence[Digesting]) -> list[int]:
-        """Return the digest of each layer of each item, in order. Raises Undigestible, or what computing has raised.
+        """Return one digest for each layer of each item of `asked`, in that order, in one flat list.
 
-        Cancelling stops the waiting, and begins no further piece.
+        Raises Undigestible, or any error of the computation.
+
+        Cancelling stops only the waiting for the piece under way; no further piece is begun.
         """
         if self.problem:
             raise Undigestible(self.problem)
@@ -107,7 +109,7 @@ class DigestedCache:
         return sums
 
     def _pieces(self, asked: Sequence[Digesting], sums: list[int]) -> Iterator[bool]:
-        """Add the digests of each layer to `sums`, in place. Yield True after each piece except the last."""
+        """Add the digests of `asked` to `sums`, one number per layer. Yield True after every `_PIECE_BYTES` read."""
         first = piece_bytes = 0
         for one in asked:
             for layer, found, size_bytes in self._digested[one.layer_set].digests(one):
@@ -121,9 +123,9 @@ class DigestedCache:
 
 
 class _DigestedSet:
-    """A set of layers as bytes: for each region, a view with the axes block, token, head and byte.
+    """One layer set as bytes: for each region, a view with the axes block, token, head and byte.
 
-    Tokens and heads are in the order of the memory, which is up to twice as fast.
+    If heads come before tokens in memory, these two axes are swapped: hashing in memory order is up to twice as fast.
     """
 
     def __init__(self, one: LayerSet, device: CacheDevice) -> None:
@@ -144,10 +146,10 @@ class _DigestedSet:
         self._views: list[View] = list(map(_on_host, views)) if on_host else views
 
     def digests(self, asked: Digesting) -> Iterator[tuple[int, UInt64Array, int]]:
-        """Yield summands of the layers' digests, computed in jobs of a bounded size.
+        """Yield partial sums of the layers' digests, computed in jobs of a bounded size.
 
-        A summand is: the position, among the requested layers, of the first of some layers; a number for each of these
-        layers, to add to its digest; and how many bytes were read.
+        Each item is (index in `asked.layers` of the first of some consecutive layers, one number for each of these
+        layers to add to its digest, number of bytes that were read).
         """
         heads = asked.heads
         if not self._heads_apart:
@@ -172,7 +174,7 @@ class _DigestedSet:
                 yield layer, found, step_bytes * len(found)
 
     def _steps(self, asked: Digesting, step: int) -> Iterator[tuple[BlockIds, UInt64Array]]:
-        """Yield at most `step` block ids at a time, and the weights of their tokens: 0 for tokens not requested."""
+        """Yield at most `step` block ids at a time, with a weight per token: 0 for tokens that `asked` leaves out."""
         size, start, stop = asked.block_size, asked.tokens.start, asked.tokens.stop
         first_block = -(-stop // size) - len(asked.block_ids)
         for begin in range(max(start // size - first_block, 0), len(asked.block_ids), step):
@@ -187,7 +189,7 @@ class _DigestedSet:
             yield ids, weights
 
     def _hashes(self, regions: Sequence[int], ids: BlockIds, heads: slice) -> UInt64Array:
-        """Return the hashes of runs, with the axes region, block, token and head, in the order of the memory."""
+        """Return the hash of each run in blocks `ids`: axes region, block, then token and head as in memory."""
         views, where = [self._views[at] for at in regions], ids
         if self._fetched_from is not None:
             views, where = _fetched(views, ids, self._fetched_from), np.arange(len(ids))
@@ -201,7 +203,7 @@ class _DigestedSet:
 
 
 def _run_shape(block: BlockShape, kv_format: str) -> BlockShape:
-    """Return the shape of a block in runs: one head of one token or, in an opaque block, a piece that stays whole."""
+    """Return a block's shape in runs. A run is a head of a token; in an opaque block, a head or the whole block."""
     if kv_format == PLAIN:
         return block
     if heads_are_apart(kv_format, block):
@@ -211,7 +213,7 @@ def _run_shape(block: BlockShape, kv_format: str) -> BlockShape:
 
 
 def _views(one: LayerSet, regions: Regions, shape: BlockShape) -> Iterator[Tensor]:
-    """Yield for each region a view of bytes (block, token, head, byte), in the memory of the set's tensors."""
+    """Yield for each region a byte view (block, token, head, byte), which shares memory with the set's tensors."""
     import torch
 
     storages = []
@@ -232,7 +234,7 @@ def _is_host(device: torch.device) -> bool:
 
 
 def _on_host(view: Tensor) -> npt.NDArray[Any]:
-    """View a region by numpy: as words, or as bytes if its runs do not consist of whole words."""
+    """View a region by numpy: as words of 8 bytes, or as bytes if a run is no whole number of words."""
     found: npt.NDArray[Any] = view.numpy()
     return found if found.shape[3] % digests.WORD_BYTES else found.view("<u8")
 
@@ -256,7 +258,7 @@ def _padded(runs: npt.NDArray[Any]) -> UInt64Array:
 
 
 def _hashed_by_torch(views: Sequence[Tensor], ids: BlockIds, words: UInt64Array) -> UInt64Array:
-    """Hash all runs of the blocks `ids` of each region, on the regions' device and its current stream."""
+    """Return the hashes of all runs in blocks `ids` of each region, computed on the current stream of their device."""
     import torch
 
     def there(numbers: npt.NDArray[Any]) -> Tensor:
@@ -273,9 +275,9 @@ def _hashed_by_torch(views: Sequence[Tensor], ids: BlockIds, words: UInt64Array)
 
 
 def _fetched(views: Sequence[Tensor], ids: BlockIds, device: CacheDevice) -> list[View]:
-    """Copy the blocks `ids` of each region to the host, every byte from a block's first to its last.
+    """Copy the blocks `ids` of each region to the host, gaps within blocks included. Return host views of the regions.
 
-    Call it inside `copying`.
+    Call it inside `CacheDevice.copying`.
     """
     import torch
 

@@ -60,7 +60,7 @@ def head_weights(start: int, count: int) -> UInt64Array:
 
 
 def _scrambled(numbers: npt.NDArray[np.int64], kind: int) -> UInt64Array:
-    """Return an odd pseudo-random weight for each number (the finalizer of splitmix64); `kind` keeps kinds apart."""
+    """Return an odd pseudo-random weight for each number and kind of weight, by the finalizer of splitmix64."""
     x = numbers.astype(np.uint64) + np.uint64((kind << 56) + 1)
     x *= np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -69,5 +69,5 @@ def _scrambled(numbers: npt.NDArray[np.int64], kind: int) -> UInt64Array:
 
 
 def added(total: int, more: int) -> int:
-    """Return the sum of two digests."""
+    """Return the sum of two digests, modulo 2 ** 64."""
     return (total + more) & _MASK

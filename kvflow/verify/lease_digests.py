@@ -1,4 +1,4 @@
-"""From a reader's question for digests to the layers, heads and blocks of this rank that it is about."""
+"""Translates a reader's request for digests into the layers, heads and blocks of this rank to digest."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvflow.verify.digests import DEFINITION
 
 
 def understood(local: LocalRank, question: messages.DigestRequest, found: OpenLease) -> list[Digesting]:
-    """Return what to digest for a question about an open lease.
+    """Return the blocks, layers and heads to digest for a reader's request, one item for each part of the request.
 
-    WireError if this rank, or the lease, does not have the blocks in question.
+    `found` is the open lease. WireError if this rank, or the lease, does not have the requested bytes.
     """
     if question.definition != DEFINITION:
         raise codec.WireError(f"digests: ours are of definition {DEFINITION}, theirs {question.definition}")
@@ -33,11 +33,11 @@ def understood(local: LocalRank, question: messages.DigestRequest, found: OpenLe
 
 
 def digesting_of(local: LocalRank, part: messages.DigestPart, block_ids: BlockIds) -> Digesting:
-    """Return which blocks, layers and heads to digest for a part of a question. WireError if this rank has none.
+    """Translate one part of a request for digests. WireError if this rank does not have its layers or heads.
 
     Args:
         local: this rank.
-        part: layers, heads and tokens, as the model counts them.
+        part: layers, heads and tokens, by their numbers in the model and the prompt.
         block_ids: blocks of this rank; the last one holds the last of the part's tokens.
     """
     at, share = _share_of(local, part)
@@ -58,7 +58,7 @@ def digesting_of(local: LocalRank, part: messages.DigestPart, block_ids: BlockId
 
 
 def _share_of(local: LocalRank, part: messages.DigestPart) -> tuple[int, CacheShare]:
-    """Return the set of layers that has all layers of a part: its index, and its cache share. WireError if none has."""
+    """Return index and cache share of the layer set that has all layers of `part`. WireError if there is none."""
     layers = set(part.layers)
     for at, share in enumerate(local.cache_shares):
         if share.part == part.part and layers <= set(share.layers) and len(layers) == len(part.layers) > 0:
@@ -67,7 +67,7 @@ def _share_of(local: LocalRank, part: messages.DigestPart) -> tuple[int, CacheSh
 
 
 def _blocks_of(group: GroupFacts, blocks: int, ticket: Ticket, part: messages.DigestPart) -> int:
-    """Return how many of a lease's `blocks` blocks, from the first one, reach to the end of a part's tokens.
+    """Return how many of a lease's `blocks` blocks, counted from the first, it takes to reach the end of `part`.
 
     WireError if the lease does not have all these tokens.
     """

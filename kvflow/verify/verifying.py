@@ -2,8 +2,8 @@
 
 Each rank that is read from is asked for digests of the bytes that are read from it, named by layers and heads of the
 model and by tokens of the prompt. The rank computes these digests during the read. The local digests are computed after
-the read, from the blocks that the load was asked to fill. So both engines digest what each takes for the same tokens,
-whatever the plan of the reads was.
+the read, from the blocks that the load was asked to fill. So each engine digests the blocks that it takes for these
+tokens, and an error in the plan of the reads is found, too.
 
 The digests say nothing about freshness: the seals have done so before, and the lease must still be open. If the digests
 differ, the load reads and compares once more.
@@ -39,23 +39,26 @@ from kvflow.verify.lease_digests import digesting_of, understood
 logger = logger_of(__name__)
 
 OF_READER_MAX = 8
-"""Digest requests of one reader that are answered at the same time, at most."""
+"""Largest number of digest requests of one reader that are under way at once."""
 
 Compared: TypeAlias = tuple[messages.DigestPart, Digesting]
-"""A part of a question for digests, and what the local digests of the same part are computed from."""
+"""One part of a request for digests, for the producer, and the local blocks that must have the same digests."""
 
 
 class NotCompared(Exception):
-    """Raised if digests cannot be compared. If the peer has none to give, `__cause__` is the peer's error."""
+    """Raised if digests cannot be compared.
+
+    If the peer gave no digests, `__cause__` is the error of asking the peer.
+    """
 
 
 def begin(cache: RegisteredCache) -> Verifying:
-    """Make the part `verify` for one registration."""
+    """Return the `Verifying` of one registered cache."""
     return Verifying(cache)
 
 
 class Verifying:
-    """The part of one registration: compares loads with their producers by digests, and answers readers' questions."""
+    """Verifies loads into one registered cache by digests, and answers the digest requests of readers."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         memory, copy_thread = cache.memory, cache.resources.copy_thread
@@ -66,11 +69,11 @@ class Verifying:
         self._known = cache.serving.known
         self._counts = cache.serving.digests
         self._under_way: Counter[str] = Counter()
-        """Number of questions under way, by reader."""
+        """Number of digest requests under way, by reader."""
         self.own = DigestedCache(memory.own, copy_thread, memory.device)
-        """The engine's cache, which its loads fill."""
+        """Digests of the engine's own cache, which loads fill."""
         self.shown = DigestedCache(memory.shown, copy_thread) if memory.staging else self.own
-        """The memory that peers read: the cache or, with host staging, the host blocks."""
+        """Digests of the memory that peers read: the cache or, with host staging, the host blocks."""
 
     @property
     def problem(self) -> str:
@@ -142,8 +145,8 @@ class Verifying:
     async def read(self, reader: Reader, load: Load, flight: Flight, plan: Plan) -> bool:
         """Read with `reader`, and compare with the producer's digests. If they differ, read and compare once more.
 
-        Returns as `reader` does. Raises ChecksumMismatch if they differ twice, or the reason why a load that must be
-        verified cannot be. The load's blocks stay claimed all the time.
+        Returns True if the leases covered the whole read. Raises ChecksumMismatch if the digests differ twice, or the
+        reason why a load that must be verified cannot be. The load's blocks stay claimed all the time.
         """
         read = partial(reader, load, flight, plan)
         try:
@@ -168,7 +171,8 @@ class Verifying:
     async def _read_and_compare(self, load: Load, read: Callable[[], Awaitable[bool]]) -> str | None:
         """Call `read`, then compare. Return the difference in words, empty if there is none; None if a lease has ended.
 
-        Ranks with blocks that can be read already compute during the read. Raises NotCompared, after the read.
+        A rank is asked for its digests before the read, if its lease does not grow, and computes them meanwhile. Raises
+        NotCompared, after the read.
         """
         compared = [(source, list(self.parts(source, load.tables))) for source in load.sources]
         request_id = load.ticket.request_id
@@ -215,7 +219,7 @@ class Verifying:
             raise load.failure(TransferFailed, f"it cannot be verified: {problem}") from problem
 
     async def _ask(self, request_id: str, read: Source, parts: Sequence[Compared]) -> Sequence[int] | None:
-        """Ask a rank for its digests of `parts`. Return None if its lease has ended. `request_id` is the producer's."""
+        """Ask a rank for its digests, one per layer of each of `parts`. Return None if the rank's lease has ended."""
         peer, lease = read.peer, read.lease
         question = messages.DigestRequest(
             reader=self._local.reader,
@@ -238,7 +242,7 @@ class Verifying:
         return reply.values
 
     def parts(self, read: Source, tables: Sequence[BlockIds]) -> Iterator[Compared]:
-        """Yield the parts that are read from one rank, one for each pair of local and remote sets of layers."""
+        """Yield the bytes to compare with one rank, one item for each pair of local and remote layer sets."""
         for block_map, chunks in read.chunks.items():
             if some := [one for one in chunks if len(one)]:
                 asked = _part_of(self._local, read, block_map, some)
@@ -246,7 +250,7 @@ class Verifying:
 
 
 def _part_of(local: LocalRank, read: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> messages.DigestPart:
-    """Return the part of a question for digests that is about chunks to read from a rank."""
+    """Return the part of a request for digests that covers `chunks`, read from one rank by `block_map`."""
     size, mine = block_map.chunk_tokens, local.cache_shares[block_map.local_set]
     layers = tuple(mine.layers[ours] for ours, _ in block_map.places)
     model_heads = kv_heads_of_model(mine, _their_share(read, mine, layers))
@@ -268,7 +272,7 @@ def _their_share(read: Source, mine: CacheShare, layers: Sequence[int]) -> Cache
 
 
 def _difference(read: Source, parts: Sequence[Compared], ours: Sequence[int], theirs: Sequence[int]) -> str:
-    """Return a text that names the layers that differ, with the digests of the first; empty if none differ."""
+    """Return a text with the number of layers that differ, and both digests of the first; empty if none differ."""
     named = [(asked, layer) for asked, _ in parts for layer in asked.layers]
     wrong = [at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other]
     if not wrong:

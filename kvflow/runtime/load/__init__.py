@@ -1,1 +1,1 @@
-"""Loads: which kind a load is, where its bytes come from, its flight, and the one place where it ends."""
+"""Loads at the reader: requests, the steps from ticket to report, posted reads, and the one place where loads end."""

@@ -2,8 +2,8 @@
 
 A posted read cannot be taken back (NIXL: releasing a handle does not stop the bytes). So a load that ends early waits
 here for its posted reads, up to a bound. After that bound its blocks are quarantined, and the flight outlives the load
-until the blocks are safe (invariant I1). Blocks, words for seals and connections are given back in one place:
-`_give_back`.
+until the blocks are safe (invariant I1). Blocks, connections and the words of host memory for seals are given
+back in one place, `_give_back`.
 
 Most reads go straight into the cache. The others go through buffers, in copy groups (`CopyGroup`): reads from one or
 several ranks and, when the last of these reads has landed, a copy on the copy thread. A running copy cannot be taken
@@ -37,12 +37,11 @@ from kvflow.runtime.tasks import require_loop
 from kvflow.transport.base import ReadEnded, TransportError
 
 HeadOf: TypeAlias = Callable[[Source], Piece]
-"""A function that returns the piece that fetches a source's seal: the seal's address, and the local word for it
-(`Flight.head`)."""
+"""A function that returns the read of a rank's seal: local address, remote address and size (`Flight.head`)."""
 
 
 class Read(NamedTuple):
-    """One read from one rank."""
+    """One read from one rank. `carries_seal`: it also fetches the seal of the rank's lease."""
 
     source: Source
     descriptors: Descriptors
@@ -50,7 +49,7 @@ class Read(NamedTuple):
 
 
 class CopyGroup(NamedTuple):
-    """A group of reads, the copy that follows when all have landed, and how its buffers are given back."""
+    """Reads that fill buffers together, the copy to make once all reads have landed, and the buffers' release."""
 
     reads: Sequence[Read]
     copy: Callable[[], None] | None = None
@@ -58,7 +57,7 @@ class CopyGroup(NamedTuple):
     release: Callable[[], None] | None = None
     """Runs on the loop when nothing can touch the group's buffers again."""
     on_land: Callable[[float, float], None] | None = None
-    """Called when the group is in the cache, with the time now and the time at which its first read was posted."""
+    """Called once the group's bytes are in the cache, with the current time and the time of its first posted read."""
 
 
 # Transitions of every load, looked up once.
@@ -68,7 +67,7 @@ _LANDED = fire(TRANSFER_TABLE, TransferState.READING, "land")
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A copy group that has begun: how many of its reads are under way, and whether it is still worth copying."""
+    """Progress of one copy group: how many reads are under way, and whether all have succeeded so far (`intact`)."""
 
     group: CopyGroup
     pending: int = 1  # posting the group counts as one until it is finished
@@ -79,8 +78,9 @@ class _Running:
 class Flight:
     """The reads and copies of one load into local blocks, and everything that the load has claimed for them.
 
-    A flight claims its blocks in the ledger when it is made; BlocksBusy if it cannot. It holds the connections of its
-    sources, and has a word for the seal of each source. When the blocks are safe, it gives everything back.
+    A new flight claims its blocks in the ledger; BlocksBusy if it cannot. The flight also holds the connections to the
+    ranks that it reads from, and one word of host memory for the seal of each rank. It gives everything back when no
+    further byte can land in the blocks.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Flight:
         priority: int,
         resources: FlightResources,
     ) -> None:
-        """Make the flight of an admitted load. The flight takes over the words of its sources (`SealSlots.take`)."""
+        """Make the flight of an admitted load. Each of `sources` has a word already, which the flight gives back."""
         try:
             resources.ledger.begin_load(ids)
         except BlocksBusy:
@@ -112,7 +112,7 @@ class Flight:
         self._priority = priority
         self._resources = resources
         self.on_safe: Callable[[Flight], None] | None = None
-        """Called with the flight when the blocks are safe; None if nothing needs to know."""
+        """Called with the flight when no further byte can land in the blocks; None: no callback."""
         self._under_way = 0
         """Number of reads and copies under way, which cannot be taken back."""
         self._lost: list[_Running] = []
@@ -140,9 +140,10 @@ class Flight:
         return self._end.exception() if self._end is not None and self._end.done() else None
 
     async def settled(self) -> None:
-        """Wait until the blocks are safe. RuntimeBroken if that can never be known because the transport died.
+        """Wait until no further byte can land in the blocks.
 
-        UsageError on another event loop.
+        RuntimeBroken if that can never be known because the transport died. UsageError if called on another event loop
+        than the flight's.
         """
         if not self.safe:
             ending = self._ending()
@@ -156,20 +157,21 @@ class Flight:
 
     @property
     def moving(self) -> bool:
-        """True while more reads and copies are under way than fetches of seals."""
+        """True while a read or a copy is under way, not counting fetches of seals."""
         return self._under_way > sum(source.proof.looking for source in self._sources)
 
     def head(self, source: Source) -> Piece:
-        """Return the piece that fetches a source's seal: its address at the producer, and the local word for it."""
+        """Return the read of the seal of `source`: local address, address at the producer, and size."""
         slots = self._resources.seal_slots
         return Piece(slots.address + source.word * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
 
     async def fly(self, reads: Iterable[Read]) -> bool:
-        """Read straight into the cache. Return True if the leases covered the whole read (see `core.protocol.proof`).
+        """Post `reads`, which go straight into the cache, and wait for all of them.
 
-        The seal of a rank is fetched with the first read from it, or right after. If a seal shows that its lease has
-        ended, nothing further is posted. Raises the first TransportError or CopyFailed, or RuntimeBroken; then call
-        `stop`. If cancelled, posts nothing further.
+        Returns True if the leases covered the whole read (see `core.protocol.proof`). The seal of a rank is fetched
+        with the first read from that rank, or right after. If a seal shows that its lease has ended, nothing further is
+        posted. Raises the first TransportError or CopyFailed, or RuntimeBroken; then call `stop`. If cancelled, posts
+        nothing further.
         """
         if self.state is TransferState.PENDING:
             self.state = _READING
@@ -183,7 +185,7 @@ class Flight:
         return await self._look_again(again) if fresh and again else fresh
 
     async def fly_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
-        """Read copy groups, each as soon as `groups` yields it. Otherwise the same as `fly`."""
+        """Post the reads of each copy group when `groups` yields it, and wait for all groups. Otherwise as `fly`."""
         if self.state is TransferState.PENDING:
             self.state = _READING
         try:
@@ -233,9 +235,9 @@ class Flight:
             self.nudge()
 
     async def below(self, count: int, *, copies_beside: int = 0) -> None:
-        """Wait until fewer than `count` reads and copies are under way, without counting up to `copies_beside` copies.
+        """Wait until fewer than `count` reads and copies are under way. Up to `copies_beside` copies do not count.
 
-        If the flight has failed, wait until all have stopped, then raise the error.
+        If the flight has failed, wait until all reads and copies have stopped, then raise its error.
         """
         while self._under_way >= (1 if self._error else count + min(self._copies, copies_beside)):
             self._progress = asyncio.get_running_loop().create_future()
@@ -253,7 +255,10 @@ class Flight:
         await self.below(self._under_way + 1)
 
     def nudge(self) -> None:
-        """Wake the waiting task: a read or a copy has ended. After the last one of a stopping flight, give all back."""
+        """Wake the task in `below` or `changed`.
+
+        If the flight is stopping and nothing is under way, give back everything that it claimed.
+        """
         if self._progress is not None and not self._progress.done():
             self._progress.set_result(None)
         stopping = self.state is TransferState.STOPPING or self.state is TransferState.QUARANTINED
@@ -262,7 +267,7 @@ class Flight:
             self._give_back()
 
     def fail(self, error: TransportError | RuntimeBroken, source: Source) -> None:
-        """Fail the flight for another reason than a read, as if a read from `source` had failed with `error`."""
+        """Fail the flight as if a read from `source` had failed with `error`, although no read has failed."""
         if self._error is None:
             self._error, self.failed = error, source
         self.nudge()
@@ -274,7 +279,7 @@ class Flight:
         await self._send(source, seal, None, fetches_seal=True)
 
     def _judge(self) -> tuple[bool, list[Source]]:
-        """Return whether no proof calls its finished read stale, and the sources with a seal to fetch once more."""
+        """Return True unless the proof of a source says stale, and the sources with a seal to fetch once more."""
         now_s = self._resources.clock.now_s()
         fresh, again = True, []
         for source in self._sources:
@@ -292,7 +297,7 @@ class Flight:
         return all(source.proof.after(None) is Step.FRESH for source in sources)
 
     async def _post_group(self, group: CopyGroup) -> bool:
-        """Post a group's reads as there is room, without waiting for their end. Return False if a lease has ended."""
+        """Post a group's reads, each once fewer than `reads_max` are under way. Return False if a lease has ended."""
         running = _Running(group)
         begun = False
         try:
@@ -414,7 +419,10 @@ class Flight:
         return cancelled
 
     def _ended(self, running: _Running, *, intact: bool) -> None:
-        """Note the end of one part of a group. After the last part, start the group's copy or give its buffers back."""
+        """Note that one read of a group, or the posting of the group, has ended.
+
+        After the last one, start the group's copy or, if there is nothing to copy, give its buffers back.
+        """
         running.intact = running.intact and intact
         running.pending -= 1
         if running.pending:

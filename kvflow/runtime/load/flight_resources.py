@@ -33,7 +33,7 @@ Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
 """Callback for the end of a read; gets RuntimeBroken if that end can never be known."""
 
 TURN_S = 1e-3
-"""Time in which a few loads (`_TURN_LOADS`) may start; others wait for their turn."""
+"""Seconds in which at most `_TURN_LOADS` loads start at once; further loads wait for a later turn of the loop."""
 _TURN_LOADS = 3
 _PAUSE_MAX_S = 5e-3
 
@@ -43,7 +43,7 @@ _AHEAD_S = 1e-3  # longest time from the end of a read until another one is post
 
 
 class Posts(Protocol):
-    """An object that posts reads: the `Poller`, or a store for the moves of its files."""
+    """An object that posts the reads of a flight: the `Poller`, or a `StoreTransfer`, for reads from a file."""
 
     @property
     def behind(self) -> bool: ...
@@ -52,7 +52,7 @@ class Posts(Protocol):
 
 
 class Poller:
-    """The object that posts reads to the transport and dispatches its events. `run` is the body of the poller task."""
+    """Posts reads to the transport, and dispatches the transport's events. `run` is the body of the poller task."""
 
     def __init__(self, transport: Transport, on_notification: Callable[[bytes], None]) -> None:
         self._transport = transport
@@ -68,7 +68,10 @@ class Poller:
         return self._transport.behind
 
     def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None:
-        """Post a read (see `Transport.post_read`); its end calls `told`, once. RuntimeBroken after `run` has ended."""
+        """Post a read (see `Transport.post_read`), and call `told` once when the read ends.
+
+        RuntimeBroken if `run` has ended.
+        """
         if self._ended:
             raise RuntimeBroken("the transfer poller has ended") from self._cause
         self._under_way[self._transport.post_read(agent, descriptors)] = told
@@ -90,7 +93,7 @@ class Poller:
                 self.settle(stopped=False)
 
     def wait_for_transport(self) -> None:
-        """When `run` ends, do not fail the reads under way: the transport will be closed, which waits for them."""
+        """Have `run` end without failing the reads under way. Close the transport, then call `settle`."""
         self._patient = True
 
     def settle(self, *, stopped: bool) -> None:
@@ -112,10 +115,10 @@ class Poller:
 
 
 class SealSlots:
-    """Words of host memory that seals are fetched to, and the loads that wait for words.
+    """Words of host memory into which seals are fetched, and the queue of loads that wait for free words.
 
-    A load is admitted when each rank that it reads from has a word. A smaller priority goes first, equal ones in order
-    of arrival. No load overtakes the head of the queue.
+    A load may begin when each rank that it reads from has a word. A load with a smaller priority goes first, loads of
+    equal priority in order of arrival. No load overtakes the first of the queue.
     """
 
     def __init__(self, count: int) -> None:
@@ -125,7 +128,7 @@ class SealSlots:
         """Address of the first word."""
         self._free = list(range(count - 1, -1, -1))
         self._queue: list[tuple[int, int, Sequence[Source], asyncio.Future[None]]] = []
-        """Heap of (priority, number, sources, future)."""
+        """Heap of waiting loads: (priority, order of arrival, ranks to read from, future that ends the wait)."""
         self._numbers = itertools.count()
 
     @property
@@ -188,18 +191,18 @@ class LoadThrottle:
 
     def __init__(self, poller: Posts) -> None:
         self.paused = False
-        """True while loads wait until fewer reads wait. Call `resume` when that may be so."""
+        """True while no waiting load starts because too many reads wait to be posted; `resume` ends that."""
         self._poller = poller
         self._next_turn: asyncio.Handle | None = None
         self._since_s = -math.inf
         self._left = 0
-        """Loads that may still start at once, until `TURN_S` after `_since_s`."""
+        """Number of loads that may still start without waiting, within `TURN_S` seconds after `_since_s`."""
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
         """Heap of waiting loads: by priority, then loads that had a turn already, then by order of arrival."""
         self._numbers = itertools.count()
 
     def at_once(self, now_s: float) -> bool:
-        """Return whether a load may start now. If not, it has to wait for its turn with `come`."""
+        """Return whether a load may start now, and count that load if so. Otherwise the load has to await `come`."""
         if self._waiting:
             return False
         if now_s - self._since_s >= TURN_S:
@@ -208,7 +211,7 @@ class LoadThrottle:
         return self._left >= 0
 
     async def come(self, priority: int, *, again: bool = False) -> None:
-        """Wait for the load's turn. A smaller `priority` goes first; of equals, a load that had a turn (`again`)."""
+        """Wait until the load may start. Smaller `priority` first; of equals, `again`: a load that waited before."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._next_turn = asyncio.get_running_loop().call_soon(self._next)
@@ -238,22 +241,22 @@ class LoadThrottle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightResources:
-    """The shared objects that all flights of a registration claim from, and post their reads with."""
+    """The objects that all loads into one registered cache share: pools to claim from, the poller, the copy thread."""
 
     ledger: BlockLedger
     seal_slots: SealSlots
-    """Memory that seals are fetched to."""
+    """Words of host memory that seals are fetched into, one for each rank of each load."""
     queue: FairQueue
     """Permits that bound what is in flight: bytes, descriptors and reads, in all and from one rank."""
     poller: Posts
     copy_thread: CopyThread
     clock: Clock
     reads_max: int
-    """Largest number of reads of one load at once, and of copies. 2 hides the completion latency of the first read."""
+    """Most reads, and most copies, of one load at once. With 2, one read hides the completion latency of the other."""
 
 
 def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
-    """Return the queue of permits for reads, bounded in all and per rank. `grows`: a rank's bound follows its speed."""
+    """Return the queue of permits for reads, bounded in total and per rank. `grows`: fast ranks get a larger bound."""
     of_peer = config.limits.peer_in_flight_bytes_max, *_OF_PEER_MAX
     in_all = config.in_flight_bytes_max, *_IN_ALL_MAX
     return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)

@@ -1,6 +1,6 @@
-"""Lanes: a load that needs buffers, or has a growing lease, is cut into spans of the prompt.
+"""Lanes: the blocks of one group of layers, read span after span, for loads through buffers or of growing leases.
 
-A lane is read in prompt order. A span goes as far as the tokens that can be read when it is taken.
+A lane is read in prompt order. A span ends at the last token that can be read at the time when the span is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvflow.runtime.peers.peer import Source
 
 
 class SourcePart(NamedTuple):
-    """The part of a load that is read from one set of a rank's layers."""
+    """The chunks that one load reads from one layer set (layers of equal shape) of one rank."""
 
     source: Source
     block_map: BlockMap
@@ -30,7 +30,7 @@ class SourcePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptSpan:
-    """A stretch of one lane. It has whole blocks on both sides; the first and the last may be written only in part."""
+    """Consecutive whole blocks of one lane. The load may write the first and the last block in part."""
 
     lane: Lane
     local_ids: BlockIds
@@ -52,14 +52,14 @@ class PromptSpan:
 
 
 STOP_TOKEN = attrgetter("stop_token")
-"""Key by which spans of several lanes are merged in prompt order."""
+"""Sort key that merges the spans of several lanes in prompt order: the position after a span's last token."""
 
 
 class Lane:
-    """One group of layers, from one or several ranks, that is read in prompt order, span after span.
+    """The blocks of one group of layers, which a load reads in prompt order, span after span, from one rank or several.
 
-    A lane is cut into units. Where remote blocks are read whole, a unit is the larger of a local and a remote block;
-    elsewhere it is a local block.
+    A span consists of whole units. A unit is a local block. If remote blocks are read whole, into scratch memory, a
+    unit is the smallest number of tokens that fills whole local and whole remote blocks.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Lane:
         span_bytes_max: int,
         slot_bytes: int = 0,
     ) -> None:
-        """Make a lane, of which nothing is taken yet.
+        """Make a lane. No span is taken yet.
 
         Args:
-            parts: the parts of the lane that are read from each rank.
+            parts: the chunks to read, by rank and layer set.
             staging: the group's host blocks; None without host staging.
             local_ids: local blocks; the last one holds the last token.
             span_bytes_max: most bytes of a span, so that one turn of the loop stays short.
-            slot_bytes: size of a scratch buffer. The smallest span is a unit, and a second one for a tail. If that does
-                not fit in a scratch buffer or in the host blocks, no remote block is read whole.
+            slot_bytes: size of a scratch buffer. If two units (a span and its tail) do not fit in a scratch buffer, or
+                one unit does not fit in the host blocks, no remote block is read whole.
         """
         host_blocks = None if staging is None else staging.pool.size
         size = self._local_tokens = parts[0].block_map.local.block.tokens
@@ -97,7 +97,7 @@ class Lane:
         if host_blocks is not None:  # half: another span is copied meanwhile
             units = min(units, host_blocks // (2 * (unit // size)))
         self._step = max(units, 1) * unit
-        """Most tokens of a span."""
+        """Largest number of tokens in a span."""
         self.tokens = range(
             min(some.first * part.block_map.chunk_tokens for part in parts for some in part.chunks),
             max(
@@ -106,13 +106,13 @@ class Lane:
                 for some in part.chunks
             ),
         )
-        """All tokens that are read."""
+        """Positions in the prompt of all tokens that the lane reads."""
         self._end = -(-self.tokens.stop // size) * size
-        """The token after the last local block that is written."""
+        """Position after the last token of the last local block."""
         self._at = self.landed_upto = self.tokens.start // size * size
-        """`_at`: first token that is not taken yet. `landed_upto`: first token that is not in the local blocks yet."""
+        """Positions of the first token that was not taken (`_at`), and that has not landed (`landed_upto`)."""
         self._landed: dict[int, int] = {}
-        """Spans that have landed beyond `landed_upto`: the first token of each, and the token after its last."""
+        """Spans that have landed ahead of `landed_upto`: position of the first token to position after the last."""
 
     @property
     def done(self) -> bool:
@@ -129,19 +129,19 @@ class Lane:
         return [part.source for part in self.parts]
 
     def size_bytes(self, tokens: int) -> int:
-        """Return the bytes to read for a number of tokens."""
+        """Return the number of bytes that the lane reads for `tokens` tokens."""
         return tokens * self._unit_bytes // self._unit
 
     def readable_bytes(self, there: int) -> int:
-        """Return the bytes that may be read now and are not taken, if the first `there` tokens can be read."""
+        """Return the size in bytes of the spans that `take(there)` would return."""
         return self.size_bytes(max(self._upto(there) - self._at, 0))
 
     def take(self, there: int) -> Iterator[PromptSpan]:
-        """Take all spans that may be read now, if the first `there` tokens can be read. They count as taken at once."""
+        """Mark all spans within the prompt's first `there` tokens as taken. Return those that were not taken before."""
         return self._take(max(self._upto(there), self._at))
 
     def rest(self) -> Iterator[PromptSpan]:
-        """Take all spans that are left."""
+        """Mark all spans as taken. Return those that were not taken before."""
         return self._take(self._end)
 
     def note_landed(self, span: PromptSpan) -> None:
@@ -151,7 +151,7 @@ class Lane:
             self.landed_upto = self._landed.pop(self.landed_upto)
 
     def _upto(self, there: int) -> int:
-        """Return how far to read if the first `there` tokens can be read: whole units, or all at the end."""
+        """Return where the last span may end if the first `there` tokens can be read: after a unit, or at the end."""
         return self._end if there >= self.tokens.stop else there // self._unit * self._unit
 
     def _take(self, stop: int) -> Iterator[PromptSpan]:
@@ -169,17 +169,17 @@ class Lane:
 
 
 def _unit_of(parts: Sequence[SourcePart], local_tokens: int) -> tuple[int, int]:
-    """Return the tokens of a unit, and the scratch memory that a unit takes."""
+    """Return the number of tokens in a unit of a lane, and the bytes of scratch memory that a unit takes."""
     permuted = [(part.scratch_bytes, part.block_map.remote.block.tokens) for part in parts if part.scratch_bytes]
     unit = math.lcm(local_tokens, *(tokens for _, tokens in permuted))
     return unit, sum(size_bytes * (unit // tokens) for size_bytes, tokens in permuted)
 
 
 class Spans(Protocol):
-    """Cuts loads into lanes, and plans the reads of each span: straight into the cache, or through buffers."""
+    """Cuts a load into lanes, and plans the reads of each span: straight into the cache, or through buffers."""
 
     def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:
-        """Return a lane for each group of layers and rank; one lane for several ranks if their bytes meet in a buffer.
+        """Return a lane for each pair of a group of layers and a rank. Ranks that fill one buffer share a lane.
 
         Args:
             sources: the ranks to read from.
@@ -188,7 +188,7 @@ class Spans(Protocol):
         ...
 
     async def group(self, one: PromptSpan) -> CopyGroup:
-        """Take the buffers of one span when they are free, and plan its reads and its copy.
+        """Wait for the buffers that a span needs, take them, and return the span's reads and copy.
 
         Args:
             one: a span that was taken from its lane.
@@ -197,7 +197,7 @@ class Spans(Protocol):
 
 
 def by_group(parts: Sequence[SourcePart]) -> list[tuple[int, list[SourcePart]]]:
-    """Sort parts by the local group of layers that they fill. Return each group's index with its parts."""
+    """Collect `parts` by the local group of layers that they fill. Return (group index, parts), sorted by index."""
     found: dict[int, list[SourcePart]] = {}
     for part in parts:
         found.setdefault(part.block_map.local_group, []).append(part)
@@ -205,7 +205,7 @@ def by_group(parts: Sequence[SourcePart]) -> list[tuple[int, list[SourcePart]]]:
 
 
 def by_source(parts: Sequence[SourcePart]) -> Iterable[list[SourcePart]]:
-    """Sort parts by the rank that they are read from."""
+    """Collect `parts` by the rank that they are read from. Return one list for each rank."""
     found: dict[Source, list[SourcePart]] = {}
     for part in parts:
         found.setdefault(part.source, []).append(part)

@@ -1,10 +1,10 @@
 """Leases that other engines hold open for this rank: renewed while they are needed, then given back.
 
 *Keeping* a lease is renewing it: one notification per peer names the leases that are still needed. The first renewal is
-sent a moment after a lease is needed, the next ones every third of its ttl, so that two in a row may be lost. A stock
-peer gets the heartbeats that it expects instead (`Connection.telling`). Leases are kept for loads under way, and for
-requests that wait for their load. Most loads take a millisecond and renew nothing: each costs one entry in a dict, and
-one timer serves all.
+sent a moment after a lease is needed, the next ones every third of its ttl, so that two in a row may be lost. An
+engine with vLLM's own NixlConnector gets heartbeats instead (`Connection.telling`). Leases are kept for loads under
+way, and for requests that wait for their load. Most loads take a millisecond and renew nothing: each costs one entry in
+a dict, and one timer serves all.
 
 *Giving back* a lease is a notification if its rank is connected, after a read or instead of one: all blocks of a
 request may be cached already, or the request may be rejected before decode. A rank without a connection gets one
@@ -49,7 +49,7 @@ _FIRST_AFTER_S = 0.25  # most loads have ended by then, and renew nothing; soon,
 
 @dataclass(slots=True)
 class _Kept:
-    """A lease that is needed, and when it is renewed next."""
+    """A lease that this rank renews, and the time of its next renewal."""
 
     source: Source
     pause_s: float
@@ -82,14 +82,14 @@ class LeaseIdTelling:
         self.report(source.connection.agent, source.lease.lease_id, *source.connection.report_share)
 
     def report(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
-        """Report `numerator` / `denominator` of a lease as read by this rank."""
+        """Notify `agent` that this rank has read `numerator` / `denominator` of a lease; do nothing if that is 0."""
         if numerator > 0:  # else other ranks report it
             message = ReadDone(lease_ids=(lease_id,), reader=self._reader, numerator=numerator, denominator=denominator)
             self._transport.notify(agent, codec.encode(message), self._join)
 
 
 class RemoteLeases:
-    """The leases of other engines that this rank keeps: renews them, and gives them back."""
+    """Renews the leases on other engines that this rank needs, and gives back leases that it does not need."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._cache = cache
@@ -104,7 +104,7 @@ class RemoteLeases:
         """Renewals that were sent, counted once per lease and notification."""
 
     def keep(self, owner: object, ttl_s: float, source: Source) -> None:
-        """Renew a lease of `ttl_s` until its owner no longer needs it (`forget`)."""
+        """Renew the lease of `source` until `forget(owner)`. Its time to live, `ttl_s`, sets the interval."""
         now_s, pause_s = self._clock.now_s(), source.connection.telling.heartbeat_s
         if pause_s is None:
             pause_s = max(ttl_s / 3, _PAUSE_LEAST_S)
@@ -117,7 +117,7 @@ class RemoteLeases:
             self._alarm.set(due_s)
 
     def forget(self, owner: object) -> None:
-        """Stop renewing the leases of `owner`. No effect if it keeps none."""
+        """Stop renewing the leases that were kept for `owner`. No effect if there are none."""
         for kept in self._kept.pop(owner, ()):
             kept.source.peer.leases_kept -= 1
 
@@ -125,7 +125,7 @@ class RemoteLeases:
     def keep_while(self, ticket: Ticket) -> Iterator[None]:
         """Keep the leases of a checked ticket until the block ends, for a request that waits for its load.
 
-        Beside the block, a task finds the leases as a load would, so their ranks are connected before the load begins.
+        While the block runs, a task looks up the leases as a load would, so their ranks are connected before the load.
         If a lease cannot be kept, nothing is raised here: the load fails later. Raises RuntimeClosed.
         """
         if ticket.offers_nothing:
@@ -140,7 +140,7 @@ class RemoteLeases:
             self.forget(owner)
 
     def tell(self, sources: Sequence[Source]) -> None:
-        """Report the lease of each source as read, also to ranks that this rank reports to without reading."""
+        """Notify the rank of each source that this rank has finished with the lease there, read or not."""
         for source in sources:
             source.connection.telling.read(source)
 
@@ -148,9 +148,9 @@ class RemoteLeases:
         """Give the leases of a ticket back, unread. Return whether every rank that holds a lease was notified.
 
         One rank is notified first. The others follow only if that rank holds a lease for the ticket's request, or held
-        one. This takes at most Config.handshake_timeout_s and, for a rendezvous, the time until its offer comes, within
-        the ticket's `ttl_s`. RequestError if the ticket cannot be right, or the address of a rank cannot be known. If
-        cancelled, some ranks may have been notified.
+        one. This takes at most Config.handshake_timeout_s and, for a pending ticket, the time until its offer comes,
+        within the ticket's `ttl_s`. RequestError if the ticket cannot be right, or the address of a rank cannot be
+        known. If cancelled, some ranks may have been notified.
         """
         ticket, problems = self._resolver.read_ticket(given), list[KVFlowError]()
         told = await self._release(ticket, problems)
@@ -167,7 +167,11 @@ class RemoteLeases:
         self._begin_release(ticket, over_s, 0.0)
 
     def _begin_release(self, ticket: Ticket, over_s: float, paused_s: float) -> None:
-        """Start an attempt to give leases back, in time until `over_s`. `paused_s`: the pause before it; 0 at first."""
+        """Start a task that gives the leases of a ticket back.
+
+        `over_s`: time at which the last attempt has to be made. `paused_s`: seconds between the previous attempt and
+        this one; 0 for the first.
+        """
         with contextlib.suppress(RuntimeUnavailable):
             work = self._release_or_later(ticket, over_s, paused_s)
             self._spawn(work, name=f"kvflow-release {ticket.request_id}")
@@ -205,17 +209,20 @@ class RemoteLeases:
             return False
 
     async def _meet(self, ticket: Ticket, found: Callable[[Source, float], None]) -> Ticket:
-        """Wait for the offer of a rendezvous, and return its ticket. `found` gets each lease and its `ttl_s`."""
+        """Wait for the offer of a pending ticket, and return the ticket of that offer.
+
+        `found` is called with each lease and its `ttl_s`.
+        """
         growing = self._cache.part("growing", f"request {ticket.request_id!r}: a rendezvous")
         met: Ticket = await growing.rendezvous.meet(ticket, found)
         return met
 
     def _opens_within_s(self, ticket: Ticket) -> float:
-        """Return the seconds that an engine may take to open the lease of a rendezvous; 0 for other tickets."""
+        """Return how many seconds an engine may take to open the lease of a pending ticket; 0 for other tickets."""
         return min(ticket.ttl_s, self._config.lease_lifetime_s) if ticket.awaited else 0.0
 
     async def _release_awaited(self, ticket: Ticket) -> bool:
-        """Wait for the offer of a rendezvous, and give it back. Return whether an offer came.
+        """Wait for the offer of a pending ticket, and give its leases back. Return whether an offer came.
 
         A lease that is opened too late expires.
         """
@@ -228,7 +235,7 @@ class RemoteLeases:
         return len(met) > 0
 
     async def _meet_to_release(self, ticket: Ticket, met: list[Ticket]) -> None:
-        """Wait for the offer of a rendezvous, give it back, and add its ticket to `met`. Ends with the runtime."""
+        """Wait for a pending ticket's offer, give it back, and append its ticket to `met`. Ends with the runtime."""
         try:
             met.append(await self._meet(ticket, lambda source, _: self.tell((source,))))
         except KVFlowError as error:
@@ -261,12 +268,12 @@ class RemoteLeases:
         return True
 
     def close(self) -> None:
-        """Stop all renewals, also for owners that come later."""
+        """Stop all renewals for good: leases that are kept later are not renewed either."""
         self._closed = True
         self._alarm.set(math.inf)
 
     async def _keep_for(self, owner: object, ticket: Ticket) -> None:
-        """Find the leases of a ticket, and keep them until the task is cancelled.
+        """Look up the leases of a ticket, and renew them until the task is cancelled.
 
         Task `kvflow-keep <request>`: begun by `keep_leases`. Ends with its block.
         """

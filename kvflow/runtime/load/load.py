@@ -1,4 +1,4 @@
-"""A load as its caller and its steps share it: `Load`; and the name of an unchecked request."""
+"""`Load`, the handle that a load's caller, its steps and the loader share; and names of requests not checked yet."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _NAME_CHARS_MAX = 512
 _NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 Carry: TypeAlias = "Callable[[Load], Awaitable[LoadReport]]"
-"""A function that carries a load out: from its offer, as far as that is known, to its report."""
+"""A function that performs all steps of an accepted load, and returns the load's report."""
 
 
 def said_priority(request: LoadRequest) -> int:
-    """Return the priority of an unchecked request; the usual one if it is not valid: the request will be refused."""
+    """Return the priority of a request that is not checked yet; the default if it is invalid, as it will be refused."""
     found = checks.answer(lambda: checks.whole(request.priority, "priority"))
     return _USUAL_PRIORITY if found is None else found
 
@@ -81,14 +81,14 @@ class Load:
             request: the request, checked.
             ticket: the first of its tickets.
             tables: the local blocks of each group.
-            entries: the local blocks, as the ledger counts them.
+            entries: the same blocks, as entries of the block ledger.
             clock: the registration's clock.
             begun_s: when the load was requested, by that clock.
         """
         self.request_id = request.request_id
         self.request = request
         self.followed = False
-        """True once its progress was asked for, by `follow` or `async for`."""
+        """True once the caller has asked for progress, by `follow` or `async for`."""
         self.progress: Progress | None = None
         """Latest progress, while the load is under way; None before the first tokens of a growing lease have landed."""
         self._task: asyncio.Task[LoadReport] | None = None
@@ -108,27 +108,27 @@ class Load:
         """Deadline, by the loop's clock."""
         self.phase = "queued"
         self.waits_for: Callable[[], str] | None = None
-        """Returns a text that says what the phase waits for, and has by now; None if the phase's name says it."""
+        """Returns a text for errors: what the current phase waits for; None if the phase's name says it."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.carrying: asyncio.Task[Any] | None = None
         """The task that carries the load out; None before the load has begun."""
         self.cancelling = 0
-        """Number of times that this task had been cancelled before the load began."""
+        """`carrying.cancelling()` when the load began: cancellations of that task that are not the load's."""
         self.overdue = False
         """True once the loader has cancelled the load, because its deadline has passed or the loader closes."""
         self.held_up = ""
-        """For an error's message: what the load waited for when it became `overdue`; empty if the phase says it."""
+        """Part of the error's message: what the load waited for when it became `overdue`, or empty."""
         self.sources: Sequence[Source] = ()
         """The ranks that are read from; empty before there is a plan."""
         self.freshness = ""
         """Kind of proof, as in a `LoadReport`; empty before there is a plan."""
         self.tokens = 0
-        """Tokens that the load reads."""
+        """Number of tokens that the load reads."""
         self.flight: Flight | None = None
         self.lease_news: Any = None
-        """The `growing.load_news.News` of leases that are not complete yet; None if there are none."""
+        """The `growing.load_news.News`, which asks about leases that are not complete; None: nothing is asked."""
         self.landed: History | None = None
-        """Numbers of landed tokens by time, for a load of growing leases; None for other loads."""
+        """How many tokens had landed at which time, if the load reads growing leases; else None."""
         self.verification = Verification.OFF
         self.payload = b""
 
@@ -223,7 +223,7 @@ class Load:
         return self.progress
 
     def note_progress(self, tokens: int, tokens_in_all: int) -> None:
-        """Only for the part `growing`: note that more tokens have landed.
+        """Only for `kvflow.growing`: note that more tokens have landed.
 
         Args:
             tokens: number of tokens, from the first one on, that are in the local blocks of all groups.
@@ -277,7 +277,7 @@ class Load:
     def end_now(self) -> None:
         """Only for `Loader`: cancel the task that carries the load out, once.
 
-        A load that has not begun yet finds out when it begins.
+        A load that has not begun is not cancelled here: the loader fails it when it begins.
         """
         if self.carrying is not None and not self.overdue:
             self.overdue, self.held_up = True, self._held_up()
@@ -320,9 +320,9 @@ class Load:
         return f": no read has ended for {since_s:.3g} s, {reads} are under way: the peer or the network stands still"
 
     def end_phases(self) -> None:
-        """Only for steps of a load: end the phases.
+        """Only for steps of a load: end the current phase, and correct the times of the phases.
 
-        Time in which the flight waited for permits, or posted reads, does not count as "wire".
+        Time in which the flight waited for permits counts as "queued", and time to post reads as "post", not as "wire".
         """
         self.enter(self.phase, self.waits_for)
         flight = self.flight
@@ -372,7 +372,7 @@ class Load:
 
 
 class _Steps:
-    """Iterator of `async for` over a load."""
+    """Async iterator over the progress of a load, for `async for progress in load`."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -406,6 +406,6 @@ def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
 
 
 def request_name(request: LoadRequest) -> str:
-    """Return the id of an unchecked request, as messages and records may show it."""
+    """Return the id of an unchecked request for messages and records; if the id is invalid, a text about the id."""
     named = checks.answer(lambda: request.request_id)
     return named[:_NAME_CHARS_MAX] if type(named) is str and checks.encodes(named) else checks.shown(named)

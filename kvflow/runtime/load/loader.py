@@ -1,9 +1,9 @@
 """The loader: it accepts loads, has them carried out, and ends each in one place.
 
 The kind of a load is decided when the load is accepted: its offer is known or still to come, from one source or from
-several. A load passes through phases (`requests.PHASES`), all under one deadline. Its errors are typed. However a load
-ends, its local blocks are safe when it returns, or its error carries it as a quarantine (invariant I1). A load succeeds
-only if the proof of every rank that was read says that the whole read was fresh (invariant I2).
+several. A load passes through phases (`requests.PHASES`), all under one deadline. Its errors are typed. When a load
+ends, no further byte can land in its local blocks, or the load is the `quarantine` of its error (invariant I1). A load
+succeeds only if the proof of every rank that was read says that the whole read was fresh (invariant I2).
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ logger = logger_of(__name__)
 
 
 NEVER_READ_AT = 3
-"""Failed loads after which an engine counts as never read from. A peer that restarts costs one or two."""
+"""Number of failed loads, without one that succeeded, after which an engine is reported as never read from. A restart
+of a peer makes one or two loads fail."""
 _ENGINES_MAX = 1024
 
 
 class Loader:
-    """The loads of one registration."""
+    """Accepts, performs, counts and ends the loads into one registered cache."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._cache = cache
@@ -215,7 +216,10 @@ class Loader:
         return load, carry
 
     def _tickets(self, given: GivenTicket | Sequence[GivenTicket], what: str) -> list[Ticket]:
-        """Read the tickets of a request, which must be for one prompt. RequestError if they cannot be right."""
+        """Parse the ticket or tickets of a request.
+
+        RequestError if one is invalid, or if they are for different prompts.
+        """
         several: Sequence[Any] | None = (given,)
         if isinstance(given, list | tuple):
             several = checks.answer(lambda: tuple(given))
@@ -234,7 +238,7 @@ class Loader:
         return tickets
 
     def _look_at(self, when_s: float) -> None:
-        """Set the timer that ends overdue loads. One timer serves all loads, since most are quick."""
+        """Set the timer that ends overdue loads to `when_s`; infinity stops it. One timer serves all loads."""
         if self._look is not None:
             self._look.cancel()
         self._look, self._look_s = None, when_s
@@ -251,7 +255,7 @@ class Loader:
         self._look_at(next_s)
 
     async def _carry_out(self, load: Load, carry: Carry) -> LoadReport:
-        """Carry a load out to its outcome. Every load ends here."""
+        """Perform an accepted load by `carry`, and record its outcome. Every load that has begun ends here."""
         task = load.carrying = asyncio.current_task()
         assert task is not None, "loads are carried out by tasks"
         load.cancelling = task.cancelling()
@@ -279,7 +283,10 @@ class Loader:
         raise error from error.__cause__
 
     def _failed(self, load: Load, error: KVFlowError) -> KVFlowError:
-        """End a load with an error that names it. If bytes may still land, the load is the error's `quarantine`."""
+        """End a load with `error`, and return the error, which then names the load's request.
+
+        If bytes may still land in the load's blocks, the load becomes the `quarantine` of the error.
+        """
         if isinstance(error, PeerError | LoadError | RequestError):  # loads of one handshake may share it
             error = error.of_request(load.request_id, load.ticket.engine_id)
         if isinstance(error, PeerError | LoadError) and load.attempts is None:
@@ -290,10 +297,10 @@ class Loader:
         return error
 
     def _note_never_read(self, engine_id: str, why: str) -> None:
-        """Count a failed load with a ticket of an engine that no load has ever read from, and log it once.
+        """Count a failed load, unless a load has read from that engine before. At `NEVER_READ_AT`, log a warning.
 
-        If a router sends the request elsewhere, the load's error is hidden. If all loads from an engine fail, prompts
-        take long, and nothing else shows why.
+        If all loads from an engine fail, prompts take long. A router that sends the requests elsewhere hides the
+        errors, so nothing but this warning shows the reason.
         """
         if self._cache.peers.delivered(engine_id):
             self._never_read.pop(engine_id, None)
@@ -309,14 +316,14 @@ class Loader:
             )
 
     def _over(self, load: Load, task: asyncio.Task[LoadReport]) -> None:
-        """End a load that was cancelled before the first step of its own task."""
+        """Callback at the end of a load's task: end the load if the task was cancelled before its first step."""
         if load.carrying is None:
             self._end(load, asyncio.CancelledError(), "cancelled", CANCELLED)
         if not task.cancelled():
             task.exception()  # mark it as retrieved: it is logged, and awaiting the load raises it
 
     def _late(self, load: Load) -> KVFlowError:
-        """Return the error of a load without time left: that of the transport, if the transport died under the load."""
+        """Return the error of a load that the loader ends: the transport died, the loader closed, or it is too late."""
         phase, lost = load.where, load.flight.lost if load.flight is not None else None
         if isinstance(lost, RuntimeBroken):
             return lost
@@ -330,7 +337,7 @@ class Loader:
         return load.failure(DeadlineExceeded, f"deadline exceeded in phase {phase!r}{load.held_up}", phase=phase)
 
     def _landed(self, flight: Flight) -> None:
-        """Callback of a quarantined flight: no further byte of it can land."""
+        """Callback when no further byte of a quarantined flight can land: end the quarantine."""
         del self._unsafe[flight]
         if not self._loads and not self._unsafe:
             self._quiet.set()
@@ -343,7 +350,7 @@ class Loader:
         outcome: str,
         error: str = "",
     ) -> None:
-        """Forget a load, count its outcome, and give the outcome to its handle and the observers."""
+        """Set a load's outcome, count it, report it to the observers, and drop the load from the open loads."""
         load.end(result)
         if load.lease_news is not None:
             load.lease_news.close()

@@ -1,6 +1,6 @@
-"""A load before its bytes: checks that the request fits its offer, and plans which offered block goes where. Pure.
+"""Plan a load: check that the request fits its offer, and decide which offered block goes to which local block. Pure.
 
-The plan leads from tables of block ids to chunks of tokens.
+The input is tables of block ids; the result is chunks of tokens.
 
 Every rank of an engine holds the same prompt in the same blocks. So blocks are matched once for each pair of groups of
 layers, a local and a remote one. Then the block ids of each rank are filled in. Everything is checked against the
@@ -31,21 +31,21 @@ Matched: TypeAlias = Mapping[tuple[int, int], tuple[Chunks, ...]]
 
 
 class Plan(NamedTuple):
-    """Tokens and blocks that a load reads. The plan has set the `chunks` and `tables` of its sources."""
+    """The ranks, tokens and blocks that a load reads. `planned` has also set the `chunks` and `tables` of `sources`."""
 
     sources: Sequence[Source]
     """The ranks that are read from."""
     matched: Matched
     tokens: int
-    """Tokens of the prompt that are read."""
+    """Number of tokens that are read."""
     few: Sequence[tuple[int, int]] = ()
-    """Pairs (remote block, local block) for a load of a few blocks; then `matched` and `chunks` are empty."""
+    """Pairs (remote block, local block), only for a load of few blocks, which has no `matched` and no chunks."""
 
 
 def planned(
     what: str, ticket: Ticket, tables: Sequence[BlockIds], groups: Sequence[GroupFacts], sources: Sequence[Source]
 ) -> Plan:
-    """Plan a load into `tables`, local blocks by group. RequestError if local and remote blocks do not match."""
+    """Plan a load from `sources` into `tables`, the local blocks of each group. RequestError if blocks do not match."""
     matched: dict[tuple[int, int], tuple[Chunks, ...]] = {}
     read_from, tokens = [], 0
     for source in sources:
@@ -70,7 +70,7 @@ def planned(
 
 
 def known_so_far(ticket: Ticket, source: Source) -> list[BlockIds]:
-    """Return a rank's blocks by group, -1 for blocks that are not known yet. RequestError if they cannot be right."""
+    """Return the block ids of a rank's lease by group, -1 for ids not known yet. RequestError if one is invalid."""
     what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
     given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
     tables = []
@@ -94,7 +94,10 @@ def _match(
     block_map: BlockMap,
     source: Source,
 ) -> tuple[Chunks, ...]:
-    """Match blocks of a remote group with blocks of a local one. RequestError if they do not match."""
+    """Return the chunks that match the blocks of a remote group with local blocks.
+
+    RequestError if they do not match.
+    """
     ours, theirs = block_map.of_groups
     whole = source.connection.whole[theirs]
     tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens
@@ -164,7 +167,7 @@ def check_offered(
 
 
 def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
-    """Raise PromptMismatch if the ticket is for another prompt than the request, as far as both say."""
+    """Raise PromptMismatch if the ticket's prompt or token count, where known, differs from the request's."""
     what, offers = f"request {request.request_id!r}", f"{_whose(ticket)} offers {ticket.offered_tokens}"
     if request.prompt is not None:
         check_prompt(ticket, request.prompt, what)

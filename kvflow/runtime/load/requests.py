@@ -24,7 +24,7 @@ EVERY_PHASE = ("queued", "handshake", "plan", "post", COMPUTE, "wire", VERIFY, "
 it was verified."""
 
 TICKETS_MAX = 16
-"""Most tickets of one load."""
+"""Largest number of tickets in one load request."""
 
 GivenTicket: TypeAlias = Ticket | Mapping[str, Any]
 Again: TypeAlias = Callable[[Sequence[Attempt]], Awaitable[GivenTicket | None]]
@@ -56,18 +56,18 @@ class LoadRequest:
     prompt: Sequence[int] | None = None
     """Token ids of the prompt. PromptMismatch if the ticket is for another prompt, as far as its producer has said."""
     after: GivenEvent = None
-    """Event after which the device no longer touches the local blocks, such as a CUDA event recorded behind the last
-    step that used them. No byte lands before the event. **Without it, the blocks must be at rest when the load is
-    requested.**"""
+    """Event after which the device no longer uses the local blocks, such as a CUDA event recorded after the last step
+    that used them. No byte lands before the event. **Without an event, the device must no longer use the blocks when
+    the load is requested.**"""
     verify: bool | None = None
     """Whether to compare the bytes with the producer's by checksums. True fails the load where that is not possible,
     False never compares, None leaves it to Config.verify_share."""
     num_tokens: Count | None = None
-    """Number of tokens that the offer must have, for callers that make room before they know the offer, as for a
-    rendezvous. PromptMismatch, before anything is read, if the offer has another number. Required for a window with
-    smaller blocks than all groups without a window, unless `prompt` has as many tokens."""
+    """Number of tokens that the offer must have, for callers that allocate blocks before they know the offer, as
+    with a pending ticket. PromptMismatch, before anything is read, if the offer has another number. Required if a group
+    with a sliding window has smaller blocks than all full-attention groups, unless `prompt` has as many tokens."""
     keep_offer: bool = False
-    """True if the producer is not notified at the end, because other requests will read the same offer. Call
+    """True: do not notify the producer at the end, because other requests will read the same offer. Call
     `Runtime.release_blocks` after the last request; `Runtime.keep_leases` keeps the blocks until then."""
     again: GivenAgain = None
     """Async function, awaited within the deadline when no source is left. It gets the outcome of each source so far,
@@ -119,7 +119,7 @@ class LoadReport:
     """Tokens that were read into the local blocks; the last block may be partly filled."""
     descriptors: int
     sources: tuple[str, ...]
-    """Ranks of the producer that were read from."""
+    """Names of the producer's ranks that were read from."""
     notified: bool
     """True if every rank of the producer with a lease for this reader was notified that it may free its blocks."""
     seconds: Mapping[str, float]
@@ -128,7 +128,7 @@ class LoadReport:
     """Proof of the bytes: "seal", by the seal of each producer's lease; or "deadline", by arithmetic alone, for a load
     from an engine that keeps no seals (`kvflow.stock`)."""
     payload: builtins.bytes = b""
-    """Bytes that came with the end of the lease (`Lease.complete`); empty if none were promised."""
+    """Bytes that the producer gave to `Lease.complete`; empty if the lease promised none."""
     attempts: Sequence[Attempt] = ()
     """Sources of a load with several tickets or with `again`, in the order in which they were read. The last source has
     delivered the whole load."""
@@ -176,13 +176,13 @@ class LoadingStatistics:
 
     open_loads: int
     waiting_loads: int
-    """Open loads that wait because Limits.loads_max ranks are read from already."""
+    """Open loads that wait because other loads already read from Limits.loads_max ranks in total."""
     waiting_reads: int
     """Reads that wait for room within the bounds of Config (`in_flight_bytes_max` and others)."""
     in_flight: InFlight
     """Reads that are posted and have not stopped, including reads into quarantined blocks."""
     peers: Mapping[str, PeerLoad]
-    """Reads in flight and waiting, for each rank that has any, by the name of its agent."""
+    """Reads in flight and waiting reads, for each rank with any, by the name of the rank's NIXL agent."""
     quarantines: int
     """Loads that have ended while their blocks are not safe yet."""
     succeeded: int
@@ -194,13 +194,13 @@ class LoadingStatistics:
     renewals: int
     """Renewals of leases, for loads under way and by `keep_leases`."""
     sources_left: int = 0
-    """Sources that failed in loads that went on with another source."""
+    """Number of sources that failed in loads that then read from another source."""
     never_read: int = 0
-    """Engines that loads have failed to read from several times, and that no load has ever read from."""
+    """Number of engines from which several loads have failed, and none has ever succeeded."""
     verified: int = 0
-    """Loads with bytes that were compared and were equal at once."""
+    """Verified loads with bytes that were equal after the first read."""
     repaired: int = 0
-    """Loads with bytes that differed, and were equal after a second read."""
+    """Verified loads with bytes that differed at first, and were equal after a second read."""
     mismatch: int = 0
     """Loads that failed because their bytes differed twice."""
     unverified: int = 0

@@ -1,7 +1,7 @@
-"""The steps of a load with a known offer: reach its ranks, plan, claim, read, vouch, notify. `carry` calls them.
+"""The steps of a load with a known offer: connect to its ranks, plan, claim, read, check the proofs, notify the ranks.
 
-Optional steps are chosen once, after the plan: growth, a payload that is still to come, buffers, a comparison with the
-producer's bytes. Most loads are read straight into the cache (`read_straight`).
+`carry` calls them. Options are chosen once, after the plan: a growing lease, a promised payload, buffers, a comparison
+with the producer's bytes. Most loads are read straight into the cache (`read_straight`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
 
 Reader: TypeAlias = Callable[[Load, Flight, Plan], Awaitable[bool]]
-"""A function that reads a load's bytes into its blocks: straight, through buffers, as they are computed, or with a
-comparison. It returns True if the leases covered the whole read (`Flight.fly`)."""
+"""A function that reads a load's bytes into its blocks: directly, through buffers, while they are computed, or with a
+comparison of digests. It returns True if the leases covered the whole read (`Flight.fly`)."""
 
 _OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
 _PAST_DEADLINE = "it ended later than its producer is known to hold the blocks: compute the prompt again"
@@ -48,7 +48,7 @@ _BROKEN = "its producer could not compute the prompt, and says so: have another 
 
 
 async def carry(cache: RegisteredCache, load: Load) -> LoadReport:
-    """Carry a load from its ticket to its report. If this raises, the load's flight has stopped, or is quarantined."""
+    """Perform a load, and return its report. If this raises, the load's flight has stopped, or is quarantined."""
     ticket, request, grace_s = load.ticket, load.request, cache.config.cancel_grace_s
     if not len(load.entries) or not (ticket.block_ids or ticket.has_blocks):
         return await _carry_empty(cache, load)
@@ -82,9 +82,9 @@ async def carry(cache: RegisteredCache, load: Load) -> LoadReport:
 
 
 async def _carry_empty(cache: RegisteredCache, load: Load) -> LoadReport:
-    """Carry a load of no blocks: notify the producer, if it waits for that; wait for the payload, if one is promised.
+    """Perform a load that reads no block: wait for the payload, if one is promised, and notify the producer.
 
-    If the producer cannot be notified nothing is lost: its lease expires.
+    If the producer cannot be notified, nothing is lost: its lease expires.
     """
     ticket = load.ticket
     if ticket.offers_nothing:
@@ -128,10 +128,10 @@ def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None
 
 
 async def _admitted(cache: RegisteredCache, load: Load) -> None:
-    """Wait for the caller's event `after`, and until every rank to read from has a word for its seal.
+    """Wait for the request's event `after`, then until the seal of every rank to read from has a word of host memory.
 
-    Overloaded if too many loads wait already. Connections are held meanwhile, so that a broken connection stays until
-    this load finds out.
+    Overloaded if too many loads wait for words already. The connections are held meanwhile, so that a broken connection
+    is not removed before this load finds out.
     """
     request, slots, waiting_max = load.request, cache.resources.seal_slots, cache.config.loads_waiting_max
     ranks, ranks_max = len(load.sources), cache.config.limits.loads_max
@@ -156,7 +156,7 @@ async def _admitted(cache: RegisteredCache, load: Load) -> None:
 
 
 def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
-    """Choose how to read: at once or as blocks are computed, with or without a comparison. Return the chosen read."""
+    """Choose how to read: at once or while blocks are computed, with or without a comparison. Return the begun read."""
     ticket, verify = load.ticket, load.request.verify
     if plan.few:
         load.enter("wire")
@@ -202,7 +202,7 @@ async def _tell(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -
 
 
 def _over_error(load: Load) -> LoadError:
-    """Return the error of a load with leases that ended too early.
+    """Return the error of a load with a lease that had ended before the whole read was proven fresh.
 
     PrefillFailed if the prompt could not be computed, else LeaseExpired.
     """
@@ -215,12 +215,12 @@ def _over_error(load: Load) -> LoadError:
 
 
 def _growing(cache: RegisteredCache, load: Load) -> Any:
-    """Return the part that carries loads of growing leases."""
+    """Return the `Growing` of this cache, which reads growing leases (the optional package `kvflow.growing`)."""
     return cache.part("growing", f"request {load.request_id!r}: a load of a lease that grows")
 
 
 def through_buffers(cache: RegisteredCache, load: Load, plan: Plan) -> Any:
-    """Return the part that reads through buffers; None if the whole load goes straight into the cache."""
+    """Return this cache's `staging.buffered.Buffered`; None if the whole load goes straight into the cache."""
     for source in plan.sources:
         if not source.connection.straight and not _takes_straight(cache, source.connection):
             return cache.part("staging", f"request {load.request_id!r}: a load through buffers")
@@ -228,7 +228,7 @@ def through_buffers(cache: RegisteredCache, load: Load, plan: Plan) -> Any:
 
 
 def _drawn(cache: RegisteredCache) -> bool:
-    """Decide by chance whether to verify this load, as often as Config.verify_share says."""
+    """Return True at random, with probability Config.verify_share: then this load is verified."""
     return int(cache.token_hex(4), 16) < cache.config.verify_share * _DRAWN_OF
 
 
@@ -236,7 +236,7 @@ def _drawn(cache: RegisteredCache) -> bool:
 
 
 def _takes_straight(cache: RegisteredCache, connection: Connection) -> bool:
-    """Return whether all that may be read from a rank goes straight into the cache. Found once per connection."""
+    """Return whether every read from a rank goes straight into the cache. The connection remembers the answer."""
     if connection.straight is None:
         pieces = any(in_pieces(cache, one) for one in connection.block_maps)
         connection.straight = not pieces and not cache.memory.staging
@@ -247,7 +247,7 @@ def _takes_straight(cache: RegisteredCache, connection: Connection) -> bool:
 
 
 def in_pieces(cache: RegisteredCache, block_map: BlockMap) -> bool:
-    """Return whether it may be better to read a peer's blocks whole, through scratch memory, than in pieces."""
+    """Return True if scratch memory may be used because a peer's blocks would be read in several pieces each."""
     if block_map.opaque or not cache.scratch:
         return False
     pieces = len(block_map.groups(block_map.chunk_tokens)[0].local_offsets)
@@ -260,7 +260,7 @@ def read_straight(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan
 
 
 def straight_reads(cache: RegisteredCache, sources: Sequence[Source], head_of: HeadOf | None) -> Iterator[Read]:
-    """Yield reads of each rank in turn, so that all ranks are busy."""
+    """Yield the reads of all `sources`, one of each rank in turn, so that all ranks are busy."""
     if len(sources) == 1:
         yield from slices(cache, sources[0], sources[0].chunks, head_of)
         return
@@ -279,7 +279,7 @@ def slices(
     chunks: Mapping[BlockMap, Iterable[Chunks]],
     head_of: HeadOf | None = None,
 ) -> Iterator[Read]:
-    """Yield the reads of one rank. With `head_of` the first one also fetches the seal, unless it was fetched before."""
+    """Yield the reads of `chunks` from one rank. With `head_of`, the first read also fetches the seal, if none did."""
     limits, head = cache.config.limits, None
     if head_of is not None and source.connection.carries_seals and not source.proof.asked:
         head = head_of(source)
