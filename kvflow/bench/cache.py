@@ -1,8 +1,9 @@
-"""The KV cache of a rank without a model: each 4-byte word of a producer encodes its head, layer, part, token, element.
+"""The KV cache of a rank without a model: each 4-byte word of a producer is a number made of its position in the model.
 
-The word for a place in the model is the same in every sharding, so a load can be checked between any two shardings, and
-a missing, stale or misplaced byte is found. Tokens are numbered over the producer's pool: token t of block b has number
-b * block_size + t. All pages are touched at the start; otherwise a transfer would pay for the first touch of a page.
+The position is head, layer, K or V, token and element. The word is the same in every sharding of the model, so a load
+can be checked between any two shardings, and a missing, stale or misplaced byte is found. Tokens are numbered over the
+producer's pool: token t of block b has number b * block_size + t. All pages are touched at the start; otherwise a
+transfer would pay for the first touch of a page.
 
 The memory is advised to use huge pages. With small pages a process keeps for its lifetime the free pages that the
 kernel happened to have, and the speed of a reader over shm depends on how its producer's pages lie. With raw NIXL
@@ -105,13 +106,13 @@ class CacheShape:
 
 
 class BenchCache:
-    """The cache of a rank: one array [K or V, block, head, token, word] per layer, in any memory order."""
+    """The cache of a rank: one array per layer with axes [K or V, block, head, token, word], whatever `shape.order`."""
 
     def __init__(self, shape: CacheShape, memory: Memory | None = None, device: str | None = None) -> None:
         """Make an empty cache in `memory`, or in new memory. Caches that never load at the same time may share memory.
 
-        With a `device`, `tensors` gives the engine a copy there. `poison` then copies to the device, and `check` copies
-        back first.
+        With a `device`, the tensors that `tensors` returns are copies on that device. Then `poison` copies to the
+        device afterwards, and `check` copies from the device before it compares.
         """
         self.shape = shape
         self._device = device
@@ -194,11 +195,14 @@ class BenchCache:
         return int(found.nbytes)
 
     def _pool(self, block_size: int) -> Words:
-        """Return the token numbers of a pool with this block size, as [block, token]."""
+        """Return the numbers of all tokens of a pool that has blocks of `block_size`, as an array [block, token]."""
         return np.arange(self.shape.pool_tokens, dtype=np.uint32).reshape(-1, block_size)
 
     def _expected(self, layer: int, tokens: Words) -> Words:
-        """Return the words that `layer` has for `tokens` [block, token], as [K or V, block, head, token, word]."""
+        """Return the words of a producer's `layer` for token numbers, an array [block, token].
+
+        The words are an array [K or V, block, head, token, word].
+        """
         shape = self.shape
         heads = np.arange(shape.first_head, shape.first_head + shape.kv_heads, dtype=np.uint32)
         parts = np.arange(layer * PARTS, (layer + 1) * PARTS, dtype=np.uint32)
@@ -212,7 +216,7 @@ class BenchCache:
 
 
 def allocate(size_bytes: int) -> Memory:
-    """Return new private memory, poisoned, aligned to a huge page, and in huge pages if the machine has them."""
+    """Return new private memory, filled with 0xFF, aligned to a huge page, and in huge pages if the machine has any."""
     rounded = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, rounded + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -40,19 +40,22 @@ class BenchError(RuntimeError):
 
     @property
     def reason(self) -> str:
-        """The last line of the message, which is that of the child's traceback."""
+        """Last line of the message. If a step has raised, this is the last line of the child's traceback."""
         return str(self).strip().splitlines()[-1]
 
 
 class RankProcess(NamedTuple):
-    """A rank to start in a child: its name, and `setup`, which opens the rank in the child's uvloop until it exits."""
+    """A rank to start in a child process: its name, and the function `setup`, which is called in the child.
+
+    `setup()` returns an async context manager. It yields the rank and closes it when the child exits.
+    """
 
     name: str
     setup: Callable[[], contextlib.AbstractAsyncContextManager[object]]
 
 
 class Child:
-    """A child process and the pipe to it. The parent sends a step's name and arguments, the child sends the result."""
+    """A child process and the pipe to it. The parent sends a method's name and arguments, the child its result."""
 
     def __init__(self, rank: RankProcess, environment: Environment) -> None:
         context = multiprocessing.get_context("spawn")
@@ -81,7 +84,7 @@ class Child:
     def run(
         self, step: Callable[Concatenate[Any, P], Coroutine[Any, Any, ResultT]], *args: P.args, **kwargs: P.kwargs
     ) -> ResultT:
-        """Run the method `step` of the rank in the child, and return its result.
+        """Run the coroutine method `step` of the rank in the child process, and return its result.
 
         Raise BenchError, with the child's traceback, if the step fails.
         """
@@ -90,7 +93,7 @@ class Child:
     def start(
         self, step: Callable[Concatenate[Any, P], Coroutine[Any, Any, ResultT]], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[], ResultT]:
-        """Start the method `step` of the rank in the child, and return a function that waits for its result as `run`.
+        """Start the method `step` of the rank in the child, and return a function that waits for the result as `run`.
 
         A child runs one step at a time.
         """
@@ -114,7 +117,7 @@ class Child:
         return value
 
     def close(self) -> None:
-        """Close the pipe, by which the child exits, and wait for its end. Kill a child that does not exit in time."""
+        """Close the pipe, which makes the child exit, and wait for its end. Kill it if it does not exit in time."""
         self._pipe.close()
         self._process.join(_EXIT_TIMEOUT_S)
         if self._process.is_alive():
@@ -139,7 +142,7 @@ def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Ite
 
 
 class ChildCaller:
-    """A rank that calls any function of a module in the child, and awaits the result of a coroutine function."""
+    """A rank with one method, `call`, which calls a function in the child process, and awaits its result if needed."""
 
     async def call(self, function: Callable[..., Any], *arguments: object) -> Any:
         result = function(*arguments)

@@ -33,7 +33,7 @@ def config_of(engine_id: str, backend: str = "UCX") -> kvflow.Config:
 async def open_runtime(
     config: kvflow.Config, cache: BenchCache, parts: Sequence[kvflow.Part] = ()
 ) -> AsyncIterator[kvflow.Runtime]:
-    """Open a runtime and register `cache` with it."""
+    """Open a runtime, register `cache` with it, and close it when the block ends."""
     kv_caches, shape = cache.tensors(), cache.shape
     layout = kvflow.CacheLayout.infer(
         kv_caches, order=shape.order, block_size=shape.block_size, style=kvflow.KVStyle.KV_FIRST
@@ -56,7 +56,7 @@ async def open_producer(
 
 
 class EngineProducer:
-    """The producer's rank. Steps: `offer` and `settle`."""
+    """A producer in a child process. The parent runs its methods `offer` and `settle` by `Child.run`."""
 
     def __init__(self, runtime: kvflow.Runtime, block_size: int) -> None:
         self._runtime = runtime
@@ -94,7 +94,7 @@ class EngineProducer:
 
 
 class LoadResult(NamedTuple):
-    """Time and size of one load. `size_bytes` and `descriptors` count all reads, perhaps more than was requested."""
+    """Time and size of one load. `size_bytes` and `descriptors` count all reads, also beyond the requested blocks."""
 
     seconds: float
     size_bytes: int
@@ -111,7 +111,7 @@ async def open_consumer(
 
 
 class EngineConsumer:
-    """The consumer's rank. Step: `load`."""
+    """A consumer in a child process. The parent runs its method `load` by `Child.run`."""
 
     def __init__(self, runtime: kvflow.Runtime, cache: BenchCache) -> None:
         self._runtime = runtime
@@ -135,7 +135,10 @@ Pair: TypeAlias = tuple[Child, Child]
 
 
 def pair_ranks(shape: CacheShape, device: str | None = None, backend: str = "UCX") -> tuple[RankProcess, RankProcess]:
-    """Return the ranks of a producer and a consumer with caches of the same shape, in host memory or on `device`."""
+    """Return a producer and a consumer to start in child processes.
+
+    Their caches have the same shape, in host memory or on `device`.
+    """
     return (
         RankProcess("producer", partial(open_producer, config_of("producer", backend), shape, device)),
         RankProcess("consumer", partial(open_consumer, config_of("consumer", backend), shape, device)),
@@ -144,13 +147,16 @@ def pair_ranks(shape: CacheShape, device: str | None = None, backend: str = "UCX
 
 @contextlib.contextmanager
 def open_pair(shape: CacheShape, environment: Environment, device: str | None = None) -> Iterator[Pair]:
-    """Start a producer and a consumer (`pair_ranks`), and close them when the block ends."""
+    """Start a producer and a consumer in child processes, and close them when the block ends."""
     with open_children(pair_ranks(shape, device), environment) as children:
         yield children["producer"], children["consumer"]
 
 
 def hand_over(pair: Pair, loads: Sequence[PlannedLoad]) -> list[LoadResult]:
-    """Offer `loads`, run them one after another, compare every byte, and check that every lease ended as read."""
+    """Run `loads` one after another from producer to consumer. Return the result of each.
+
+    Every byte is compared, and every lease must have ended as read.
+    """
     producer, consumer = pair
     tickets = producer.run(EngineProducer.offer, loads)
     results = consumer.run(EngineConsumer.load, loads, tickets)

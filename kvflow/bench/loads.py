@@ -18,7 +18,7 @@ Ticket: TypeAlias = dict[str, object]
 
 
 class SettingsError(ValueError):
-    """An option of a bench cannot be measured. The message names the option and both values."""
+    """An option of a bench has a value that cannot be measured. The message names the option and the value."""
 
 
 class Fabric(enum.StrEnum):
@@ -47,9 +47,10 @@ def scattered(seed: str, blocks: int, count: int) -> tuple[int, ...]:
 
 
 def scattered_loads(name: str, blocks: int, counts: Sequence[int], *, seed: str = "") -> tuple[PlannedLoad, ...]:
-    """Return a load for each of `counts`, with that many of the `blocks` on each side. No two loads share a block.
+    """Return one load for each number of blocks in `counts`. No two loads share a block.
 
-    Equal seeds give equal blocks; the default seed is `name`.
+    The block ids on each side are chosen at random below `blocks`. Equal seeds give equal ids; the default seed is
+    `name`.
     """
     local_ids, remote_ids = (scattered(f"{seed or name} {side}", blocks, sum(counts)) for side in ("local", "remote"))
     return tuple(

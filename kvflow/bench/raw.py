@@ -1,4 +1,4 @@
-"""Raw NIXL, without kvflow, tuned as well as we could: the baseline for kvflow's loads.
+"""Loads by NIXL alone, without kvflow, tuned as well as we could: the baseline for kvflow's loads.
 
 Descriptors are prepared once, as strided rows, and a load picks them by index, which lets NIXL merge neighbours. NIXL's
 backends get the same parameters as in kvflow, for instance UCX's frame size over tcp. The producer's progress thread
@@ -118,7 +118,10 @@ def _config(api: Any, *, producer: bool) -> Any:
 
 
 class RawRank:
-    """The rank of a producer or a reader on raw NIXL. Steps: `address` and `drain`, or `connect` and `load`."""
+    """A producer or a reader on NIXL alone, in a child process. The parent runs its methods by `Child.run`.
+
+    The methods of a producer are `address` and `drain`, those of a reader `connect` and `load`.
+    """
 
     def __init__(self, agent: TunedAgent, cache: BenchCache) -> None:
         self._agent, self._cache = agent, cache

@@ -33,9 +33,10 @@ _TURN_LOADS_MAX = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Result for loads of one size. `kvflow_s` and `raw_s` are medians over the pairs of each pair's median load.
+    """Result for loads of one size over one fabric.
 
-    `kvflow_p99_s` is over all loads; with fewer than 100 loads it is the slowest load.
+    `kvflow_s` and `raw_s` are seconds of one load: the median over all process pairs of the median load of each pair.
+    `kvflow_p99_s` is the 99th percentile over all loads; with fewer than 100 loads it is the slowest load.
     """
 
     transport: Fabric
@@ -52,7 +53,7 @@ class Speed:
 
 
 def blocks_of(sizes: str, layers: int) -> dict[str, int]:
-    """Parse `sizes`, for instance "block,1,16". Return the number of blocks of each size by its label, smallest first.
+    """Parse `sizes`, for instance "block,1,16". Return the number of blocks by label ("16 MB"), smallest first.
 
     Raise SettingsError for an entry that is neither "block" nor a number of MB that is a multiple of a block.
     """
@@ -89,8 +90,8 @@ def measure(
     Args:
         transport: Fabric that moves the bytes.
         sizes: Sizes of a load, as for `blocks_of`.
-        pairs: Number of times that all processes are started again.
-        rounds: Number of turns with each pair and size.
+        pairs: Number of times that all processes are started, since equal processes differ in speed.
+        rounds: Number of rounds for each process pair and size; in each, kvflow and raw NIXL run the same loads.
         layers: Layers of the cache.
         backend: NIXL's backend for kvflow and raw NIXL; several are separated by commas.
         note: Called with a line of progress for each pair.

@@ -41,14 +41,17 @@ class ReadPath(NamedTuple):
 
 
 class UcxLog:
-    """A folder for the UCX logs of children started with `environment`. A log is complete once its child has ended."""
+    """A folder for UCX's logs of child processes that are started with `environment`.
+
+    A log is complete once its child process has ended.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self.environment = {**QUIET, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/%p.log"}
 
     def read_path(self, pid: int, size_bytes: int) -> ReadPath | None:
-        """Return the path of reads of `size_bytes` by an ended process; None if its log does not have it."""
+        """Return the path of reads of `size_bytes` by the ended process `pid`; None if its log does not name a path."""
         text = "".join(file.read_text(errors="replace") for file in self._folder.glob(f"{pid}.log*"))
         return read_path(text, size_bytes)
 
@@ -60,9 +63,9 @@ def ucx_log() -> Iterator[UcxLog]:
 
 
 def read_path(log: str, size_bytes: int) -> ReadPath | None:
-    """Return the path by which the process that wrote `log` reads pieces of `size_bytes` from other processes.
+    """Return the path by which the process that wrote `log` reads `size_bytes` at once from other processes.
 
-    None if the log does not have it.
+    Return None if the log does not name a path for this size.
     """
     found = None
     owner, reading = "", False

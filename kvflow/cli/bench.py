@@ -23,7 +23,7 @@ from kvflow.bench.transfer import Speed, measure
 
 @contextlib.contextmanager
 def told(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator[None]:
-    """Turn `errors` raised in the block into one line on stderr and the end of the command with `exit_code`."""
+    """If the block raises one of `errors`, print it in one line to stderr and exit the command with `exit_code`."""
     try:
         yield
     except errors as error:

@@ -16,7 +16,7 @@ _MODULES = ("typer", "rich")
 
 
 def missing_modules() -> tuple[str, ...]:
-    """Return the modules of the extra that are not installed."""
+    """Return the modules of the extra `kvflow[cli]` that are not installed."""
     return tuple(name for name in _MODULES if find_spec(name) is None)
 
 

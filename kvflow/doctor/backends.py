@@ -1,8 +1,8 @@
 """Check of NIXL's backends: each is started and moves some bytes.
 
-All backends run in one child process. If a backend crashes it, that is only a finding, and the rest run in a new one. A
-backend that reaches peers hands blocks over between two runtimes of the child. The backend for files saves and restores
-blocks with `kvflow.storage`. Every byte is compared.
+All backends run in one child process. If a backend crashes that process, the finding says so, and the other backends
+run in a new process. A backend for peers hands blocks over between two runtimes in the child. The backend for files
+saves and restores blocks with `kvflow.storage`. Every byte is compared.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvflow.errors import KVFlowError
 _SHAPE = CacheShape(layers=8, blocks=128)
 _WAIT_S = 30.0
 _FAILED = "!"
-"""Prefix of the result of a backend that does not work."""
+"""First character of the result text of a backend that does not work."""
 
 
 def check_backends(plugins: Sequence[str]) -> Finding:
-    """Try each of NIXL's plugins as a backend, and judge the results."""
+    """Move some bytes by each of NIXL's `plugins`, and return one finding about all."""
     found: dict[str, str] = {}
     left = list(plugins)
     while left:
@@ -45,7 +45,8 @@ def check_backends(plugins: Sequence[str]) -> Finding:
 def judge_backends(found: Mapping[str, str]) -> Finding:
     """Return one finding about all backends.
 
-    `found` has by backend what it moves and how fast, or, after the prefix `_FAILED`, why it does not work.
+    `found` has a text for each backend's name: the kind of bytes that it moves and how fast, or `_FAILED` and the
+    reason why it does not work.
     """
     moving = [f"{name} moves {what}" for name, what in found.items() if not what.startswith(_FAILED)]
     others = [name for name, what in found.items() if what.startswith(_FAILED)]
@@ -57,7 +58,7 @@ def judge_backends(found: Mapping[str, str]) -> Finding:
 
 
 async def _move(name: str) -> str:
-    """Try a backend. Return what it moves and how fast, or `_FAILED` and the reason."""
+    """Move some bytes by the backend `name`. Return the text for `judge_backends`."""
     try:
         async with asyncio.timeout(_WAIT_S):
             return await (_to_a_file() if name == STORE_BACKEND else _to_a_peer(name))

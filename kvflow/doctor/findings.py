@@ -1,4 +1,4 @@
-"""Findings: the result of each check, in one line with a remedy. Pure."""
+"""Findings of `kvflow doctor`: the result of each check in one line, with advice. Pure."""
 
 from __future__ import annotations
 

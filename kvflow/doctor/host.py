@@ -1,7 +1,7 @@
 """Facts of the machine, read by `read_host`, and the checks that judge them.
 
-Limits set by the kernel or a container are read where the kernel shows them. A fact that cannot be read is None, and a
-check without its fact says so. How many open files kvflow needs is computed in `runtime.open_files`.
+Limits that the kernel or a container sets are read from /proc, /sys and getrlimit. A fact that cannot be read is None,
+and its check then says so. `runtime.open_files` computes how many open files kvflow needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OUR_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Facts of the machine and of this process. None: not known here, or does not exist, if not said otherwise."""
+    """Facts of the machine and of this process. Unless a field says otherwise, None means unknown or absent."""
 
     locked_bytes_max: int | None
     """Limit of locked memory of a process, in bytes; None for no limit."""
@@ -130,7 +130,7 @@ def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_open_files(name: str, host: Host, config: Config) -> Finding:
-    """Check this process's limit of open files, which an engine started in the same way would have.
+    """Check this process's limit of open files. An engine that is started in the same way has the same limit.
 
     Only the hard limit counts: a runtime raises its soft limit to the hard limit when it opens.
     """
@@ -165,7 +165,10 @@ def check_shared_memory(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_process_reading(name: str, host: Host, _: Config) -> Finding:
-    """Check the permission to trace other processes, which UCX's process_vm_readv needs between two local processes."""
+    """Check the permission to trace other processes: UCX needs it to read memory of a process on the same machine.
+
+    UCX reads it by the system call process_vm_readv.
+    """
     scope = host.ptrace_scope
     if host.may(_CAP_SYS_PTRACE):
         return ok(name, "allowed (CAP_SYS_PTRACE)")

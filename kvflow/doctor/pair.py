@@ -30,7 +30,7 @@ _FIX = "make both sides equal in this, or let their router not pair them"
 
 
 _Shown: TypeAlias = tuple[Address, Compatibility, messages.Metadata]
-"""An engine's rank 0: address, compatibility facts, and the metadata that it sends to readers."""
+"""Rank 0 of an engine: its address, its compatibility facts, and the metadata that it sends to readers."""
 
 
 class _NotTold(Exception):
@@ -38,9 +38,9 @@ class _NotTold(Exception):
 
 
 async def examine_pair(config: Config, prefill: str, decode: str) -> list[Finding]:
-    """Ask two engines, each given as ENGINE_ID@tcp://host:port, and judge whether they could hand over.
+    """Ask two running engines for their metadata, and judge whether `decode` could load blocks from `prefill`.
 
-    `config` has the timeouts and CURVE keys for asking.
+    Each is given as ENGINE_ID@tcp://host:port. `config` has the timeouts and CURVE keys for the questions.
     """
     channel, shown, found = ZmqSideChannel(config, SystemClock().now_s), list[_Shown](), list[Finding]()
     try:
@@ -56,7 +56,7 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
 
 
 def _advice(given: str, problem: Exception) -> str:
-    """Return the advice for an engine, `given` as in `examine_pair`, that did not answer with its metadata."""
+    """Return advice for `problem`, with which an engine was asked for metadata. `given`: ENGINE_ID@tcp://host:port."""
     match problem:
         case ConfigError():
             return "give ENGINE_ID@tcp://host:port as tickets name them"
@@ -72,10 +72,10 @@ def _advice(given: str, problem: Exception) -> str:
 
 
 async def _ask(channel: ZmqSideChannel, given: str) -> _Shown:
-    """Ask an engine twice, and return its facts and metadata.
+    """Ask an engine twice, and return its compatibility facts and metadata.
 
-    The first question has no fingerprint; the engine's refusal shows the compatibility facts. The second question has
-    the fingerprint of these facts, as a compatible reader's, and gets the metadata.
+    The first question has an empty fingerprint, so the engine refuses it and shows its facts in the refusal. The second
+    question has the fingerprint of these facts, like that from a compatible reader, and is answered with the metadata.
     """
     engine_id, named, where = given.rpartition("@")
     if not named or not engine_id:
@@ -94,9 +94,9 @@ async def _ask(channel: ZmqSideChannel, given: str) -> _Shown:
 
 
 def judge_pair(prefill: _Shown, decode: _Shown) -> list[Finding]:
-    """Return a finding for each rule of the handshake that forbids the hand-over.
+    """Return a finding for each rule of the handshake that forbids the hand-over, or one finding that none does.
 
-    The messages are the decode engine's: "ours" is its value, "theirs" the prefill engine's.
+    In the messages "ours" is the decode engine's value, and "theirs" the prefill engine's.
     """
     (at, facts, metadata), (their_at, their_facts, theirs) = decode, prefill
     ours = LocalRank(

@@ -66,7 +66,7 @@ def examine(
 
 
 def _examine_stock(config: Config, address: str) -> Iterator[Finding]:
-    """Check a stock engine. The modules for stock engines are imported only here."""
+    """Check the vLLM engine at `address`, which runs vLLM's own NixlConnector. Its modules are imported only here."""
     from kvflow.doctor.stock import examine_stock
 
     yield from asyncio.run(examine_stock(address, config.handshake_timeout_s))

@@ -15,9 +15,9 @@ _ENGINE, _CACHE, _READ = "stock engine", "stock cache", "reading it"
 
 
 async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
-    """Ask the stock engine's listener for its metadata, and judge it.
+    """Ask a vLLM engine with its own NixlConnector, at `address`, for its metadata, and judge the answer.
 
-    Only rank 0 is asked for: every engine has it, and a question for a missing rank kills the listener.
+    Ask for rank 0 only: every engine has rank 0, and a question for a missing rank kills vLLM's listener.
     """
     try:
         shown = await ask_rank(address, timeout_s=timeout_s)
@@ -28,7 +28,7 @@ async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
 
 
 def judge_stock(shown: Shown) -> list[Finding]:
-    """Return findings about a stock engine's version, compatibility hash and cache, and whether kvflow can read it."""
+    """Return findings about a vLLM engine's version, compatibility hash and cache, and whether kvflow can read it."""
     metadata, lines = shown.metadata, [line.version for line in LINES]
     like = [line.version for line in LINES if line.metadata == line_that_shows(shown.fields).metadata]
     try:
@@ -55,7 +55,7 @@ def judge_stock(shown: Shown) -> list[Finding]:
 
 
 def geometry(metadata: StockMetadata) -> str:
-    """Describe a stock engine's cache in one line."""
+    """Return one line that describes a vLLM engine's cache."""
     split = metadata.physical_blocks_per_logical_kv_block
     blocks = f"{counted(metadata.num_blocks, 'block')} of {counted(metadata.block_size, 'token')}"
     kernel = f" ({split} are one of vLLM's)" if split > 1 else ""

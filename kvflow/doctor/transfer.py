@@ -1,4 +1,4 @@
-"""Checks of NIXL, and of a hand-over between two processes. The processes are the bench's, with a small cache.
+"""Checks of NIXL, and of a hand-over between two processes of `kvflow bench` with a small cache.
 
 Everything runs in child processes, so a library that crashes is only a finding.
 """
@@ -25,7 +25,7 @@ _REPEATS = 3
 
 
 def check_nixl() -> tuple[Finding, Sequence[str]]:
-    """Start a NIXL agent in a child process, and check that both start and end without an error.
+    """Check that a NIXL agent starts in a child process, and that the process ends without an error.
 
     Returns:
         The finding about NIXL, and the names of NIXL's plugins.
@@ -45,7 +45,7 @@ def check_nixl() -> tuple[Finding, Sequence[str]]:
 def judge_plugins(
     installed: str, plugins: Sequence[str], problem: str = "", *, verbs: bool = False, exit_code: int | None = 0
 ) -> Finding:
-    """Judge how a child process with a NIXL agent fared.
+    """Return the finding about a child process in which a NIXL agent was started.
 
     Args:
         installed: Version of NIXL.
@@ -80,8 +80,8 @@ def check_self_transfer(
 ) -> Iterator[Finding]:
     """Hand blocks over between two processes of this machine. Yield findings about the speed and about UCX's path.
 
-    `judge_path(name, path)` judges the path. The caches are in host memory, or on `device`. UCX runs with the settings
-    of the environment, except for its log. `where` is appended to the names of the findings.
+    `judge_path(name, path)` returns the finding about the path. The caches are in host memory, or on `device`. UCX runs
+    with the settings of the environment, except for its log. `where` is appended to the names of the findings.
     """
     name = f"self-transfer{where}"
     try:
@@ -109,7 +109,7 @@ def _median_s(pair: Pair, count: int) -> float:
 
 
 def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Finding:
-    """Judge the path between two processes with caches in host memory: it should be shared memory.
+    """Return the finding about the path of reads between two local processes, which should be shared memory.
 
     tcp is fine if `ucx_tls`, the value of UCX_TLS, is set. `path` is None if UCX did not log it.
     """

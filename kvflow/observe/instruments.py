@@ -23,9 +23,9 @@ Values: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
 
 
 def _counts(now: RuntimeStatistics, part: str) -> Any:
-    """Return the statistics named `part`: of a part of the runtime, or the field of `now` with that name.
+    """Return the statistics of the runtime's optional feature named `part`, or the field of `now` with that name.
 
-    "prefix.sharing" names the field `sharing` of part `prefix`. None if the runtime has no part of that name.
+    "prefix.sharing" means the field `sharing` of the feature `prefix`. Return None if the runtime has no such feature.
     """
     name, _, inner = part.partition(".")
     found = now.parts.get(name) or getattr(now, name, None)
@@ -33,10 +33,11 @@ def _counts(now: RuntimeStatistics, part: str) -> Any:
 
 
 def _of(part: str, *fields: str, without: float | None = None, **named: str) -> Values:
-    """Return a function that reads fields of the statistics named `part` (`_counts`), each by its label value.
+    """Return a function that takes a runtime's statistics and returns values of one metric, by label value.
 
-    A single field has the label value ""; several have their own names, or the names of `named` (label=field). If the
-    runtime has no such part, every value is `without`; if that is None, there are no values.
+    The values are `fields` of the statistics that `_counts` finds for `part`. The label value of a single field is "".
+    The label values of several fields are their own names, or the names in `named` (label value=field). If the runtime
+    has no statistics for `part`, each value is `without`; if `without` is None, there are no values.
     """
     labels = named or ({"": fields[0]} if len(fields) == 1 else {field: field for field in fields})
 
@@ -117,7 +118,7 @@ RECORD_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("kvflow_loads_vouched", "Loads that read, by what vouches for their bytes.", ("freshness", "outcome")),
     ("kvflow_leases", "Leases that have ended.", ("outcome",)),
 )
-"""Counters increased by records: name, help, labels in addition to `LABELS`."""
+"""Counters that records of ended loads and leases increase: name, help text, labels in addition to `LABELS`."""
 HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("kvflow_load_seconds", "Duration of successful loads.", (), _SECONDS),
     ("kvflow_load_phase_seconds", "Time that successful loads spent in each phase.", ("phase",), _SECONDS),
@@ -126,9 +127,9 @@ HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("kvflow_lease_grow_seconds", "Time that leases grew, until the last token.", (), _SECONDS),
     ("kvflow_load_grow_seconds", _LOAD_GROW, (), _SECONDS),
 )
-"""Histograms filled by records: name, help, labels in addition to `LABELS`, buckets."""
+"""Histograms of ended loads and leases: name, help text, labels in addition to `LABELS`, upper bounds of buckets."""
 Told: TypeAlias = tuple[str, tuple[str, ...], float]
-"""One amount for one instrument: the instrument's name, the values of all its labels, the amount."""
+"""An amount to add to one counter or histogram: name of the metric, values of all its labels, amount."""
 
 
 def told_by(record: LoadRecord | LeaseRecord) -> Iterator[Told]:

@@ -43,7 +43,7 @@ def current_traceparent() -> str:
 
 
 def _attributes(record: LoadRecord | LeaseRecord, *names: str) -> dict[str, str | int]:
-    """Return a span's attributes: engine id, rank numbers, request id, outcome, blocks, and the fields `names`."""
+    """Return a span's attributes: engine id, rank numbers, request id, outcome, blocks, and `names` of the record."""
     return {
         "kvflow.engine": record.engine_id,
         **{f"kvflow.{name}_rank": number for name, number in record.rank._asdict().items()},
@@ -62,7 +62,7 @@ class OpenTelemetrySpans:
         self._tracer = tracer or trace.get_tracer("kvflow")
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Make the span of a load, with one inside for each phase.
+        """Make the span of a load, with a child span for each phase.
 
         Args:
             record: Record of the load that has just ended.
@@ -75,7 +75,7 @@ class OpenTelemetrySpans:
         self._tell(record, attributes, SpanKind.CLIENT, span_links, failed, landed=record.landed)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Make the span of a lease, with one inside for each phase.
+        """Make the span of a lease, with a child span for each phase.
 
         Args:
             record: Record of the lease that has just ended.
@@ -91,9 +91,10 @@ class OpenTelemetrySpans:
         failed: str = "",
         **growth: Sequence[Moment],
     ) -> None:
-        """Make a span that ends now, with a child span for each phase that took time.
+        """Make a span that ends now, with a child span for each phase that took time. `failed`: its error, or "".
 
-        Each entry of `growth` becomes events on the span: "kvflow.landed" or "kvflow.computed", with a token count.
+        `growth` is `landed` or `computed`, a list of moments with a token count each. Each moment becomes an event on
+        the span, "kvflow.landed" or "kvflow.computed".
         """
         name = "kvflow.load" if isinstance(record, LoadRecord) else "kvflow.lease"
         end_ns = time.time_ns()

@@ -4,9 +4,9 @@
     async with kvflow.Runtime(config, observers=[metrics]) as runtime:
         metrics.watch(runtime)
 
-Metrics of ended loads and leases come from records; gauges and the other counters come from `Runtime.statistics()` at
-the time of a scrape. Every metric has the labels `engine`, `dp`, `pp` and `tp`, which name the rank. docs/operations.md
-explains the metrics to watch.
+Metrics of ended loads and leases are updated when one ends. Gauges and the other counters come from
+`Runtime.statistics()` at the time of a scrape. Every metric has the labels `engine`, `dp`, `pp` and `tp`, which name
+the rank. docs/operations.md explains the metrics to watch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCRAPE_WAIT_S = 1.0
 
 
 class PrometheusMetrics(Collector):
-    """A `kvflow.Observer` that is also a prometheus_client collector. Two in one process need separate registries.
+    """A `kvflow.Observer` that is also a prometheus_client collector. Two objects in a process need two registries.
 
     Args:
         registry: Registry of prometheus_client to add all metrics to.
@@ -63,7 +63,7 @@ class PrometheusMetrics(Collector):
         self._watched.append(_Watched(runtime, asyncio.get_running_loop()))
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Add a load to counters and histograms.
+        """Add an ended load to counters and histograms.
 
         Args:
             record: Record of the load that has just ended.
@@ -71,7 +71,7 @@ class PrometheusMetrics(Collector):
         self._note(record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Add a lease to counters and histograms.
+        """Add an ended lease to counters and histograms.
 
         Args:
             record: Record of the lease that has just ended.
@@ -97,8 +97,8 @@ class PrometheusMetrics(Collector):
         """Return the metrics of all watched runtimes. The registry calls this at each scrape, from any thread.
 
         Returns:
-            Gauges and counters with their present values. If a runtime's loop does not answer within a second, its
-            values are those of the scrape before.
+            Gauges and counters with their present values. If a runtime's event loop does not answer within a second,
+            the values of that runtime are from the previous scrape.
         """
         snapshots = [(watched.labels, watched.statistics()) for watched in self._watched]
         for kind, shown in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):

@@ -7,9 +7,9 @@ Each engine writes its own file, with one JSON object per line; `kvflow trace *.
 of all files. Times are wall-clock times, so files of several machines are aligned only as well as the machines' clocks.
 
 The timeline is in the Trace Event Format. Each rank of an engine is a process. Each load and each lease is an
-asynchronous slice, with a slice inside for each phase. An arrow leads from a lease to each load of its ticket. A
-growing lease and its loads have one more row of slices: the tokens as they were computed, and as they landed. Where
-blocks are transferred while their prompt is still computed, these two rows overlap.
+asynchronous slice, with a slice inside for each phase. An arrow leads from a lease to each load of its ticket. If a
+lease was opened while its prompt was still computed, the lease and its loads have one more row of slices each: when
+tokens were computed, and when they landed. These two rows overlap if blocks were transferred during the computation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _US = 1e6
 
 
 class RecordLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a record file: the fields common to loads and leases. `details` has the fields of only one kind."""
+    """One line of a record file: an ended load or lease. `details` has the fields that only its kind has, by name."""
 
     kind: str
     """"load" or "lease"."""
@@ -123,19 +123,19 @@ def read_records(path: Path) -> Iterator[RecordLine]:
 
 TraceEvent: TypeAlias = dict[str, Any]
 _GROWTH = {"lease": "computed", "load": "landed"}
-"""For each kind of record, the detail that has its growth: the times at which tokens were computed, or had landed."""
+"""For each kind of record, the name in `details` of the times at which tokens were computed, or had landed."""
 _Offer: TypeAlias = tuple[str, str]  # producer's engine id, producer's request id
 _Moment: TypeAlias = tuple[int, float]  # process number in the timeline, Unix time
 
 
 def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
-    """Make one trace of all records, for Perfetto.
+    """Convert records of loads and leases into one timeline for Perfetto.
 
     Args:
         lines: Records of all engines' files, in any order.
 
     Returns:
-        The trace as a JSON object. Dump it to a file and open the file in Perfetto.
+        The timeline as a JSON object. Dump it to a file and open the file in Perfetto.
     """
     processes: dict[tuple[str, Rank], int] = {}
     leases: dict[_Offer, list[_Moment]] = {}
@@ -160,7 +160,10 @@ def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
 
 
 def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
-    """Yield the events of the record's slice, with a slice inside for each phase that took time."""
+    """Yield the trace events for one record: a slice from begin to end, and one inside for each phase that took time.
+
+    `number` identifies the record in the timeline.
+    """
     common: TraceEvent = {"cat": line.kind, "id": number, "pid": process, "tid": process}
     name, details = f"{line.kind} {line.request_id}", dict(line.details)
     details.pop(_GROWTH.get(line.kind, ""), None)  # `_growth` makes slices for it
@@ -175,9 +178,9 @@ def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iter
 
 
 def _growth(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
-    """Yield the events of a row that shows how a growing lease, or a load of one, grew.
+    """Yield the trace events of a row that shows when tokens of a lease were computed, or tokens of a load landed.
 
-    A slice lasts from one moment of growth to the next, and names the tokens that were added.
+    A slice lasts from one moment in the record to the next, and names the tokens that were added.
     """
     what, before_s, before = _GROWTH.get(line.kind, ""), 0.0, 0
     common: TraceEvent = {"cat": what, "id": number, "pid": process, "tid": process}
@@ -194,15 +197,16 @@ def _moments(line: RecordLine) -> list[Moment]:
 
 
 def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
-    """Return how much of each prompt had landed when its last token was computed, for loads of growing leases.
+    """Return for each load how much of the prompt had landed when the producer computed the prompt's last token.
 
-    The times of two machines are compared by their wall clocks. Loads without their lease in the files are left out.
+    Only loads of leases that were opened before their prompt was computed count, and only if the lease is in the files.
+    The times of two machines are compared by their wall clocks.
 
     Args:
         lines: Records of all engines' files, in any order.
 
     Returns:
-        By request id, the share of the prompt's tokens, from 0 to 1.
+        The share of the prompt's tokens, from 0 to 1, by request id.
     """
     computed: dict[_Offer, float] = {}
     loads: list[tuple[_Offer, RecordLine]] = []
@@ -225,8 +229,8 @@ def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
 def _arrows(leases: dict[_Offer, list[_Moment]], loads: list[tuple[_Offer, _Moment, float]]) -> Iterator[TraceEvent]:
     """Yield an arrow to each load, from the latest lease of its offer that began before the load ended.
 
-    The load's end counts and not its beginning: a load of a rendezvous may begin before its lease, and a record's time
-    of writing is less exact than its phases.
+    The end of the load is compared, not its beginning: a load of a pending ticket may begin before the lease, and the
+    time at which a record was written is less exact than its phases.
     """
     for number, (offer, (process, begin_s), ended_s) in enumerate(loads, 1):
         before = [moment for moment in leases.get(offer, []) if moment[1] <= ended_s]

@@ -30,7 +30,7 @@ GivenPeer: TypeAlias = "PeerAddress | Ticket | Mapping[str, Any] | str"
 
 @dataclass(frozen=True, slots=True)
 class PrefixRequest:
-    """Request to fill `block_ids` with as much of a prefix as one of `peers` has in its cache.
+    """Request to fill `block_ids` with the longest beginning of a prefix that one of `peers` has in its cache.
 
     `keys` are `prefix_keys` of the prompt, one for each `key_tokens` tokens; the best `key_tokens` is the block size of
     the local cache. Each of `peers` is the address of one of the engine's ranks ("tcp://host:port"), a `PeerAddress`,

@@ -1,5 +1,5 @@
 """Checks of `kvflow doctor` for machines with NVIDIA GPUs. Imported only on these machines.
 
-nvidia  parsers of nvidia-smi's output, pure      facts  all facts of the machine, gathered
-checks  what the facts mean for kvflow, pure
+nvidia  parsers of nvidia-smi's output, pure      facts  gathers all facts of the machine
+checks  judges the facts, pure
 """

@@ -1,6 +1,6 @@
 """Checks of a CUDA machine: whether its facts allow fast loads between GPUs, and which setting to change. Pure.
 
-What UCX and NIXL do with these facts was read in their sources (NIXL 1.5.1 and its UCX 1.23), not measured.
+How UCX and NIXL use these facts was read in their sources (NIXL 1.5.1 and its UCX 1.23), not measured.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INSTALL_TORCH = "install a build of torch for a CUDA that the driver runs"
 
 
 def check_driver(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check that the driver supports torch's CUDA version, and that NIXL was loaded in the build for that version."""
+    """Check that the driver supports torch's CUDA version, and that the loaded NIXL is the build for that version."""
     driver, probe = cuda.driver, cuda.probe
     if driver is None:
         return fail(name, "nvidia-smi does not answer", "containers: --gpus all, with the NVIDIA container toolkit")
@@ -71,7 +71,7 @@ def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
 def check_allocator(name: str, _: Host, cuda: Cuda) -> Finding:
     """Check that torch's allocator makes no expandable segments.
 
-    cuda_ipc cannot open them, and memory that a segment adds later is not registered with NIXL.
+    cuda_ipc cannot open expandable segments, and memory by which a segment grows later is not registered with NIXL.
     """
     given = [
         f"{key}={cuda.environment[key]}"
@@ -213,9 +213,9 @@ def check_cuda(host: Host, cuda: Cuda) -> Iterator[Finding]:
 
 
 def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
-    """Judge the path that reads took between two processes with caches on one GPU. If it is slow, advise by `reasons`.
+    """Return the finding about the path of reads between two processes with caches on one GPU.
 
-    `path` is None if UCX did not log it.
+    If the path is slow, the advice is that of `reasons`. `path` is None if UCX did not log it.
     """
     if path is None:
         return silent(name)
@@ -225,9 +225,9 @@ def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
 
 
 def reasons(cuda: Cuda) -> list[str]:
-    """Return what may keep two processes in one container from cuda_ipc, the surest reason first.
+    """Return advice for each fact that may keep two processes in one container from using cuda_ipc, the surest first.
 
-    The last entry is the fallback if no advice helps.
+    The last entry is a way around (staging in host memory) if the other advice does not help.
     """
     found = []
     if any("expandable_segments:true" in value.lower() for value in cuda.environment.values()):

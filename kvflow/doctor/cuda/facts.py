@@ -32,7 +32,7 @@ VARIABLES = (
 )
 """Environment variables that change how CUDA memory is allocated and moved."""
 HOST_PID_NAMESPACE = "pid:[4026531836]"
-"""Link text of the host's PID namespace. Linux fixes its number (PROC_PID_INIT_INO)."""
+"""Target of the link /proc/self/ns/pid in the host's PID namespace. Linux fixes the number (PROC_PID_INIT_INO)."""
 _IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels"
 _SMI_TIMEOUT_S = 30
 _BUILDS = ("nixl-cu12", "nixl-cu13")
@@ -49,14 +49,14 @@ class Probe:
     nixl: str = ""
     """Build of NIXL that was loaded, for instance "nixl_cu13"."""
     attributes: Mapping[str, int | None] = field(default_factory=dict)
-    """Attributes of the GPU as the driver reports them."""
+    """Attributes of the GPU as the driver reports them, by the attribute's name."""
     problem: str = ""
-    """Why the child failed, or the driver could not be loaded; "" if neither."""
+    """Reason why the child process failed, or why the driver could not be loaded; "" if both went well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuda:
-    """Facts of a CUDA machine. None: not known here."""
+    """Facts of a CUDA machine. A field is None if its fact is not known."""
 
     driver: str | None
     """Version of the driver."""
@@ -66,7 +66,7 @@ class Cuda:
     nvlinks: Mapping[int, int]
     """Number of active NVLinks by GPU number."""
     nearness: Mapping[str, Mapping[str, str]]
-    """Distance by GPU, then by NIC: PIX, PXB, ... (`nvidia.read_nearness`)."""
+    """Distance between GPU and NIC as nvidia-smi names it (PIX, PXB, ...), by the GPU's name, then by the NIC's."""
     peermem: bool
     """True if the kernel module nvidia_peermem is loaded."""
     kernel: tuple[int, int] | None
@@ -74,13 +74,13 @@ class Cuda:
     iommu: bool
     """True if an IOMMU is on."""
     pid_namespace: str
-    """Link text of this process's PID namespace; compare with `HOST_PID_NAMESPACE`."""
+    """Target of this process's link /proc/self/ns/pid; compare it with `HOST_PID_NAMESPACE`."""
     imex_channels: int
     """Number of IMEX channels that this process sees."""
     nixl_builds: tuple[str, ...]
     """Installed NIXL packages for CUDA."""
     environment: Mapping[str, str]
-    """The `VARIABLES` that are set."""
+    """Values of those `VARIABLES` that are set, by name."""
     probe: Probe
 
     @property
@@ -136,7 +136,7 @@ def _link(path: str) -> str:
 
 
 def probe() -> Probe:
-    """Gather the facts of `Probe` in a child process, which loads torch and NIXL."""
+    """Start a child process that loads torch, NIXL and the CUDA driver, and return the facts that it finds."""
     try:
         return cast(Probe, call_in_child("CUDA", _look))
     except BenchError as error:

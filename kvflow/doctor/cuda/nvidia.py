@@ -72,7 +72,7 @@ def _cuda(text: str) -> tuple[int, int] | None:
 
 
 def read_nvlinks(text: str) -> dict[int, int]:
-    """Parse `nvidia-smi nvlink --status`. Return the number of active NVLinks by GPU number, 0 for a GPU without."""
+    """Parse the output of `nvidia-smi nvlink --status`. Return the number of active NVLinks by GPU number."""
     found: dict[int, int] = {}
     device = -1
     for line in text.splitlines():
@@ -85,7 +85,7 @@ def read_nvlinks(text: str) -> dict[int, int]:
 
 
 def read_nearness(text: str) -> dict[str, dict[str, str]]:
-    """Parse the matrix of `nvidia-smi topo -m`. Return by GPU, then by NIC, their distance: PIX, PXB, ..."""
+    """Parse the matrix of `nvidia-smi topo -m`. Return the distance (PIX, PXB, ...) by GPU name, then by NIC name."""
     text = _ESCAPES.sub("", text)
     names = dict(_NIC_NAME.findall(text))
     rows = [line.split("\t") for line in text.splitlines()]
