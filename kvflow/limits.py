@@ -99,9 +99,9 @@ class Limits:
     peers_max: Size = 1024
     """Maximum number of remote ranks to remember; ranks that have never answered are evicted first."""
     first_contacts_max: Size = 16
-    """Maximum number of handshakes at once with peers that have never answered. Further new peers wait, and the latest
-    is contacted first. While new peers wait, a handshake without an answer for a tenth of Config.handshake_timeout_s is
-    given up."""
+    """Maximum number of peers that have never answered and are contacted at once. Further new peers wait, and the
+    latest is contacted first. While new peers wait, a contacted peer that is silent for a tenth of
+    Config.handshake_timeout_s is given up."""
     readers_max: Size = 1024
     """Maximum number of readers to remember; these are notified when this rank closes."""
     goodbye_timeout_s: Seconds = 1.0

@@ -1,4 +1,4 @@
-"""Admission of first contacts: a bound on how many peers are asked at once that have never answered. Pure.
+"""Admission of first contacts: a bound on how many peers that have never answered are contacted at once. Pure.
 
 Only a question shows whether a peer listens at the address in a ticket, and a silent address costs a timeout. Two rules
 keep silent addresses from starving the others:
@@ -21,20 +21,20 @@ class ContactState(enum.StrEnum):
 
 
 class Contact:
-    """A question to a new peer, from the request for a turn to the answer; compared by identity."""
+    """The first question to a peer, from the request for a turn to the peer's answer; compared by identity."""
 
     __slots__ = ("since_s", "state", "wanted")
 
     def __init__(self, since_s: float) -> None:
         self.state = ContactState.WAITING
         self.since_s = since_s
-        """Time at which the contact began to wait, or went under way."""
+        """When the contact began to wait for its turn; once it is under way, when it got its turn."""
         self.wanted = True
         """True while a load waits for the answer."""
 
 
 class Contacts:
-    """The waiting contacts and the contacts under way, by the rules of the module."""
+    """All first contacts that wait for a turn or are under way, by the rules of the module."""
 
     def __init__(self, under_way_max: int, patience_s: float) -> None:
         self._under_way_max = under_way_max
@@ -52,7 +52,7 @@ class Contacts:
         return len(self._waiting)
 
     def ask(self, now_s: float) -> Contact:
-        """Return a new contact: under way if there is room, else waiting."""
+        """Return a new contact: under way if fewer than the maximum are under way, else waiting."""
         contact = Contact(now_s)
         self._waiting.append(contact)
         self._begin_one(now_s)
@@ -71,7 +71,10 @@ class Contacts:
         return self._begin_one(now_s)
 
     def make_way(self, now_s: float) -> Contact | None:
-        """Mark the next contact to preempt as leaving and return it. None if no preemption is due."""
+        """Choose the contact to preempt, mark it as leaving and return it. None if no preemption is due.
+
+        The caller has to stop waiting for the answer, and then call `end`.
+        """
         if self.due_s(now_s) > now_s:
             return None
         self._leaving = next((one for one in self._under_way if not one.wanted), next(iter(self._under_way)))

@@ -20,7 +20,7 @@ class DeviceEvent(Protocol):
     """An event of a device, such as a recorded `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Ask whether the event has happened. Must not wait, and may be called on any thread.
+        """Return whether the event has happened. Must not wait, and may be called on any thread.
 
         Returns:
             False before the event has happened, True afterwards.
@@ -53,7 +53,7 @@ def has_happened(event: DeviceEvent, what: str) -> bool:
 
 
 class Watch:
-    """One wait for an event; `on_end` is called at its end."""
+    """One wait for an event. The caller of `Watches.look` calls `on_end` with `error` once the wait is over."""
 
     def __init__(self, event: DeviceEvent, on_end: OnEnd, since_s: float) -> None:
         self._event = event
@@ -61,10 +61,10 @@ class Watch:
         self.on_end = on_end
         self.error: BaseException | None = None
         self.dropped = False
-        """Set by the waiter to give up; then `on_end` is not called."""
+        """True if the waiter has given up; then `on_end` is not called."""
 
     def over(self) -> bool:
-        """Return True if the event has happened, its `query` failed (see `error`), or the wait was dropped."""
+        """Poll the event. Return True if it has happened, its `query` raised (see `error`), or the wait was dropped."""
         if self.dropped:
             return True
         try:
@@ -74,7 +74,7 @@ class Watch:
             return True
 
     def pause_s(self, now_s: float) -> float:
-        """Return for how many seconds the event need not be polled."""
+        """Return for how many seconds from `now_s` the event need not be polled."""
         return min(max((now_s - self._since_s) * _PAUSE_SHARE, _PAUSE_LEAST_S), _PAUSE_MOST_S)
 
 
@@ -88,12 +88,12 @@ class Watches:
         self._open.append(watch)
 
     def look(self) -> list[Watch]:
-        """Remove the waits that are over. Return them, without the dropped ones."""
+        """Poll all events, and remove the waits that are over. Return the removed waits that were not dropped."""
         over = [watch for watch in self._open if watch.over()]
         if over:
             self._open = [watch for watch in self._open if watch not in over]
         return [watch for watch in over if not watch.dropped]
 
     def pause_s(self, now_s: float) -> float | None:
-        """Return the seconds until the next `look`; None without waits."""
+        """Return the seconds after which to call `look` again; None if no event is waited for."""
         return min((watch.pause_s(now_s) for watch in self._open), default=None)

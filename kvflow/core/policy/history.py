@@ -1,4 +1,7 @@
-"""Progress over time of leases that grow and of their loads, for their records. Other leases and loads have none."""
+"""Progress over time of prompts that are computed while they are read.
+
+The records of their leases and loads contain it. Other leases and loads have no history.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ MOMENTS_MAX = 64
 
 
 class Moment(NamedTuple):
-    """Tokens of the prompt that were computed, or had landed, `seconds` after the lease or load began."""
+    """Number of tokens that were computed, or had landed, `seconds` after the lease or load began."""
 
     seconds: float
     tokens: int
@@ -31,7 +34,7 @@ class History:
         return tuple(self._moments)
 
     def note(self, tokens: int) -> None:
-        """Add a moment with `tokens` tokens now. No effect if they are not more than in the last moment."""
+        """Record that `tokens` tokens are reached now. No effect unless they are more than in the last moment."""
         if tokens <= (self._moments[-1].tokens if self._moments else 0):
             return
         self._moments.append(Moment(self._now_s() - self._begun_s, tokens))

@@ -35,7 +35,7 @@ class Counted(enum.StrEnum):
     DUPLICATE = "duplicate"
     """The reader has reported its share before."""
     MALFORMED = "malformed"
-    """The share is not above 0 and at most 1."""
+    """The reported share is not a fraction above 0 and up to 1."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,8 @@ class LeaseEntry:
     lease_id: str
     request_id: str
     reader_count: int
-    """Engines that have to read the lease, each by the shares of its ranks. 0: any one rank, whatever its share."""
+    """Number of engines that have to read the lease. The shares that an engine's ranks report add up to 1. 0: the first
+    report of any rank ends the lease."""
     holds_blocks: bool
     """True if the lease has blocks, which are held after its end. A lease without blocks leaves the book at its end."""
     ttl_s: float
@@ -56,11 +57,11 @@ class LeaseEntry:
     """Latest time to which renewals can move `expires_s`."""
     state: LeaseState = LeaseState.OFFERED
     readers: dict[str, Fraction] = field(default_factory=dict)
-    """Share of an engine's reading that each reader has reported, by the reader's name."""
+    """Share of the lease that each reader rank has reported as read, by the reader's name."""
     ended_s: float = 0.0
-    """When the lease ended; its blocks are held from then until `free_s`."""
+    """When the lease ended (0 while it is open); its blocks are held from then until `free_s`."""
     free_s: float = 0.0
-    """When the hold of its blocks ends."""
+    """When the hold of the lease's blocks ends (0 while the lease is open)."""
 
     @property
     def is_open(self) -> bool:
@@ -68,7 +69,7 @@ class LeaseEntry:
 
 
 class LeaseBook:
-    """All leases of one rank."""
+    """All leases of one rank that are open or hold blocks."""
 
     def __init__(self, *, hold_s: float, lifetime_s: float) -> None:
         self._hold_s = hold_s
@@ -76,7 +77,7 @@ class LeaseBook:
         self._entries: dict[str, LeaseEntry] = {}
         self._open: dict[str, LeaseEntry] = {}
         self._recent: OrderedDict[str, None] = OrderedDict()
-        """Ids of the requests with the most recently ended leases, oldest first."""
+        """Ids of the requests with the most recently ended leases (as keys), oldest first."""
         self._expiring: list[tuple[float, int, LeaseEntry]] = []
         """Heap of (expiry, number, lease). Entries of leases that have ended or were renewed are out of date."""
         self._held: deque[LeaseEntry] = deque()
@@ -84,7 +85,7 @@ class LeaseBook:
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """Number of leases that are open or hold blocks."""
+        """Return the number of leases that are open or hold blocks."""
         return len(self._entries)
 
     @property
@@ -105,7 +106,7 @@ class LeaseBook:
         return self._open.get(request_id) if request_id is not None else None
 
     def served(self, request_id: str) -> bool:
-        """Return True if the request is among those with the most recently ended leases, and has no open lease."""
+        """Return True if a lease of the request has ended recently and no lease of it is open."""
         return request_id in self._recent
 
     def find(self, lease_id: str) -> LeaseEntry | None:
@@ -135,7 +136,10 @@ class LeaseBook:
             entry.lifetime_ends_s = max(entry.lifetime_ends_s, now_s + max(ttl_s, self._lifetime_s))
 
     def renew(self, lease_id: str, reader: str, now_s: float) -> Counted:
-        """Give a lease its whole `ttl_s` again. LATE if the lease is not open, or `reader` has already read it."""
+        """Move the expiry of a lease to its `ttl_s` from now, but not beyond the end of its lifetime.
+
+        Return NOTED, or LATE without effect if the lease is not open or `reader` has already read it.
+        """
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open or reader in entry.readers:
             return Counted.LATE
@@ -147,7 +151,7 @@ class LeaseBook:
     ) -> tuple[Counted, LeaseEntry | None]:
         """Note that `reader` has read its share (numerator, denominator) of a lease.
 
-        Return the effect, and the lease if this has ended it.
+        Return the effect, and the lease if this report has ended it, else None.
         """
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open:
@@ -162,7 +166,7 @@ class LeaseBook:
         return Counted.NOTED, entry if all_read and self.end(entry, "all_read", now_s) else None
 
     def end(self, entry: LeaseEntry, event: LeaseEvent, now_s: float) -> bool:
-        """End a lease. Return True if it was open."""
+        """End a lease by `event`. Return True if the lease was open; otherwise nothing changes."""
         if entry.state is not LeaseState.OFFERED:
             return False
         entry.state = fire(LEASE_TABLE, entry.state, event)

@@ -41,7 +41,10 @@ class BlockCounts:
 
 
 class BlockLedger:
-    """The use of each local block, by entry; `find` translates block ids to entries."""
+    """The use of each local block: free, leased, in flight or quarantined.
+
+    Methods take entries, which number the blocks of all pools; `find` translates block ids to entries.
+    """
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
         self._pools = [str(group.pool) for group in groups]  # no reference to tensors: handles outlive their cache
@@ -49,7 +52,7 @@ class BlockLedger:
         self._splits = [group.split for group in groups] if len(groups) > 1 else [1]  # one group has its own pool
         self._names = [group.name for group in groups]
         self._first: dict[str, int] = {}
-        """The first entry of each pool."""
+        """The first entry of each pool, by the pool's name."""
         total = 0
         for pool, num_blocks, split in zip(self._pools, self._num_blocks, self._splits, strict=True):
             if pool not in self._first:
@@ -57,7 +60,7 @@ class BlockLedger:
                 total += num_blocks // split
         self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
         self._kept: list[BlockIds] = []
-        """Arrays of entries that loads keep, compared by identity."""
+        """Arrays of entries that are claimed by `keep`, compared by identity."""
 
     def find(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
         """Check the block ids of a request. Return them by group, and their entries.
@@ -80,7 +83,7 @@ class BlockLedger:
         return tuple(found), entries
 
     def entries(self, tables: Sequence[BlockIds | Sequence[int]]) -> BlockIds:
-        """Return the entries of block tables, one for each group, that were checked before."""
+        """Return the entries of the blocks in `tables`: a table of checked block ids for each group."""
         found = []
         for pool, split, ids in zip(self._pools, self._splits, tables, strict=True):
             own = np.asarray(ids, dtype=np.int64)
@@ -90,7 +93,7 @@ class BlockLedger:
         return np.concatenate(found)
 
     def check_there(self, counts: Sequence[int], what: str) -> None:
-        """Raise RequestError if the cache has fewer blocks in all, used or not, than `counts` of each group."""
+        """Raise RequestError if even an empty cache is too small for `counts[i]` blocks in each group i."""
         needed, there = dict.fromkeys(self._first, 0), dict.fromkeys(self._first, 0)
         for pool, num_blocks, split, count in zip(self._pools, self._num_blocks, self._splits, counts, strict=True):
             needed[pool] += -(-count // split)
@@ -112,31 +115,40 @@ class BlockLedger:
         return block_ids
 
     def lease(self, ids: BlockIds) -> None:
-        """Protect blocks for a lease. BlocksBusy if a block is in flight or quarantined."""
+        """Protect the blocks with entries `ids` for a lease. BlocksBusy if a block is in flight or quarantined."""
         use = self._use[ids]
         if (use < _FREE).any():
             self._refuse(ids, use < _FREE, "served")
         self._use[ids] = use + 1
 
     def release(self, ids: BlockIds) -> None:
-        """End one lease of blocks."""
+        """End one lease of the blocks with entries `ids`."""
         assert (self._use[ids] > _FREE).all(), "released a block that is not leased"
         self._use[ids] -= 1
 
     def begin_load(self, ids: BlockIds) -> None:
-        """Claim blocks for a load to write. BlocksBusy if a block is leased, in flight or quarantined."""
+        """Claim the blocks with entries `ids` for a load to write.
+
+        BlocksBusy if a block is leased, in flight or quarantined.
+        """
         use = self._use[ids]
         if use.any() and not self._keeps(ids):
             self._refuse(ids, use != _FREE, "loaded")
         self._use[ids] = _IN_FLIGHT
 
     def keep(self, ids: BlockIds) -> None:
-        """Claim blocks until `let_go`. Meanwhile `begin_load` of the same array succeeds. May raise BlocksBusy."""
+        """Claim blocks for a load with several sources, until `let_go`. BlocksBusy as for `begin_load`.
+
+        Meanwhile each attempt calls `begin_load` with the same array, which succeeds.
+        """
         self.begin_load(ids)
         self._kept.append(ids)
 
     def let_go(self, ids: BlockIds, *, safe: bool) -> None:
-        """End `keep` for an array. The blocks are free if `safe`, else quarantined until `end_load`."""
+        """End the claim of `keep` on the array `ids`.
+
+        The blocks are free if `safe`, which says that no further byte can land; else quarantined until `end_load`.
+        """
         self._kept = [one for one in self._kept if one is not ids]
         if safe:
             self.end_load(ids)
@@ -167,7 +179,7 @@ class BlockLedger:
         )
 
     def use_of(self, entry: int) -> str:
-        """Return the use of a block in words, for messages; "" if the block is free or unknown."""
+        """Return how the block with this entry is used, as text for messages; "" if it is free or unknown."""
         use = int(self._use[entry]) if 0 <= entry < len(self._use) else _FREE
         return "leased to readers" if use > _FREE else _WRITER_TEXT.get(use, "")
 

@@ -21,7 +21,7 @@ from operator import add, itemgetter, sub
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 Amount: TypeAlias = tuple[int, ...]
-"""What a permit takes of each bounded quantity, such as bytes and slices, in the order of the limits."""
+"""Numbers of one permit, limit or use: one number for each bounded quantity, such as (bytes, slices)."""
 
 ItemT = TypeVar("ItemT")
 
@@ -47,11 +47,11 @@ class Permit:
     on_grant: Callable[[], None] | None = None
     """Called when the permit is granted after a wait. It must not ask for or end permits itself."""
     delivered_before: int = 0
-    """What the peer had delivered (`_Room.delivered`) when the permit went under way."""
+    """The peer's `_Room.delivered` when the permit was granted."""
 
 
 class _Place(NamedTuple):
-    """A permit in its peer's queue. Places are compared by priority, then by order, which is unique."""
+    """A waiting permit in its peer's heap. Places are compared by priority, then by order, which is unique."""
 
     priority: int
     order: int
@@ -60,18 +60,18 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Room:
-    """The limits of one peer, or of all peers together, with the amounts under way and the waiting permits."""
+    """The limits of one peer, or of all peers together, the amounts of granted permits, and the waiting permits."""
 
     limits: Amount
     used: Amount
     permits: int = 0
     waiting: list[_Place] = field(default_factory=list)
     delivered: int = 0
-    """What the peer has delivered of the first quantity since it was last without permits."""
+    """How much of the first quantity the peer has delivered since it last had no permits."""
 
 
 def _fits(more: Amount, *rooms: _Room) -> bool:
-    """Return True if `more` fits the limits of all `rooms`. In a room without permits under way any amount fits."""
+    """Return True if all `rooms` have space for `more` within their limits, or have no permit under way."""
     for room in rooms:
         if room.permits:
             for taken, wanted, most in zip(room.used, more, room.limits, strict=True):
@@ -86,7 +86,8 @@ class FairQueue:
     def __init__(self, limits: Amount, peer_limits: Amount | None = None, ahead_s: float = 0.0) -> None:
         """Create an empty queue with `limits` in all and `peer_limits` for each peer (None: `limits`).
 
-        `ahead_s`: seconds of a peer's delivery to which its first limit grows; 0: it does not grow.
+        `ahead_s`: the first limit of a peer grows to the amount that the peer delivers in this many seconds; 0: it does
+        not grow.
         """
         self._ahead_s = ahead_s
         self._peer_limits = limits if peer_limits is None else peer_limits
@@ -95,13 +96,13 @@ class FairQueue:
         self._room = _Room(limits, self._nothing)
         self._peers: dict[str, _Room] = {}
         self._speeds: dict[str, float] = {}
-        """Speed (first quantity per second) of each peer that has been given a larger limit."""
+        """Speed, in units of the first quantity per second, of each peer that has a larger limit than the others."""
         self._asked = 0
         self.waiting = 0
 
     @property
     def used(self) -> Amount:
-        """Amounts under way in all."""
+        """The amounts of all permits under way, added up."""
         return self._room.used
 
     def peers(self) -> Iterator[tuple[str, Amount, int]]:
@@ -110,10 +111,10 @@ class FairQueue:
             yield peer, room.used, len(room.waiting)
 
     def ask(self, amount: Amount, peer: str = "", priority: int = 0) -> Permit:
-        """Return a new permit: under way if there is room, else waiting.
+        """Return a new permit: under way if its amount fits, else waiting.
 
-        If a waiting permit becomes the first of its peer, others may be granted: the peer's former first permit may
-        have stood in their way.
+        If the new permit becomes the first in its peer's queue, this call may also grant permits of other peers, which
+        the former first permit has blocked.
         """
         permit = Permit(peer, amount, priority)
         room = self._peers.get(peer)
@@ -179,7 +180,7 @@ class FairQueue:
         return granted
 
     def _next(self) -> Permit | None:
-        """Return the next permit that may be granted, if any."""
+        """Return the next permit that may be granted by the rules of the module; None if there is none."""
         heads = (room.waiting[0] for room in self._peers.values() if room.waiting)
         able = []
         for head in heads:
@@ -209,7 +210,7 @@ class ShortestFirst(Generic[ItemT]):
     """
 
     def __init__(self, start_size: int) -> None:
-        """Create an empty queue. `start_size`: the cost of starting a job, as a size, which is added to each job's."""
+        """Create an empty queue. `start_size`: cost of starting a job, as a size that is added to each job's size."""
         self._start_size = start_size
         self._waiting: list[tuple[int, ItemT]] = []  # oldest first
         self._passed = 0  # sum of the sizes that have overtaken the oldest
@@ -222,11 +223,11 @@ class ShortestFirst(Generic[ItemT]):
 
     @property
     def next(self) -> ItemT:
-        """The job to serve next. There must be one."""
+        """The job to serve next. The queue must not be empty."""
         return self._waiting[self._index()][1]
 
     def pop(self) -> ItemT:
-        """Remove and return the job to serve next. There must be one."""
+        """Remove and return the job to serve next. The queue must not be empty."""
         index = self._index()
         size, item = self._waiting.pop(index)
         self._passed = self._passed + size if index else 0

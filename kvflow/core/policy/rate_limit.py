@@ -20,11 +20,14 @@ class RateLimiter:
         self._buckets = Latest[str, tuple[float, float]](peers_max)  # (tokens, time at which they were counted)
 
     def __len__(self) -> int:
-        """Number of buckets."""
+        """Return the number of buckets."""
         return len(self._buckets)
 
     def allows(self, peer: str, now_s: float) -> bool:
-        """Take a token from the bucket of `peer`. Return True if it had one. A clock that goes back adds no tokens."""
+        """Take a token from the bucket of `peer`. Return False if the bucket is empty, so the request must be refused.
+
+        A clock that goes back adds no tokens.
+        """
         full = float(self._requests_per_s)
         tokens, counted_s = self._buckets.get(peer, (full, now_s))
         tokens = min(full, tokens + max(now_s - counted_s, 0.0) * self._requests_per_s)

@@ -18,7 +18,7 @@ from kvflow.hosts import address_at, is_host, split_address
 _LIFE = re.compile(r"/([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})#(.+)")
 
 UNKNOWN_ENGINE = "unknown engine"
-"""First words of a refusal if another engine than the target listens at the address."""
+"""First words of the reason with which a rank refuses a question to another engine."""
 
 ErrorT = TypeVar("ErrorT", bound=PeerError)
 
@@ -53,8 +53,8 @@ SideChannel: TypeAlias = Annotated[str, _side_channel]
 class PeerAddress:
     """The address of one rank of an engine.
 
-    The ports of the engine's other ranks follow from it by the rule of `Config.listen`. RequestError names an invalid
-    field.
+    The ports of the engine's other ranks follow from this address by the rule of `Config.listen`. RequestError names an
+    invalid field.
     """
 
     engine_id: EngineId
@@ -75,6 +75,9 @@ def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
 
 
 def life_of(agent: str, engine_id: str) -> tuple[Rank, str] | None:
-    """Return the rank and incarnation in an `agent_name` of the engine; None if `agent` is no name of that form."""
+    """Parse a name made by `agent_name` for the engine.
+
+    Return rank and incarnation; None if `agent` has another form.
+    """
     found = _LIFE.fullmatch(agent.removeprefix(engine_id)) if agent.startswith(engine_id) else None
     return None if found is None else (Rank(*map(int, found.groups()[:3])), found[4])

@@ -35,7 +35,10 @@ def regions_to_wire(regions: Regions) -> RegionTable:
 
 
 def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
-    """Return the regions of each set of layers. WireError if a table is impossible, or there are too many."""
+    """Convert a peer's region tables, one for each set of layers.
+
+    WireError if a table is impossible, or if tables or regions are too many.
+    """
     count = sum(len(table.bases) for table in tables)
     if len(tables) > SETS_MAX or count > REGIONS_MAX:
         found = f"{len(tables)} with {counted(count, 'region')}"
@@ -44,7 +47,7 @@ def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
 
 
 def regions_from_wire(table: RegionTable) -> Regions:
-    """Return a peer's region table as arrays. WireError if it is impossible."""
+    """Convert a peer's region table to `Regions`, which has arrays. WireError if the table is impossible."""
     count = len(table.bases)
     if not count or len(table.strides) != count:
         raise WireError(f"region table: {counted(count, 'base')} and {counted(len(table.strides), 'stride')}")

@@ -30,7 +30,7 @@ class WireError(Exception):
 
 
 class UnknownRequest(WireError):
-    """A request of a kind that this runtime does not answer, for example because it lacks the part."""
+    """A request of a kind that this runtime does not answer, such as a request to an optional part that is missing."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
@@ -40,9 +40,9 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     version: Count
     fingerprint: Digest
     question: Count = 0
-    """Number of the question on its connection, repeated in the answer. 0 from a peer that numbers none."""
+    """Number of the question on its connection; the answer repeats it. 0 from a peer that does not number questions."""
     answer_bytes_max: Count = 0
-    """Bytes of the largest answer that the reader accepts; 0 from a reader that states no bound."""
+    """Maximum bytes of an answer that the asking side accepts; 0 if it states no bound."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -57,7 +57,7 @@ def our_header(fingerprint: bytes, question: int = 0, answer_bytes_max: int = 0)
 
 
 def decode_header(frame: bytes) -> Header:
-    """Decode a first frame. WireError if it is not a kvflow header. The caller checks its version."""
+    """Decode the first frame of a message. WireError if it is not a kvflow header. The caller checks the version."""
     header: Header = _decode(frame, Header)
     if header.magic != MAGIC:
         raise WireError(f"not a kvflow header: magic {header.magic[:16]!r}")
@@ -65,7 +65,7 @@ def decode_header(frame: bytes) -> Header:
 
 
 def requests_with(more: Iterable[type[ReaderRequest]]) -> Any:
-    """Return the union of the request types that a rank decodes: the core's, and `more` from its parts."""
+    """Return the union of the request types that a rank decodes: those of the core, and `more` of optional parts."""
     return Union[(CoreRequest, *more)]
 
 

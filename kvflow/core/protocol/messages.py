@@ -51,7 +51,8 @@ REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
 AGENT_METADATA_BYTES_MAX = 1 << 26
 INSTEAD_BYTES_MAX = 1 << 13
-"""Most bytes of a rendezvous that sends readers to another engine. If its ranks do not fit, readers are not sent."""
+"""Maximum bytes of a pending ticket that redirects readers to another engine. If its ranks do not fit, readers are not
+redirected."""
 
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
@@ -72,7 +73,7 @@ class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadat
     """Handshake: ask for a rank's identity and the place of its cache. The answer is `Metadata`."""
 
     request_id: RequestName | None = None
-    """Request of the reader's ticket. A draining rank connects only readers of requests with an open lease."""
+    """Request id in the reader's ticket. A draining rank connects only readers of requests with an open lease."""
     caller: Address | None = None
     """Address of the reader, where the rank sends a `Goodbye` when it closes."""
 
@@ -80,12 +81,12 @@ class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadat
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     """Notice of a rank to a reader that the rank closes now.
 
-    The reader accepts it if `incarnation` is the one that it is connected to. A forged notice costs the reader at most
+    A reader accepts the notice only if it is connected to `incarnation`. A forged notice costs the reader at most
     a handshake.
     """
 
     target: Address
-    """The reader."""
+    """The reader that is notified."""
     sender: Address
     """The rank that closes."""
     incarnation: Incarnation
@@ -95,28 +96,28 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
 class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
     """Ask for the lease of a request, which may not have begun yet. The answer is a `LeaseAnswer`.
 
-    The rank answers as soon as it has news for the reader, and after `wait_s` at the latest. The secret request id
-    authorizes the reader.
+    The rank answers as soon as it knows something that the reader does not know, and after `wait_s` at the latest. The
+    secret request id authorizes the reader.
     """
 
     request_id: RequestName
     wait_s: Wait = 0.0
-    """Longest time for which the question may wait for news."""
+    """Longest time for which the rank may hold back its answer."""
     num_tokens: Count = 0
-    """Offered tokens, if `blocks_digest` is set."""
+    """Number of offered tokens, if `blocks_digest` is set."""
     blocks_digest: Digest = b""
-    """Digest (`digest_of`) of the engine's block ids, from a reader that knows the offer. Leases of other blocks, or of
-    another `num_tokens`, are not meant. Empty: the reader does not know the offer, so the answer contains it."""
+    """Digest (`digest_of`) of the engine's block ids, from a reader that knows the offer. The rank disregards leases of
+    other blocks or another `num_tokens`. Empty: the reader does not know the offer, so the answer contains it."""
     lease_id: LeaseId | None = None
-    """Id of the lease, from a reader that knows it: the answer is about this lease only."""
+    """Id of the lease if the reader knows it. Then the answer is about this lease only."""
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)] = ()
-    """Number of blocks of that lease that the reader knows, by group."""
+    """Number of blocks of the lease `lease_id` that the reader knows, for each group."""
     missing_max: Missing = -1
-    """Answer also when at most this many tokens of that lease are missing; -1: only when the lease ends."""
+    """Answer also once at most this many tokens of the lease cannot be read yet; -1: only when the lease ends."""
 
 
 class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
-    """Notice that a reader without a connection has finished with a lease: `ReadDone` as a question.
+    """Notice that a reader has finished with a lease, like `ReadDone`, from a reader without a transport connection.
 
     The answer is an `Ack`.
     """
@@ -127,21 +128,21 @@ class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
 
 
 class DigestPart(msgspec.Struct, frozen=True, array_like=True):
-    """Layers, heads and tokens to digest. All numbers are those of the model and the prompt, not of one rank."""
+    """Layers, heads and tokens to compute digests of. Indices count in the whole model and prompt, not on one rank."""
 
     part: Fact
-    """Segment of state, or "" for the KV cache, as in a `CacheShare`."""
+    """Name of a segment of state per request, or "" for the KV cache, as in `CacheShare.part`."""
     layers: Layers
     head: Count
-    """First head."""
+    """Index of the first head."""
     heads: Count
     """Number of heads."""
     model_heads: Count
-    """Heads of the model, from which a rank finds its own heads."""
+    """Number of heads of the model, from which a rank finds out which heads it holds."""
     start: Count
-    """First token."""
+    """Position of the first token."""
     stop: Count
-    """Token after the last."""
+    """Position after the last token."""
 
 
 DigestParts: TypeAlias = Annotated[tuple[DigestPart, ...], Meta(max_length=DIGEST_PARTS_MAX)]
@@ -158,20 +159,20 @@ class DigestRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_digests")
 
 
 class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
-    """Notice of another engine that it got a request for which readers wait here.
+    """Notice from another engine that it got a request for which readers wait at this rank.
 
     The secret request id authorizes the notice, as in a `LeaseRequest`. The answer is an `Ack`.
     """
 
     request_id: RequestName
     reason: Reason
-    """Reason that readers get."""
+    """Reason that the waiting readers get."""
     instead: Instead = b""
-    """Where readers can go instead: see `LeaseAnswer.instead`."""
+    """Pending ticket with which readers can get the request elsewhere: see `LeaseAnswer.instead`."""
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The wire form of `regions.Regions`."""
+    """The form in which `regions.Regions` are sent to peers."""
 
     bases: Numbers
     strides: Numbers
@@ -182,7 +183,7 @@ class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """The table of a producer's seals in its host memory (`core.protocol.proof`)."""
+    """Where a producer's table of seals lies in its host memory (`core.protocol.proof`)."""
 
     address: SealAddress
     count: SealCount
@@ -210,12 +211,12 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """The offer in a ticket, for readers without the ticket."""
+    """The fields of a ticket that describe the offered blocks, for readers that do not have them in a ticket."""
 
     num_tokens: Count
     ttl_s: Seconds
     block_ids: BlockTables
-    """Block ids of the engine, by group."""
+    """Block ids of the engine, for each group."""
     extends: bool
     """True if more blocks follow."""
     prompt_digest: PromptDigest
@@ -227,11 +228,12 @@ class Told(enum.StrEnum):
     """The state of a request's lease in an answer."""
 
     WAITING = "waiting"
-    """No news yet: the rank has no lease, or knows nothing about the lease that the reader does not know."""
+    """Nothing new: the rank has no lease of the request yet, or the reader knows all that the rank knows of it."""
     OPEN = "open"
-    """The lease is open; news of it may follow."""
+    """The lease is open; more blocks or computed tokens may follow."""
     COMPLETE = "complete"
-    """The whole lease can be read, and its payload, if promised, is known. Without a lease: the offer has no blocks."""
+    """All tokens of the lease can be read, and the payload is known if one was promised. An answer without a lease has
+    this state if the offer has no blocks."""
     ENDED = "ended"
     """The lease has ended: no read of it can succeed."""
     FAILED = "failed"
@@ -243,16 +245,16 @@ class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
 
     state: Told
     lease: RankLease | None = None
-    """The lease, if the reader does not know it. Readers ignore its host and port: they know the address."""
+    """The lease, if the reader does not know it. Readers ignore its host and port, since they know the address."""
     offer: Offer | None = None
     """The offer, if the reader does not know it."""
     more_block_ids: BlockTables = ()
-    """Block ids, by group, that the reader does not know."""
+    """Further block ids that the reader does not know, for each group."""
     payload: Annotated[bytes, Meta(max_length=PAYLOAD_BYTES_MAX)] = b""
     reason: Reason = ""
     """Reason, if the state is FAILED."""
     instead: Instead = b""
-    """Rendezvous at the engine that serves the request instead, as MessagePack of `Ticket.to_params`; empty if no
+    """Pending ticket for the engine that serves the request instead, as MessagePack of `Ticket.to_params`; empty if no
     engine is known."""
 
 
@@ -260,7 +262,7 @@ NOTHING_YET = LeaseAnswer(state=Told.WAITING)
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
-    """The digests that a `DigestRequest` asks for: of each layer of each part, in order.
+    """The digests that a `DigestRequest` asks for: for each of its parts in order, one for each layer.
 
     The lease was open when the last digest was computed.
     """
@@ -289,16 +291,16 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
 
 
 Request: TypeAlias = ReaderRequest | Goodbye
-"""A question to a rank, from the core or from a part."""
+"""A question to a rank, of the core or of an optional part."""
 CoreRequest: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | DigestRequest | Goodbye | DeclineRequest
 Reply: TypeAlias = Metadata | LeaseAnswer | Digests | Ack | Refusal
 
 
 def digest_of(block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> bytes:
-    """Return a digest of block ids, or of block tables by group, by which two ranks compare theirs."""
+    """Return a digest of block ids, or of a block table for each group. Ranks compare digests in place of block ids."""
     return hashlib.sha256(msgspec.msgpack.encode(block_ids), usedforsecurity=False).digest()[:16]
 
 
 def asked_by(request: Request) -> str:
-    """Return the engine id that a request claims to come from. It is any text if the reader has an invalid name."""
+    """Return the engine id that a request claims to come from. If the reader's name is invalid, it may be any text."""
     return request.sender.engine_id if isinstance(request, Goodbye) else request.reader.rpartition("/")[0]

@@ -12,7 +12,7 @@ from kvflow.core.bounds import NO_LEASE_ID, Count, LeaseId, Reader
 
 NOTIFICATION_BYTES_MAX = 4 << 10
 LEASE_IDS_MAX = 1 << 20
-"""Most lease ids in one notification."""
+"""Maximum number of lease ids in one notification."""
 
 LeaseIds: TypeAlias = Annotated[tuple[LeaseId, ...], Meta(max_length=LEASE_IDS_MAX)]
 
@@ -44,7 +44,7 @@ _READ_DONE = msgspec.msgpack.Decoder(ReadDone)
 
 
 def leases_max(reader: str, bytes_max: int) -> int:
-    """Return how many leases fit in a notification of at most `bytes_max` bytes; at least 1."""
+    """Return how many lease ids fit in a notification of `reader` of at most `bytes_max` bytes; at least 1."""
     array_header_bytes = 5
     id_bytes = len(msgspec.msgpack.encode(NO_LEASE_ID))
     rest = ReadDone(lease_ids=(), reader=reader, numerator=1 << 32, denominator=1 << 32)
@@ -53,7 +53,10 @@ def leases_max(reader: str, bytes_max: int) -> int:
 
 
 def joined(payloads: Sequence[bytes], leases_most: int) -> list[bytes]:
-    """Join encoded `ReadDone` messages to one producer. Return few, each with at most `leases_most` leases."""
+    """Join encoded `ReadDone` messages to one producer into fewer messages, each with at most `leases_most` lease ids.
+
+    Messages are joined if reader and share are equal.
+    """
     lease_ids: dict[tuple[str, int, int], list[str]] = {}
     for payload in payloads:
         done = _READ_DONE.decode(payload)

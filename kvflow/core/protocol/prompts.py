@@ -33,11 +33,11 @@ _PARTS = {
     "prompt_embeds": "embeddings",
     _OTHER: "adapter, picture or salt",
 }
-"""Name of each kind of mark in errors."""
+"""Name of each kind of mark, such as "adapter", for error messages."""
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """The marks at one position of a prompt."""
+    """What begins at one position of a prompt besides its token, such as an adapter, a picture or a cache salt."""
 
     place: int
     """Position in the prompt."""
@@ -75,7 +75,7 @@ def marks_of(prompt: Sequence[int] | None) -> tuple[Mark, ...]:
 
 
 def with_marks(numbers: Sequence[int] | None, marks: Sequence[Mark]) -> Sequence[int] | None:
-    """Return the prompt with these numbers and marks, which messages carry separately."""
+    """Return the prompt with these numbers and marks, which messages carry separately. None if `numbers` is None."""
     return MarkedPrompt(numbers, marks) if marks and numbers is not None else numbers
 
 
@@ -107,11 +107,11 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
 
 
 MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
-"""Keys that a prompt's blocks depend on besides tokens, as in KV events, by the position where each begins."""
+"""Keys that a prompt's blocks depend on besides tokens, as in KV events, by the position at which each key begins."""
 
 
 def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
-    """Return a prompt as numbers: its token ids, but at a position with keys a number for the token and the keys.
+    """Return a prompt as a list of numbers: its token ids, but at a position with keys a hash of token and keys.
 
     So the offered beginning of a prompt is compared with the marks inside it, not with later ones. Engines and
     followers of their KV events get the same result from the same input. The keys of a position must be in this order:
@@ -176,7 +176,7 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
 
 
 def _compared(ours: str, theirs: str) -> tuple[tuple[str, ...], str]:
-    """Return the parts in which two prompts differ, by their digests, and the difference in words for a message."""
+    """Compare two prompt digests. Return the names of the parts that differ, and their difference as a text."""
     (tokens, our_parts), (their_tokens, their_parts) = _split(ours), _split(theirs)
     if tokens != their_tokens:
         return TOKENS, ""
@@ -205,7 +205,7 @@ def check_alike(first: Ticket, other: Ticket, what: str) -> None:
     """Raise PromptMismatch if two tickets are known to be for different prompts.
 
     Their numbers of tokens are compared, and their digests if the request ids are equal: a digest is salted with the
-    request id. A rendezvous passes.
+    request id. A pending ticket passes, since its prompt is not known.
     """
     if first.awaited or other.awaited:
         return

@@ -95,7 +95,10 @@ class SealTable:
         self._counts[index] = int.from_bytes(word[_SECRET_BYTES:], "little") ^ tokens_missing
 
     def tokens_missing(self, index: int, lease_id: str) -> int | None:
-        """Return how many tokens of a lease cannot be read yet, by its seal. None if the word is not its seal."""
+        """Return how many tokens of a lease cannot be read yet, as the word at `index` says.
+
+        FAILED if the prompt could not be computed. None if the word is not the lease's seal.
+        """
         word: bytes = self.words[index].tobytes()
         wanted = bytes.fromhex(lease_id)
         if word == wanted and word != _WIPED:  # the usual case, in few steps
@@ -106,7 +109,7 @@ class SealTable:
 
 
 class Step(enum.StrEnum):
-    """The next step of a read, by what is known of its lease."""
+    """What to do next about a read, or the verdict on it, as far as its lease is known."""
 
     POST = "post"  # as far as is known the lease is open: post the read
     FETCH = "fetch"  # the seal has to be fetched first
@@ -115,7 +118,7 @@ class Step(enum.StrEnum):
 
 
 class Proof(Protocol):
-    """A proof that a read was fresh: `SealProof`, or that of `stock.deadline` for producers without seals.
+    """Interface of a proof that a read was fresh: `SealProof`, or the proof in `stock.deadline` if there are no seals.
 
     `SealProof` says what each method does.
     """
@@ -170,7 +173,7 @@ class SealProof:
         self.grows = grows
         """True if some tokens may not be readable yet."""
         self.seen_s = -math.inf
-        """When the last fetch was posted that found the lease open."""
+        """Time at which the fetch was posted that last found the lease open."""
         self._quick_read_max_s = quick_read_max_s
         self.looking = False
         """True while a fetch of the seal is under way."""
@@ -184,13 +187,16 @@ class SealProof:
         return self._seen == FAILED
 
     def there(self, num_tokens: int) -> int:
-        """Return how many of the lease's `num_tokens` tokens may be read, as far as is known."""
+        """Return how many of the lease's `num_tokens` tokens may be read now: all unless the lease `grows`.
+
+        If it grows, these are the tokens that the last fetched seal has shown as readable.
+        """
         if not self.grows:
             return num_tokens
         return 0 if self.over or self._seen is None else num_tokens - self._seen
 
     def anew(self) -> SealProof:
-        """Return a new proof for another read under the same lease, without a fetched seal."""
+        """Return a new proof for another read under the same lease. It has not fetched the seal yet."""
         return SealProof(grows=self.grows, quick_read_max_s=self._quick_read_max_s)
 
     def fetching(self) -> None:
@@ -208,11 +214,14 @@ class SealProof:
             self._seen, self.seen_s = tokens_missing, posted_s
 
     def before(self) -> Step:
-        """Return POST if a read (of no more than `there`) may be posted, STALE if the lease has ended."""
+        """Return POST if a read may be posted, STALE if the lease has ended.
+
+        `there` says how many tokens may be read.
+        """
         return Step.STALE if self.over else Step.POST
 
     def after(self, read_s: float | None) -> Step:
-        """Return FRESH, STALE or FETCH, once no read is under way.
+        """Return the verdict on the reads once all have ended: FRESH, STALE, or FETCH to fetch the seal again.
 
         `read_s`: seconds since the post of the last fetch that found the lease open; None if that fetch was posted
         after the last byte had landed.
@@ -223,7 +232,7 @@ class SealProof:
 
 
 def quick_read_max_s(hold_s: float) -> float:
-    """Return the longest read, in seconds, that a seal fetched meanwhile can prove."""
+    """Return the longest duration of a read, in seconds, that a seal fetched during the read can prove fresh."""
     return hold_s / 2
 
 

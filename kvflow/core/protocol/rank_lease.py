@@ -57,19 +57,21 @@ class RankLease(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, om
     incarnation: Name
     """Incarnation of the rank that opened the lease."""
     host: Host = ""
-    """Host of the side channel. In a ticket's dict the first rank's is in `remote_host`, where routers look for it."""
+    """Host of the side channel. A ticket's dict has the first rank's host in `remote_host`, where routers look for
+    it."""
     port: Int64 = 0
-    """Port of the side channel. In a ticket's dict the first rank's is in `remote_port`."""
+    """Port of the side channel. A ticket's dict has the first rank's port in `remote_port`."""
     block_ids: BlockIds | None = None
     """Block ids on this rank if they differ from the engine's, as those of host buffers do; else None."""
     more_block_ids: BlockTables = ()
-    """Block ids of the further groups, if `block_ids` is set."""
+    """Block ids of each group after the first, if `block_ids` is set."""
     pending: bool = False
     """True if blocks were still being computed: a reader must fetch the seal before it reads a block."""
     payload: bool = False
-    """True if readers get a payload once the prompt is complete."""
+    """True if the producer has promised readers a payload (`Lease.complete`), which they get once the prompt is
+    computed."""
     held: bool = True
-    """True if blocks are held after the lease's end (`hold_s`); else readers fetch the seal after the last byte."""
+    """True if blocks are held for `hold_s` after the lease's end; else readers fetch the seal after the last byte."""
 
     def __post_init__(self) -> None:
         if {*map(type, _TEXTS(self))} != {str}:
@@ -80,7 +82,7 @@ class RankLease(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, om
 
     @classmethod
     def unasked(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
-        """Return the entry of a rank that readers have to ask for its lease."""
+        """Return the entry of a rank without a lease id, so that readers have to ask the rank for its lease."""
         place: dict[str, Any] = {"pp_rank": rank.pp, "tp_rank": rank.tp, "host": host, "port": port}
         return cls(**place, incarnation=incarnation, lease_id="", seal_index=0)
 
@@ -107,7 +109,10 @@ def _convert(given: Mapping[str, Any], kind: Any) -> Any:
 # Cached: tickets name the same few ranks again and again. The types of the fields bound the cached texts.
 @lru_cache(maxsize=1024)
 def check_place(host: str, port: int, incarnation: str) -> str:
-    """Check the address and incarnation of a rank. Return `host` in its one form (`hosts`). May raise RequestError."""
+    """Check the address and incarnation of a rank.
+
+    Return `host` in canonical form (`hosts`). May raise RequestError.
+    """
     if not 0 < port <= PORT_MAX:
         raise RequestError(f"ticket: remote_port {port} is not in 1..{PORT_MAX}")
     plain = plain_host(host)
@@ -134,7 +139,10 @@ _FIELD = re.compile(r"`\$\.(ranks\[0\]\.(?:host|port)|\w+)")
 
 
 def wrong(given: Mapping[str, Any], error: Exception, *, on_the_way: bool = False) -> RequestError:
-    """Return the error for values that make no valid struct. `on_the_way`: name fields as in a ticket's dict."""
+    """Return the RequestError for `error`, which was raised when a struct was made from the values `given`.
+
+    `on_the_way`: the values came in a ticket's dict, so name the fields as they are named there.
+    """
     if isinstance(error, UnicodeEncodeError):
         is_it = partial(operator.is_, error.object)
         where = [name for name, one in given.items() if type(one) in (list, tuple) and any(map(is_it, one))]

@@ -17,14 +17,14 @@ import msgspec
 
 MARK = "~kvflow~"
 CHARS_MAX = 4096
-"""Most characters of a spare. If the ranks of a ticket do not fit, the spare names only the first."""
+"""Maximum length of a spare, in characters. If the ranks of a ticket do not fit, the spare names only the first."""
 
 
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ticket's dict with the spare appended to its request id.
+    """Return a copy of a ticket's dict with the spare, a copy of the field "kvflow", appended to the request id.
 
-    If the whole spare is too long, it has only the first rank, or is empty. A reader that gets nothing else asks the
-    other ranks, or refuses the ticket.
+    If the whole spare is too long, it has only the first rank, or is empty. A reader that gets only
+    the spare then asks the other ranks for their leases, or refuses the ticket.
     """
     extra = params["kvflow"]
     # Some routers drop "tp_size", and other engines take 1 if it is missing.
@@ -35,7 +35,7 @@ def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bare_id(request_id: str) -> str:
-    """Return a request id without its spare."""
+    """Return a request id without the spare that `with_spare` has appended."""
     return request_id.rpartition(MARK)[0] or request_id
 
 
@@ -44,7 +44,10 @@ def _packed(extra: Mapping[str, Any]) -> str:
 
 
 def without_spare(params: Mapping[str, Any], request_id: str) -> Mapping[str, Any]:
-    """Remove the spare from the id and take missing fields from it. Return `params` unchanged if it has no spare."""
+    """Return a copy of `params` with the spare removed from its request id and used for missing fields.
+
+    Return `params` itself if `request_id` has no valid spare.
+    """
     bare, _, packed = request_id.rpartition(MARK)
     try:
         spare = msgspec.msgpack.decode(base64.b64decode(packed, altchars=b"-_", validate=True))

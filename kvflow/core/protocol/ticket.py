@@ -6,8 +6,8 @@ its ticket does not name, it computes the rank's port and asks the rank for its 
 costs a round trip.
 
 A ticket can be made without a lease. `Ticket.without_leases` names an engine's ranks and a request; readers ask every
-rank for its lease. They ask by request id, so this id must be a secret of the ticket. A *rendezvous*
-(`Ticket.rendezvous`) does not even know the blocks: readers ask for the offer, and wait for it.
+rank for its lease. They ask by request id, so this id must be a secret of the ticket. A *pending ticket*
+(`Ticket.rendezvous`) does not even name the blocks: readers ask for the offer, and wait for it.
 
 In a ticket's dict the entry of each rank has a checksum of the lease id and all that readers rely on. If the dict was
 changed on its way, or mixed from several tickets, a checksum does not match, and the ticket is refused. The checksum
@@ -111,7 +111,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
     block_size: Size
     """Tokens of a block, in the first group."""
     kv_heads: Size
-    """KV heads of one rank of the producer."""
+    """KV heads of one rank of the producer, in the first kind of layers."""
     model_kv_heads: Count
     """KV heads of the model; 0 if unknown."""
     fixed_ports: bool
@@ -123,15 +123,16 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
     prompt_digest: PromptDigest
     """Digest of the prompt, to detect another prompt (`core.protocol.prompts`); "" if the producer gave no prompt."""
     more_block_ids: BlockTables = ()
-    """Block ids of each further group."""
+    """Block ids of each group after the first."""
     groups: Groups = ()
     """Properties of the groups, in the order of their block tables; () for one group of full attention."""
     more_kinds: Kinds = ()
-    """(block_size, kv_heads, model_kv_heads) of each further kind of layers."""
+    """(block_size, kv_heads, model_kv_heads) of each further kind of layers: layers that differ from the first kind in
+    these numbers."""
     extends: bool = False
     """True if more blocks follow, until they hold all tokens (`Lease.extend`)."""
     awaited: bool = False
-    """True for a rendezvous: the offer is not known yet."""
+    """True for a pending ticket (`Ticket.rendezvous`): the offered blocks are not known yet."""
 
     def __post_init__(self) -> None:
         """Check that the fields are possible together. RequestError names an invalid one."""
@@ -180,7 +181,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
     @cached_property
     def offered_tokens(self) -> int:
-        """Tokens that the blocks hold, by the groups with blocks from the first token of the prompt on."""
+        """Number of tokens, from the prompt's start, that the blocks hold in all groups that keep a whole prompt."""
         if self.extends:
             return self.num_tokens
         if not self.groups:
@@ -191,7 +192,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
     @property
     def asks(self) -> bool:
-        """True if readers ask the ranks for leases, and give leases back to them."""
+        """True if readers may ask the producer's ranks for leases, and give leases back to the ranks."""
         return True
 
     @property
@@ -206,7 +207,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
     @cached_property
     def block_counts(self) -> tuple[int, ...]:
-        """Number of blocks in the end, by group."""
+        """Number of blocks of each group once the producer has added all blocks that follow (`extends`)."""
         if not self.extends:
             return tuple(map(len, self.block_tables))
         if not self.groups:
@@ -215,7 +216,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
     @cached_property
     def block_ids_count(self) -> int:
-        """Number of block ids in the ticket, over all its ranks, or of blocks in the end if that is more."""
+        """Number of block ids in the ticket, over all its ranks, or the sum of `block_counts` if that is more."""
         tables = (*self.block_tables, *(ids for rank in self.ranks for ids in rank.block_tables))
         return max(sum(map(len, tables)), sum(self.block_counts))
 
@@ -230,7 +231,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         return dict(zip(map(_PLACE_OF, self.ranks), self.ranks, strict=True))
 
     def find(self, rank: Rank) -> RankLease | None:
-        """Return the lease of a rank.
+        """Return the lease of a rank that the ticket names.
 
         Args:
             rank: the rank. Its `dp` is ignored, since all leases of a ticket are of one replica.
@@ -375,7 +376,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Ticket:
-        """Return the ticket in a dict.
+        """Return the ticket that was made into a dict by `to_params`.
 
         Args:
             params: the dict from `to_params`, as routers have forwarded it. Unknown fields are ignored.
@@ -390,10 +391,11 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
 
 def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:
-    """Return the ticket in a dict, or `ticket` itself if it is a Ticket, with at most `block_ids_max` block ids.
+    """Return `ticket` itself if it is a Ticket, else the ticket that its dict describes.
 
-    RequestError names an invalid field. An oversized dict is refused before much work is done. Of a Ticket only the
-    block ids are counted, since its constructor has checked all else.
+    RequestError names an invalid field, or says that there are more than `block_ids_max` block ids. An oversized dict
+    is refused before much work is done. Of a Ticket only the block ids are counted, since its constructor has checked
+    everything else.
     """
     told: list[str] = []
     if not isinstance(ticket, Ticket):
@@ -492,7 +494,7 @@ def check_groups(ticket: Ticket) -> None:
 
 
 def check_to_come(ticket: Ticket) -> None:
-    """Raise RequestError if a ticket with blocks still to come is impossible."""
+    """Raise RequestError if the fields of a ticket with `awaited` or `extends` contradict each other."""
     counts = tuple(map(len, ticket.block_tables))
     if ticket.awaited and (any(counts) or ticket.num_tokens or ticket.extends):
         raise RequestError(
@@ -516,12 +518,15 @@ def check_lease(lease: RankLease, ticket: Ticket) -> None:
 
 
 def changed(ticket: Ticket, **changes: Any) -> Ticket:
-    """Return the ticket with other values in the fields `changes`. RequestError if one is invalid."""
+    """Return a copy of `ticket` with other values in the fields named in `changes`. RequestError if one is invalid."""
     return Ticket(**{**{name: getattr(ticket, name) for name in Ticket.__struct_fields__}, **changes})
 
 
 def _digests(ticket: Ticket) -> list[str]:
-    """Return a checksum for each named lease: of its block ids, its tokens and all the rest, each with its lease id."""
+    """Return a text for each lease that the ticket names: checksums of block ids, of tokens and of the other fields.
+
+    Each of the three checksums also covers the lease id.
+    """
     ids, tokens, rest = crc32(_pack(_IDS_OF(ticket))), crc32(_pack(_TOKENS_OF(ticket))), crc32(_pack(_REST_OF(ticket)))
     found = []
     for lease in ticket.ranks:
@@ -537,7 +542,10 @@ _PARTS = ("block ids", "tokens or prompt", "request, ranks or lease")
 
 
 def check_digests(ticket: Ticket, told: Sequence[str], found: Sequence[str]) -> None:
-    """Raise RequestError if a ticket's checksums `told` differ from the computed `found`. It names the parts."""
+    """Raise RequestError if the checksums `told`, from the ticket's dict, differ from the computed checksums `found`.
+
+    The message says which of block ids, tokens and other fields differ.
+    """
     for lease, theirs, ours in zip(ticket.ranks, told, found, strict=True):
         if checks.text(theirs, "ticket: digest") and len(theirs) != len(ours):
             raise RequestError(f"ticket: digest: expected {counted(len(ours), 'character')}, got {shown(theirs)}")
@@ -556,8 +564,8 @@ def check_digests(ticket: Ticket, told: Sequence[str], found: Sequence[str]) -> 
 def _params_of(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[str, Any], bool]:
     """Refuse a dict with too many block ids, ranks or fields, before time is spent on reading them.
 
-    Return the dict with its spare applied and with whole numbers in place of doubles, and whether it has a list of
-    block tables, one for each group.
+    Return two values: the dict, with the spare of its request id (`core.protocol.spare`) applied and with ints in place
+    of whole floats, and whether its block ids are a list of block tables, one for each group.
     """
     request_id = params.get("remote_request_id")
     if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and MARK in request_id:
