@@ -1,1 +1,1 @@
-"""The asyncio shell around core and transport. Start reading at `runtime.Runtime`."""
+"""The asyncio shell around `kvflow.core` and `kvflow.transport`. Start reading at `runtime.Runtime`."""

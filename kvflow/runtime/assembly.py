@@ -1,4 +1,4 @@
-"""A registered KV cache, and every object that is made at its registration and ends with it. It answers peers."""
+"""A registered KV cache, every object that is made at its registration and ends with it, and its answers to peers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _USES = {
     "producer": MemoryUse.SERVED,
     "consumer": MemoryUse.READ_INTO,
 }
-"""Uses of the cache's memory, by Config.role."""
+"""How the cache's memory is registered with the transport, by Config.role."""
 
 
 class RegisteredCache:
@@ -70,7 +70,10 @@ class RegisteredCache:
         local: LocalRank,
         metadata: messages.Metadata,
     ) -> None:
-        """`config` has the limits for the cache's device. `metadata` describes this rank to readers."""
+        """Make every object that lives as long as the registration.
+
+        `config` has the limits for the kind of device that the cache is on. `metadata` describes this rank to readers.
+        """
         self.config = config
         self.rank = runtime.rank
         self.incarnation = registration.incarnation
@@ -83,35 +86,37 @@ class RegisteredCache:
         self.side_channel = runtime.side_channel
         self.seals = runtime.seals
         self.token_hex = runtime.world.token_hex
-        """Function that returns the given number of random bytes, unpredictable, in hexadecimal."""
+        """Function that returns the given number of unpredictable random bytes, in hexadecimal."""
         self.resources = resources
         self.memory = memory
         self._parts: dict[str, Any] = {}
-        """Parts by name that have been used; each is made at its first use."""
+        """Optional features (`parts.PARTS`) that this cache has used, by folder name. Each is made at its first use."""
         self.local = local
         self.metadata = metadata
         self.ledger = resources.ledger
         self.scratch = config.scratch == "always" or (config.scratch == "auto" and "staging" in PARTS)
-        """True if loads may read small pieces through scratch memory."""
+        """True if loads may read small chunks into scratch memory first, and then copy them into the cache."""
         self.throttle = LoadThrottle(resources.poller)
         self.pools = [one.pool for one in memory.staging]
-        """Pools of host blocks and, once it is made, scratch memory."""
+        """The pool of host blocks of each group and, once scratch memory is in use, the pool of its buffers."""
         foreign = foreign_of(runtime.parts)
         self.telling = LeaseIdTelling(self)
-        """The notifications about leases to kvflow ranks."""
+        """Sends notifications about leases to producers that run kvflow."""
         self.agents = Agents(self)
         self.peers = Peers(self, foreign.handshakes(self, Handshakes(self, self.telling)))
         self.own_reach = Reach(self)
-        """The resolver of kvflow tickets. `resolver` may also know tickets of stock peers."""
+        """The resolver of kvflow tickets. `resolver` may also resolve tickets of stock peers (vLLM's NixlConnector)."""
         self.resolver = foreign.resolver(self)
         self.remote_leases = RemoteLeases(self)
         self.loader = Loader(self)
         self.serving = Serving(self)
         self.strangers = foreign.service(self)
-        """The service that answers stock readers; None if there is none."""
+        """The service that answers stock readers (vLLM's own NixlConnector); None if they are not served."""
         self.readers = Farewells(self)
         self.begun: list[Part] = []
-        """Parts that have begun with this cache. Only these end with it: another may belong to another runtime."""
+        """The runtime's parts (optional features) whose `registered` has returned for this cache. Only these are ended
+        with the cache: a part that refused the cache may belong to another runtime.
+        """
         self._answers: dict[type[Any], Callable[[Any], Answered]] = {
             messages.ReleaseRequest: self.serving.release,
             messages.DigestRequest: lambda question: self.part("verify", "a question for digests").answer(question),
@@ -123,15 +128,15 @@ class RegisteredCache:
             self._answers.update(one.answers)
 
     def part(self, name: str, what: str, kind: type[KVFlowError] = RequestError) -> Any:
-        """Return a part of `parts.PARTS` for this cache. The first call makes it.
+        """Return the object of an optional feature, such as "staging", for this cache. The first call makes the object.
 
         Args:
-            name: name of the part: its folder.
-            what: describes the use that needs the part, for the error.
-            kind: class of the error if the part is not installed.
+            name: name of the feature's folder, a key of `parts.PARTS`.
+            what: text for the error that says what needs the feature.
+            kind: class of the error if the folder is not installed.
 
         Raises:
-            RequestError: the part is not installed; another class if `kind` is given.
+            RequestError: the folder is not installed; another class if `kind` is given.
         """
         made = self._parts.get(name)
         if made is None:
@@ -139,7 +144,10 @@ class RegisteredCache:
         return made
 
     def answer(self, header: codec.Header, request: messages.Request, *, draining: bool) -> Answered:
-        """Return the answer to a peer, or a future of it. `draining`: hand metadata to readers of open leases only."""
+        """Return the answer to a peer's request, or a future of the answer.
+
+        `draining`: give this rank's metadata only to readers of a request that has an open lease.
+        """
         ours = self.local.caller
         theirs = request.target
         if theirs.engine_id != ours.engine_id:
@@ -169,23 +177,24 @@ class RegisteredCache:
         return messages.Ack(incarnation=self.incarnation)
 
     async def begin_parts(self, runtime: Supervisor) -> None:
-        """Begin the parts of the runtime with this cache, in order. Raises ConfigError."""
+        """Call `registered` of each part of the runtime with this cache, in order. Raises ConfigError."""
         for one in runtime.parts:
             await one.registered(runtime, self)
             self.begun.append(one)
 
     @property
     def busy(self) -> bool:
-        """True if a lease or load is open, a part has work under way, or blocks are quarantined."""
+        """True if a lease or load is open, a part (optional feature) has work under way, or blocks are quarantined."""
         loading = self.loader.statistics
         open_now = self.serving.statistics.open_leases or loading.open_loads or loading.quarantines
         return bool(open_now or any(map(_open_of, self.begun)))
 
     async def drain(self, deadline_s: float) -> bool:
-        """Wait up to `deadline_s` until no lease, load or work of a part is open, then end the rest and wait for it.
+        """Open no further leases, and wait up to `deadline_s` until all leases, loads and work of parts have ended.
 
-        Return whether everything ended within `deadline_s`. The second wait is bounded by Limits.seal_hold_s,
-        cancel_grace_s and drain_timeout_s. Cancelling stops the waiting.
+        Then end the remaining work and wait for its end, for at most Limits.seal_hold_s, cancel_grace_s and
+        drain_timeout_s. Return whether everything ended within `deadline_s`. Cancelling stops the waiting. Parts are
+        optional features (`Part`).
         """
         serving, loader, engine_id = self.serving, self.loader, self.config.engine_id
         serving.news.turn_away(f"engine {engine_id!r} is draining")
@@ -198,14 +207,14 @@ class RegisteredCache:
         return finished
 
     def stop(self, why: Ending) -> None:
-        """Take no new work, revoke all leases, and let loads and the work of parts end soon. Does not wait."""
+        """Take no new work, revoke all leases, and begin to end loads and the work of parts. Does not wait."""
         self.serving.close()
         self.loader.close(unregistered=why is Ending.UNREGISTERED)
         for one in self.begun:
             one.end(why)
 
     async def end(self, *, broken: bool = False) -> None:
-        """Stop, and wait for a bounded time until leases, loads and the work of parts have ended.
+        """Call `stop`, and wait until leases, loads and the work of parts have ended, for a bounded time.
 
         `broken`: do not wait for loads, since in a broken runtime the end of their reads may never be known.
         """
@@ -219,7 +228,10 @@ class RegisteredCache:
             logger.warning("engine %r: still open after another %s s: %s", self.config.engine_id, bound_s, what)
 
     async def copies_ended(self) -> str:
-        """Wait until no copy of the cache runs. Return what still uses the cache, as a text for an error, or ""."""
+        """Wait until no copy between the cache and buffers runs.
+
+        Return "" if nothing uses the cache now, else a text for an error that says what still uses it.
+        """
         bound_s = self.config.limits.transport_close_timeout_s
         try:
             async with asyncio.timeout(bound_s):
@@ -278,7 +290,10 @@ async def _prepared(
     staged: bool,
     copy_blocks: BlockCopier | None,
 ) -> RankMemory:
-    """Return the memory of the cache that is being registered: checked or, if `staged`, with host blocks for it."""
+    """Return the memory of the cache that is being registered.
+
+    If `staged`, allocate host blocks for it. Otherwise check that peers can read the cache on its device.
+    """
     shown = sets
     staging: Sequence[HostBlocks] = ()
     where = device_of([layer for one in sets for layer in one.caches.items()])
@@ -344,12 +359,12 @@ def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> Ca
 
 
 def _open_of(part: Part) -> int:
-    """Return the number of requests that a part has under way."""
+    """Return the number of requests that a part (an optional feature) has under way."""
     return 0 if (now := part.statistics) is None else now.open_requests
 
 
 def _some(requests: Sequence[str]) -> str:
-    """Return the first of `requests` and the number of others, for a log line."""
+    """Return the first few request ids and the number of the others, as a text for a log line."""
     more = f" and {len(requests) - _NAMED_MAX} more" if len(requests) > _NAMED_MAX else ""
     return f"{list(requests[:_NAMED_MAX])}{more}"
 

@@ -17,17 +17,17 @@ class Timer(Protocol):
 
 
 class Clock(Protocol):
-    """The clock of one machine. It never goes back, and its values mean nothing on another machine."""
+    """A clock that never goes back. Its values cannot be compared with another machine's."""
 
     def now_s(self) -> float:
-        """Return the seconds since an arbitrary time in the past."""
+        """Return the clock time: seconds since an arbitrary time in the past."""
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` on the loop after `delay_s` seconds of this clock."""
 
 
 class SystemClock:
-    """The system's monotonic clock: CLOCK_BOOTTIME, which also counts suspended time, if there is one."""
+    """The system's clock: CLOCK_BOOTTIME where it exists, which also counts the time while the machine is suspended."""
 
     now_s = staticmethod(partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)))
 
@@ -36,17 +36,17 @@ class SystemClock:
 
 
 class Alarm:
-    """A timer that can be set again at any time. It calls `ring` once, at the time of the last `set`."""
+    """A timer that can be set again at any time. It calls `ring` once, at the time of the latest `set`."""
 
     def __init__(self, clock: Clock, ring: Callable[[], None]) -> None:
         self._clock = clock
         self._ring = ring
         self._timer: Timer | None = None
         self.due_s = math.inf
-        """Clock time at which the alarm rings; infinity: it is not set."""
+        """Clock time at which `ring` will be called; infinity if the alarm is not set."""
 
     def set(self, due_s: float) -> None:
-        """Ring at clock time `due_s` instead of an earlier setting: at once if that is past, never if infinity."""
+        """Call `ring` at clock time `due_s`, soon if that is past, never if infinity. Replaces an earlier `set`."""
         if due_s == self.due_s:
             return
         if self._timer is not None:

@@ -34,7 +34,7 @@ class CopyThread:
     """
 
     def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] | None = None) -> None:
-        """`make_device` replaces the real `make_device` in tests; it is called on the copy thread."""
+        """`make_device`: for tests, a function to call on the copy thread instead of `cache_device.make_device`."""
         self._name = name
         self._make_device = make_device
         self._thread: OwnerThread | None = None
@@ -56,7 +56,10 @@ class CopyThread:
         thread.submit(run)
 
     def watch(self, event: DeviceEvent, on_end: OnEnd) -> Watch:
-        """Call `on_end` on the loop with None once `event` has happened, or with the error of querying it."""
+        """Call `on_end` on the loop with None once `event` has happened, or with the error that querying it raised.
+
+        Return the watch; set its `dropped` to prevent the call.
+        """
         watch = Watch(event, on_end, time.monotonic())
         self._started().submit(lambda: self._watches.add(watch))
         return watch
@@ -70,9 +73,10 @@ class CopyThread:
         return found[0]
 
     async def run_into_buffers(self, copy: Callable[[], None], give_back: Callable[[], None]) -> None:
-        """Run a copy into buffers. Raises CopyFailed.
+        """Run `copy`, which writes into buffers, on the copy thread. Raises CopyFailed.
 
-        If the copy fails, call `give_back`. If this is cancelled, call `give_back` once the copy has ended.
+        `give_back` frees the buffers. It is called if the copy fails; if this coroutine is cancelled, it is called once
+        the copy has ended. After a success the caller keeps the buffers.
         """
         copying = asyncio.ensure_future(self.run(copy))
 
@@ -90,9 +94,9 @@ class CopyThread:
             raise CopyFailed(str(error)) from error
 
     async def device(self, where: Device, *, engine_copies: bool = False) -> CacheDevice:
-        """Return the device of a cache, ready for copies on the copy thread. Raises ConfigError or RuntimeError.
+        """Return the `CacheDevice` of a cache on `where`, made on the copy thread. Raises ConfigError or RuntimeError.
 
-        `engine_copies`: the engine's own function copies blocks.
+        `engine_copies`: the engine's own function, `copy_blocks`, copies blocks, so kvflow needs no streams.
         """
         make = self._make_device or partial(make_device, engine_copies=engine_copies)
         if self._make_device is None and where.kind == "cpu":
@@ -100,7 +104,7 @@ class CopyThread:
         return await self.run(lambda: make(where))
 
     async def happened(self, event: DeviceEvent) -> None:
-        """Wait until `event` has happened. Raises the error of querying it. Cancelling drops the watch."""
+        """Wait until `event` has happened. Raises the error of querying it. If cancelled, stop watching the event."""
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watch = self.watch(event, partial(_settle, end))
         try:
@@ -123,7 +127,7 @@ class CopyThread:
             self._thread.abandon(self._end, wait_s)
 
     async def _ended(self) -> None:
-        """Let the thread end after its jobs, and wait for that."""
+        """Let the copy thread end after the jobs that it has, and wait for its end."""
         if self._thread is not None and self._thread.alive:
             self._thread.submit(self._end)
             await self._thread.ended()
@@ -153,7 +157,7 @@ class CopyThread:
 
 
 def _settle(end: asyncio.Future[None], error: BaseException | None) -> None:
-    """Complete the future of a job or an event, unless it was cancelled."""
+    """Complete the future `end` with None, or with `error` if there is one, unless it was cancelled."""
     if not end.cancelled():
         end.set_result(None) if error is None else end.set_exception(error)
 

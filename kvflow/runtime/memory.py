@@ -21,7 +21,7 @@ from kvflow.transport.device.cache_device import CacheDevice
 
 
 async def granted(queue: FairQueue, permit: Permit) -> None:
-    """Wait until a waiting permit is granted. If cancelled, give up the permit or its place in the queue."""
+    """Wait until `queue` grants `permit`. If cancelled, give up the permit, or its place in the queue."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     permit.on_grant = lambda: None if waiter.done() else waiter.set_result(None)
     try:
@@ -32,21 +32,24 @@ async def granted(queue: FairQueue, permit: Permit) -> None:
 
 
 class Pool:
-    """The numbers 0 to `size` - 1 of equal buffers, taken first come, first served. Belongs to one event loop."""
+    """A pool of `size` equal buffers, known by their numbers 0 to `size` - 1, and given out first come, first served.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = list(range(size - 1, -1, -1))
         self._queue = FairQueue((size,))
         self._permits: dict[int, Permit] = {}
-        """Permits of the taken numbers, by the first number that was taken with each permit."""
+        """The queue's permit for buffers that one call took and that are not given back, by their first number."""
 
     @property
     def used(self) -> int:
         return self.size - len(self._free)
 
     def take_nowait(self, count: int) -> BlockIds | None:
-        """Take and return `count` numbers; None if too few are free now, or others wait for numbers."""
+        """Take `count` buffers and return their numbers. Return None if too few are free now, or other callers wait."""
         permit = self._queue.ask((count,)) if count <= len(self._free) else None
         if permit is None or permit.state is PermitState.UNDER_WAY:
             return None if permit is None else self._pop(permit)
@@ -54,7 +57,10 @@ class Pool:
         return None
 
     async def take(self, count: int) -> BlockIds:
-        """Wait for `count` free numbers, at most `size`, and take them. If cancelled, give up the place in line."""
+        """Wait until `count` buffers are free, take them and return their numbers. `count` must not exceed `size`.
+
+        If cancelled, give up the place in the queue.
+        """
         assert 0 < count <= self.size, f"{count} of {self.size}"
         permit = self._queue.ask((count,))
         if permit.state is PermitState.WAITING:
@@ -62,7 +68,11 @@ class Pool:
         return self._pop(permit)
 
     def give_back(self, numbers: BlockIds) -> None:
-        """Give back numbers that were taken together. The next call that takes as many gets the same, in order."""
+        """Give back all buffers that one call of `take` or `take_nowait` returned.
+
+        They are the first to be given out again: the next call that takes the same `count` gets the same numbers in the
+        same order.
+        """
         self._free.extend(numbers[::-1].tolist())
         self._queue.end(self._permits.pop(int(numbers[0])))
 
@@ -81,24 +91,25 @@ class CopyDirection(enum.StrEnum):
 
 BlockCopier: TypeAlias = "Callable[[KVCaches, Sequence[tuple[int, int]], CopyDirection], None]"
 """A function of the engine, `copy(host_caches, pairs, direction)`. It copies whole blocks of all layers between the
-engine's cache and `host_caches`, which have the same layer names and shapes but fewer blocks. `pairs` are (device
-block, host block). It is called on kvflow's copy thread, and returns when the copy is finished."""
+engine's cache and `host_caches`, which has the same layer names and shapes but fewer blocks. `pairs` has (block id in
+the cache, block id in `host_caches`) for each block. The function is called on kvflow's copy thread, and must return
+only when the copy is finished."""
 
 
 class HostBlocks:
-    """Host blocks for one group of a cache that peers cannot read directly. Made by `kvflow.staging`."""
+    """Host blocks for one group of layers of a cache that peers cannot read directly. `kvflow.staging` makes them."""
 
     pool: Pool
-    """The numbers of the host blocks: which are free, and which are taken."""
+    """The pool of host blocks; a host block's id is its number in the pool."""
     block_size_bytes: int
     layers: Sequence[tuple[KVCaches, CacheLayout | StateLayout]]
-    """The memory of the host blocks, for each layout of the group."""
+    """The host tensors by layer name and their layout, for each layout that layers of the group have."""
 
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
-        """Copy blocks to the host or to the device. Called on the copy thread.
+        """Copy blocks from the cache to host blocks, or from host blocks to the cache. Called on the copy thread.
 
         Args:
-            direction: to the host, or to the device.
+            direction: to the host blocks, or to the device of the cache.
             device_ids: block ids in the cache.
             host_ids: ids of the host blocks, one for each of `device_ids`.
         """
@@ -111,15 +122,15 @@ class RankMemory:
 
     groups: Sequence[CacheGroup]
     own: tuple[LayerSet, ...]
-    """Layers of the engine's cache, by set."""
+    """The engine's layers, as sets of layers of one group with the same layout."""
     device: CacheDevice
-    """The device that `own` is on."""
+    """The device that the engine's layers are on."""
     staging: Sequence[HostBlocks]
-    """Host blocks, by group; none if peers read the cache itself."""
+    """Host blocks of each group of layers; empty if peers read the cache itself."""
     shown: tuple[LayerSet, ...]
     """Layers that peers read: the layers of the cache or, with host staging, of the host blocks."""
 
     @property
     def filled(self) -> CacheDevice:
-        """The device of the memory that loads read into: the host with host staging, else the cache's device."""
+        """The device that the transport's reads write to: the CPU with host staging, else the device of the cache."""
         return CacheDevice(HOST) if self.staging else self.device

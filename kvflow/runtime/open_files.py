@@ -23,14 +23,14 @@ from kvflow.logs import logger_of
 logger = logger_of(__name__)
 
 RUNTIME_FILES = 64
-"""Files of a runtime without peers, and of the engine around it."""
+"""Number of open files of a runtime without peers and of the engine around the runtime."""
 PEER_FILES = READER_FILES = 2
 QUESTION_FILES = 4
 ANSWER_FILES = 1
 READERS_STOP_AT = 8
-"""Files that must be left before a new reader or peer is connected."""
+"""Number of files that the process must still be able to open before a new reader or peer is connected."""
 SIDE_CHANNEL_STOPS_AT = 4
-"""Files that must be left for the side channel to keep its connections."""
+"""Number of files that the process must still be able to open; below it the side channel drops all its connections."""
 
 _OPENING = {"nixl": 44, "inproc": 22}  # by transport
 _CONTEXT_FILES = 8  # of a ZeroMQ context, which starts its threads with the first socket
@@ -60,23 +60,30 @@ def left() -> int:
 
 
 def shortage(least: int) -> str:
-    """Return "" if at least `least` files are left; else a text for errors that says how many are left."""
+    """Return "" if this process may open at least `least` more files.
+
+    Otherwise return a text for errors that says how many more files it may open.
+    """
     found = left()
     return f"Too many open files: {found} of {limit()} are left (ulimit -n)" if found < least else ""
 
 
 def needed(config: Config) -> int:
-    """Return the open files at the limits of `config` for peers, readers and connections, all peers asked at once."""
+    """Return the number of open files in the worst case that `config` allows.
+
+    Then `peers_max` peers are all asked at once, and `readers_max` readers and `side_channel_connections_max` side
+    channel connections are open.
+    """
     limits = config.limits
     peers, readers = limits.peers_max * (PEER_FILES + QUESTION_FILES), limits.readers_max * READER_FILES
     return RUNTIME_FILES + peers + readers + limits.side_channel_connections_max * ANSWER_FILES
 
 
 def prepare(config: Config) -> None:
-    """Raise the soft limit to the hard limit, and warn if that is less than `config` may need.
+    """Raise this process's soft limit of open files to its hard limit. Log a warning if `config` may need more.
 
     Raises:
-        ConfigError: too few files are left for a runtime; a library would abort the process.
+        ConfigError: too few files are left to open a runtime; NIXL or ZeroMQ would abort the process.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _SOFT_MAX if hard == resource.RLIM_INFINITY else min(hard, _SOFT_MAX)
@@ -98,12 +105,15 @@ def prepare(config: Config) -> None:
 
 
 def asking_shortage(*, first: bool) -> str:
-    """Return why no socket for a question can be opened, or "". `first`: it needs a ZeroMQ context as well."""
+    """Return why no socket for a question to a peer can be opened, or "" if one can be opened.
+
+    `first`: the question is the first, so it needs a ZeroMQ context, too.
+    """
     return shortage(QUESTION_FILES + SIDE_CHANNEL_STOPS_AT + (_CONTEXT_FILES if first else 0))
 
 
 class ReaderAdmission:
-    """The decision whether another reader may connect.
+    """Decides whether another reader may connect, by the number of files that this process may still open.
 
     Readers that were admitted during the last `_CONNECTING_S` seconds count as still connecting.
     """
@@ -113,10 +123,10 @@ class ReaderAdmission:
         self._admitted_s: deque[float] = deque()
         self._warn_s = 0.0
         self.refused = 0
-        """Number of readers refused for too few open files."""
+        """Number of readers that were refused since too few open files were left."""
 
     def refusal(self, now_s: float) -> str:
-        """Return why no new reader may connect now; or "", and count a reader as connecting."""
+        """Return why no new reader may connect now. If one may, return "" and count it as connecting."""
         while self._admitted_s and self._admitted_s[0] <= now_s - _CONNECTING_S:
             self._admitted_s.popleft()
         why = shortage(READERS_STOP_AT + (READER_FILES + QUESTION_FILES) * len(self._admitted_s))

@@ -1,9 +1,9 @@
-"""Parts: optional features that a runtime gets beside its core, as a list. They begin and end in its order.
+"""Parts: optional features, given to a runtime as a list. They begin and end in the order of the list.
 
-If other engines of a fleet do not run kvflow (stock peers, for example vLLM's own connector), a rank gets a part that
-is a `Foreign`, as in `kvflow.stock`. Its `Resolver` knows the tickets of both kinds of engines. Each handshake chooses
-how the peer is notified about its leases (`Telling`), and which proof (`Proof`) reads from the peer have. Peers, loads
-and leases are the same classes for both kinds.
+If some engines of a fleet do not run kvflow (stock peers, which run vLLM's own NixlConnector), a rank gets a `Foreign`
+part, such as `kvflow.stock.StockPeers`. Its `Resolver` resolves the tickets of both kinds of engines. Each handshake
+chooses how the peer is notified about its leases (`Telling`), and by which proof (`Proof`) bytes read from the peer
+count as fresh. Peers, loads and leases are the same classes for both kinds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Ending(enum.Enum):
-    """The reason why a part must end its work."""
+    """The reason why a part (an optional feature of a runtime) must end its work."""
 
     CLOSED = enum.auto()
     """The runtime is closed, or has drained."""
@@ -45,13 +45,13 @@ class Part:
     """
 
     name: str
-    """Name in `RuntimeStatistics.parts`, in logs and in errors."""
+    """Name of the part: its key in `RuntimeStatistics.parts`, also used in logs and errors."""
     answers: Mapping[type[messages.ReaderRequest], Callable[[Any], Answered]] = {}
-    """Functions that answer requests of peers to this part, by type of request. They never wait. The side channel
-    decodes only these types and those of the core."""
+    """Functions that answer peers' requests to this part, by type of request. They must not wait. The side channel
+    decodes only these types of requests and those of the core."""
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
-        """Begin to work with a cache that is being registered. If cancelled, the part is left without a cache.
+        """Begin to work with a cache that is being registered. If cancelled, the part must not use the cache.
 
         Args:
             runtime: the runtime of the part.
@@ -70,27 +70,27 @@ class Part:
         """
 
     async def drained(self) -> None:
-        """Wait until no work is under way. Cancelling stops the waiting."""
+        """Wait until the part has no work under way. Cancelling stops the waiting."""
 
     async def closed(self, timeout_s: float) -> str:
-        """Release the cache. By now no read is under way.
+        """Release the cache. Called after `end` and `drained`, when no read into the cache is under way.
 
         Args:
             timeout_s: seconds that this call may take.
 
         Returns:
-            A text for the error if something went wrong, or "".
+            Why the part could not release the cache, as a text for an error; "" if it has.
         """
         return ""
 
     @property
     def statistics(self) -> PartStatistics | None:
-        """Current counts of the part; None without a registered cache."""
+        """Current counts of the part; None while it has no registered cache."""
         return None
 
 
 class PartOwner:
-    """The runtime that a part works for. After that runtime is closed, the part may work for another."""
+    """Remembers, for a part, the runtime that the part belongs to. Once that is closed, the part may get another."""
 
     def __init__(self, part: Part) -> None:
         self._part = part
@@ -98,31 +98,32 @@ class PartOwner:
 
     @property
     def registered(self) -> bool:
-        """True while the runtime has a registered cache, or one that is being unregistered."""
+        """True while the part's runtime has a cache that is registered or being unregistered."""
         return self._runtime is not None and self._runtime.held is not None
 
     @property
     def open(self) -> bool:
-        """True while the runtime takes new work."""
+        """True while the part's runtime takes new work."""
         return self._runtime is not None and self._runtime.state is RuntimeState.OPEN
 
     def begin(self, runtime: Supervisor) -> None:
-        """Note the runtime that registers a cache. Raises ConfigError if the part still works for another runtime."""
+        """Remember `runtime`, which registers a cache. Raises ConfigError if the part's last runtime is not closed."""
         before = self._runtime
         if before not in (None, runtime) and before.state is not RuntimeState.CLOSED:
             raise ConfigError(f"{self._part!r}: it is a part of another runtime, {before}")
         self._runtime = runtime
 
     def require(self, what: str, *, new_work: bool = True) -> RegisteredCache:
-        """Return the registered cache for a call of the part.
+        """Return the runtime's registered cache, or raise if the part may not be called now.
 
         Args:
-            what: name of the call, for the error.
+            what: name of the called method of the part, for the error.
             new_work: True if the call begins new work, which a draining runtime refuses.
 
         Raises:
-            UsageError: the part has no runtime with a registered cache, or this is not the runtime's loop.
-            RuntimeUnavailable, RuntimeBroken: as for loads.
+            UsageError: no runtime has registered a cache with the part, or this is not that runtime's loop.
+            RuntimeUnavailable: the runtime is closed, has no cache now or, for new work, is draining.
+            RuntimeBroken: a service of the runtime has died.
         """
         if self._runtime is None:
             raise UsageError(f"{what}: {self._part!r} is a part of no runtime whose KV cache was registered")
@@ -131,28 +132,28 @@ class PartOwner:
 
 
 class Service(Protocol):
-    """A service that answers stock readers and applies their notifications."""
+    """Answers stock readers (vLLM's own NixlConnector) on the side channel, and applies their notifications."""
 
     def answer(self, question: bytes) -> list[bytes] | None:
-        """Return the frames of the answer, or None for no answer. Never waits, and never raises."""
+        """Return the frames of the answer to a stock reader's question, or None to send none. Never waits or raises."""
 
     def hears(self, payload: bytes) -> bool:
-        """Apply a notification if it came from a stock reader. Return whether it did."""
+        """Apply a notification if a stock reader sent it. Return whether a stock reader sent it."""
 
 
 class Foreign(Part):
-    """A part that knows stock peers: engines that do not run kvflow. This base class knows none."""
+    """Base of the part that serves and reads stock peers, which do not run kvflow. This class itself supports none."""
 
     def handshakes(self, cache: RegisteredCache, own: Handshakes) -> Handshaking:
-        """Return handshakes with kvflow peers, as `own` does them, and with stock peers."""
+        """Return an object that shakes hands with stock peers, and with kvflow peers by `own`."""
         return own
 
     def resolver(self, cache: RegisteredCache) -> Resolver:
-        """Return the resolver of kvflow tickets and of stock tickets."""
+        """Return a resolver of kvflow tickets and of stock peers' tickets."""
         return cache.own_reach
 
     def service(self, cache: RegisteredCache) -> Service | None:
-        """Return the service that answers stock readers, or None if there is none.
+        """Return the service that answers stock readers, or None if they are not served.
 
         Raises:
             ConfigError: stock readers cannot be served with this configuration.
@@ -161,5 +162,5 @@ class Foreign(Part):
 
 
 def foreign_of(parts: Sequence[Part]) -> Foreign:
-    """Return the first part that is a `Foreign`, or a `Foreign` that knows no stock peers."""
+    """Return the first of `parts` that is a `Foreign`; if none is, a `Foreign` that supports no stock peers."""
     return next((part for part in parts if isinstance(part, Foreign)), Foreign())

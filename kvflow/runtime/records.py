@@ -1,8 +1,9 @@
 """Records of ended loads and leases. The observers of a runtime get each record once.
 
-A record is final. Observers run on the event loop, in the step that ends the load or lease, so they must be quick. An
-error of an observer is logged and changes nothing. If an observer fails repeatedly, its 1st, 2nd, 4th, 8th ... error is
-logged, with the number of errors left out. In tests closing the runtime also raises the first error (`World.forgives`).
+A record does not change. Observers run on the event loop, in the step that ends the load or lease, so they must be
+quick. An error of an observer is logged and has no other effect. If an observer fails repeatedly, its 1st, 2nd, 4th,
+8th ... error is logged, with the number of errors that were not. In tests closing the runtime also raises the first
+error (`World.forgives`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ RecordT = TypeVar("RecordT", "LoadRecord", "LeaseRecord")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One source of a load with several sources, and the outcome of the attempt to read from it."""
+    """One attempt of a load that has several tickets, or `LoadRequest.again`: its source and its outcome."""
 
     engine_id: str
     address: str
@@ -40,14 +41,15 @@ class Attempt:
     error: str
     """Reason why the source did not deliver the prompt, or ""."""
     bytes: int
-    """Bytes of the reads that were posted to this source. Only the bytes of the source that "loaded" were used."""
+    """Number of bytes in the reads that were posted to this source. The load used only those of the source that
+    "loaded"."""
     seconds: float
     """Seconds from the start of the attempt until no further byte from this source could land."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRecord:
-    """A load that has ended or was refused. `seconds` has an entry per phase; together they are the whole time."""
+    """A load that has ended or was refused. `seconds` has the time spent in each phase; their sum is the whole time."""
 
     engine_id: str
     rank: Rank
@@ -60,7 +62,8 @@ class LoadRecord:
     """Phase in which the load ended."""
     seconds: Mapping[str, float]
     peer_engine_id: str = ""
-    """Producer's engine id. Empty, as all fields below, if the load was refused: its request is unchecked."""
+    """Engine id of the producer. If the load was refused, this field and all fields below are empty, since the request
+    was not checked."""
     remote_request_id: str = ""
     """The producer's request id, as in the producer's lease records."""
     peer: str = ""
@@ -71,22 +74,23 @@ class LoadRecord:
     """Number of blocks by the names of the cache's groups of layers."""
     descriptors: int = 0
     verification: str = "off"
-    """Outcome of the comparison with the producer's bytes, a `Verification`: "off", "verified", "repaired", "mismatch"
-    or "unverified"."""
+    """A value of `Verification`, the outcome of comparing the loaded blocks' digests with the producer's: "off",
+    "verified", "repaired", "mismatch" or "unverified"."""
     freshness: str = ""
-    """Proof of the bytes, as in a `LoadReport`: "seal" or "deadline"; "" if the load read no blocks, or ended before
-    its sources were known."""
+    """How the load proved that its bytes were fresh, as in a `LoadReport`: by "seal" or "deadline". "" if the load read
+    no blocks, or ended before its sources were known."""
     landed: Sequence[Moment] = ()
-    """For a lease that grows: how many tokens had landed when, in seconds from the start of the load."""
+    """If the lease opened before all tokens were computed: how many tokens had landed when, in seconds from the start
+    of the load."""
     traceparent: str = ""
     """W3C trace context in the ticket, or ""."""
     attempts: Sequence[Attempt] = ()
-    """Attempts of a load with several tickets, or with `again`, in the order in which they began."""
+    """Attempts of a load with several tickets, or with `LoadRequest.again`, in the order in which they began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
-    """A lease that has ended, and given its blocks back.
+    """A lease that has ended, and no longer holds its blocks.
 
     `seconds`: "offered" until the lease was read, expired, revoked or failed; "held" from then until its blocks were
     free.
@@ -103,15 +107,16 @@ class LeaseRecord:
     """Number of blocks by the names of the cache's groups of layers."""
     tokens: int
     readers: int
-    """Number of consumer ranks that reported that they had read."""
+    """Number of consumer ranks that reported that they had finished with the blocks."""
     seconds: Mapping[str, float]
     traceparent: str
     computed: Sequence[Moment] = ()
-    """For a lease that grows: how many tokens were computed when, in seconds from the opening of the lease."""
+    """If the lease opened before all tokens were computed: how many tokens were computed when, in seconds from the
+    opening of the lease."""
 
 
 class Observer(Protocol):
-    """An observer of runtimes: it gets the record of each of their loads and leases."""
+    """Interface of an observer, which a runtime calls with the record of every ended load and lease."""
 
     def load_ended(self, record: LoadRecord) -> None:
         """Called when a load has ended, with any outcome.
@@ -139,13 +144,13 @@ class Observers:
         self.all = listed
         self._forgiven = forgiven
         self._failures = Counter[int]()
-        """Number of errors of each observer, by `id`."""
+        """Number of errors that each observer has raised, by the `id()` of the observer."""
         self._error: Exception | None = None
-        """The first error of an observer, if errors are not forgiven."""
+        """The first error that an observer raised, for `close` to raise; None if `forgiven`."""
 
     @contextlib.contextmanager
     def one_more(self, observer: Observer) -> Iterator[None]:
-        """Add an observer for the duration of the block. For tests."""
+        """Return a context manager that adds an observer while its `with` body runs. For tests."""
         self.all = (*self.all, observer)
         try:
             yield
@@ -162,7 +167,7 @@ class Observers:
             self._tell(observer, observer.lease_ended, record)
 
     def close(self) -> None:
-        """Log the errors that were left out. Raise the first error of an observer once, unless errors are forgiven."""
+        """Log how many errors of observers were not logged. Then raise the first error, once, unless `forgiven`."""
         for observer in list(self._failures):
             self._log_rest(observer)
         error, self._error = self._error, None

@@ -1,12 +1,12 @@
-"""One registration of a rank's cache, from its agent to its last task. It is one *incarnation* of the rank.
+"""One registration of a rank's cache, from the start of its agent to the end of its last task: an *incarnation*.
 
 If a cache is registered again, the rank gets another incarnation: a new name, new agents and a new poller, as if it had
 restarted at the same address. Peers notice the new name, as after a restart, and drop all that they know of the last
 incarnation (docs/decisions/0017-generations.md).
 
 The agent and the poller start before the cache is registered. A registration ends in this order: leases, loads and
-parts are asked to end; they are waited for; readers get goodbyes; tasks and peers end; the agent closes. Then no read
-is under way, and loads and parts release the memory.
+parts begin to end; the supervisor waits until they have; readers get goodbyes; tasks and peers end; the agent closes.
+Then no read is under way, and loads and parts release the memory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Registration:
         self.transport = world.transport(config, self.agent_name)
         self.poller = Poller(self.transport, self._on_notification)
         self.cache: RegisteredCache | None = None
-        """The registered cache, until all of its work has ended; None before."""
+        """The registered cache until all of its loads and leases have ended; None before the registration is done."""
         self.early_notifications = 0
         """Number of notifications that came before the cache was registered, when no lease could exist."""
         self._config = config
@@ -53,7 +53,10 @@ class Registration:
         self._runtime_tasks.must_last(poller, "poller", lambda: self._over)
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
-        """Start a task that ends with the registration. Raises RuntimeClosed, or after its end CacheUnregistered."""
+        """Start a task that is cancelled at the end of the registration.
+
+        Raises RuntimeClosed if the runtime closes, CacheUnregistered if the registration has ended.
+        """
         if self._over:
             body.close()
             owner = f"{self._config.engine_id!r} ({Rank.of(self._config)})"
@@ -64,7 +67,7 @@ class Registration:
         return task
 
     async def aclose(self) -> str:
-        """End the tasks, the peers and the transport, then the parts. Return a text for an error, or ""."""
+        """End the tasks, the peers and the transport, then the parts. Return why that failed, as a text, or ""."""
         bound_s, cache = self._config.limits.transport_close_timeout_s, self.cache
         await self._end_tasks()
         if cache is not None:
@@ -83,7 +86,7 @@ class Registration:
         return problem
 
     def abandon(self, wait_s: float) -> None:
-        """Release everything when the event loop no longer runs. Wait up to `wait_s` for threads."""
+        """Release the transport and the cache when the event loop no longer runs. Wait up to `wait_s` for threads."""
         cache, self.cache = self.cache, None
         self.transport.abandon(wait_s)
         for part in cache.begun if cache is not None else ():

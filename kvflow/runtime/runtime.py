@@ -1,4 +1,4 @@
-"""The Runtime, the object that users hold. It checks that a call is allowed, and passes the call to its implementation.
+"""The Runtime, the object that users hold. It checks that a call is allowed, and passes the call on.
 
 A runtime belongs to the event loop that opened it. A method that is called on another loop or thread raises UsageError.
 """
@@ -85,7 +85,7 @@ class Runtime:
 
     @property
     def address(self) -> str:
-        """Address of the side channel, as in tickets."""
+        """Address of this rank's side channel, as in its tickets."""
         self._supervisor.require_running()
         return self._supervisor.address
 
@@ -282,8 +282,8 @@ class Runtime:
     def start_load(self, request: LoadRequest) -> Load:
         """Start to read the blocks that a ticket offers, and return at once. `await load` gives the report.
 
-        Every other error is raised by awaiting the load. After any outcome, the local blocks may be reused once
-        `await load.settled()` has returned.
+        Every error but UsageError is raised by awaiting the load. After any outcome, the local blocks may be reused
+        once `await load.settled()` has returned.
 
         Args:
             request: the ticket, and the local blocks to fill.
@@ -414,7 +414,10 @@ class Runtime:
         return supervisor.require_cache()
 
     def _require_loader(self, request: LoadRequest, what: str) -> Loader:
-        """Return the loader if loads are allowed, else raise. Report a load refused by draining to the observers."""
+        """Return the loader if the runtime takes new loads, else raise.
+
+        If the runtime is draining, report `request` to the observers as a refused load. `what` names the call.
+        """
         here = asyncio._get_running_loop() is self._supervisor.loop
         if here and self._supervisor.state is RuntimeState.OPEN and self._supervisor.cache is not None:
             return self._supervisor.cache.loader  # the usual case, kept fast
@@ -446,7 +449,10 @@ def _checked(parts: Sequence[Part]) -> tuple[Part, ...]:
 
 
 def _dropped(supervisor: Supervisor) -> None:
-    """Close an open runtime after its handle was dropped: on its loop, or without a loop if that is closed."""
+    """Close an open runtime after its `Runtime` object was freed.
+
+    If the runtime's event loop is closed, release sockets, threads and memory without a loop.
+    """
     loop = supervisor.loop
     if loop is None or supervisor.inherited:
         return

@@ -24,7 +24,10 @@ _SENT = ("notifications_sent", "notifications_received", "notifications_failed")
 
 
 class RuntimeState(enum.StrEnum):
-    """State of a runtime: it takes new work (OPEN), only ends its work (DRAINING, CLOSING), or cannot work."""
+    """State of a runtime. It takes new work when OPEN, and only lets work end when DRAINING or CLOSING.
+
+    When NEW, BROKEN or CLOSED it does no work.
+    """
 
     NEW = "new"
     OPEN = "open"
@@ -36,20 +39,21 @@ class RuntimeState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartStatistics:
-    """Counts that every part has. A part may have a subclass with more."""
+    """Counts of one part of a runtime. A part may return a subclass with further counts."""
 
     open_requests: int
-    """Number of requests that the part has under way."""
+    """Number of requests of the part that are under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeStatistics:
     """A snapshot of a runtime: its open objects, and counts of past events.
 
-    `blocks`, `serving` and `loading` are None before the first cache is registered, and in an abandoned runtime.
+    `blocks` is None while no cache is registered. `serving` and `loading` are None before the first cache is
+    registered. In an abandoned runtime all three lack the counts of the last registration, and may be None.
 
-    If a cache is registered again, its counts continue those of the last cache. While no cache is registered, `blocks`
-    is None.
+    If a cache is registered again, `serving`, `loading` and `transport` go on counting from the counts of the last
+    registration.
     """
 
     state: RuntimeState
@@ -65,7 +69,7 @@ class RuntimeStatistics:
     listener: ListenerStatistics | None
     transport: TransportStatistics
     readers_refused: int
-    """Number of readers refused for too few open files."""
+    """Number of readers that were refused since too few open files were left."""
     early_notifications: int
     """Number of notifications that came before a cache was registered, when no lease could exist."""
     parts: Mapping[str, PartStatistics] = field(default_factory=dict)
@@ -78,7 +82,10 @@ def totals(
     loading: LoadingStatistics | None,
     transport: TransportStatistics | None,
 ) -> tuple[ServingStatistics | None, LoadingStatistics | None, TransportStatistics]:
-    """Return the current snapshots with the counts of earlier registrations, which `past` has, added."""
+    """Return the statistics of serving, loading and transport, added up over all registrations.
+
+    `past` has the sums over the earlier registrations; the other arguments are of the current registration.
+    """
     if past is not None:
         serving = _total(serving, past.serving, (*_SERVED, *_NOTIFIED))
         loading = _total(loading, past.loading, _LOADED)
@@ -88,7 +95,7 @@ def totals(
 
 
 def _total(now: PartT | None, past: PartT | None, counters: Sequence[str]) -> PartT | None:
-    """Return `now` with the `counters` of `past` added; either may be None."""
+    """Return `now` with the fields `counters` increased by those of `past`. If one is None, return the other."""
     if now is None or past is None:
         return past if now is None else now
     return replace(now, **{name: getattr(now, name) + getattr(past, name) for name in counters})

@@ -1,9 +1,9 @@
 """The supervisor: opens, runs and closes the services of a runtime in order, and ends all if one dies.
 
-`Runtime` is the handle that users hold. Nothing here refers to the handle, so that a dropped handle is noticed. The
-listener, side channel, copy thread, clock and seals last as long as the runtime. Agents, poller, ledger and peers last
-as long as one `Registration`. If a service dies, the runtime is *broken*: leases are revoked, loads fail, and later
-calls raise RuntimeBroken with the cause.
+`Runtime` is the handle that users hold. Nothing here refers to the handle, so that Python frees a dropped handle, which
+then closes the runtime. The listener, side channel, copy thread, clock and seals last as long as the runtime. Agents,
+poller, ledger and peers last as long as one `Registration`. If a service dies, the runtime is *broken*: leases are
+revoked, loads fail, and later calls raise RuntimeBroken with the cause.
 
 Unregistering ends one registration; closing ends everything. Both run to their end even if the caller is cancelled
 (`Tasks.carried`). If the closing itself is cancelled, it stops waiting for leases and loads to end by themselves. If
@@ -64,19 +64,19 @@ class Supervisor:
         self.rank = Rank.of(config)
         self.state = RuntimeState.NEW
         self.cache: RegisteredCache | None = None
-        """The registered cache while it takes work; None before, and from the start of `unregister`."""
+        """The registered cache while it takes new work; None before its registration is done and once it is to end."""
         self.observers = observers
         self.world = world
         self.parts = tuple(parts)
         self.host = config.advertise_host or config.listen_host
         self.tasks = Tasks(str(self), self._on_break, self.aclose)
         self.registration: Registration | None = self._new_registration()
-        """The current registration, from before its cache is registered until all of its work has ended."""
+        """The current registration, made before its cache is registered; None once all of its work has ended."""
         self.side_channel = world.side_channel(config)
         self.clock = world.clock()
         self.seals = SealTable(config.limits.leases_max)
         self._past: RuntimeStatistics | None = None
-        """Statistics at the end of the last registration, with those before it added."""
+        """Statistics at the end of the last registration, added up over all registrations so far; None before."""
         self._registering = False
         self._admission = ReaderAdmission(config.engine_id)
         self._hurried = False
@@ -86,11 +86,11 @@ class Supervisor:
         """The loop that opened the runtime; None before that."""
 
     def __str__(self) -> str:
-        """Return the name of the runtime for log lines."""
+        """Return the engine id and rank of the runtime, for logs and errors."""
         return f"{self.config.engine_id!r} ({self.rank})"
 
     def forked(self) -> None:
-        """Count as closed in a forked child. See `forks`."""
+        """In a forked child, mark the runtime as closed. See `forks`."""
         self.inherited = True
         self.state = RuntimeState.CLOSED
         self.tasks.forget()
@@ -152,9 +152,9 @@ class Supervisor:
         await self.tasks.supervised()
 
     def abandon(self, wait_s: float = 0.0) -> None:
-        """Release everything when the event loop no longer runs: sockets now, threads once their reads have ended.
+        """Release sockets, memory and threads without the event loop, which no longer runs.
 
-        Wait up to `wait_s` for the threads. Tasks that waited on the loop have ended with the loop.
+        A thread ends once no read or copy is under way; wait up to `wait_s` for that. Tasks have ended with the loop.
         """
         if self.inherited or self.state in (RuntimeState.NEW, RuntimeState.CLOSED):
             self.state = RuntimeState.CLOSED
@@ -201,7 +201,7 @@ class Supervisor:
 
     @property
     def held(self) -> RegisteredCache | None:
-        """The registered cache, also while it is being unregistered, when its leases and loads still end."""
+        """The registered cache, also while it is being unregistered and its leases and loads end; else None."""
         return None if self.registration is None else self.registration.cache
 
     def require_running(self, *, new_work: bool = False) -> None:
@@ -220,7 +220,10 @@ class Supervisor:
         raise RuntimeClosed(f"the runtime {self} is {self.state}")
 
     def require(self, what: str, *, new_work: bool) -> None:
-        """Raise an error unless the call `what` is allowed: the runtime runs (see `require_running`), on this loop."""
+        """Raise an error unless the runtime is running (see `require_running`) and belongs to this event loop.
+
+        `what` names the call, for the error.
+        """
         self.require_running()
         require_loop(self.loop, what)
         if new_work:
@@ -282,14 +285,14 @@ class Supervisor:
         return Registration(self.config, self.world, self.tasks)
 
     def _on_break(self) -> None:
-        """Mark the runtime as broken and end leases and loads, after a service has died."""
+        """Called when a task of the runtime has died: mark the runtime as broken, and end leases and loads."""
         if self.state in (RuntimeState.OPEN, RuntimeState.DRAINING):
             self.state = RuntimeState.BROKEN
         if self.held is not None:
             self.held.stop(Ending.CLOSED)
 
     async def _unregister(self) -> None:
-        """End the registration, complete or not. Runs by `Tasks.carried`.
+        """End the current registration, even if its cache was never registered. Run by `Tasks.carried`.
 
         Task `kvflow-unregister`: begun by `unregister`, or by a registration that failed. It goes on if its
         caller is cancelled. If it dies, the runtime breaks, and `unregister` raises its error.
@@ -311,7 +314,7 @@ class Supervisor:
         logger.info("runtime %s has no cache any more: %s", self, problem or "its memory is deregistered")
 
     async def _close(self) -> None:
-        """End everything. Runs by `Tasks.carried`.
+        """Close the runtime: end the registration, the listener, all tasks and all threads. Run by `Tasks.carried`.
 
         Task `kvflow-close`: begun by `aclose`, by a cancelled supervisor's task, or by a dropped runtime. It goes
         on if its caller is cancelled. If it is cancelled itself, it stops waiting for leases and loads. `aclose` raises
@@ -338,7 +341,11 @@ class Supervisor:
         self._hurried = True
 
     async def _end_work(self, *, drained: bool = False) -> None:
-        """End leases and loads, and send goodbyes to readers. `drained`: first drain, unless in a hurry or broken."""
+        """End leases and loads, and send goodbyes to readers.
+
+        `drained`: give leases and loads `drain_timeout_s` to end by themselves first, unless the runtime is broken or
+        the closing was cancelled.
+        """
         cache = self.held
         if cache is None:
             return
@@ -353,7 +360,7 @@ class Supervisor:
         return "" if await self.copier.aclose(bound_s) else f"a copy still runs after {bound_s} s"
 
     def _answer(self, header: codec.Header, request: messages.Request) -> Answered:
-        """Return the answer to a peer on the side channel, or a future of it. Never waits."""
+        """Return the answer to a peer's request on the side channel, or a future of the answer. Never waits."""
         cache, engine_id = self.cache, self.config.engine_id
         if cache is None:
             return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)
@@ -364,14 +371,14 @@ class Supervisor:
         return cache.answer(header, request, draining=self.state is not RuntimeState.OPEN)
 
     def _answer_stranger(self, question: bytes) -> list[bytes] | None:
-        """Return the frames of the answer to a stock reader, or None for no answer."""
+        """Return the frames of the answer to a stock reader (vLLM's own NixlConnector), or None to send no answer."""
         cache = self.cache
         if cache is None or cache.strangers is None or self.state is not RuntimeState.OPEN or self._no_new_reader():
             return None
         return cache.strangers.answer(question)
 
     def _no_new_reader(self) -> str:
-        """Return why no new reader may connect to this rank now, or ""."""
+        """Return why no new reader may connect to this rank now. If one may, return "" and count it as connecting."""
         if self.registration is not None and self.registration.transport.statistics.deaf:
             return "its transport's listener is closed, as when open files run out: register its cache again"
         return self._admission.refusal(self.clock.now_s())

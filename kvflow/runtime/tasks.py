@@ -1,11 +1,11 @@
 """The tasks of one runtime, in one task group. If a task dies, the runtime is *broken*.
 
-The supervisor's task holds the group. A service (the listener, a poller) dies if it raises, or if code outside the
-runtime cancels it. Any other task dies if it raises.
+The supervisor's task holds the group. The task of a service (the listener, a poller) dies if it raises, or if code
+outside the runtime cancels it. Any other task dies if it raises.
 
 Work that must finish even if its caller is cancelled, for example closing, is a task outside the group (`carried`). A
-host that ends cancels all tasks, this one included. So each step of the work is restarted if it is cancelled
-(`to_its_end`); every step is bounded, and may be run again.
+program that ends cancels all tasks of the loop, also a carried one. So each step of carried work is run again if it is
+cancelled (`to_its_end`); every step is bounded, and may be run again.
 
 A runtime, its leases and its loads belong to the event loop that opened the runtime, and to that loop's thread
 (`require_loop`).
@@ -30,7 +30,10 @@ class Tasks:
     """All tasks of a runtime. They belong to the loop on which `start` was called."""
 
     def __init__(self, owner: str, on_break: Callable[[], None], close: Callable[[], Awaitable[None]]) -> None:
-        """`on_break` is called once if a task dies; `close` if the host cancels the supervisor's task."""
+        """`owner` is the runtime's name in logs. `on_break` is called once if a task dies.
+
+        `close` is called if the program cancels the supervisor's task, as it does with all tasks when it ends.
+        """
         self._owner = owner
         self._on_break = on_break
         self._close = close
@@ -45,7 +48,7 @@ class Tasks:
 
     @property
     def started(self) -> bool:
-        """True once `start` was called, also after all tasks have ended."""
+        """True once `start` was called. It stays True after all tasks have ended."""
         return self._supervision is not None
 
     @property
@@ -54,28 +57,29 @@ class Tasks:
         return len(self._tasks) + (self._supervision is not None and not self._supervision.done())
 
     async def start(self, begin: Callable[[], None]) -> None:
-        """Start the supervisor's task, which calls `begin` to spawn the first other tasks.
+        """Start the supervisor's task, which opens the task group and calls `begin`, and wait for that.
 
-        If the task is cancelled before its first step, `cause` is set.
+        `begin` spawns the first tasks. If the supervisor's task is cancelled before its first step, `begin` is not
+        called and `cause` is set.
         """
         self._supervision = asyncio.create_task(self._supervise(begin), name="kvflow-supervisor")
         self._supervision.add_done_callback(lambda _: self._never_ran())
         await self._started.wait()
 
     async def stop(self) -> None:
-        """End all tasks of the group, and wait until they have ended."""
+        """Cancel all tasks of the group, and wait until they have ended."""
         self._stop.set()
         await self._over.wait()
 
     async def supervised(self) -> None:
-        """Wait until the supervisor's task has ended. No effect if this is called in that task."""
+        """Wait until the supervisor's task has ended. If that task itself calls this, return at once."""
         if self._supervision is not None and self._supervision is not asyncio.current_task():
             await asyncio.wait([self._supervision])
 
     async def carried(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Run `work` as a task called `name`, or join the task of that name under way. Raise its error.
+        """Run `work` as a task with the name `name`, wait for its end and raise its error, if any.
 
-        Cancelling stops the waiting; the work goes on.
+        If a task of that name is running, wait for that task instead. Cancelling stops the waiting; the work goes on.
         """
         task = asyncio.current_task()
         cancels = task.cancelling() if task is not None else 0
@@ -91,7 +95,10 @@ class Tasks:
                     raise
 
     async def over(self, name: str) -> None:
-        """Wait for the end of the carried work called `name`, without its error. Cancelling stops the waiting."""
+        """Wait until the work that `carried` runs under `name`, if any, has ended. Do not raise its error.
+
+        Cancelling stops the waiting.
+        """
         if name in self._carried:
             await asyncio.wait([self._carried[name]])
 
@@ -113,7 +120,10 @@ class Tasks:
         return task
 
     def must_last(self, task: asyncio.Task[None], what: str, over: Callable[[], bool] = lambda: False) -> None:
-        """Break the runtime if the task of a service is cancelled before `over` returns True and before `stop`."""
+        """Break the runtime if `task`, the task of a service, is cancelled before its time.
+
+        Its time has come once `stop` was called or `over` returns True. `what` is the service's name, for the error.
+        """
 
         def ended(task: asyncio.Task[None]) -> None:  # if cancelled early, the body never runs
             if task.cancelled() and not self._stop.is_set() and not over():
@@ -122,7 +132,10 @@ class Tasks:
         task.add_done_callback(ended)
 
     def break_down(self, cause: Exception) -> None:
-        """Break the runtime: keep `cause`, end all tasks, call `on_break`. No effect if it is closing or broken."""
+        """Break the runtime: store `cause`, cancel all tasks and call `on_break`.
+
+        No effect if the runtime is closing or broken.
+        """
         if self.cause is not None or self._stop.is_set():
             return
         logger.error("runtime %s broke: %s: %s", self._owner, type(cause).__name__, cause, exc_info=cause.__cause__)
@@ -131,13 +144,13 @@ class Tasks:
         self._on_break()
 
     def forget(self) -> None:
-        """In a forked child, do not take the end of the parent's tasks for a broken runtime."""
+        """In a forked child, let the end of the parent's tasks not count as a break of the runtime."""
         self._stop.set()
 
     async def _supervise(self, begin: Callable[[], None]) -> None:
         """Hold the task group until `stop` is called or a task dies. Body of the supervisor's task.
 
-        If the host cancels this task at its own end, close the runtime first, since no other task may be left for that.
+        If the program cancels this task because it ends, close the runtime first: no other task may be left to do that.
 
         Task `kvflow-supervisor`: holds the runtime's task group, from opening to closing. If the host cancels
         it, it first closes the runtime.
@@ -168,14 +181,14 @@ class Tasks:
                 return  # it is logged already
 
     async def _watched(self, body: Coroutine[None, None, None]) -> None:
-        """Run the body of a task; an error breaks the runtime."""
+        """Await `body`, the body of a task. If it raises, break the runtime."""
         try:
             await body
         except Exception as problem:  # noqa: BLE001 - any error breaks the runtime, which reports it
             self.break_down(problem)
 
     def _never_ran(self) -> None:
-        """Break the runtime and end all waits if the supervisor's task was cancelled before its first step."""
+        """Break the runtime and wake all waiting calls if the supervisor's task was cancelled before its first step."""
         if not self._started.is_set():
             self.cause = RuntimeBroken("the supervisor's task was cancelled before it began")
             self._on_break()
@@ -186,10 +199,10 @@ class Tasks:
 async def for_each(
     items: Sequence[ItemT], work: Callable[[ItemT], Coroutine[Any, Any, ResultT]], at_once: int
 ) -> list[ResultT]:
-    """Await `work` for all `items`, at most `at_once` at a time, and return the results in order.
+    """Await `work(item)` for all `items`, at most `at_once` at a time, and return the results in the order of `items`.
 
-    The first failure cancels the calls under way, begins no others, and is raised. Cancelling cancels the calls under
-    way.
+    If a call raises, cancel the calls under way, begin no others, and raise the first error. Cancelling cancels the
+    calls under way.
     """
     if len(items) == 1:
         return [await work(items[0])]
@@ -213,7 +226,10 @@ async def for_each(
 
 
 async def to_its_end(step: Callable[[], Awaitable[ResultT]], on_cancel: Callable[[], None] = lambda: None) -> ResultT:
-    """Await a step of carried work to its end. Each time it is cancelled, call `on_cancel` and run the step again."""
+    """Await `step`, a step of work that `Tasks.carried` runs, and return its result even if the task is cancelled.
+
+    Each time the task is cancelled, call `on_cancel` and run the step again.
+    """
     while True:
         try:
             return await step()
@@ -225,13 +241,16 @@ async def to_its_end(step: Callable[[], Awaitable[ResultT]], on_cancel: Callable
 
 
 def seen(task: asyncio.Future[None]) -> None:
-    """Mark the error of a task as retrieved, so that asyncio does not report it: it is logged, and waiters get it."""
+    """Mark the error of a finished task as retrieved, so that asyncio does not log that it was never retrieved.
+
+    For tasks with errors that are reported elsewhere.
+    """
     if not task.cancelled():
         task.exception()
 
 
 def require_loop(loop: asyncio.AbstractEventLoop | None, what: str) -> None:
-    """Raise UsageError unless this is called on `loop`, in its thread. `what` begins the message."""
+    """Raise UsageError unless `loop` is the event loop that runs this call. `what` begins the message."""
     try:
         running = asyncio.get_running_loop()
     except RuntimeError:

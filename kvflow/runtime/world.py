@@ -1,7 +1,7 @@
-"""The world around a runtime: its transport, side channel, clock, random numbers and copy thread.
+"""World: functions that make a runtime's transport, side channel, clock, random numbers and copy thread.
 
-Nothing else in `runtime/` reads a clock, opens a socket or draws a random number. So a simulator controls all of these
-by giving a runtime another world.
+No other module in `runtime/` chooses a clock, a socket or a source of random numbers. So a simulator controls all of
+these by giving a runtime another `World`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvflow.transport.base import Transport
 
 
 def make_transport(config: Config, agent_name: str) -> Transport:
-    """Return the transport that `config` names, not opened yet. Only that transport is imported.
+    """Return a new transport of the kind in `config.transport`, not opened yet. Other kinds are not imported.
 
     Raises ConfigError for an unknown name.
     """
@@ -40,18 +40,24 @@ def make_transport(config: Config, agent_name: str) -> Transport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Functions that make everything that connects a runtime to the outside. The defaults are the real ones."""
+    """Functions that make the objects by which a runtime reaches the outside. Tests and simulators replace some."""
 
     transport: Callable[[Config, str], Transport] = make_transport
-    """Function that makes the transport, from the config and the name of the agent."""
+    """Function that makes a transport from the config and the agent's name."""
     side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
     own_host: Callable[[Config], Awaitable[str]] = own_host
-    """Function that finds the host to name in tickets."""
+    """Function that finds the host name or address of this rank for tickets."""
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
-    """Function that returns random bytes, unpredictable, in hexadecimal, for incarnations and lease ids."""
+    """Function that returns the given number of unpredictable random bytes, in hexadecimal.
+
+    For incarnations, lease ids and random delays.
+    """
     copier: Callable[[str], CopyThread] = CopyThread
     forgives: bool = True
-    """True if errors of observers are only logged. If False, as in tests, closing the runtime also raises the first."""
+    """True if errors of observers are only logged. False, in tests: closing the runtime also raises the first error."""
     real: bool = True
-    """True if a runtime that is dropped, or still open when Python ends, is closed. A simulated process just dies."""
+    """True if the runtime runs in a real process: it is closed if it is dropped, or still open when Python ends.
+
+    False in a simulation, where a process may die without closing its runtime.
+    """

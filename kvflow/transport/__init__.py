@@ -1,1 +1,1 @@
-"""Transports: they read memory of other agents, behind one small protocol (`base.Transport`)."""
+"""Transports: implementations of `base.Transport`, which reads the memory of other engines' ranks."""

@@ -19,8 +19,8 @@ from kvflow.errors import ConfigError, KVFlowError
 AgentName = NewType("AgentName", str)
 
 DEVICES: Mapping[str, bool] = {"cpu": True, "cuda": True}
-"""Kinds of devices with memory that NIXL can read. A cache on any other kind is staged, for example on hpu, npu, tpu,
-xla, neuron or privateuseone. A transport may know better: see `Transport.reaches`."""
+"""Whether NIXL can read memory of a kind of device; False for every kind that is not listed, for example hpu, npu, tpu,
+xla, neuron and privateuseone. The transport in use may know better: see `Transport.reaches`."""
 BY_SOME_BUILDS = ("xpu",)
 """Kinds of devices with memory that only some builds of NIXL can read. A peer that registers memory of this kind has
 such a build; its readers do not need one."""
@@ -33,7 +33,7 @@ def usually_reached(device: str) -> bool:
 
 
 def is_staged(device: str, staging: str, reached: bool | None = None) -> bool:
-    """Return whether a cache on a kind of device is staged, so that its blocks move through host buffers.
+    """Return whether a cache on a kind of device is staged: its blocks are copied through host buffers.
 
     Args:
         device: the kind of device.
@@ -41,7 +41,7 @@ def is_staged(device: str, staging: str, reached: bool | None = None) -> bool:
         reached: whether the transport can read memory of this kind; None: according to `DEVICES`.
 
     Raises:
-        ConfigError: the cache must be staged but `staging` is "never", or tensors of this kind have no memory.
+        ConfigError: the cache must be staged but `staging` is "never"; or `device` is "meta", which holds no data.
     """
     if device == _WITHOUT_MEMORY:
         raise ConfigError(f"device {device!r} is not supported; supported are those whose tensors have memory")
@@ -52,7 +52,7 @@ def is_staged(device: str, staging: str, reached: bool | None = None) -> bool:
 
 
 class MemoryUse(enum.Flag):
-    """The use of registered memory. Registration costs time and, on some devices, part of an address window."""
+    """How registered memory may be used. Each use costs a registration: time and, on some devices, address space."""
 
     SERVED = enum.auto()
     """Memory that peers read."""
@@ -61,7 +61,7 @@ class MemoryUse(enum.Flag):
 
 
 class TransportError(KVFlowError):
-    """A transport call failed. The runtime translates this into the error of the request concerned."""
+    """A call of the transport failed. The runtime translates this into an error that names the request and the peer."""
 
 
 class PeerGone(TransportError):
@@ -70,14 +70,14 @@ class PeerGone(TransportError):
 
 @dataclass(slots=True, eq=False)
 class PostedRead:
-    """A read under way, compared by identity. A transport may use a subclass with fields of its own."""
+    """A posted read that has not ended. Two reads are equal only if they are the same object."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """The end of a posted read: no further byte can land. `error` is None if all bytes landed."""
+    """An event: a posted read has ended, so no further byte can land. `error` is None if all bytes landed."""
 
     read: PostedRead
     error: TransportError | None
@@ -87,7 +87,7 @@ class ReadEnded:
 
 @dataclass(frozen=True, slots=True)
 class Notified:
-    """A notification from a peer. The sender is not authenticated: trust only the secret in the payload."""
+    """An event: a peer's notification has arrived. Any agent can send one; the lease id in it proves the sender."""
 
     payload: bytes
 
@@ -97,7 +97,7 @@ Event: TypeAlias = ReadEnded | Notified
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportStatistics:
-    """Counts of a transport: objects that are open now (0 after `aclose`), and events since `open`."""
+    """Counts of a transport: `open_*` are objects open now (0 after `aclose`), the others events since `open`."""
 
     open_reads: int
     open_peers: int
@@ -110,28 +110,32 @@ class TransportStatistics:
     notifications_received: int
     notifications_failed: int
     listeners_lost: int = 0
-    """Listeners that the transport's library has closed by itself. No new peer can connect to them."""
+    """Number of tcp listeners that the transport's library has closed by itself. No new peer can connect to them."""
     deaf: bool = False
     """True if no new peer can connect, since all listeners of the serving agent are lost."""
 
 
 Join: TypeAlias = Callable[[Sequence[bytes]], Sequence[bytes]]
-"""A function from several payloads for one peer to fewer payloads that say the same."""
+"""Function that takes several payloads for one peer and returns fewer payloads with the same content."""
 
 
 class Transport(Protocol):
-    """The reads of peers' memory for one registered cache. Call all methods on the event loop that called `open`."""
+    """The agents of one registered cache, which read peers' memory and send notifications.
+
+    Call all methods but `abandon` on the event loop that called `open`.
+    """
 
     async def open(self) -> None:
         """Start the agent. Raises ConfigError if it cannot start as configured."""
 
     def reaches(self, device: str) -> bool:
-        """Return whether the transport can read memory of the kind `device`. If not, caches there are staged."""
+        """Return whether the transport can read memory of the kind `device`. If not, blocks go through host buffers."""
 
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
-        """Make memory readable by peers, writable by local reads, or both, as `use` says. Only `aclose` undoes that.
+        """Register memory to be read by peers, written by reads of this transport, or both, according to `use`.
 
-        `keepalive` owns the memory. The transport refers to it until no read can touch the memory.
+        The memory stays registered until `aclose`. `keepalive` is the object that owns the memory; the transport
+        references that object until no read can touch the memory.
         """
 
     async def metadata(self) -> bytes:
@@ -144,22 +148,23 @@ class Transport(Protocol):
         """Remove a peer. Illegal while a read from the peer is under way."""
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
-        """Start a read and return at once. A `ReadEnded` event follows, also if the read cannot start.
+        """Start a read and return at once. A `ReadEnded` event follows even if the read cannot start.
 
-        Reads, and the descriptors of one read, may be performed in any order.
+        Reads may be performed in any order, and so may the copies within one read.
         """
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         """Send `payload` to a peer and return at once. Delivery is best effort: failures are counted, not raised.
 
-        If several payloads with the same `join` wait for one peer, the payloads that `join` makes from them may be sent
-        instead. `join` may be called on any thread.
+        If several payloads with the same `join` wait to be sent to one peer, the transport may send the payloads that
+        `join` returns for them instead. `join` may be called on any thread.
         """
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
-        """Call `deliver` on the loop for every event, until cancelled. Only one call may run at a time.
+        """Call `deliver` on the loop with every event, until cancelled. Only one `run` may be active at a time.
 
-        Raises TransportBroken when no further event can come. Events that come while no call runs are kept.
+        Raises TransportBroken when no further event can come. Events that occur while no `run` is active are kept for
+        the next.
         """
 
     async def aclose(self, timeout_s: float) -> None:
@@ -170,13 +175,16 @@ class Transport(Protocol):
         """
 
     def abandon(self, wait_s: float) -> None:
-        """Shut down, once reads have stopped, when the event loop no longer runs. Wait up to `wait_s`. Any thread."""
+        """Shut down without the event loop, which no longer runs, as soon as no read is under way.
+
+        Wait up to `wait_s` for that. May be called on any thread.
+        """
 
     @property
     def behind(self) -> bool:
-        """True if more reads wait than can be started in the next milliseconds.
+        """True if more posted reads wait to start than can start in the next milliseconds.
 
-        Then it is better not to post more: they gain nothing, and preparing them takes the GIL from other threads.
+        Then post no further reads: these would only wait, and preparing them takes the GIL from other threads.
         """
 
     @property

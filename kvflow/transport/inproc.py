@@ -42,15 +42,15 @@ Row: TypeAlias = tuple[int, int, int]
 
 
 class InprocNetwork:
-    """A set of agents that can reach each other."""
+    """The in-process agents that can reach each other, by name."""
 
     def __init__(self) -> None:
         self.agents: dict[AgentName, InprocTransport] = {}
         self.leaves_memory = False
-        """True if peers can still read the memory of a closed agent, as over shared memory, where a read needs only
-        addresses. A load must never count bytes that were read that way as fresh."""
+        """True if peers can still read the memory of a closed agent. This imitates shared memory, where a read needs
+        only addresses. A load must never report bytes of a closed agent as fresh."""
         self.closed: dict[AgentName, InprocTransport] = {}
-        """Closed agents with memory that can still be read."""
+        """Closed agents, by name, if `leaves_memory`: their memory can still be read."""
 
 
 DEFAULT_NETWORK = InprocNetwork()
@@ -58,19 +58,19 @@ DEFAULT_NETWORK = InprocNetwork()
 
 @dataclass(slots=True, eq=False)
 class InprocRead(PostedRead):
-    """A posted read: its peer and its descriptors."""
+    """A posted read, with the name of the peer and the address ranges to copy."""
 
     peer: AgentName
     descriptors: Descriptors
 
     def rows(self) -> list[Row]:
-        """Return the pieces of the read: local address, remote address, size in bytes."""
+        """Return the ranges to copy, each as (local address, remote address, size in bytes)."""
         ours, theirs = self.descriptors.table
         return list(zip(ours[:, 0].tolist(), theirs[:, 0].tolist(), ours[:, 1].tolist(), strict=True))
 
 
 def flip(address: int) -> None:
-    """Invert the byte at `address` in this process."""
+    """Invert all bits of the byte at `address` in this process."""
     byte = ctypes.c_uint8.from_address(address)
     byte.value ^= 0xFF
 
@@ -84,11 +84,11 @@ class InprocFaults:
         self.fail_next: deque[TransportError] = deque()
         """Errors of the next performed reads, one each; the bytes of these reads do not land."""
         self.flip_next = 0
-        """Number of next reads that land with their last byte inverted."""
+        """Number of the next reads that land with their last byte inverted."""
         self.behind = False
-        """Value of `InprocTransport.behind`."""
+        """Value that the property `InprocTransport.behind` returns."""
         self.never_finish = False
-        """True: bytes of reads land, but the end of the read is never reported."""
+        """True: the bytes of this agent's reads land, but their end is never reported."""
         self.drop_notifications = False
         self.duplicate_notifications = False
         self.cut = False
@@ -96,22 +96,23 @@ class InprocFaults:
 
 
 class Carrier(Protocol):
-    """An object that decides when one agent's reads land and its notifications arrive; without it they do at once."""
+    """A simulated network for one agent: decides when the agent's reads are performed and its notifications arrive."""
 
     def carry(self, reader: InprocTransport, read: InprocRead) -> None:
-        """Perform a posted read, at any time.
+        """Take over a posted read, and perform it now or at any later time.
 
-        Call `InprocTransport.refusal`, then `copy` for any portions of the read, then `end` exactly once.
+        To perform it, call `InprocTransport.refusal` of `reader`, then `copy` with some or all of the read's rows, then
+        `end` exactly once.
         """
 
     def send(self, target: InprocTransport, payload: bytes) -> None:
-        """Deliver a notification by `InprocTransport.deliver` of `target`: at any time, several times, or never."""
+        """Take over a notification. Call `target.deliver(payload)` now, later, several times, or never."""
 
     def wake(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the loop, at the time when the agent would report its event."""
+        """Call `callback`, which reports an event of the agent, on the loop now or at any later time."""
 
     async def landed(self, reader: InprocTransport) -> None:
-        """Wait until no read of `reader` is under way."""
+        """Wait until every read that `reader` has posted has ended."""
 
 
 class InprocTransport:
@@ -119,8 +120,9 @@ class InprocTransport:
 
     Args:
         name: Name of the agent, unique on its network.
-        network: The agents that it reaches.
-        carrier: Decides when posted reads are performed; None: in the next turn of the loop.
+        network: The agents that this agent can reach.
+        carrier: Decides when reads are performed and notifications arrive. None: reads are performed, and notifications
+            arrive, in the next turn of the loop.
     """
 
     def __init__(self, name: str, network: InprocNetwork = DEFAULT_NETWORK, *, carrier: Carrier | None = None) -> None:
@@ -133,14 +135,14 @@ class InprocTransport:
         self._read_into: list[Span] = []
         self._keepalive: list[object] = []
         self._left: tuple[list[Span], list[object]] = ([], [])
-        """Memory that can be read after the agent is closed, with `InprocNetwork.leaves_memory`."""
+        """Memory that peers can read after this agent is closed (`InprocNetwork.leaves_memory`), and its owners."""
         self._peers: set[AgentName] = set()
         self._reads: dict[InprocRead, None] = {}
         self._counts = {"reads": 0, "failed": 0, "bytes": 0, "sent": 0, "received": 0, "unsent": 0}
         self._open = False
         self._deliver: Callable[[Event], None] | None = None
         self._kept: deque[Event] = deque()
-        """Events that came while `run` was not running."""
+        """Events that occurred while `run` was not active, oldest first; the next `run` delivers them."""
 
     async def open(self) -> None:
         """Join the network.
@@ -156,18 +158,19 @@ class InprocTransport:
         self._open = True
 
     def reaches(self, device: str) -> bool:
-        """Return whether reads reach memory of a kind of device, as NIXL would answer.
+        """Return whether NIXL would usually be able to read memory of a kind of device.
 
         Args:
             device: The kind of device.
 
         Returns:
-            NIXL's usual answer, so that tests stage the same caches as engines do.
+            The answer of `usually_reached`, so that tests stage the same caches as engines over NIXL. This transport
+            itself reads only memory of the CPU.
         """
         return usually_reached(device)
 
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
-        """Make memory readable by peers, writable by local reads, or both.
+        """Register memory to be read by peers, written by this agent's reads, or both.
 
         Args:
             spans: Addresses and sizes in bytes, in this process.
@@ -244,7 +247,8 @@ class InprocTransport:
             descriptors: Local and remote ranges, in bytes; checked when the read is performed.
 
         Returns:
-            The read, as in its `ReadEnded`. With `InprocFaults.hold` it stays in `held` until `perform`.
+            The read; its `ReadEnded` event has the same object. With `InprocFaults.hold` the read waits in `held` until
+            `perform`.
 
         Raises:
             TransportBroken: The transport is not open.
@@ -287,10 +291,10 @@ class InprocTransport:
         return todo
 
     def end(self, read: InprocRead, error: TransportError | None) -> None:
-        """End a read that the carrier performs: no further byte lands.
+        """Report the end of a read that this agent's `Carrier` performs. No further byte may land.
 
         Args:
-            read: The read that the carrier got.
+            read: The read that was given to `Carrier.carry`.
             error: Why the read failed; None if all bytes have landed.
         """
         assert self._carrier is not None, "it says so"
@@ -339,7 +343,7 @@ class InprocTransport:
         return self.faults.behind
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
-        """Call `deliver` for every event, until cancelled. Kept events come first.
+        """Call `deliver` for every event, until cancelled. Events that occurred before the call come first.
 
         Args:
             deliver: Called on the loop with each event.
@@ -390,7 +394,8 @@ class InprocTransport:
         """Leave the network and release the memory. Closing twice is fine.
 
         Args:
-            timeout_s: Seconds to wait for reads of a carrier. Held reads are not waited for: only a test ends them.
+            timeout_s: Seconds to wait for the reads that a `Carrier` performs. Reads held by `InprocFaults.hold` are
+                not waited for, since only a test ends them.
 
         Raises:
             TransportError: Reads are still under way; the memory stays registered.
@@ -445,7 +450,7 @@ class InprocTransport:
         )
 
     def refusal(self, read: InprocRead) -> TransportError | None:
-        """Return why a read cannot be performed. Consumes an error of `InprocFaults.fail_next`.
+        """Return why a read cannot be performed. Takes the next error from `InprocFaults.fail_next` if it has one.
 
         Args:
             read: A read that was posted on this transport.
@@ -471,10 +476,10 @@ class InprocTransport:
 
     @staticmethod
     def copy(rows: Iterable[Row]) -> None:
-        """Copy the bytes of a read, or of a part of a read, from remote to local.
+        """Copy ranges of a read from the peer's memory to local memory.
 
         Args:
-            rows: Pieces to copy: local address, remote address, size in bytes.
+            rows: Ranges to copy, each as (local address, remote address, size in bytes).
         """
         for local, remote, size in rows:
             ctypes.memmove(local, remote, size)

@@ -1,22 +1,22 @@
-"""OwnerThread: a thread that runs jobs in order, and a step function (the crank) between them.
+"""OwnerThread: a thread that runs jobs in order and, between jobs, a step function called `crank`.
 
 NIXL agents must not be shared between threads, and their calls may block for milliseconds. So every call is a job for
-the one thread that owns the agents. Copies, events and files have threads like this for the same reason. When no job
-waits, the thread calls the crank, which makes progress and returns how long the thread may sleep. A new job ends the
-sleep at once. Progress therefore does not depend on the event loop.
+the one thread that owns the agents. Copies and device events have such a thread, too, and so have the store's files.
+When no job waits, the thread calls `crank`, which makes progress with reads or copies and returns how long the thread
+may sleep. A new job ends the sleep at once. So reads and copies progress even if the event loop is busy.
 
 The thread competes for the GIL like any other thread; nothing on the loop or in the host process is changed for it. It
 may have to wait for the GIL after each call, of Python or NIXL, that released it. So each read takes few calls, and the
 thread reports ended reads before its next call that releases the GIL. Beside a loop that is never idle each wait may
 take a second: docs/decisions/0033-bursts-and-threads.md.
 
-`call` and the callbacks belong to one event loop. The thread ends when the crank returns None or raises. Then every
-waiter gets an error, and later calls raise TransportBroken.
+`call` and the callbacks belong to one event loop. The thread ends when `crank` returns None or raises. Then every
+`call` that waits raises an error, and later calls raise TransportBroken.
 
 At exit Python ends the threads that still run, but a thread in C++ that then asks for the GIL aborts the process
-("terminate called without an active exception"). So at the interpreter's exit each thread first leaves the crank, and
-the objects that the crank uses are never destroyed, since bytes may still land in them. A forked child has none of the
-threads, and does not destroy those objects either.
+("terminate called without an active exception"). So at the interpreter's exit each thread first returns from `crank`,
+and the objects that `crank` uses are never destroyed, since bytes may still land in them. A forked child has no such
+thread, and does not destroy those objects either.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ T = TypeVar("T")
 Job = Callable[[], None]
 
 _HALT_S = 5.0
-"""Seconds that the interpreter's exit waits for each thread to return from a library call."""
+"""Seconds for which the interpreter's exit waits for each `OwnerThread` to return from a library call."""
 _LIVE: weakref.WeakSet[OwnerThread] = weakref.WeakSet()
 
 
 def _halt_all() -> None:
-    """End all threads where they are. Called at the interpreter's exit, after the exit hooks that close runtimes."""
+    """End every `OwnerThread` after its current job or `crank` call, and wait for that.
+
+    Called at the interpreter's exit, after the exit hooks that close runtimes.
+    """
     running = [thread for thread in _LIVE if thread.alive]
     for thread in running:
         thread.halt()
@@ -61,21 +64,26 @@ _SLEEP_SHARE = 8
 
 
 def pause_s(idle_s: float) -> float:
-    """Return the seconds to sleep before the next poll, if the last event was `idle_s` seconds ago."""
+    """Return the seconds to sleep before the next poll, which grow with `idle_s`, the seconds since the last event."""
     return min(max(idle_s / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
 
 
 class OwnerThread:
-    """A thread that runs jobs, and `crank` between them: `crank` returns the seconds it may sleep, or None to end."""
+    """A thread that runs jobs in order, and calls `crank` between them.
+
+    `crank` returns the seconds that the thread may sleep unless a job comes, or None to end the thread.
+    """
 
     def __init__(self, name: str, crank: Callable[[], float | None], on_death: Callable[[BaseException], None]) -> None:
         self._crank = crank
         self._on_death = on_death
         self._jobs: deque[Job] = deque()
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """Wake-ups of the thread. Since one costs a system call, it covers all jobs until the thread takes it."""
+        """Queue on which the thread sleeps until an item comes. A `put` costs a system call, so while an item waits no
+        other is put.
+        """
         self._called = False
-        """True while a wake-up waits in `_calls`."""
+        """True while `_calls` holds an item that the thread has not taken."""
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
@@ -89,7 +97,7 @@ class OwnerThread:
         forks.watch(self)
 
     def called(self) -> bool:
-        """Return True if jobs wait that the thread has not begun."""
+        """Return True if submitted jobs wait that the thread has not begun."""
         return bool(self._jobs)
 
     @property
@@ -125,7 +133,7 @@ class OwnerThread:
             self._calls.put(None)
 
     def run_on_loop(self, callback: Callable[[], None]) -> None:
-        """Schedule `callback` on the loop, from the thread. No effect if the loop is closed."""
+        """Schedule `callback` on the event loop. Called on this thread. No effect if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
@@ -138,9 +146,9 @@ class OwnerThread:
         self._thread.join()
 
     def abandon(self, last_job: Job, wait_s: float) -> None:
-        """Give the thread its last job when the loop no longer runs, and wait up to `wait_s` for its end.
+        """Submit `last_job`, after which the thread is to end, when the loop no longer runs.
 
-        May be called on any thread.
+        Wait up to `wait_s` for the end of the thread. May be called on any thread.
         """
         self._jobs.append(last_job)
         self._calls.put(None)
@@ -148,7 +156,7 @@ class OwnerThread:
             self._thread.join(wait_s)
 
     def halt(self) -> None:
-        """End the thread after its current job or crank call, without cleaning up. May be called on any thread."""
+        """End the thread after its current job or `crank` call, without cleaning up. May be called on any thread."""
         self.keep()
         self._halted = True
         self._calls.put(None)
@@ -158,12 +166,12 @@ class OwnerThread:
         self._thread.join(wait_s)
 
     def forked(self) -> None:
-        """Never destroy the library's objects in a forked child. See `forks`."""
+        """In a forked child, never destroy the objects that `crank` uses. See `forks`."""
         if self.alive:
             self.keep()
 
     def keep(self) -> None:
-        """Keep this object, and all that its crank refers to, alive until the process ends."""
+        """Keep this object, and every object that `crank` refers to, alive until the process ends."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _run(self) -> None:

@@ -1,1 +1,1 @@
-"""The side channel: it asks peers questions, answers theirs, and keeps the keys of both."""
+"""The side channel: it asks peers questions, answers the questions of peers, and reads the CURVE keys."""

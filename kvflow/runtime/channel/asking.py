@@ -1,9 +1,10 @@
 """The side channel over ZeroMQ: the asking end, which keeps connections for a while. `ZmqListener` is the other end.
 
-ZeroMQ silently retries a failed connection. Its monitor reports the failure, so that the question can end. Host names
-are looked up first (`lookups`), because ZeroMQ would look them up on the one thread that all questions share.
+ZeroMQ silently retries a failed connection. Its monitor socket reports the failure, so that the question can end. Host
+names are looked up first (`lookups`), because ZeroMQ would look them up on the one thread that all questions share.
 
-With CURVE the peer must own the key that our allowlist has under its engine id, and its allowlist must have our key.
+With CURVE the peer must own the key that this engine's allowlist has under the peer's engine id, and the peer's
+allowlist must have this engine's key.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ if TYPE_CHECKING:
     from kvflow.runtime.channel.keyring import Keyring
 
 ATTEMPTS_MAX = 6
-"""Most times that one question is sent, counting the first, if connections close before the answer."""
+"""Maximum number of times to send a question, the first time included, if connections close before the answer."""
 
 REFUSALS_MAX = 2
-"""Most refused connections after which one question is repeated: a listener that drops all connections has no bound
-port for a moment."""
+"""How often a question is sent again after its connection was refused: a listener that drops all connections has no
+bound port for a moment."""
 
 ASK_AGAIN = BackOff(first_s=0.01, most_s=0.2)
-"""Pauses between attempts: a listener that dropped too many connections must not get all back at once."""
+"""Pauses between the attempts of a question: a listener that dropped its connections must not get all back at once."""
 
 _SILENT = "its process stands still or is very busy, or a firewall drops what is sent there"
 
 _CLOSED = (zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
-"""Events that say that the peer closed the connection. The second also comes if only one side uses CURVE."""
+"""ZeroMQ's monitor events for a connection that the peer closed. The second also comes if only one side uses CURVE."""
 
 
 class ZmqSideChannel:
@@ -84,9 +85,9 @@ class ZmqSideChannel:
         self._connections.abandon()
 
     async def _own_host(self) -> str:
-        """Return the host to listen at as a numeric address, since ZeroMQ looks names up in one IP version only.
+        """Return Config.listen_host as a numeric address, since ZeroMQ looks names up in one IP version only.
 
-        If the lookup fails, return the name unchanged: it may be a network interface, which ZeroMQ knows by name.
+        If the lookup fails, return the name unchanged: it may name a network interface, which ZeroMQ accepts.
         """
         host = self._config.listen_host
         if host in WILDCARDS:
@@ -98,7 +99,7 @@ class ZmqSideChannel:
             return host
 
     async def _keys(self) -> Keyring | None:
-        """Return the keys of this engine, or None without CURVE. The first call reads the files."""
+        """Return this engine's key pair and allowlist, or None without CURVE. The first call reads the files."""
         config, secret, peers = self._config, self._config.curve_secret_key_file, self._config.curve_peers_dir
         if self._keyring is None and secret is not None and peers is not None:
             from kvflow.runtime.channel.keyring import Keyring
@@ -107,9 +108,10 @@ class ZmqSideChannel:
         return self._keyring
 
     async def _way(self, at: Address) -> ListenerWay:
-        """Return the numeric endpoint and the keys for the listener at `at`.
+        """Return the numeric endpoint of the listener at `at`, and the keys for a connection to that listener.
 
-        Raises PeerRefused if the allowlist has no key of the engine, PeerUnreachable if its host cannot be found.
+        Raises PeerRefused if the allowlist has no key of the peer's engine, PeerUnreachable if no address is found for
+        the peer's host name.
         """
         keyring = await self._keys()
         server_key = b""
@@ -127,9 +129,9 @@ class ZmqSideChannel:
     async def _exchange(self, way: ListenerWay, request: messages.Request, fingerprint: bytes) -> list[bytes]:
         """Send a question and return the frames of its answer.
 
-        A connection may close before the answer comes: a kept one because the peer restarted, any because the listener
-        dropped all connections and refuses new ones until its port is bound again. Then send the question again. Asking
-        any question twice does no harm.
+        If the connection closes before the answer comes, send the question again over a new connection; asking any
+        question twice does no harm. A kept connection closes if the peer restarted. Any connection closes if the
+        listener drops all connections, and new connections are refused until the listener binds its port again.
         """
         body, at = codec.encode(request), request.target
         shared, heard = self._connections.shared(way), None
@@ -154,7 +156,7 @@ class ZmqSideChannel:
 
 
 def _failure(event: zmq.Event, at: Address, ours: str, *, curve: bool) -> PeerError:
-    """Return the error for a connection to `at` that ended with `event`."""
+    """Return the error for a connection to `at` that ended with `event`. `ours` is the id of this engine."""
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
         why = f"CURVE: the peer does not accept our key: has its curve_peers_dir our {ours}.public?"
         return at.failure(PeerRefused, why)
@@ -169,9 +171,10 @@ def _failure(event: zmq.Event, at: Address, ours: str, *, curve: bool) -> PeerEr
 
 
 async def _probe(endpoint: str, *, final: bool) -> bool:
-    """Connect once by plain TCP, since the system says why a connection fails and ZeroMQ does not.
+    """Connect to `endpoint` once by plain TCP, since the system reports why a connection fails and ZeroMQ does not.
 
-    Return False if the connection is refused; if `final`, raise ConnectionRefusedError instead.
+    Return whether that succeeded. If the connection is refused and `final` is True, raise ConnectionRefusedError
+    instead. Raises any other OSError.
     """
     host, port = split_address(endpoint, what="peer")
     try:

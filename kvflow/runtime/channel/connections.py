@@ -6,9 +6,9 @@ the last answer. If all shared connections to a listener are full, one more is o
 the question with its number; if that question has ended, the answer is dropped. If a listener does not number its
 answers, every question has a connection to itself.
 
-A question that times out or is cancelled leaves its connection spent: the questions that still wait on it may be
-answered, but new questions use other connections. So a connection that died in silence costs one question, as it would
-if no connection was kept.
+After a question has timed out or was cancelled, its connection gets no new questions (`spent`); the questions that
+still wait on the connection may be answered. So a connection that died in silence costs one question, as it would if no
+connection was kept.
 
 A kept socket has no task and no timer. The event loop watches its file descriptor and calls back when ZeroMQ has a
 message.
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from kvflow.runtime.channel.keyring import KeyPair
 
 ANSWER_BYTES_MAX = 4 << 20
-"""Largest answer with the default limits: enough to describe a whole cache, or offer `limits.block_ids_max` blocks."""
+"""Size of the largest answer with default limits: room to describe a cache, or offer `limits.block_ids_max` blocks."""
 _BLOCK_ID_BYTES = 8
 KEPT_IDLE_S = 5.0
 """Seconds that an unused connection is kept open for the next question."""
 KEPT_MAX = 32
-"""Most unused connections that are kept; the least recently used is closed first. Each has four open files."""
+"""Maximum number of unused connections to keep; the least recently used is closed first. Each has four open files."""
 _TAKEN_AT_ONCE = 2 * QUESTIONS_MAX
 _NOTICED = (
     zmq.Event.CONNECT_RETRIED
@@ -55,15 +55,16 @@ _NOTICED = (
 )
 
 _MONITORS = itertools.count()
-"""Numbers in the endpoints of monitors, never used twice: ZeroMQ frees the endpoint of a closed socket only later."""
+"""Counter for the endpoint names of monitor sockets. No name is used twice, since ZeroMQ frees a closed one late."""
 
 Heard: TypeAlias = "list[bytes] | zmq.Event"
-"""The frames of an answer, or an event of the connection. Every event but CONNECT_RETRIED ends the connection."""
+"""An item in a question's queue: the frames of the answer, or an event of the connection. Every event but
+CONNECT_RETRIED ends the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerWay:
-    """The numeric endpoint of a listener, and with CURVE its public key and our key pair."""
+    """The numeric endpoint of a peer's listener and, with CURVE, the peer's public key and this engine's key pair."""
 
     endpoint: str
     server_key: bytes = b""
@@ -72,7 +73,7 @@ class ListenerWay:
 
 @dataclass(slots=True, eq=False)
 class OpenQuestion:
-    """A question that waits for its answer."""
+    """A question that was sent: its number, and the queue on which its answer or an event of the connection arrives."""
 
     number: int
     heard: asyncio.Queue[Heard] = field(default_factory=asyncio.Queue)
@@ -90,11 +91,14 @@ class KeptConnection:
         answer_bytes_max: int,
         over: Callable[[KeptConnection], None],
     ) -> None:
-        """Begin to connect. `over` is called if the connection ends, but not by `close`. Raises ZMQError."""
+        """Begin to connect. Raises ZMQError.
+
+        `over` is called with this object if the connection ends in any way but by `close`.
+        """
         self.way = way
         self.waiting: dict[int, OpenQuestion] = {}
         self.spent = False
-        """True if a question ended without an answer; further questions use other connections."""
+        """True once a question on this connection ended without an answer; further questions use other connections."""
         self.closed = False
         self._answer_bytes_max = min(answer_bytes_max, INT64_MAX)
         self._over = over
@@ -119,7 +123,10 @@ class KeptConnection:
         self._loop.call_soon(self._look_at_monitor)  # the loop may not notice messages that came before
 
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
-        """Send a question and return it; its answer, or the end of the connection, is in `heard`. Raises ZMQError."""
+        """Send the encoded question `body` and return the question. Raises ZMQError.
+
+        The answer, or the event that ends the connection, arrives in the `heard` queue of the question.
+        """
         question = OpenQuestion(next(self._numbers))
         header = codec.encode(codec.our_header(fingerprint, question.number, self._answer_bytes_max))
         with suppress(zmq.Again):  # it has failed, and the monitor is about to say how
@@ -168,7 +175,7 @@ class KeptConnection:
         self._monitor.close(linger=0)
 
     def _look(self) -> None:
-        """Receive all waiting messages, if many over several turns of the loop: ZeroMQ signals them only once."""
+        """Receive all messages that wait, since ZeroMQ signals them only once. Many take several turns of the loop."""
         for _ in range(_TAKEN_AT_ONCE):
             frames = None if self.closed else _received(self._socket)
             if frames is None:
@@ -213,16 +220,16 @@ def answer_bytes_max(limits: Limits) -> int:
 
 
 class Connections:
-    """The connections of one rank to all listeners that it asks."""
+    """The side channel connections of this rank to the listeners of all peers that it asks questions."""
 
     def __init__(self, limits: Limits) -> None:
         self._answer_bytes_max = answer_bytes_max(limits)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._open: set[KeptConnection] = set()
         self._shared: dict[ListenerWay, dict[KeptConnection, None]] = {}
-        """Connections that further questions may share, by listener, in order of preference."""
+        """Connections that several questions may use at once, by listener; the first with room is used."""
         self._idle: OrderedDict[KeptConnection, float] = OrderedDict()
-        """Connections without a question, with the loop time at which the last one ended; the oldest comes first."""
+        """Kept connections on which no question waits, with the loop time at which that began, oldest first."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -250,9 +257,9 @@ class Connections:
 
     @contextmanager
     def asking(self, connection: KeptConnection, fingerprint: bytes, body: bytes) -> Iterator[OpenQuestion]:
-        """Send a question over a connection that is shared or new. Raises ZMQError.
+        """Return a context manager that sends a question over `connection` and yields the question. Raises ZMQError.
 
-        The question ends with the block. Then the connection is kept or closed.
+        At the end of the `with` body the question is withdrawn, and the connection is shared, kept or closed.
         """
         self._idle.pop(connection, None)
         question = None
@@ -265,7 +272,7 @@ class Connections:
             self._ended(connection, answered=question is not None and question.answered)
 
     def close(self) -> None:
-        """Close unused connections now, and each other one after its last question."""
+        """Close unused connections now, and each connection in use after its last question."""
         self._closed = True
         for connection in list(self._idle):
             self._drop(connection)
@@ -279,7 +286,10 @@ class Connections:
             self._forget(connection)
 
     def _ended(self, connection: KeptConnection, *, answered: bool) -> None:
-        """Share, keep or close a connection after a question on it has ended."""
+        """After a question on `connection` has ended, share or keep the connection for further questions, or close it.
+
+        `answered`: the question got an answer that carries its number.
+        """
         way = connection.way
         if not answered:
             connection.spent = True
@@ -302,7 +312,7 @@ class Connections:
         self._forget(connection)
 
     def _forget(self, connection: KeptConnection) -> None:
-        """Remove a closed connection from all tables."""
+        """Drop all references to a closed connection."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
         self._share_no_more(connection)
@@ -315,7 +325,7 @@ class Connections:
             self._shared.pop(connection.way, None)
 
     def _end_if_done(self) -> None:
-        """End ZeroMQ's threads if `close` was called and the last connection is closed."""
+        """If `close` was called and no connection is open, end ZeroMQ's context with its threads."""
         if not self._closed or self._open:
             return
         if self._timer is not None:
@@ -351,7 +361,7 @@ def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
 
 
 def _number_of(frames: Sequence[bytes]) -> int:
-    """Return the number of the question that `frames` answer; 0 if they do not say."""
+    """Return the number, in an answer's frames, of the question that was answered; 0 if the answer has no number."""
     try:
         return codec.decode_header(frames[0]).question
     except codec.WireError:

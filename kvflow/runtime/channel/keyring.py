@@ -45,7 +45,7 @@ class KeyPair:
 
 
 class _Allowlist(NamedTuple):
-    """The public keys of a folder: by engine id, and engine ids by key."""
+    """The public keys in a folder, as two dicts: keys by engine id, and engine ids by key."""
 
     keys: dict[str, bytes]
     engines: dict[bytes, str]
@@ -63,7 +63,10 @@ class Keyring:
 
     @classmethod
     async def read(cls, engine_id: str, secret_file: Path, folder: Path, now_s: Callable[[], float]) -> Self:
-        """Read the secret key and the folder, in a thread. Raises ConfigError, which names the faulty file."""
+        """Read the key pair of `engine_id` from `secret_file` and the peers' public keys from `folder`, in a thread.
+
+        Raises ConfigError, which names the faulty file.
+        """
         own = await asyncio.to_thread(_read_pair, secret_file)
         allowlist = await asyncio.to_thread(_read_allowlist, folder)
         if allowlist.keys.get(engine_id, own.public) != own.public:
@@ -81,7 +84,10 @@ class Keyring:
         return self._allowlist.engines.get(key)
 
     async def _refresh(self) -> None:
-        """Read the folder again if `_READ_AGAIN_S` has passed. Lookups that run meanwhile use the old keys."""
+        """Read the folder again if the last reading is older than `_READ_AGAIN_S`.
+
+        Until the new keys are read, other lookups use the old keys.
+        """
         now_s = self._now_s()
         if now_s - self._read_at_s < _READ_AGAIN_S:
             return
@@ -154,7 +160,10 @@ def _check_mode(path: Path, forbidden: int, what: str) -> None:
 
 
 def _read_key(file: Path, what: str) -> bytes:
-    """Return the key in `file`. Raises ConfigError, which does not show the content, if that is not one key."""
+    """Return the key in `file`; `what` describes the file in errors.
+
+    Raises ConfigError if the content is not exactly one key. The error never shows the content.
+    """
     try:
         with open(file, "rb") as stream:
             content = stream.read(_FILE_BYTES_MAX + 1)

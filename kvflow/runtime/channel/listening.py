@@ -93,10 +93,10 @@ class ZmqListener:
         self._counts = dict.fromkeys(("answered", "refused", "dropped", "over_rate", "rejected", "recycled"), 0)
         self._connections = 0
         self._dropping = ""
-        """Reason why all connections are being dropped; "" if they are not."""
+        """Reason why all connections are being dropped while the port is unbound; "" otherwise."""
         self._bound = True
         self._inherited = False
-        """True in a forked child."""
+        """True in a forked child, where the sockets belong to the parent."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = self._context.socket(zmq.PAIR)
@@ -116,15 +116,15 @@ class ZmqListener:
         return ListenerStatistics(connections=self._connections, **self._counts)
 
     def forked(self) -> None:
-        """Neither receive on the sockets nor close them in a forked child. See `forks`."""
+        """In a forked child, neither receive on the sockets nor close them. See `forks`."""
         self._inherited = True
         for socket in (self._monitor, self._zap, self._socket):
             forks.silence(socket)
 
     async def serve(self) -> None:
-        """Answer requests one after another, until cancelled. Sending never waits, so a slow peer delays no other.
+        """Answer requests one after another, until cancelled. Sending never waits, so a slow peer delays no other peer.
 
-        A reply that is a future is sent once it is done.
+        If the answer is a future, it is sent once the future is done; other requests are answered meanwhile.
 
         Task `kvflow-listener`: from the opening to the closing of the runtime, with a task each for `-requests`,
         `-connections`, `-files` and, with CURVE, `-keys`. If one dies, the runtime breaks.
@@ -150,7 +150,7 @@ class ZmqListener:
         self._context.term()
 
     def _bind(self) -> str:
-        """Set the sockets up and bind. Return the endpoint with the real port."""
+        """Set the options of the sockets and bind. Return the endpoint with the port that was bound."""
         config, socket, host = self._config, self._socket, self._host
         everywhere = host in (ANY, ANY_V6)
         for option, value in (
@@ -216,12 +216,15 @@ class ZmqListener:
             self._send(sender, header, reply)
 
     def _send_late(self, sender: bytes, asked: codec.Header, reply: asyncio.Future[messages.Reply]) -> None:
-        """Send the reply of a future that is done."""
+        """Send the reply to `asked`, which is the result of a future that is done."""
         if not reply.cancelled() and not self._socket.closed:
             self._send(sender, asked, reply.result())
 
     def _send(self, sender: bytes, asked: codec.Header, reply: messages.Reply) -> None:
-        """Send a reply, or a refusal if it is larger than the reader accepts. Drop it if the connection is full."""
+        """Send a reply to `asked`. If the reply is larger than the reader accepts, send a refusal instead.
+
+        If the reader does not take messages, so that its connection is full, drop the reply.
+        """
         outcome = "answered"
         if isinstance(reply, messages.Refusal):
             outcome = "refused"
@@ -236,7 +239,10 @@ class ZmqListener:
         self._post([sender, *frames], outcome)
 
     def _answer_stranger(self, answer: AnswerStranger, sender: bytes, question: bytes) -> None:
-        """Answer a question of another protocol in that protocol, or not at all: another answer may end the reader."""
+        """Answer a question of another protocol, that of vLLM's own NixlConnector, by `answer`.
+
+        If `answer` returns None, send nothing: a kvflow reply could crash the reader.
+        """
         frames = answer(question)
         if frames is None:
             self._drop("a question of another make that has no answer")
@@ -244,7 +250,7 @@ class ZmqListener:
         self._post([sender, b"", *frames], "answered")
 
     def _post(self, frames: list[bytes], outcome: str) -> None:
-        """Send an answer and count it as `outcome`, or as dropped if the connection is full."""
+        """Send an answer and count it under `outcome`. If the connection is full, drop it and count it as dropped."""
         sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         assert isinstance(sent, asyncio.Future), "and it is done: nothing waits to be sent"
         problem = sent.exception()
@@ -275,12 +281,12 @@ class ZmqListener:
         self._log(logging.INFO, f"dropped a message on the side channel: {why}")
 
     def _log(self, level: int, text: str) -> None:
-        """Log an event that a peer caused, at most `_LOG_LINES_PER_S` in all."""
+        """Log an event that a peer caused. All peers together cause at most `_LOG_LINES_PER_S` lines a second."""
         if self._log_lines.allows("", self._now_s()):
             logger.log(level, "%s", text)
 
     async def _check_keys(self, keyring: Keyring) -> None:
-        """Answer ZeroMQ's questions whether a key is in the allowlist."""
+        """Answer ZeroMQ's ZAP requests, each of which asks whether a client's key is in the allowlist."""
         while not self._inherited:
             _, request_id, *_, key = await self._zap.recv_multipart()
             known = await keyring.engine_of(key) is not None
@@ -289,7 +295,7 @@ class ZmqListener:
             await asyncio.sleep(0)
 
     async def _watch_connections(self) -> None:
-        """Count connections, and drop all if there are too many. Readers that wait for an answer then ask again."""
+        """Count open connections, and drop all if there are too many. Readers that wait for an answer ask again."""
         while not self._inherited:
             event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             match event:
@@ -310,7 +316,11 @@ class ZmqListener:
             await asyncio.sleep(0)
 
     async def _watch_files(self) -> None:
-        """Check for free open files every second: without any, no connection is accepted and no event comes."""
+        """Check every second how many more files may be opened.
+
+        If few are left, drop all connections; if the port is unbound and enough are left, bind it again. A timer is
+        needed, since without a free file no connection is accepted and no event comes.
+        """
         while not self._inherited:
             await asyncio.sleep(_LOOK_S)
             if self._bound:
@@ -319,13 +329,13 @@ class ZmqListener:
                 self._bind_again()
 
     def _drop_too_many(self) -> None:
-        """Unbind the port, which drops all connections, if there are too many."""
+        """If there are too many connections, or few open files are left, drop all connections by unbinding the port."""
         if not self._dropping and (why := self._too_many()):
             self._dropping = why
             self._socket.unbind(self._endpoint)
 
     def _too_many(self) -> str:
-        """Return why all connections must be dropped, or "" if they need not."""
+        """Return why all connections must be dropped now, or "" if they may stay."""
         if self._connections > self._config.limits.side_channel_connections_max:
             return "too many at once"
         if self._connections > _FEW_CONNECTIONS:
@@ -346,7 +356,10 @@ class ZmqListener:
 
 
 def _property(frame: zmq.Frame, name: str) -> str | None:
-    """Return property `name` of the connection that `frame` came over; None if the peer's ZeroMQ is too old."""
+    """Return ZeroMQ's metadata property `name` of the connection that sent `frame`.
+
+    None if the peer's ZeroMQ is too old to have it.
+    """
     try:
         return str(frame.get(name))
     except zmq.ZMQError:
@@ -354,7 +367,7 @@ def _property(frame: zmq.Frame, name: str) -> str | None:
 
 
 def _too_large(reply: messages.Reply, why: str) -> messages.Reply:
-    """Return the answer that replaces `reply`, which is larger than the reader accepts."""
+    """Return the answer to send instead of `reply`, which is larger than the reader accepts. `why` says so in words."""
     if isinstance(reply, messages.LeaseAnswer) and reply.offer is not None:
         given = counted(sum(map(len, reply.offer.block_ids)), "block id")
         reason = f"too much for an answer: {given}: {why} (limits.block_ids_max)"

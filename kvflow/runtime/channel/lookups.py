@@ -1,9 +1,9 @@
 """Addresses of hosts: peers' names are looked up in threads, and the address of this host is chosen for tickets.
 
-The resolver may need half a minute for a name in a forged ticket, and a thread in the resolver cannot be stopped.
-Therefore lookups do not use the loop's executor, which the rest of the program needs. Each lookup has a thread, and the
-number of threads is bounded. Names that were found before have a bound of their own, so they never wait for names in
-forged tickets.
+The system's resolver may need half a minute for a name in a forged ticket, and a thread in the resolver cannot be
+stopped. Therefore lookups do not use the loop's executor, which the rest of the program needs. Each lookup has a
+thread, and the number of threads is bounded. Names that were found before have a bound of their own, so that their
+lookups never wait for names in forged tickets.
 
 The address of this host is the value of `Config.advertise_host` "auto". It comes from the system's routing table:
 connecting a UDP socket gives the socket a local address and sends nothing.
@@ -37,7 +37,7 @@ class Lookups:
         self._found: Latest[str, None] = Latest(_KNOWN_MAX)
 
     async def find(self, host: str) -> str:
-        """Return the numeric address of `host`; an IPv4 address if `host` has one that this host has a route to.
+        """Return the numeric address of `host`, preferably an IPv4 address to which this machine has a route.
 
         Raises OSError or ValueError if the lookup fails. If cancelled, stop waiting; the thread ends once the resolver
         returns.
@@ -63,13 +63,19 @@ class Lookups:
 
 
 def _chosen(entries: Sequence[tuple[Any, ...]]) -> str:
-    """Return an IPv4 address that this host has a route to, else any with a route, else the first."""
+    """Return an address from the results of `getaddrinfo`.
+
+    First choice is an IPv4 address to which this host has a route, then any address with a route, then any address.
+    """
     by_version = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     return str(next(filter(_has_route, by_version), by_version[0])[4][0])
 
 
 def _has_route(entry: tuple[Any, ...]) -> bool:
-    """Return True if this host has a route to the address. Connecting a UDP socket finds that out and sends nothing."""
+    """Return True if this host has a route to the address of a `getaddrinfo` result.
+
+    The test connects a UDP socket, which sends nothing.
+    """
     family, address = entry[0], entry[4]
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
@@ -80,7 +86,7 @@ def _has_route(entry: tuple[Any, ...]) -> bool:
 
 
 def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[str]) -> None:
-    """Look `host` up, then release `room` and complete `found` on its loop. The body of a thread.
+    """Look `host` up; then, on the event loop, release `room` and set the result or error of `found`. Body of a thread.
 
     Thread `kvflow-lookup <host>`: begun by a question to a host that is given by name. Ends when the resolver
     answers. The question gets its error.
@@ -120,13 +126,13 @@ _FAMILIES: dict[str, list[socket.AddressFamily]] = {
     ANY_V4: [socket.AF_INET],
     ANY_V6: [socket.AF_INET6, socket.AF_INET],
 }
-"""IP versions that each wildcard address listens to, the preferred one first."""
+"""IP versions on which a listener at each wildcard address accepts connections, the preferred version first."""
 
 
 async def own_host(config: Config) -> str:
-    """Return the host that tickets name: the configured one, or for "auto" the address that peers reach this host by.
+    """Return the host for tickets: the configured host or, for "auto", the address by which peers reach this host.
 
-    Waits for at most Config.handshake_timeout_s.
+    The lookup takes at most Config.handshake_timeout_s.
 
     Raises:
         ConfigError: this host has no route to the host in `advertise_host`, or that name cannot be looked up.
@@ -149,7 +155,10 @@ async def own_host(config: Config) -> str:
 
 
 async def _targets(config: Config, toward: str, families: Sequence[socket.AddressFamily]) -> list[Target]:
-    """Return addresses of `toward`, or of any distant host if it is empty, in the order of `families`."""
+    """Return the addresses of the host `toward`, in the order of `families`.
+
+    If `toward` is empty, return one address of some distant host for each family. Raises ConfigError.
+    """
     if not toward:
         return [(family, _ANYWHERE[family]) for family in families]
     loop = asyncio.get_running_loop()
@@ -163,7 +172,10 @@ async def _targets(config: Config, toward: str, families: Sequence[socket.Addres
 
 
 def _source_of(family: socket.AddressFamily, address: tuple[Any, ...]) -> str:
-    """Return the local address from which packets to `address` are sent. Raises OSError if peers cannot use it."""
+    """Return the address of this host from which packets to `address` are sent.
+
+    Raises OSError if this host has no route to `address`, or peers could not connect to the address found.
+    """
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         asking.setblocking(False)
         asking.connect(address)

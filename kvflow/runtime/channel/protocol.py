@@ -1,4 +1,7 @@
-"""The side channel, on which ranks of engines ask each other questions: its protocols. `asking` implements them."""
+"""Interfaces of the side channel, on which ranks of engines ask each other questions.
+
+`asking` and `listening` implement them over ZeroMQ.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +15,37 @@ from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.protocol import codec, messages
 
 QUESTIONS_MAX = 8
-"""Most questions that wait on one connection at once; a listener has room for at least as many answers."""
+"""Maximum number of questions that wait on one connection at once. A listener can queue as many answers."""
 
 Answered: TypeAlias = "messages.Reply | asyncio.Future[messages.Reply]"
-"""A reply, or a future of it. A listener sends the reply when the future is done, and answers other requests meanwhile.
-The code that returns futures bounds their number and completes each."""
+"""A reply to a peer, or a future of the reply. A listener sends the reply when the future is done, and answers other
+requests meanwhile. A function that returns futures must bound their number and complete each."""
 
 Answer: TypeAlias = Callable[[codec.Header, messages.Request], Answered]
 
 
 def refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
-    """Return a refusal that says `reason`. `transient`: the peer may ask again later."""
+    """Return a refusal with `reason`. `transient`: the peer may ask again later."""
     why = printable(reason, REASON_CHARS_MAX - 3)
     return messages.Refusal(reason=why, version=codec.PROTOCOL_VERSION, transient=transient)
 
 
 AnswerStranger: TypeAlias = Callable[[bytes], "list[bytes] | None"]
-"""A function of the one frame of a question of another protocol: the frames of the answer, or None for no answer."""
+"""Function that takes a question of another protocol, which is one frame, and returns the frames of the answer.
+
+It returns None if no answer is to be sent.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerStatistics:
-    """Counts of a listener, in messages except for `rejected`, `connections` and `recycled`."""
+    """Counts of a listener. `rejected` and `connections` count connections, the others but `recycled` messages."""
 
     answered: int
     refused: int
     """Requests that were answered with a refusal."""
     dropped: int
-    """Messages not answered: they do not decode, or the connection did not take the answer."""
+    """Messages that got no answer, since they could not be decoded or the connection was full."""
     over_rate: int = 0
     """Messages not answered because the peer asks too often."""
     rejected: int = 0
@@ -47,14 +53,16 @@ class ListenerStatistics:
     connections: int = 0
     """Connections that are open now."""
     recycled: int = 0
-    """Times that all connections were dropped, as there were too many or too few open files were left."""
+    """How often all connections were dropped: there were too many, or too few open files were left."""
 
 
 class Listener(Protocol):
-    """The bound, answering end of a rank's side channel. `port` is the real port, never 0."""
+    """The end of a rank's side channel that is bound to a port and answers peers. `port` is never 0."""
 
     strangers: AnswerStranger | None
-    """Callback that answers questions of another protocol (vLLM's own connector); None: they are not treated apart."""
+    """Callback that answers questions of another protocol (vLLM's own NixlConnector). None: these are handled like any
+    malformed message.
+    """
 
     @property
     def port(self) -> int: ...
@@ -75,19 +83,19 @@ class SideChannel(Protocol):
     async def listen(self, answer: Answer, kinds: Any = messages.CoreRequest) -> Listener:
         """Bind this rank's address and return the listener, which passes each request to `answer`.
 
-        `kinds` are the types of requests that it decodes (`codec.requests_with`). Raises ConfigError if the address
-        cannot be bound, or the keys cannot be used.
+        `kinds` are the types of requests that the listener decodes (`codec.requests_with`). Raises ConfigError if the
+        address cannot be bound, or the CURVE keys cannot be read.
         """
 
     async def ask(
         self, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
     ) -> messages.Reply:
-        """Send `request` to its target and return the answer, which may be a Refusal.
+        """Send `request` to the peer `request.target` and return the answer, which may be a Refusal.
 
-        `fingerprint` comes from the asking rank's `Compatibility`. `timeout_s` defaults to Config.handshake_timeout_s.
-        Raises PeerUnreachable if the connection is refused or no answer comes within `timeout_s`, PeerRefused if one
-        side does not accept the other's key, ProtocolError if the answer is no kvflow message. Cancelling it gives
-        the question up.
+        `fingerprint` is the fingerprint of this rank's `Compatibility`. `timeout_s` defaults to
+        Config.handshake_timeout_s. Raises PeerUnreachable if the connection is refused or no answer comes within
+        `timeout_s`, PeerRefused if one side does not accept the other's CURVE key, ProtocolError if the answer is no
+        kvflow message. If cancelled, stop waiting for the answer.
         """
 
     def abandon(self) -> None:

@@ -1,1 +1,1 @@
-"""Remote engines: handshakes with their ranks, connections to them, and the ranks and leases of a ticket."""
+"""Remote engines: handshakes with their ranks, connections to these ranks, and the way from a ticket to its ranks."""

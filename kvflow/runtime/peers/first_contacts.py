@@ -1,6 +1,6 @@
-"""First contacts: peers that have never answered are asked in turns, a few at a time (`core.policy.contacts`).
+"""First contacts: peers that were never connected are asked in turns, a few at a time (`core.policy.contacts`).
 
-Forged tickets can name any number of peers that never answer. A peer that has answered before needs no turn, so it
+Forged tickets can name any number of peers that never answer. A peer that was connected before needs no turn, so it
 does not wait behind peers from forged tickets.
 """
 
@@ -21,17 +21,20 @@ T = TypeVar("T")
 
 
 def patience_s(config: Config) -> float:
-    """Return the seconds after which an unanswered first contact must give up its turn if others wait for a turn."""
+    """Return how many seconds a first contact may wait for its answer while other first contacts wait for a turn."""
     return config.handshake_timeout_s / 10
 
 
 def overloaded(peer: Address, why: str) -> Overloaded:
-    """Return the error that this rank has no room to ask `peer`. `Overloaded.of_request` adds the request."""
+    """Return the Overloaded error for a question to `peer` that this rank cannot ask. The request id is added later."""
     return Overloaded(f"{peer}: {why}", request_id="", peer=peer.address)
 
 
 class FirstContacts:
-    """The turns of first contacts, at most `limits.first_contacts_max` at once. Belongs to one event loop."""
+    """Gives turns to first contacts: at most `limits.first_contacts_max` new peers are asked at once.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -46,10 +49,11 @@ class FirstContacts:
         return self._contacts.under_way
 
     async def ask(self, peer: Address, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None]) -> T:
-        """Wait for a turn, call `begin` with it, then await `question` and return its result.
+        """Wait for a turn to ask the new peer `peer`, call `begin` with the turn, and return the result of `question`.
 
-        Raises Overloaded if no turn comes within Config.handshake_timeout_s, and PeerUnreachable if others wait for a
-        turn and `peer` has not answered within `patience_s`. If cancelled, give up the turn or the place in the queue.
+        Raises Overloaded if no turn comes within Config.handshake_timeout_s. Raises PeerUnreachable if `peer` does not
+        answer within `patience_s` while other new peers wait for a turn. If cancelled, give up the turn or the place in
+        the queue.
         """
         loop = asyncio.get_running_loop()
         contact = self._contacts.ask(loop.time())
@@ -77,7 +81,10 @@ class FirstContacts:
             self._end(contact)
 
     def look(self) -> None:
-        """Preempt a contact if one is due. Call this also when `Contact.wanted` becomes False."""
+        """End a first contact that has had its time, if another waits for a turn.
+
+        Called by a timer, and whenever a handshake has lost its last waiter (`Contact.wanted` is False).
+        """
         now_s = asyncio.get_running_loop().time()
         leaving = self._contacts.make_way(now_s)
         if leaving is not None and not self._bounds[leaving].expired():

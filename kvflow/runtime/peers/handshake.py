@@ -1,8 +1,8 @@
-"""The handshake: ask a rank for its metadata, check all of it, and only then pass it to the transport.
+"""The handshake: ask a rank for its metadata, check all of the metadata, and only then pass it to the transport.
 
 In the transport a connection is a remote agent, which is added once and never removed while a read from it runs. Every
-answer is checked before any of it is used. A peer's text enters our messages and logs only printable and cut to a
-length.
+answer is checked before any of it is used. A peer's text is made printable and cut to a length before it enters errors
+and logs of this rank.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ _DIFFERENCES_MAX = 2000
 
 
 class Handshakes:
-    """Handshakes with peers, and questions to them, for one registered cache."""
+    """Shakes hands with kvflow peers, and asks them questions, for one registered cache."""
 
     def __init__(self, cache: RegisteredCache, telling: Telling) -> None:
         self._config = cache.config
         self._side_channel = cache.side_channel
         self._local = cache.local
         self.telling = telling
-        """The notifications to ranks about their leases, as each new connection gets them."""
+        """Sends notifications about leases to a producer. Every new connection refers to this object."""
         self.agents = cache.agents
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
-        """Shake hands with `peer` and return the connection; the open one if the peer has not restarted.
+        """Shake hands with `peer` and return the connection: the open one if the peer has not restarted.
 
-        Raises a PeerError, Overloaded if too few open files are left, or TimeoutError after
-        Config.handshake_timeout_s. If cancelled, leave no trace in the transport.
+        `request_id` is the request of the load that needs the peer. Raises a PeerError, Overloaded if too few open
+        files are left, or TimeoutError after Config.handshake_timeout_s. If cancelled, leave no agent in the transport.
         """
         async with asyncio.timeout(self._config.handshake_timeout_s):
             at = peer.at
@@ -81,7 +81,7 @@ class Handshakes:
             return connection
 
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
-        """Ask `peer` a question and return its answer. Raises a PeerError if it refuses, else as `SideChannel.ask`."""
+        """Ask `peer` a question and return the answer. Raises a PeerError if `peer` refuses or does not answer."""
         fingerprint = self._local.compatibility.fingerprint()
         reply = await self._side_channel.ask(request, fingerprint=fingerprint, timeout_s=timeout_s)
         if isinstance(reply, messages.Refusal):
@@ -92,8 +92,9 @@ class Handshakes:
 class Agents:
     """The remote agents in the transport, by name: open, or just being added or removed.
 
-    An agent's name is unique per incarnation of a rank. An agent is removed once no peer uses its connection (two
-    addresses may lead to one rank) and no load holds it. The same agent is added again only after its removal.
+    Each incarnation of a remote rank has an agent of its own. The agent is removed once no `Peer` has its connection
+    (two addresses may lead to one rank) and no load holds the connection. The same agent is added again only after its
+    removal.
     """
 
     def __init__(self, cache: RegisteredCache) -> None:
@@ -103,7 +104,10 @@ class Agents:
         self._changing: dict[AgentName, asyncio.Future[None]] = {}
 
     async def find(self, agent: AgentName) -> Connection | None:
-        """Return the open connection of `agent`, after any change under way. None: the caller may add the agent now."""
+        """Wait until `agent` is not being added or removed, and return its open connection.
+
+        None: the agent is not in the transport, and the caller may `add` it now.
+        """
         while (change := self._changing.get(agent)) is not None:
             await asyncio.wait([change])
         return self._open.get(agent)
@@ -111,8 +115,8 @@ class Agents:
     async def add(self, at: Address, connection: Connection, metadata: bytes) -> None:
         """Add the agent of the rank at `at` to the transport. Call this right after `find` has returned None.
 
-        Raises a PeerError if the transport refuses `metadata`, or names another agent. If cancelled, remove the agent
-        again.
+        Raises a PeerError if the transport refuses `metadata`, or if the metadata is that of another agent. If
+        cancelled, remove the agent again.
         """
         agent = connection.agent
         change = self._begin(agent)
@@ -136,13 +140,13 @@ class Agents:
             raise at.failure(ProtocolError, f"agent name: expected {agent!r}, got {words(name)!r}")
 
     def leave(self, connection: Connection) -> None:
-        """Remove the connection's agent from the transport once no load holds the connection."""
+        """Begin to remove the connection's agent, which leaves the transport once no load holds the connection."""
         if self._open.get(connection.agent) is connection:
             del self._open[connection.agent]
             self._remove_soon(connection, self._begin(connection.agent))
 
     async def gone(self, agents: Collection[AgentName], timeout_s: float) -> bool:
-        """Wait until the agents that are being removed are gone. Return False if that takes longer than `timeout_s`."""
+        """Wait until those of `agents` that are being removed are gone. Return False if `timeout_s` is too short."""
         changes = [self._changing[agent] for agent in agents if agent in self._changing]
         if not changes:
             return True
@@ -176,7 +180,7 @@ class Agents:
 
 
 def _refused(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerError:
-    """Return the error for a refusal by `peer`."""
+    """Return the error to raise for a refusal by `peer`: its class depends on the reason."""
     if refusal.compatibility is not None:
         differences = ours.compatibility.differences(refusal.compatibility) or [words(refusal.reason)]
         if refusal.cache_shares:
@@ -201,7 +205,10 @@ def _incompatible(peer: Address, differences: list[str]) -> PeerIncompatible:
 
 
 def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
-    """Check the metadata of `peer` before any of it is used, and return its regions. Raises a PeerError."""
+    """Check the metadata that `peer` has sent. Return its regions, one entry for each set of layers, or raise.
+
+    Raises PeerRefused, PeerIncompatible or ProtocolError.
+    """
     if metadata.engine_id != peer.engine_id:
         who = f"expected engine {peer.engine_id!r}, found {words(metadata.engine_id)!r}"
         raise peer.failure(PeerRefused, f"{who}{loopback_hint(peer.address)}")
@@ -223,7 +230,10 @@ def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[
 
 
 def problems_of(rank: Rank, metadata: messages.Metadata, regions: Sequence[Regions], ours: LocalRank) -> list[str]:
-    """Return why blocks of a rank with this metadata cannot be read into our cache: one text for each broken rule."""
+    """Return the reasons why blocks of the peer `rank` cannot be read into this rank's cache: one text for each.
+
+    Empty if they can be read. `regions` are the decoded regions of `metadata`.
+    """
     first = metadata.cache_shares[0]
     found = topology.differences(ours.cache_shares, metadata.cache_shares)
     found += _different("rank (pp, tp)", rank[1:], (first.pp_rank, first.tp_rank))
@@ -247,7 +257,10 @@ def _different(name: str, ours: object, theirs: object) -> list[str]:
 
 
 def _opaque(regions: Regions, kv_format: str) -> str:
-    """Return what must be equal on both sides if blocks are opaque, or can be split into heads only."""
+    """Return a text that both sides must have in common if their blocks are opaque, or can be split into heads only.
+
+    The text describes the shape of a block. Two ranks can exchange these blocks only if their texts are equal.
+    """
     tokens, heads, run, *strides = regions.block
     parts = " and ".join(regions.parts)
     if heads_are_apart(kv_format, regions.block):
@@ -257,5 +270,5 @@ def _opaque(regions: Regions, kv_format: str) -> str:
 
 
 def _head_bytes(regions: Regions) -> int:
-    """Return the bytes of one head of one token, over all parts."""
+    """Return the size in bytes of one head of one token, K and V together."""
     return regions.block.run * len(regions.parts)

@@ -42,9 +42,10 @@ _DIGESTS_AT_ONCE_MAX = 4  # half of what a producer accepts from one reader by d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRank:
-    """The facts of this rank that it sends to peers and compares with theirs. Made when a cache is registered.
+    """The description of this rank that it sends to peers and compares with their descriptions.
 
-    `cache_shares` and `regions` have one entry for each set of layers of the same shape.
+    Made when a cache is registered. `cache_shares` and `regions` have one entry for each set of layers of the same
+    shape. `reader` is this rank's agent name, `caller` its own side channel address.
     """
 
     reader: str
@@ -56,7 +57,10 @@ class LocalRank:
 
 
 class Connection:
-    """A peer after its handshake: what loads read from it and report to it. All loads share it."""
+    """The connection to a peer after its handshake: facts from the peer's metadata that reads and reports need.
+
+    All loads from the peer share one object.
+    """
 
     def __init__(
         self,
@@ -75,11 +79,14 @@ class Connection:
         self.told_groups = told_groups(metadata.groups)
         of_group = {share.group: one.num_blocks for share, one in zip(metadata.cache_shares, regions, strict=True)}
         self.num_blocks = tuple(of_group[at] for at in range(len(self.groups)))
-        """Number of blocks of each group at the peer."""
+        """Number of blocks in the peer's cache, for each group of layers."""
         self.whole = tuple(group.whole for group in self.groups)
-        """By group: True if its blocks hold a prompt from the first token on (no window, no state)."""
+        """For each group: True if its blocks hold a prompt from the first token on (no window, no state)."""
         self.block_maps = block_maps = tuple(_block_maps(metadata, local, regions))
-        """Block maps for reads from the peer, one for each pair of sets of layers; none if loads only report to it."""
+        """Block maps for reads from the peer: one for each pair of a local and a remote set that share layers.
+
+        Empty if loads read nothing from this peer and only report to it.
+        """
         self.report_share = topology.report_share(local.cache_shares, metadata.cache_shares)
         self.staged = metadata.staged
         self.quick_read_max_s = quick_read_max_s(metadata.seals.hold_s)
@@ -93,15 +100,18 @@ class Connection:
         self.seals_address, self.seal_count = metadata.seals.address, metadata.seals.count
         self.telling = telling
         self.users = 0
-        """Number of loads that hold the connection: its agent stays in the transport."""
+        """Number of loads that hold the connection; until it is 0 the peer's agent stays in the transport."""
         self.left: asyncio.Event | None = None
-        """Set when the last load has left. Made by the first wait for that."""
+        """Event that is set when `users` becomes 0; None until a task waits for that."""
         self.complete_with: Sequence[Connection] = ()
-        """The last connections, this one first, that were found to have all of our layers between them."""
+        """Connections, beginning with this one, that were last found to have all layers of this rank together."""
         self.straight: bool | None = None
-        """True if every read from the peer goes straight into the cache, without buffers; None: not yet computed."""
+        """True if every read from the peer lands in the cache, without buffers; None until this is computed."""
         self.alike: RegionMap | None = None
-        """Set along with `straight` if `match_few` may plan reads from the peer."""
+        """The region map by which the fast planner `match_few` plans small loads from the peer; None if it cannot.
+
+        Set at the same time as `straight`.
+        """
 
     def __repr__(self) -> str:
         return f"<Connection {self.agent}, {counted(self.users, 'load')}>"
@@ -122,17 +132,17 @@ class Handshake:
     since_s: float
     task: asyncio.Task[None] | None = None
     contact: Contact | None = None
-    """The turn of a first contact, once the handshake has it; None also if it needs none."""
+    """The turn that the handshake has as a first contact; None while it waits for a turn, or if it needs none."""
     waiters: int = 0
 
     def add_waiters(self, count: int) -> None:
-        """Add `count`, which may be negative, to the number of waiters."""
+        """Change the number of loads that wait for the handshake by `count`, which may be negative."""
         self.waiters += count
         if self.contact is not None:
             self.contact.wanted = self.waiters > 0
 
     def begin(self, contact: Contact) -> None:
-        """Note the turn that the handshake now has."""
+        """Store the turn, `contact`, that the handshake has got as a first contact."""
         self.contact = contact
         self.add_waiters(0)
 
@@ -146,7 +156,7 @@ class Peer:
         self.label = f"{self.engine_id} ({self.rank}) at {self.address}"
         self.state = PeerState.UNKNOWN
         self.met = False
-        """True once the peer has been connected."""
+        """True once a handshake with the peer has succeeded."""
         self.current: Connection | None = None
         self.handshake: Handshake | None = None
         self.circuit = NEVER_FAILED
@@ -157,21 +167,24 @@ class Peer:
         """True once a load has read fresh bytes from the peer."""
         self.used_s = now_s
         self.leases_kept = 0
-        """Number of the peer's leases that this rank renews. The peer is not idle until they are read or given back."""
+        """Number of the peer's leases that this rank renews. While it is above 0 the peer is not evicted as unused."""
         self.tried_incarnations: set[str] = set()
-        """Incarnations, named by tickets, for which the peer was asked since it was last connected."""
+        """Incarnations in tickets that have led to a handshake since the last one that succeeded, and the current one.
+
+        For a new incarnation the peer is asked even during a back-off, but only once.
+        """
         self.past_incarnations: deque[str] = deque(maxlen=INCARNATIONS_MAX)
         self.questions = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
-        """Bounds the concurrent questions to the peer, and so the sockets that a silent peer takes."""
+        """Limits the number of concurrent questions to the peer, and so the sockets that a silent peer occupies."""
         self.digest_questions = asyncio.Semaphore(_DIGESTS_AT_ONCE_MAX)
-        """Bounds the concurrent questions for digests, which take the peer long to answer."""
+        """Limits the number of concurrent questions for digests of blocks, which take the peer long to compute."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.engine_id} at {self.address}: {self.state}>"
 
     @property
     def busy(self) -> bool:
-        """True if a load holds or awaits the connection, or leases of the peer are renewed."""
+        """True if a load holds the connection, a handshake is under way, or this rank renews leases of the peer."""
         used = self.current is not None and self.current.users > 0
         return used or self.handshake is not None or self.leases_kept > 0
 
@@ -180,11 +193,15 @@ class Peer:
         logger.info("peer %s at %s: %s -> %s%s", self.engine_id, self.address, before, self.state, why and f" ({why})")
 
     def note_error(self, why: str) -> None:
-        """Remember `why` as the last error, without the peer's name in front."""
+        """Remember the text `why` as the peer's last error, without the peer's name at its beginning."""
         self.last_error = why.removeprefix(f"{self.at}: ")[:_ERROR_CHARS_MAX]
 
     def usable(self, incarnation: str | None) -> Connection | None:
-        """Return the connection; None if `incarnation`, from a ticket, is neither the connection's nor a past one."""
+        """Return the connection for a ticket of `incarnation`, or None if a handshake is needed.
+
+        A handshake is needed if there is no connection, or if `incarnation` is new. A past incarnation needs none: a
+        load with its ticket fails in any case.
+        """
         if self.current is None or incarnation is None or incarnation in self.past_incarnations:
             return self.current
         return self.current if self.current.incarnation == incarnation else None
@@ -192,7 +209,7 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """One connected producer rank in one load: its lease, and the proof for all bytes read from it."""
+    """One connected producer rank in one load: the rank's lease, and the proof that bytes read from it are fresh."""
 
     peer: Peer
     connection: Connection
@@ -201,16 +218,16 @@ class Source:
     """Address of the lease's seal in the producer's memory."""
     proof: Proof
     tables: Sequence[BlockIds] = ()
-    """Block ids of the lease, by group; empty if no block is read."""
+    """Block ids of the producer that the lease offers, for each group; empty if no block is read."""
     chunks: dict[BlockMap, list[Chunks]] = field(default_factory=dict)
-    """Chunks to read, with block ids of the producer, by block map."""
+    """Chunks to read for each block map; their remote block ids are the producer's."""
     word: int = -1
-    """Index of the local word that the seal is read into; -1: none yet."""
+    """Index of the local seal slot that the lease's seal is read into; -1 if none is taken yet."""
 
 
 @contextmanager
 def held(sources: Sequence[Source]) -> Iterator[None]:
-    """Hold the connections of `sources`, so that their agents stay in the transport, until the block ends."""
+    """Return a context manager that holds the connections of `sources`, so that their agents stay in the transport."""
     for source in sources:
         source.connection.users += 1
     try:
@@ -226,7 +243,10 @@ ReadTicket: TypeAlias = Callable[[Ticket | Mapping[str, Any]], Ticket]
 
 
 class Resolver(Protocol):
-    """A resolver of tickets: it connects a ticket's ranks and finds their leases. For kvflow tickets: `reach.Reach`."""
+    """Resolves tickets: connects the ranks that a ticket names and finds their leases.
+
+    For kvflow tickets this is `reach.Reach`, where the methods are described.
+    """
 
     @property
     def read_ticket(self) -> ReadTicket: ...
@@ -237,25 +257,31 @@ class Resolver(Protocol):
 
 
 class Telling(Protocol):
-    """The notifications to a producer that its leases are needed, or read. The handshake chooses them. Never waits."""
+    """Notifies producers that their leases are still needed, or have been read. No method waits.
+
+    The handshake chooses the implementation: for kvflow ranks or for stock peers.
+    """
 
     heartbeat_s: float | None
-    """Seconds between two `needed` notifications that the producer expects; None: it depends on the lease's `ttl_s`."""
+    """Seconds between two `needed` notifications of a lease; None: a share of the lease's own `ttl_s`."""
 
     def needed(self, sources: Sequence[Source]) -> int:
-        """Notify a rank that this rank still needs these leases, all of that rank. Return their number."""
+        """Notify a producer rank that this rank still needs the leases of `sources`, which are all leases of that rank.
+
+        Return the number of leases.
+        """
 
     def read(self, source: Source) -> None:
-        """Notify the rank of `source` that this rank has finished with the blocks of its lease."""
+        """Notify the producer rank of `source` that this rank does not need the blocks of its lease any longer."""
 
 
 def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> dict[str, int]:
-    """Return the number of blocks in each of `tables`, by group name."""
+    """Return the number of blocks of each group, by group name. `tables` has the block ids of each group, in order."""
     return {group.name: len(ids) for group, ids in zip(groups, tables, strict=True)}
 
 
 def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
-    """Yield the block maps of a rank, one for each pair of sets that have layers in common."""
+    """Yield the block maps for reads from a rank: one for each pair of a local and a remote set that share layers."""
     for at, where, mine, theirs in topology.in_common(ours.cache_shares, metadata.cache_shares):
         source = topology.source_at(mine, theirs)
         if source is not None and source.heads:
@@ -275,12 +301,12 @@ def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[
 
 
 def told_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:
-    """Return groups as tickets name them: none if the only group has full attention."""
+    """Return `groups` as a ticket lists them: an empty tuple if the only group has full attention, else all."""
     return () if len(groups) == 1 and groups[0].whole else groups
 
 
 def words(text: str, chars_max: int = WORDS_MAX) -> str:
-    """Return text from a peer, fit for our messages and logs: printable, and at most `chars_max` characters."""
+    """Return a peer's text made fit for this rank's errors and logs: printable, and cut to `chars_max` characters."""
     return printable(text, chars_max)
 
 
@@ -297,12 +323,13 @@ def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> Non
 
 
 def expendable(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:
-    """Return the peer to evict when another needs room, or None.
+    """Return the peer to evict so that a new peer has room, or None if all must stay.
 
-    First choice is the oldest peer that was never connected and is not being asked. A first contact that began before
-    `asked_before_s` is presumed dead and may be evicted, too. Otherwise return the least recently used peer that is not
-    busy, disconnected peers first. A connected peer is evicted only if it was last used before `used_before_s`: a load
-    that was just given its connection may not hold it yet.
+    First choice is the oldest peer that was never connected and has no handshake under way. Second choice is a peer
+    that was never connected and has a handshake for which no load waits, or which began before `asked_before_s`.
+    Otherwise return the least recently used peer that is not busy, disconnected peers first. A connected peer is
+    evicted only if it was last used before `used_before_s`: a load that was just given its connection may not hold it
+    yet.
     """
     strangers = [peer for peer in peers if not peer.met]
     asked = ((one, one.handshake) for one in strangers if one.handshake)

@@ -1,4 +1,4 @@
-"""Prewarming: handshakes before the first load, with engines that are known to be read from."""
+"""Prewarming: handshakes, before the first load, with the engines from which loads will read."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 VISITS_AT_ONCE_MAX = 8
-"""Ranks of one engine that are visited at once for one ticket."""
+"""Maximum number of ranks of an engine that are connected at the same time for one ticket."""
 
 _QUESTIONS_AT_ONCE_MAX = 16
 _PLANS_MAX = 256
@@ -62,9 +62,11 @@ _PLANS_MAX = 256
 def _compared(
     ours: tuple[int, ...], stages: tuple[tuple[int, ...], ...], *, whole: bool
 ) -> tuple[str, Collection[int], Collection[int]]:
-    """Compare our layers with the layers of a producer's stages.
+    """Compare `ours`, the layers of this rank, with the layers of a producer's pipeline stages.
 
-    Return the fault or "", the draft layers that only we have, and if `whole` those that only the producer has.
+    Return three values: a text that names missing layers, or ""; the draft model's layers that only this rank has; the
+    draft model's layers that only the producer has. The last is empty unless `whole`: this rank has all layers of its
+    engine.
     """
     left_out = topology.left_out(ours, [layer for layers in stages for layer in layers])
     of_ours = left_out & {*ours}
@@ -76,7 +78,7 @@ Found = Callable[[Source], None]
 
 
 _Reached: TypeAlias = tuple[Peer, Connection, Source | None]
-"""A connected rank, and its source if its lease is needed and known."""
+"""A connected producer rank, and the load's source at that rank if its lease is needed and known."""
 
 
 class Reach:
@@ -92,18 +94,19 @@ class Reach:
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
         self.spread = zlib.crc32(local.reader.encode())
-        """A number that differs between ranks and incarnations, so that each begins a long list at another place."""
+        """A number that differs between ranks and incarnations. By it each rank starts a list of peers elsewhere."""
         self._plans: Latest[tuple[Parallelism, int], RankPlan] = Latest(_PLANS_MAX)
         self._lacking_drafts: Latest[tuple[str, str], None] = Latest(_PLANS_MAX)
-        """Engine ids and addresses that `_warn_of_drafts` has warned about."""
+        """Pairs of engine id and address for which `_warn_of_drafts` has logged its warning."""
 
     async def reach(self, ticket: Ticket, found: Found) -> list[Source]:
-        """Return the sources for a checked ticket: every rank that its load reads from or reports to.
+        """Connect the ranks of a checked ticket. Return a source for each rank that its load reads from or reports to.
 
-        Together they have all layers of this rank. `found` is called with each source as soon as it is known. Raises a
-        PeerError; LeaseExpired if a rank restarted or its lease has ended; PrefillFailed if a rank answers that the
-        prompt will not be computed; Overloaded if there is no room for another peer; RequestError if the ticket is
-        impossible, or the address of a rank cannot be derived. If cancelled, stop waiting; handshakes under way go on.
+        The ranks together have all layers of this rank. `found` is called with each source as soon as it is known.
+        Raises a PeerError; LeaseExpired if a rank restarted or its lease has ended; PrefillFailed if a rank answers
+        that the prompt will not be computed; Overloaded if there is no room for another peer; RequestError if the
+        ticket is impossible, or the address of a rank cannot be derived. If cancelled, stop waiting; handshakes under
+        way go on.
         """
 
         async def visit(at: Address) -> _Reached:
@@ -133,10 +136,11 @@ class Reach:
         return [source for *_, source in reached if source is not None]
 
     def reach_at_once(self, ticket: Ticket, found: Found) -> list[Source] | None:
-        """Return the same as `reach` without waiting, if the ticket names every rank's lease and all are connected.
+        """Return the same as `reach`, without waiting. Return None if that is not possible.
 
-        Otherwise, or if anything is wrong with the ticket, return None without a call of `found`. Raises
-        PeerIncompatible if the ranks do not have all layers of this rank.
+        It is possible if the ticket names the lease of every rank and all ranks are connected. If not, or if anything
+        in the ticket is wrong, return None without a call of `found`. Raises PeerIncompatible if the ranks do not have
+        all layers of this rank.
         """
         parallelism, engine_id, known = ticket.parallelism, ticket.engine_id, self._peers.known
         plan = self._plans.get((parallelism, ticket.dp_rank))
@@ -170,7 +174,7 @@ class Reach:
         return sources
 
     def _check_layers(self, ticket: Ticket, reached: Sequence[tuple[Peer, Connection]]) -> None:
-        """Raise PeerIncompatible unless these ranks together have all layers of this rank."""
+        """Raise PeerIncompatible unless the ranks in `reached` together have all layers of this rank."""
         stages: dict[int, Mapping[str, tuple[int, ...]]] = {}
         for peer, connection in reached:
             stages[peer.rank.pp] = connection.layers
@@ -185,7 +189,10 @@ class Reach:
                 self._warn_of_drafts(ticket, of_ours, of_theirs)
 
     def _warn_of_drafts(self, ticket: Ticket, ours: Collection[int], theirs: Collection[int]) -> None:
-        """Warn, once for each engine and address, that only one side has some layers of a draft model."""
+        """Log, once for each engine and address, that only one side has some layers of a draft model.
+
+        `ours` are layers that only this rank has, `theirs` layers that only the producer has.
+        """
         known = (ticket.engine_id, ticket.address)
         if known in self._lacking_drafts:
             return
@@ -198,10 +205,11 @@ class Reach:
         )
 
     async def standing(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
-        """Return a rank's answer about the lease of the ticket's request. Raises a PeerError.
+        """Ask a producer rank for the lease of the ticket's request, and return the answer. Raises a PeerError.
 
-        The first question is answered at once, and few of these run at a time. If its answer has no news, further
-        questions wait at the rank, for at most `limits.lease_wait_s`.
+        The rank answers the first question at once; few of these questions run at a time. If the lease is not open yet,
+        ask again: the rank holds these questions until the lease is open. After `limits.lease_wait_s` in all return the
+        last answer.
         """
         self._peers.check_wait(peer, None)
         give_up_s = asyncio.get_running_loop().time() + self._config.limits.lease_wait_s
@@ -216,7 +224,10 @@ class Reach:
         return answer if answer.state is not Told.WAITING else await self._peers.ask_until(peer, question, give_up_s)
 
     async def find_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
-        """Return the lease of the ticket's request at a rank. Raises a PeerError, LeaseExpired or PrefillFailed."""
+        """Ask a producer rank for the lease of the ticket's request, and return the lease.
+
+        Raises a PeerError, LeaseExpired or PrefillFailed.
+        """
         answer = await self.standing(ticket, peer)
         who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
         if answer.state is Told.FAILED:
@@ -235,11 +246,11 @@ class Reach:
         return lease
 
     async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-        """Await `visit` for each rank that a checked ticket needs, and return the results in the order of the ranks.
+        """Await `visit` with the address of each rank that a load of a checked ticket may need.
 
-        One rank that the ticket names goes first, then the others, a few at a time. If a visit raises, the visits under
-        way are cancelled and no other begins. Raises as `whereabouts` and `visit` do. Cancelling cancels the visits
-        under way.
+        Return the results in the order of `whereabouts`. A rank that the ticket names goes first, then the other ranks,
+        a few at a time. If a visit raises, cancel the visits under way and begin no other. Raises what `whereabouts` or
+        `visit` raises. Cancelling cancels the visits under way.
         """
         ranks = self.whereabouts(ticket)
         if not ranks:
@@ -251,26 +262,29 @@ class Reach:
         return [results[at] for at in ranks]
 
     def whereabouts(self, ticket: Ticket) -> list[Address]:
-        """Return the addresses of the ranks that a load with a checked ticket may need.
+        """Compute the addresses of the ranks that a load with a checked ticket may need, without asking any rank.
 
-        No rank is asked, so some may turn out to share no layer with this rank. Empty if the ticket's engine is not
-        compatible. Raises RequestError if the ticket is impossible or an address cannot be derived.
+        So some ranks may turn out to share no layer with this rank. Empty if the ticket's engine is not compatible.
+        Raises RequestError if the ticket is impossible or an address cannot be derived.
         """
         ranks = self.ranks_of(ticket.parallelism, ticket.dp_rank, f"ticket of request {ticket.request_id!r}")
         return [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
 
     def ranks_of(self, parallelism: Parallelism, dp_rank: int, what: str) -> Sequence[Rank]:
-        """Return the ranks to reach at an engine of this parallelism. Raises RequestError if it is impossible."""
+        """Return the ranks to connect in DP group `dp_rank` of a producer engine with this parallelism.
+
+        Raises RequestError, which begins with `what`, if no engine can have this parallelism.
+        """
         plan = self._plan(parallelism, dp_rank)
         if plan.impossible:
             raise RequestError(f"{what}: {plan.impossible}")
         return plan.ranks
 
     async def ranks_at(self, engine: PeerAddress, *, every_rank: bool = False) -> list[Address]:
-        """Connect one rank of `engine`, and return the addresses of the ranks that loads from that engine need.
+        """Connect the rank `engine` and return the addresses of all ranks of its engine that loads to this rank need.
 
-        `every_rank`: return all ranks, also those that only other ranks of this engine need. Raises as
-        `Peers.connect`, or RequestError if the addresses cannot be derived.
+        `every_rank`: return also the ranks that only other ranks of the local engine need. Raises what `Peers.connect`
+        raises, or RequestError if the addresses cannot be derived.
         """
         host, port = split_address(engine.address, what="address")
         here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
@@ -290,7 +304,11 @@ class Reach:
         return wanted
 
     def source(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source:
-        """Return the source for a lease. Raises LeaseExpired for another incarnation, RequestError if it is wrong."""
+        """Return the source for a lease that the ticket names.
+
+        Raises LeaseExpired if the lease is of another incarnation than the connection, RequestError if its seal index
+        is impossible.
+        """
         self._check_incarnation(ticket, peer, connection, lease.incarnation)
         if not 0 <= lease.seal_index < connection.seal_count:
             seals = f"{peer.label} has {counted(connection.seal_count, 'seal')}"
@@ -300,9 +318,11 @@ class Reach:
     def told(
         self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease, tables: Sequence[Sequence[int]]
     ) -> Source:
-        """Return the source for a lease that `peer` itself described, after checking its block `tables`, by group.
+        """Return the source for a lease that `peer` has sent in an answer, after checking the lease.
 
-        Raises LeaseExpired for another incarnation, ProtocolError if it is wrong, since the caller is not to blame.
+        `tables` has the block ids of each group, or is empty. Raises LeaseExpired if the lease is of another
+        incarnation than the connection, and ProtocolError if the lease is impossible: here the peer is at fault, not
+        the caller.
         """
         counts = connection.num_blocks
         if tables and len(tables) != len(counts):
@@ -316,9 +336,10 @@ class Reach:
             raise wrong_lease(peer.at, error) from error
 
     async def check(self, ticket: Ticket) -> None:
-        """Raise PeerIncompatible if the ticket's parallelism does not fit ours.
+        """Raise PeerIncompatible if ranks of the ticket's parallelism cannot fill this rank's cache.
 
-        The first rank that the ticket names is connected before that, since a failed handshake names every difference.
+        Before that, connect the first rank that the ticket names: if its handshake fails, that error lists all
+        differences between the engines.
         """
         plan = self._plan(ticket.parallelism, ticket.dp_rank)
         if plan.problems and not plan.impossible:  # `whereabouts` refuses what is impossible
@@ -327,7 +348,7 @@ class Reach:
             raise self._incompatible(ticket, plan.problems)
 
     def _plan(self, parallelism: Parallelism, dp_rank: int) -> RankPlan:
-        """Return the plan of the ranks to reach at an engine of this parallelism. Plans are cached."""
+        """Return the plan of which ranks to connect at a producer engine of this parallelism. Plans are cached."""
         found = self._plans.get((parallelism, dp_rank))
         if found is None:
             found = plan_ranks(self._local.cache_shares, parallelism, dp_rank, self._config.limits.load_ranks_max)
@@ -335,7 +356,7 @@ class Reach:
         return found
 
     async def connected(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
-        """Return the rank at `at` and its connection, which is made if there is none. Raises as `Peers.connect`."""
+        """Return the peer at `at` and its connection, after a handshake if there is none. Raises as `Peers.connect`."""
         named, peer = ticket.find(at.rank), self._peers.get(at)
         return peer, await self._peers.connect(peer, named.incarnation if named else None, ticket.request_id)
 
@@ -357,7 +378,7 @@ class Reach:
 
 
 def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
-    """Return the source for a lease, with a `SealProof` for its bytes."""
+    """Return the source for a lease, with a `SealProof` that decides by the seal whether its bytes are fresh."""
     proof = SealProof(
         grows=connection.staged or lease.pending,
         quick_read_max_s=connection.quick_read_max_s if lease.held else 0.0,
@@ -367,7 +388,10 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
 
 
 def lease_told(at: Address, lease: RankLease) -> RankLease:
-    """Return the lease in an answer, with the rank and address of `at`. Raises ProtocolError if it is malformed."""
+    """Return a copy of the `lease` in a peer's answer, with the peer's rank and address filled in from `at`.
+
+    Raises ProtocolError if the lease is malformed.
+    """
     if not lease.lease_id or not is_name(lease.incarnation, INCARNATION_CHARS_MAX):
         what = f"lease_id of {counted(len(lease.lease_id), 'character')}, incarnation {words(lease.incarnation, 80)!r}"
         raise at.failure(ProtocolError, f"the lease that it tells of cannot be right: {what}")
@@ -377,7 +401,7 @@ def lease_told(at: Address, lease: RankLease) -> RankLease:
 
 
 def wrong_lease(at: Address, error: RequestError) -> PeerError:
-    """Return the error for a rank that answered with an impossible lease."""
+    """Return the ProtocolError for the rank at `at`, which sent an impossible lease. `error` says what is wrong."""
     return at.failure(ProtocolError, f"the lease that it tells of cannot be right: {error}")
 
 
@@ -387,5 +411,5 @@ def expired(ticket: Ticket, peer: Peer, why: str) -> LeaseExpired:
 
 
 def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
-    """Return the rank to ask first: the first of `ranks` that the ticket names, else the first."""
+    """Return the rank to connect first: the first of `ranks` that the ticket names; if it names none, the first."""
     return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])

@@ -1,12 +1,13 @@
 """Peers: one object per remote rank, one handshake at a time for each, connections shared by all loads.
 
-A handshake has a task of its own, so a load that gives up does not end it for other loads. After a failure a peer is in
-back-off (`core.policy.circuit`): loads that need it fail at once, without a packet. If a ticket names an incarnation
-that was not tried yet, the peer is asked in spite of that, since the ticket shows that it restarted after the failure.
+A handshake has a task of its own, so a load that gives up does not end the handshake for other loads. After a failure a
+peer is in back-off (`core.policy.circuit`): loads that need the peer fail at once, without a packet. If a ticket names
+an incarnation that was not tried yet, the peer is asked in spite of the back-off, since the ticket shows that the peer
+restarted after the failure.
 
-An address in a ticket proves nothing. So peers that have never answered are asked a few at a time (`first_contacts`),
-and are the first to be evicted when `Limits.peers_max` is reached. A timer also evicts peers that no load has used for
-`Limits.peer_idle_s`; it runs while there are peers.
+An address in a ticket proves nothing. So peers that were never connected are asked a few at a time (`first_contacts`),
+and are the first to be evicted when `Limits.peers_max` is reached. A timer, which runs while any peer is known, also
+evicts peers that no load has used for `Limits.peer_idle_s`.
 """
 
 from __future__ import annotations
@@ -60,24 +61,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerStatistics:
-    """The current state of one peer: one rank of a remote engine."""
+    """The current state of one peer, which is one rank of a remote engine at one address."""
 
     engine_id: str
     rank: Rank
     address: str
     state: PeerState
     failures: int
-    """Failures since the last success."""
+    """Number of failures since the last success."""
     retry_after_s: float
-    """Seconds for which loads that need the peer fail at once; 0 if the next load may ask it."""
+    """Seconds for which loads that need the peer still fail at once; 0 if the next load may ask the peer."""
     last_error: str
-    """The last failure since the peer was last connected; "" if nothing failed."""
+    """Text of the last failure since the peer was last connected; "" if nothing has failed."""
     met: bool
-    """True once the peer has been connected. Until then it may not exist, since a ticket can name any address."""
+    """True once a handshake has succeeded. Until then the peer may not exist, since a ticket can name any address."""
 
 
 class Handshaking(Protocol):
-    """The handshakes and questions that `Peers` uses. `handshake.Handshakes` makes them with kvflow peers."""
+    """Shakes hands with peers and asks them questions. For kvflow peers this is `handshake.Handshakes`."""
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection: ...
 
@@ -98,9 +99,9 @@ class Peers:
         self._token_hex = cache.token_hex
         self._contacts = FirstContacts(config)
         self.known: dict[tuple[str, Rank, str], Peer] = {}
-        """Peers by `Address`. Other modules only read it."""
+        """All peers by `Address`. Other modules may read this dict but not change it."""
         self._misfits: Latest[tuple[str, str], None] = Latest(_MISFITS_MAX)
-        """Addresses and reasons that `note_incompatible` has warned about."""
+        """Pairs of address and error text for which `note_incompatible` has logged its warning."""
         self._sweep_alarm = Alarm(cache.clock, self._sweep)
         self._closed = False
 
@@ -122,7 +123,10 @@ class Peers:
         )
 
     def get(self, at: Address) -> Peer:
-        """Return the one object for the peer at `at`. Raises Overloaded if `Limits.peers_max` others are all in use."""
+        """Return the `Peer` object for `at`; the first call makes it.
+
+        If this rank knows `Limits.peers_max` peers, evict one. Raises Overloaded if all of these are in use.
+        """
         peer = self.known.get(at)
         if peer is None:
             self._make_room(at)
@@ -134,10 +138,10 @@ class Peers:
     async def connect(self, peer: Peer, incarnation: str | None, request_id: str | None = None) -> Connection:
         """Return the connection to `peer`, after a handshake if there is none. Concurrent calls share one handshake.
 
-        If `incarnation`, which comes from a ticket, is not that of the connection, the peer is asked once more first;
+        `incarnation` comes from a ticket. If it is new, shake hands again first, since the peer may have restarted;
         None accepts any incarnation. `request_id` lets a draining peer see that the reader has an open lease. Raises a
-        PeerError, or Overloaded. If cancelled, stop waiting; a handshake under way goes on unless another first
-        contact needs its turn.
+        PeerError, or Overloaded. If cancelled, stop waiting. The handshake goes on, unless the peer was never connected
+        and another new peer waits to be asked.
         """
         while True:
             if peer.state is PeerState.CLOSED:  # evicted while its rank took long to answer
@@ -163,9 +167,9 @@ class Peers:
                 self._note_waiters(peer, handshake)
 
     async def find_lease(self, peer: Peer, question: messages.ReaderRequest) -> messages.LeaseAnswer:
-        """Ask `peer` about a lease by a question that it answers at once, and return the answer.
+        """Ask `peer` about a lease and return the answer. The `question` must not ask the peer to wait.
 
-        If the peer does not answer, its connection counts as broken. Raises a PeerError, or Overloaded.
+        If the peer does not answer, drop its connection. Raises a PeerError, or Overloaded.
         """
         connection = peer.current
         async with peer.questions:
@@ -182,10 +186,10 @@ class Peers:
     async def ask_until(
         self, peer: Peer, question: messages.LeaseRequest, give_up_s: float = math.inf
     ) -> messages.LeaseAnswer:
-        """Repeat a question about a lease until the answer has news; at loop time `give_up_s` return the last answer.
+        """Repeat a question about a lease until the state in the answer is not WAITING, and return that answer.
 
-        The state of an answer without news is WAITING. Raises a PeerError; PeerUnreachable if the last question, or
-        several in a row, had no answer. Cancelling stops the questions.
+        At loop time `give_up_s` return the last answer even if its state is WAITING. Raises a PeerError;
+        PeerUnreachable if the last question, or several in a row, had no answer. Cancelling stops the questions.
         """
         loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
         while True:
@@ -210,7 +214,10 @@ class Peers:
                 pause_s = _PAUSE_FIRST_S
 
     async def _ask(self, peer: Peer, question: messages.Request, *kinds: type[T], timeout_s: float | None = None) -> T:
-        """Ask `peer`, in turn, and return the answer. Raises a PeerError, or Overloaded."""
+        """Ask `peer` a question and return the answer, which must be of one of `kinds`.
+
+        A peer that was never connected waits for a turn first. Raises a PeerError, or Overloaded.
+        """
         reply = await self._in_turn(peer, partial(self.handshakes.ask, peer, question, timeout_s))
         if not isinstance(reply, kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
@@ -218,7 +225,10 @@ class Peers:
         return reply
 
     async def tell(self, peer: Peer, word: messages.ReleaseRequest | messages.DeclineRequest) -> messages.Ack:
-        """Send a release or decline to a rank over the side channel. Raises a PeerError, or Overloaded."""
+        """Send a ReleaseRequest or DeclineRequest to a peer, and return its acknowledgement.
+
+        Raises a PeerError, or Overloaded.
+        """
         self.check_wait(peer, None)
         async with peer.questions:
             return await self._ask(peer, word, messages.Ack)
@@ -226,7 +236,7 @@ class Peers:
     async def ask_digests(
         self, peer: Peer, question: messages.DigestRequest
     ) -> messages.Digests | messages.LeaseAnswer:
-        """Ask a rank for digests of leased blocks. If the lease has ended, return its state instead.
+        """Ask a peer for digests of the blocks of a lease. If the lease has ended, the answer is its state instead.
 
         Raises a PeerError, or Overloaded.
         """
@@ -234,14 +244,17 @@ class Peers:
             return await self._ask(peer, question, messages.Digests, messages.LeaseAnswer)
 
     def succeeded(self, sources: Sequence[Source], *, fresh: bool) -> None:
-        """Note that reads from these ranks succeeded: their failures are forgotten. `fresh`: the bytes proved fresh."""
+        """Reset the failure counts of the peers of `sources`, since reads from these peers succeeded.
+
+        `fresh`: a proof has shown that the bytes were fresh.
+        """
         now_s = self._clock.now_s()
         for source in sources:
             source.peer.circuit, source.peer.used_s = NEVER_FAILED, now_s
             source.peer.delivered |= fresh
 
     def backs_off(self, ticket: Ticket) -> bool:
-        """Return True if a rank that the ticket names is in back-off."""
+        """Return True if a rank that the ticket names is in back-off, so that a load would fail at once."""
         now_s = self._clock.now_s()
         places = (((ticket.dp_rank, one.pp_rank, one.tp_rank), one.address) for one in ticket.ranks)
         peers = (self.known.get((ticket.engine_id, Rank(*rank), address)) for rank, address in places)
@@ -252,7 +265,10 @@ class Peers:
         return any(peer.engine_id == engine_id and peer.delivered for peer in self.known.values())
 
     def failed(self, connection: Connection, why: str) -> None:
-        """Drop a connection after a failed read; new loads shake hands again. Idempotent: other reads fail, too."""
+        """Drop `connection` after a failed read, so that new loads shake hands again. Count a failure of its peers.
+
+        Further calls for the same connection change nothing: its other reads fail, too.
+        """
         for peer in self._users_of(connection):
             waits = self._counted(peer, after_failed_read) > 0
             peer.last_kind = PeerUnreachable
@@ -260,7 +276,7 @@ class Peers:
             self._disconnect(peer, "back_off" if waits else "break", why)
 
     def said_goodbye(self, goodbye: messages.Goodbye) -> None:
-        """Drop the connection to the incarnation that says goodbye, if there is one."""
+        """Drop the connection to the rank that has sent `goodbye`, unless the connection is to another incarnation."""
         for peer in self.known.values():
             connection = peer.current
             if peer.at[:2] == goodbye.sender[:2] and connection and connection.incarnation == goodbye.incarnation:
@@ -283,7 +299,7 @@ class Peers:
         return await self._agents.gone(agents, self._config.handshake_timeout_s)
 
     async def aclose(self) -> None:
-        """Drop all peers. Loads and handshakes have ended before."""
+        """Drop all peers. Call this after all loads and handshakes have ended."""
         self._closed = True
         self._sweep_alarm.set(math.inf)
         for peer in list(self.known.values()):
@@ -307,7 +323,10 @@ class Peers:
         return handshake
 
     def check_wait(self, peer: Peer, incarnation: str | None) -> None:
-        """If `peer` is in back-off and `incarnation` is not new, raise an error of the class of its last failure."""
+        """Raise an error of the class of the peer's last failure if the peer is in back-off.
+
+        Do not raise if `incarnation`, from a ticket, is new: then the peer has restarted after that failure.
+        """
         wait_s = peer.circuit.wait_s(self._clock.now_s())
         tried = peer.tried_incarnations
         may_try = incarnation is not None and incarnation not in tried and len(tried) < INCARNATIONS_MAX
@@ -319,7 +338,10 @@ class Peers:
     async def _in_turn(
         self, peer: Peer, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None] = lambda _: None
     ) -> T:
-        """Await `question`. If `peer` has never answered, wait for a turn first, and call `begin` with it."""
+        """Await `question` and return its result.
+
+        If `peer` was never connected, wait for its turn as a first contact first, and call `begin` with the turn.
+        """
         if peer.met:
             return await question()
         return await self._contacts.ask(peer.at, question, begin)
@@ -327,7 +349,7 @@ class Peers:
     async def _run_handshake(
         self, peer: Peer, incarnation: str | None, request_id: str | None, handshake: Handshake
     ) -> None:
-        """Shake hands and complete the handshake's future. If cancelled, leave the future to the task's done callback.
+        """Shake hands and complete `handshake.future`. If this is cancelled, the task's done callback completes it.
 
         Task `kvflow-handshake <address>`: begun by the first load that needs a peer. Ends with the answer,
         `handshake_timeout_s` after its turn at the latest, or when no load waits for it and another first
@@ -352,7 +374,10 @@ class Peers:
             handshake.future.set_result(connection)
 
     def _no_handshake(self, peer: Peer, handshake: Handshake, error: KVFlowError) -> None:
-        """End a handshake with an error. No effect if its future is done."""
+        """Complete the future of a failed handshake with `error`, and record the failure.
+
+        No effect if the future is done.
+        """
         future = handshake.future
         if future.done():
             return
@@ -362,7 +387,10 @@ class Peers:
         future.exception()  # retrieved here, since every waiter may have given up
 
     def _note_waiters(self, peer: Peer, handshake: Handshake) -> None:
-        """After a waiter has left: end the handshake if no waiter is left and it has no turn yet."""
+        """Called after a load has stopped waiting for a handshake. If none waits, the handshake may end.
+
+        It ends at once if it has no turn as a first contact yet; otherwise when another first contact needs the turn.
+        """
         if handshake.waiters or handshake.future.done():
             return
         if not peer.met and handshake.contact is None:
@@ -371,13 +399,17 @@ class Peers:
             self._contacts.look()
 
     def _give_up(self, peer: Peer, handshake: Handshake, why: str) -> None:
-        """End a handshake without counting a failure of the peer."""
+        """Cancel a handshake, for the reason `why`, without counting a failure of the peer."""
         self._no_handshake(peer, handshake, overloaded(peer.at, why))
         if handshake.task is not None:
             handshake.task.cancel()
 
     def _connected(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
-        """Use a new connection. If the ticket or the last connection has another incarnation, that one is past."""
+        """Make `connection` the current connection of `peer`.
+
+        `incarnation` comes from the ticket that led to the handshake. If it, or the last connection's incarnation, is
+        not the new connection's, count it as past.
+        """
         before, past = peer.current, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
         past.extend(other for other in others if other is not None and other not in past)
@@ -392,7 +424,10 @@ class Peers:
             self._leave(before)
 
     def _not_connected(self, peer: Peer, error: KVFlowError) -> None:
-        """Note a failed handshake. It counts as a failure if the peer is at fault, and is more than not ready."""
+        """Record that a handshake failed with `error`.
+
+        A PeerError other than PeerNotReady counts as a failure of the peer and begins a back-off.
+        """
         event: PeerEvent = "postpone"
         if isinstance(error, PeerError) and not isinstance(error, PeerNotReady):
             event = "back_off"
@@ -404,24 +439,27 @@ class Peers:
         self._disconnect(peer, event, str(error))
 
     def note_incompatible(self, error: PeerIncompatible) -> None:
-        """Warn, once for each address and reason, that no load can read from a peer."""
+        """Log, once for each address and reason, that no load can read from an incompatible peer."""
         known = (str(error.peer), str(error))
         if known not in self._misfits:
             logger.warning("%s; every load from it fails until the configuration of one side is changed", error)
         self._misfits[known] = None
 
     def _counted(self, peer: Peer, after: Callable[..., Circuit]) -> float:
-        """Count a failure of a peer. Return the seconds of its back-off."""
+        """Count a failure of `peer` by `after`, a function of `core.policy.circuit`. Return the back-off in seconds."""
         now_s, chance = self._clock.now_s(), int(self._token_hex(4), 16) / (1 << 32)
         peer.circuit = after(peer.circuit, self._back_off, now_s=now_s, chance=chance)
         return peer.circuit.wait_s(now_s)
 
     def _users_of(self, connection: Connection) -> list[Peer]:
-        """Return the peers that have this connection: two if two addresses lead to one rank."""
+        """Return the peers with this connection: several if several addresses lead to one rank."""
         return [peer for peer in self.known.values() if peer.current is connection]
 
     def _disconnect(self, peer: Peer, event: PeerEvent, why: str) -> None:
-        """Take the peer's connection away and fire `event`, unless a handshake will decide on the state."""
+        """Drop the connection of `peer`, if it has one, and change its state by `event`.
+
+        While a handshake is under way the state stays, since the handshake's outcome will decide on it.
+        """
         connection, peer.current = peer.current, None
         if peer.handshake is None:
             peer.fire(event, why)
@@ -433,12 +471,15 @@ class Peers:
             self._agents.leave(connection)
 
     def _drop(self, peer: Peer, why: str) -> None:
-        """Forget a peer that has no handshake under way."""
+        """Close and forget a peer that has no handshake under way."""
         del self.known[peer.at]
         self._disconnect(peer, "close", why)
 
     def _make_room(self, newcomer: Address) -> None:
-        """If there are `Limits.peers_max` peers, evict one for `newcomer`. Raises Overloaded if all are in use."""
+        """If there are `Limits.peers_max` peers, evict one to make room for `newcomer`.
+
+        Raises Overloaded if none may be evicted.
+        """
         if len(self.known) < self._config.limits.peers_max:
             return
         now_s = self._clock.now_s()
@@ -455,7 +496,7 @@ class Peers:
         self._sweep_alarm.set(self._clock.now_s() + self._config.limits.peer_idle_s / 4)
 
     def _sweep(self) -> None:
-        """Evict the peers that no load has used for `Limits.peer_idle_s`. Called by the alarm."""
+        """Forget the peers that are not busy and were last used `Limits.peer_idle_s` ago. Called by the alarm."""
         now_s, idle_s = self._clock.now_s(), self._config.limits.peer_idle_s
         for peer in list(self.known.values()):
             if not peer.busy and peer.used_s <= now_s - idle_s:

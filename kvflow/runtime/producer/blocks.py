@@ -35,7 +35,10 @@ OnError: TypeAlias = "Callable[[BaseException], None]"
 
 @dataclass(slots=True, eq=False)
 class _Advance:
-    """An announcement: `tokens` tokens are computed once its event and all earlier advances have happened."""
+    """An announcement by `Lease.advance`: the first `tokens` tokens will be computed once a device event has happened.
+
+    It takes effect when `done` is True and all earlier announcements of the lease have taken effect.
+    """
 
     tokens: int
     watch: Watch | None
@@ -48,39 +51,42 @@ class HeldBlocks:
 
     lease_id: str
     tables: tuple[BlockIds, ...]
-    """Block ids, by group."""
+    """Block ids of the lease, for each group."""
     entries: BlockIds
-    """The same blocks as entries of the ledger."""
+    """The same blocks as positions in the block ledger, which numbers the blocks of all groups."""
     seal_index: int
     host_tables: tuple[BlockIds, ...] | None
-    """Ids of the host blocks that peers read, by group; None without host staging."""
+    """Ids of the host blocks that peers read, for each group; None without host staging."""
     taken_on_host: list[tuple[BlockIds, ...]] = field(default_factory=list)
-    """Host blocks in the lots in which they were taken, and are given back: at the opening, and by each extension."""
+    """Ids of the same host blocks, with one item for the opening of the lease and one for each extension.
+
+    A pool takes back only buffers that were taken together.
+    """
     num_tokens: int
     offered_tokens: int
-    """Tokens that the blocks hold in the end: all tokens, or only those in full blocks."""
+    """Number of tokens in the blocks once the lease has all of its blocks: all tokens, or only those in full blocks."""
     counts: tuple[int, ...]
-    """Number of blocks in the end, by group."""
+    """Number of blocks of each group once the lease has all of its blocks."""
     extends: bool
     """True while the lease waits for more blocks from `Lease.extend`."""
     advances: deque[_Advance] = field(default_factory=deque)
-    """Advances that have not taken effect yet, in order."""
+    """Announcements of `Lease.advance` that have not taken effect yet, in order."""
     computed: int = 0
-    """Number of computed tokens."""
+    """Number of tokens, from the first, that are computed now."""
     staged: int = 0
-    """Number of tokens in host blocks."""
+    """Number of tokens, from the first, that were copied to host blocks; 0 without host staging."""
     copying: bool = False
     closed: bool = False
     failed: bool = False
     """True once the seal says that the prompt cannot be computed."""
     history: History | None = None
-    """The number of computed tokens over time; None if all were computed when the lease was opened."""
+    """How many tokens were computed when; None if all tokens were computed when the lease was opened."""
     on_error: OnError | None = None
-    """Callback, with the error, if the missing tokens will never be readable."""
+    """Called with the error if the missing tokens will never be readable."""
     on_there: Callable[[], None] | None = None
-    """Callback when more tokens can be read."""
+    """Called when peers can read more tokens than before."""
     on_free: Callable[[], None] | None = None
-    """Callback when the blocks are free; set by `OfferedBlocks.give_back`."""
+    """Called when the blocks are free. `OfferedBlocks.give_back` sets this; before that it is None."""
 
     def fail(self, error: BaseException) -> None:
         assert self.on_error is not None, "it was opened"
@@ -88,12 +94,12 @@ class HeldBlocks:
 
     @property
     def readable(self) -> tuple[BlockIds, ...]:
-        """Ids of the blocks that peers read, by group: blocks of the cache or, with host staging, host blocks."""
+        """Ids of the blocks that peers read, for each group: blocks of the cache or, with host staging, host blocks."""
         return self.tables if self.host_tables is None else self.host_tables
 
     @property
     def told(self) -> int:
-        """Number of tokens announced as computed, now or once their events have happened."""
+        """Number of tokens in the last announcement: computed now, or once the announcement's event has happened."""
         return self.advances[-1].tokens if self.advances else self.computed
 
     @property
@@ -103,30 +109,33 @@ class HeldBlocks:
 
 
 class OfferedBlocks:
-    """The blocks, seals and host blocks of one rank, as its leases take them and give them back."""
+    """Takes and frees blocks, seals and host blocks of one rank for its leases."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._groups = cache.local.groups
         self._ledger = cache.ledger
         self._seals = cache.seals
         self._staging = cache.memory.staging
-        """Host buffers, by group; none if peers read the cache itself."""
+        """Host blocks for each group; empty if peers read the cache itself."""
         self._copy_thread = cache.resources.copy_thread
         self._stage_unit = math.lcm(*(group.block_size for group in self._groups))
-        """Smallest number of tokens that fills whole blocks in every group."""
+        """Smallest number of tokens that is a multiple of the block size of every group."""
         self._stage_step = self._stage_unit * max(cache.config.limits.slice_bytes_max // max(self._unit_bytes(), 1), 1)
-        """Number of tokens that one copy to the host takes."""
+        """Maximum number of tokens that one copy to host blocks copies."""
 
     def extends(self, block_ids: object, num_tokens: int, what: str) -> bool:
-        """Return True if `block_ids` do not cover all full blocks of `num_tokens`. Raises RequestError for a bad id."""
+        """Return True if `block_ids` do not cover every full block of `num_tokens` tokens, so that more must follow.
+
+        Raises RequestError, which begins with `what`, for an invalid block id.
+        """
         tables, _ = self._ledger.find(block_ids, f"{what}: block_ids")
         groups = zip(self._groups, tables, strict=True)
         return any(group.whole and len(ids) < num_tokens // group.block_size for group, ids in groups)
 
     def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str, *, extends: bool) -> HeldBlocks:
-        """Take the blocks, a seal and any host blocks for a lease. `extends`: more blocks will follow by `extend`.
+        """Take the blocks, a seal and, with host staging, host blocks for a lease, and return them.
 
-        Raises RequestError, or BlocksBusy, with nothing taken.
+        `extends`: more blocks will follow by `extend`. If this raises a RequestError, nothing is taken.
         """
         tables, entries = self._ledger.find(block_ids, f"{what}: block_ids")
         counts, offered_tokens = tuple(map(len, tables)), num_tokens
@@ -162,12 +171,15 @@ class OfferedBlocks:
         )
 
     def give_up(self, held: HeldBlocks) -> None:
-        """Give back everything that was taken for a lease that is not opened after all."""
+        """Give back the blocks, seal and host blocks of a lease that was not opened."""
         self._seals.give_back(held.seal_index)
         self._free(held, lambda: None)
 
     def extend(self, held: HeldBlocks, block_ids: object, what: str) -> None:
-        """Take more blocks for a lease. Raises RequestError, or BlocksBusy, with nothing changed."""
+        """Take more blocks, and host blocks for them, for an open lease.
+
+        If this raises a RequestError, nothing is changed.
+        """
         more, _ = self._ledger.find(block_ids, f"{what}: block_ids")
         tables = tuple(np.concatenate(both) for both in zip(held.tables, more, strict=True))
         self._check_room(tuple(map(len, tables)), held.counts, held.num_tokens, what)
@@ -184,11 +196,14 @@ class OfferedBlocks:
         held.tables, held.entries, held.extends = tables, entries, _few(tables, held.counts)
 
     def holds(self, held: HeldBlocks) -> int:
-        """Return the number of tokens that the lease's blocks have room for in every group."""
+        """Return how many tokens, from the first, have room in the current blocks of the lease in every group."""
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
 
     def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
-        """Raise RequestError if the cache has fewer blocks than `counts`: the lease could never be completed."""
+        """Raise RequestError if the cache or the host buffers have fewer blocks than `counts`, by group.
+
+        A lease that needs all these blocks could never be completed.
+        """
         self._ledger.check_there(counts, f"{what}: num_tokens {tokens}")
         for group, count, buffers in zip(self._groups, counts, self._staging, strict=False):
             if count > buffers.pool.size:
@@ -197,7 +212,10 @@ class OfferedBlocks:
                 raise RequestError(f"{what}: num_tokens {tokens} needs {needs}, {there_are}")
 
     def _check_room(self, counts: tuple[int, ...], most: tuple[int, ...], tokens: int, what: str) -> None:
-        """Raise RequestError if `counts`, the blocks given so far, exceed `most`, the blocks in the end."""
+        """Raise RequestError if a group has more blocks in `counts` than in `most`.
+
+        `counts` are the numbers of blocks given so far, `most` the numbers that `tokens` need.
+        """
         for group, count, needed in zip(self._groups, counts, most, strict=True):
             if count > needed:
                 given = f"{counted(count, 'block id')}{self._of(group)}"
@@ -205,7 +223,7 @@ class OfferedBlocks:
                 raise RequestError(f"{what}: {given} in all, expected at most {needs}")
 
     def _check_counts(self, counts: tuple[int, ...], num_tokens: int, what: str) -> int:
-        """Return the number of tokens that these blocks hold, at most `num_tokens`.
+        """Return the number of tokens that a lease offers with `counts` blocks of each group: `num_tokens` or fewer.
 
         Raises RequestError if a group has too many blocks, or too few for its window.
         """
@@ -238,7 +256,10 @@ class OfferedBlocks:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
 
     def advance(self, held: HeldBlocks, tokens: int, ready: DeviceEvent | None) -> None:
-        """Advance a lease to `tokens` computed tokens, now or once `ready` has happened. `grow` sets the seal."""
+        """Set the number of computed tokens of a lease to `tokens`, now or once `ready` has happened.
+
+        Without `ready` the caller must call `grow` afterwards, which updates the seal.
+        """
         if ready is None and not held.advances:
             held.computed = tokens
             return
@@ -248,7 +269,11 @@ class OfferedBlocks:
             advance.watch = self._copy_thread.watch(ready, partial(self._happened, held, advance))
 
     def grow(self, held: HeldBlocks) -> None:
-        """Set the seal to the number of missing tokens, so that readers read the other tokens. Begin a copy if due."""
+        """Write the number of missing tokens into the lease's seal, so that readers can read the other tokens.
+
+        With host staging, begin to copy computed tokens to host blocks. Call this after each change of `held.computed`
+        or of the lease's blocks.
+        """
         if held.history is not None:
             held.history.note(held.computed)
         if not held.closed:
@@ -259,7 +284,7 @@ class OfferedBlocks:
                 self._stage_next(held, held.host_tables)
 
     def _happened(self, held: HeldBlocks, advance: _Advance, error: BaseException | None) -> None:
-        """Note that the event of `advance` has happened. If its watch failed with `error`, the lease fails."""
+        """Called when the event of `advance` has happened. If querying the event raised `error`, the lease fails."""
         if held.closed:
             return
         if error is not None:
@@ -271,7 +296,10 @@ class OfferedBlocks:
         self.grow(held)
 
     def close(self, held: HeldBlocks, *, failed: bool) -> None:
-        """Wipe the seal, or if `failed` set it to FAILED. No read that checks the seal after this succeeds."""
+        """End the lease for readers: wipe its seal or, if `failed`, set the seal to FAILED.
+
+        A read that checks the seal after this call fails.
+        """
         held.closed = True
         for advance in held.advances:
             if advance.watch is not None:
@@ -294,7 +322,10 @@ class OfferedBlocks:
             self._free(held, on_free)
 
     def _take_host_blocks(self, what: str, tables: Sequence[BlockIds], undo: ExitStack) -> tuple[BlockIds, ...]:
-        """Return host blocks for `tables`; `undo` gives them back. Raises HostBlocksBusy if too few are free."""
+        """Take a host block for each block in `tables`, and return the host block ids, for each group.
+
+        `undo` gets callbacks that give them back. Raises HostBlocksBusy if too few are free.
+        """
         found = []
         for ids, buffers in zip(tables, self._staging, strict=True):
             host_ids = buffers.pool.take_nowait(len(ids)) if len(ids) else ids
@@ -308,7 +339,7 @@ class OfferedBlocks:
         return tuple(found)
 
     def _stage_next(self, held: HeldBlocks, host_tables: tuple[BlockIds, ...]) -> None:
-        """Copy the next computed tokens of all groups to the host, unless a copy is under way."""
+        """Begin to copy the next computed tokens of all groups to host blocks, unless a copy of the lease runs."""
         if held.copying:
             return
         upto = self._stage_upto(held)
@@ -336,14 +367,20 @@ class OfferedBlocks:
         self._copy_thread.submit(partial(run_all, copies), copied)
 
     def _stage_upto(self, held: HeldBlocks) -> int:
-        """Return the number of tokens on the host after the next copy: whole blocks of all groups, finally all."""
+        """Return how many tokens, from the first, will be in host blocks after the next copy.
+
+        Copies end at block boundaries of all groups; the last copy ends with the last token.
+        """
         upto = held.staged + self._stage_step
         if upto >= held.num_tokens <= held.computed:
             return held.num_tokens
         return min(upto, held.computed) // self._stage_unit * self._stage_unit
 
     def _unit_bytes(self) -> int:
-        """Return the host memory of `_stage_unit` tokens, without recurrent state, which comes with the last token."""
+        """Return the size in bytes of `_stage_unit` tokens in host blocks, without recurrent state.
+
+        Recurrent state is copied only with the last token.
+        """
         size_bytes = 0
         for group, buffers in zip(self._groups, self._staging, strict=False):
             if group.kind is not GroupKind.STATE:
@@ -351,7 +388,7 @@ class OfferedBlocks:
         return size_bytes
 
     def _free(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
-        """Free the blocks and host blocks: the producer may reuse them from here (invariant I3)."""
+        """Free the blocks and host blocks of a lease: after this the producer may reuse the blocks (invariant I3)."""
         self._ledger.release(held.entries)
         for taken in held.taken_on_host:
             for host_ids, buffers in zip(taken, self._staging, strict=True):
@@ -361,12 +398,15 @@ class OfferedBlocks:
 
 
 def _few(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
-    """Return True if some group has fewer blocks than in the end."""
+    """Return True if some group has fewer block ids in `tables` than `counts` says that the lease needs."""
     return any(len(ids) < count for ids, count in zip(tables, counts, strict=True))
 
 
 def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) -> slice:
-    """Return the part of a group's `count` blocks that holds `tokens`; the blocks end with token `num_tokens`."""
+    """Return the slice of a lease's block table that holds the token positions `tokens` of one group.
+
+    The table has `count` blocks, the last of which holds the last of `num_tokens` tokens.
+    """
     first = 0 if group.whole else max(-(-num_tokens // group.block_size) - count, 0)
     begin, end = (min(max(-(-edge // group.block_size) - first, 0), count) for edge in (tokens.start, tokens.stop))
     return slice(begin, end)

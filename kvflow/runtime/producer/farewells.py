@@ -29,7 +29,7 @@ _AT_ONCE_MAX = 16
 
 
 class Farewells:
-    """The readers that have connected to this rank, and the goodbyes to them."""
+    """Remembers the readers that have connected to this rank, and sends them a `Goodbye` when the rank closes."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._config = cache.config
@@ -44,9 +44,10 @@ class Farewells:
         return len(self._callers)
 
     def remember(self, caller: Address) -> None:
-        """Remember a reader for `tell`. Beyond `Limits.readers_max`, forget the reader that asked least recently.
+        """Remember a reader, so that `tell` sends a goodbye to its address.
 
-        No effect if `caller` cannot be an address.
+        If more than `Limits.readers_max` readers are remembered, forget the reader that asked least recently. No effect
+        if `caller` has an impossible address.
         """
         if not _could_be(caller):
             logger.info("reader not remembered: goodbyes cannot be sent to %.100r", caller)
@@ -54,7 +55,10 @@ class Farewells:
         self._callers[caller] = None
 
     async def tell(self) -> None:
-        """Say goodbye to all readers, within `Limits.goodbye_timeout_s`. Forget readers that cannot be reached."""
+        """Send a goodbye to every remembered reader, within `Limits.goodbye_timeout_s` in all.
+
+        Forget readers that do not answer.
+        """
         bound_s = self._config.limits.goodbye_timeout_s
         try:
             async with asyncio.timeout(bound_s):
@@ -63,7 +67,7 @@ class Farewells:
             logger.info("%s: not all readers were told within %s s that it closes", self._who, bound_s)
 
     async def _tell(self, caller: Address) -> None:
-        """Say goodbye to one reader."""
+        """Send a goodbye to one reader. If that fails, forget the reader."""
         own, fingerprint = self._local.caller, self._local.compatibility.fingerprint()
         goodbye = messages.Goodbye(target=caller, sender=own, incarnation=self._incarnation)
         try:

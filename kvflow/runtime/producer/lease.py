@@ -41,8 +41,8 @@ class ServeRequest:
 
     The last block may be partly filled. An engine that offers only full blocks may give fewer blocks than the tokens
     need, and none for a prompt shorter than a block. `ttl_s` defaults to Config.lease_ttl_s. The lease ends as READ
-    once `reader_count` engines have read it; each engine counts when all of its ranks have read. Lists may be arrays
-    and numbers may be numpy's; the ticket has Python's own types.
+    once `reader_count` engines have read it; an engine counts once all of its ranks have read. Lists may be arrays and
+    numbers may be numpy's; the ticket has Python's own types.
     """
 
     request_id: str
@@ -53,18 +53,18 @@ class ServeRequest:
     traceparent: Traceparent = ""
     """W3C trace context of the request. It goes into the ticket and into the records of both sides."""
     prompt: Sequence[int] | None = None
-    """Token ids of the prompt. A load that gives its own `prompt` then fails if the prompts differ."""
+    """Token ids of the prompt, as a digest in the ticket. A load fails if it gives another `prompt`."""
     ready: GivenEvent = None
     """An event after which the blocks hold the prompt, for example a CUDA event behind the forward pass. Readers wait
     until it has happened. **Without `ready` the blocks must hold the prompt when the lease is opened**: if the device
     still computes, synchronize first."""
     computed_tokens: Count | None = None
-    """Tokens that are computed now, or once `ready` has happened; call `Lease.advance` when there are more. A load
-    begins at once and reads the computed tokens. None: all tokens. `serve_blocks` raises RequestError if the cache has
-    fewer blocks than all tokens need, since that lease could never be completed."""
+    """Number of tokens, from the first, that are computed now, or once `ready` has happened; call `Lease.advance` when
+    more are computed. A load begins at once and reads the computed tokens. None: all tokens. `serve_blocks` raises
+    RequestError if the cache has fewer blocks than all tokens need, since that lease could never be completed."""
     extends: bool = False
-    """True if `Lease.extend` will add blocks until they hold all tokens. Needs `computed_tokens`. Implied if
-    `computed_tokens` is given and `block_ids` do not cover every full block of `num_tokens`."""
+    """True if `Lease.extend` will add blocks until the lease's blocks hold all tokens. Needs `computed_tokens`. Implied
+    if `computed_tokens` is given and `block_ids` do not cover every full block of `num_tokens`."""
     payload: bool = False
     """True if `Lease.complete` will give a payload, for example the first token. Loads wait for that call."""
 
@@ -74,25 +74,25 @@ TokenCount: TypeAlias = Annotated[int, Meta(ge=0, le=FAILED - 1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingStatistics:
-    """Open leases, ended leases by outcome, and counts of readers' notifications and questions."""
+    """The number of open leases, and counts of ended leases by outcome, of readers' notifications and of questions."""
 
     open_leases: int
     read: int
     expired: int
     revoked: int
     failed: int
-    """Leases that ended because the prompt could not be computed."""
+    """Number of leases that ended because the prompt could not be computed."""
     renewals: int
-    """Renewals of leases by readers."""
+    """Number of notifications by which readers renewed a lease."""
     late_notifications: int
     duplicate_notifications: int
     malformed_notifications: int
     digests: int = 0
-    """Answered questions of readers for digests of leased blocks."""
+    """Number of readers' questions for digests of leased blocks that were answered."""
     digests_refused: int = 0
     late_reads: int = 0
-    """Reads that stock readers reported after the lease had ended. They do not check seals, so the bytes that they read
-    may belong to another prompt."""
+    """Number of reads that stock readers (vLLM's own NixlConnector) reported after the lease had ended. Stock readers
+    do not check seals, so the bytes that they read may belong to another prompt."""
 
 
 class LeaseOutcome(enum.StrEnum):
@@ -113,17 +113,23 @@ class OpenLease:
     held: HeldBlocks
     outcome: asyncio.Future[LeaseOutcome]
     payload: bytes | None
-    """The payload, empty if none was promised; None while a promised payload has not been given."""
+    """Bytes that `Lease.complete` has given for the readers; None if they were promised and not given yet.
+
+    Empty if none were promised (`ServeRequest.payload`).
+    """
     reason: str = ""
     """Reason why the prompt could not be computed; "" if it could."""
 
     @property
     def complete(self) -> bool:
-        """True once all tokens can be read and the payload, if promised, is given."""
+        """True once peers can read all tokens, and `Lease.complete` has given the payload if one was promised."""
         return not self.held.missing and self.payload is not None
 
     def is_of(self, num_tokens: int, blocks_digest: bytes) -> bool:
-        """Return whether the lease has this number of tokens and these blocks, either when it was opened or now."""
+        """Return whether the lease has `num_tokens` tokens and blocks with `blocks_digest`.
+
+        The digest may be that of the blocks at the opening, which the ticket names, or of the blocks now.
+        """
         ticket, tables = self.ticket, self.held.tables
         if ticket.num_tokens != num_tokens or ticket.blocks_digest == blocks_digest:
             return ticket.num_tokens == num_tokens
@@ -133,12 +139,15 @@ class OpenLease:
         return messages.digest_of(ids if len(ids) > 1 else ids[0]) == blocks_digest
 
     def lease(self) -> RankLease:
-        """Return the ticket's entry for this rank, for a reader that has another rank's ticket or none."""
+        """Return this rank's entry for a ticket, to be sent to a reader that has another rank's ticket or none."""
         own, held = self.ticket.first, self.held
         return msgspec.structs.replace(own, pending=held.computed < held.num_tokens or self.ticket.extends)
 
     def offer(self, queued_bytes: int = 0) -> messages.Offer:
-        """Return the offer in the ticket, for a reader without the ticket. `queued_bytes` is copied into it."""
+        """Return the ticket's tokens, blocks and `ttl_s` as an offer, to be sent to a reader without the ticket.
+
+        `queued_bytes` is copied into the offer.
+        """
         ticket = self.ticket
         return messages.Offer(
             num_tokens=ticket.num_tokens,
@@ -158,7 +167,9 @@ class Lease:
 
     def __init__(self, opened: OpenLease, serving: Serving) -> None:
         self.ticket = opened.ticket
-        """The ticket for readers, made when the lease was opened. Readers ask for blocks that were added later."""
+        """The ticket for readers, made when the lease was opened. It lacks blocks that were added later; readers ask
+        this rank for these blocks.
+        """
         self._opened = opened
         self._entry = opened.entry
         self._outcome = opened.outcome
@@ -177,12 +188,12 @@ class Lease:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Current block ids of the lease; of the first group if the cache has several groups."""
+        """Current block ids of the lease. If the cache has several groups, those of the first group."""
         return self.block_tables[0]
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Current block ids of the lease, by group."""
+        """Current block ids of the lease: one tuple for each group."""
         return tuple(tuple(ids.tolist()) for ids in self._opened.held.tables)
 
     @property
@@ -196,7 +207,7 @@ class Lease:
 
     @property
     def readers_done(self) -> int:
-        """Number of consumer ranks that have finished with the blocks."""
+        """Number of consumer ranks that have reported that they do not need the blocks any longer."""
         return len(self._entry.readers)
 
     async def wait(self) -> LeaseOutcome:
@@ -255,11 +266,11 @@ class Lease:
 
         Args:
             num_tokens: number of computed tokens, from the first token of the prompt.
-            ready: an event behind the step that computes them. **Without it the blocks must hold them now.**
+            ready: an event behind the step that computes these tokens. **Without it the blocks must hold them now.**
 
         Raises:
-            RequestError: `num_tokens` is less than an earlier call gave, more than the lease has, or more than its
-                blocks hold (see `extend`), or `ready` is not an event.
+            RequestError: `num_tokens` is less than in an earlier call, more than the lease has, or more than the blocks
+                of the lease hold (see `extend`); or `ready` is not an event.
             UsageError: off the runtime's loop.
         """
         self._require_here("advance()")
@@ -276,9 +287,9 @@ class Lease:
             block_ids: the added blocks only, in the form of `ServeRequest.block_ids`.
 
         Raises:
-            RequestError: the block ids are wrong, or more than the tokens need, or, with host staging, too few host
-                blocks are free. The lease is unchanged.
-            BlocksBusy: one of the blocks is being loaded.
+            RequestError: the block ids are wrong, or more than the tokens need. The lease is unchanged.
+            BlocksBusy: one of the blocks is being loaded. The lease is unchanged.
+            HostBlocksBusy: with host staging, too few host blocks are free. The lease is unchanged.
             UsageError: off the runtime's loop.
         """
         self._require_here("extend()")

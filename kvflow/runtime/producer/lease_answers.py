@@ -43,7 +43,7 @@ from kvflow.runtime.clock import Clock, Timer
 from kvflow.runtime.producer.lease import OpenLease
 
 WAITING_MAX = 1 << 14
-"""Most questions that wait; any further question is answered at once, and asked again a little later."""
+"""Maximum number of waiting questions. Any further question is answered at once, and the reader asks again later."""
 OF_READER_MAX = 1 << 12
 OF_REQUEST_MAX = 256
 _NOTES_MAX = 1 << 12
@@ -53,16 +53,16 @@ _ENDED = messages.LeaseAnswer(state=Told.ENDED)
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """A question that waits, and the future of its answer."""
+    """A reader's question that waits for news of a lease, and the future of its answer."""
 
     question: messages.LeaseRequest
     reply: asyncio.Future[messages.Reply]
     timer: Timer | None = None
-    """The timer that ends the wait with an answer without news."""
+    """Timer that answers the question, without news, after the question's `wait_s`."""
 
 
 class LeaseAnswers:
-    """The answers to readers' questions about leases, and the questions that wait."""
+    """Answers readers' questions about leases, now or when there is news, and holds the waiting questions."""
 
     def __init__(
         self,
@@ -71,33 +71,43 @@ class LeaseAnswers:
         open_lease: Callable[[str], OpenLease | None],
         served: Callable[[str], bool],
     ) -> None:
-        """Take the two lookups by request id that answers need.
+        """Take two functions of a request id.
 
-        `open_lease` returns the open lease of a request; `served` returns whether a lease of it ended lately.
+        `open_lease` returns the open lease of the request, if any. `served` returns whether a lease of the request
+        ended lately.
         """
         self._open_lease = open_lease
         self._served = served
         self._clock = clock
         self._of_request: dict[str, dict[_Question, None]] = {}
-        """Waiting questions by request, in order of arrival."""
+        """Waiting questions by request id, in order of arrival. The inner dict is an ordered set."""
         self._of_reader: Counter[str] = Counter()
         self.waiting = 0
         """Number of waiting questions."""
         self._incarnation = incarnation
         self._notes: Latest[str, messages.LeaseAnswer] = Latest(_NOTES_MAX)
-        """Answers to late questions: for the last few thousand requests that were declined, failed or had no blocks."""
+        """Answers by request id, for the last few thousand requests that were declined, failed or had no blocks.
+
+        A question that comes after the end of the lease, or without a lease, gets this answer.
+        """
         self._elsewhere = Latest[str, messages.LeaseAnswer](_NOTES_MAX)
-        """Answers for requests that went to another engine, as that engine reported."""
+        """Answers by request id, for requests that the router sent to another engine, which has reported that."""
         self.turned_away = ""
-        """Reason why this rank opens no further leases; "" while it does."""
+        """Reason why this rank opens no further leases; "" while it still opens leases."""
 
     def answer(self, question: messages.LeaseRequest) -> Answered:
-        """Return the answer, or a future of it if the question must wait. Raises WireError if it is impossible."""
+        """Return the answer to a question, or a future of the answer if the question must wait.
+
+        Raises WireError if the question is impossible.
+        """
         reply = self._now(question)
         return self._wait(question) if reply is None else reply
 
     def opened(self, found: OpenLease, *, nothing: bool) -> None:
-        """Answer readers that wait for this lease. `nothing`: the lease has no blocks; readers get an empty offer."""
+        """Answer the questions that wait for the lease `found`, which has been opened.
+
+        `nothing`: the lease has no blocks, so it ends at once; readers, also later ones, get an empty offer.
+        """
         request_id = found.ticket.request_id
         self._notes.pop(request_id, None)
         if nothing:
@@ -106,20 +116,24 @@ class LeaseAnswers:
             self.tell(request_id)
 
     def decline(self, request_id: str, reason: str) -> None:
-        """Answer readers, waiting and later ones, that the prompt of a request cannot be computed."""
+        """Answer waiting and later questions about a request: its prompt will not be computed, because of `reason`."""
         self._note(request_id, _failed(reason))
 
     def came_elsewhere(self, question: messages.DeclineRequest) -> messages.Ack:
-        """Send readers of a request on to the engine that the request went to, as `question` says.
+        """Answer waiting and later questions about a request with the pending ticket of another engine.
 
-        Changes nothing for a request that is served, was served or is declined here.
+        That engine has sent `question`: a router has sent the request to it, while readers wait at this rank. Changes
+        nothing for a request that is served, was served or is declined here.
         """
         self._elsewhere[question.request_id] = _failed(question.reason, question.instead)
         self.tell(question.request_id)
         return messages.Ack(incarnation=self._incarnation)
 
     def tell(self, request_id: str) -> None:
-        """Answer the waiting questions about a request that have news now. Call this after each change of its lease."""
+        """Answer each waiting question about a request for which there is news now.
+
+        Call this after each change of the request's lease.
+        """
         if request_id not in self._of_request:
             return
         for waiting in list(self._of_request[request_id]):
@@ -128,7 +142,10 @@ class LeaseAnswers:
                 self._end(waiting, reply)
 
     def turn_away(self, why: str) -> None:
-        """Open no further leases: refuse readers that wait for a lease, now and later, with the reason `why`."""
+        """Refuse waiting and later questions about leases that are not open, with the reason `why`.
+
+        Call this when the rank opens no further leases.
+        """
         self.turned_away = why
         for request_id in list(self._of_request):
             self.tell(request_id)
@@ -138,7 +155,7 @@ class LeaseAnswers:
         self.tell(request_id)
 
     def _now(self, question: messages.LeaseRequest) -> messages.Reply | None:
-        """Return the answer by the table of the module, or None if the question must wait."""
+        """Return the answer to a question by the table in the module's docstring, or None if the question must wait."""
         request_id = question.request_id
         found = self._open_lease(request_id)
         if question.lease_id is not None:
@@ -159,7 +176,10 @@ class LeaseAnswers:
         return None
 
     def _news(self, question: messages.LeaseRequest, found: OpenLease | None) -> messages.LeaseAnswer | None:
-        """Return the answer about a lease that the reader knows, or None if there is no news."""
+        """Return the answer to a question about a lease that the reader knows, or None if there is no news.
+
+        `found` is the open lease of the request, if any.
+        """
         if found is None or found.held.lease_id != question.lease_id:
             noted = self._notes.get(question.request_id)
             return noted if found is None and noted is not None and noted.state is Told.FAILED else _ENDED
@@ -175,7 +195,10 @@ class LeaseAnswers:
         return messages.LeaseAnswer(state=Told.OPEN, more_block_ids=more)
 
     def _wait(self, question: messages.LeaseRequest) -> Answered:
-        """Return a future of the answer; or, if the question may not wait, an answer without news."""
+        """Let a question wait, and return the future of its answer.
+
+        If the question does not ask to wait, or too many questions wait, return an answer without news at once.
+        """
         reader = messages.asked_by(question)
         others = self._of_request.get(question.request_id, ())
         room = self.waiting < WAITING_MAX and len(others) < OF_REQUEST_MAX

@@ -59,14 +59,17 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 INTRODUCTION = "introduction"
-"""The request id in tickets that `Runtime.introduce` makes."""
+"""The request id in every ticket that `Runtime.introduce` makes, which describes a rank but offers no blocks."""
 
 
 class Serving:
-    """All leases of one registered cache, from opening until their blocks are free."""
+    """Opens and ends the leases of one registered cache, and holds each lease until its blocks are free."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        """Keep no reference to `cache`: handles of leases refer to this object, and must not keep tensors alive."""
+        """Take from `cache` what is needed, but keep no reference to it.
+
+        Handles of leases refer to this object, and must not keep the cache's tensors alive.
+        """
         config = cache.config
         self._config = config
         self._rank = cache.rank
@@ -83,16 +86,16 @@ class Serving:
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
-        """Counts of answered and refused questions for digests, kept by `verify.Verifying`."""
+        """Numbers of answered and of refused questions for digests of blocks. `verify.Verifying` counts them."""
         self._late_reads = 0
         self.news = LeaseAnswers(cache.clock, cache.incarnation, self.open_lease, self._book.served)
         self._growing: Any = None
-        """The part for leases that grow, once a lease has needed it."""
+        """The `GrowingLeases` for leases that open before all tokens are computed; None until a lease has needed it."""
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._lease_facts = _lease_facts(cache)
         self._ticket_facts = _ticket_facts(cache)
-        """Fields that are equal in all tickets of this rank, computed once."""
+        """Ticket fields that have the same value in every ticket of this rank, computed once."""
 
     @property
     def statistics(self) -> ServingStatistics:
@@ -109,11 +112,11 @@ class Serving:
 
     @property
     def open_requests(self) -> list[str]:
-        """Ids of the requests with a lease that is open or still holds its blocks."""
+        """Request ids of the leases that are open or still hold their blocks."""
         return [entry.request_id for entry in self._offers]
 
     def serve(self, request: ServeRequest, *, holds: bool = True, alone: bool = False) -> Lease:
-        """Open a lease and return its handle. Raises RequestError or UsageError, with nothing changed.
+        """Open a lease and return its handle. If this raises a RequestError or UsageError, nothing is changed.
 
         `holds`: the blocks stay held for `limits.seal_hold_s` after the end of the lease. `alone`: exactly one reader
         rank will read this lease.
@@ -198,7 +201,10 @@ class Serving:
         return made
 
     def _take(self, request: ServeRequest) -> HeldBlocks:
-        """Check `request`, and take the blocks and the seal of its lease. Raises RequestError, with nothing taken."""
+        """Check `request`, and take the blocks and the seal of its lease.
+
+        If this raises a RequestError, nothing is taken.
+        """
         what, tokens, computed = f"request {request.request_id!r}", request.num_tokens, request.computed_tokens
         ready, lease_id = request.ready, self._token_hex(LEASE_ID_CHARS // 2)
         awaited = None if ready is None or has_happened(ready, f"{what}: ready") else ready
@@ -224,7 +230,7 @@ class Serving:
         return held
 
     def on_notification(self, payload: bytes) -> None:
-        """Decode and apply a reader's notification about leases: they were read, or are still needed."""
+        """Decode and apply a reader's notification: that it has read some leases, or still needs some leases."""
         try:
             if len(payload) > notifications.NOTIFICATION_BYTES_MAX:
                 raise codec.WireError(f"{counted(len(payload), 'byte')}")
@@ -242,7 +248,10 @@ class Serving:
                     self._renew(lease_id, reader)
 
     def known(self, lease_id: str, request_id: str) -> OpenLease | None:
-        """Return the open lease with this lease id, which only its readers know, and request id; else None."""
+        """Return the open lease with this lease id and request id, or None.
+
+        Only readers of the lease know its lease id, so a question that names it comes from a reader.
+        """
         entry = self._book.find(lease_id)
         if entry is None or not entry.is_open or entry.request_id != request_id:
             return None
@@ -265,7 +274,7 @@ class Serving:
         return None if entry is None else entry.lease_id
 
     def note_late_read(self) -> None:
-        """Count a read that was reported after its lease had ended, by a reader that checks no seal."""
+        """Count a read that a stock reader, which checks no seal, has reported after the lease had ended."""
         self._late_reads += 1
 
     def serves(self, request_id: str | None) -> bool:
@@ -273,7 +282,10 @@ class Serving:
         return self._book.serving(request_id) is not None
 
     def release(self, question: messages.ReleaseRequest) -> messages.Ack:
-        """Apply a release of a lease that came over the side channel. Raises WireError for wrong cache shares."""
+        """Apply a reader's message, on the side channel, that it will not read a lease. Return the acknowledgement.
+
+        The lease then counts as read by that reader. Raises WireError if the reader's cache is incompatible.
+        """
         check_cache_shares(question.cache_shares)
         problems = topology.differences(self._local.cache_shares, question.cache_shares)
         if problems:
@@ -284,11 +296,11 @@ class Serving:
         return messages.Ack(incarnation=self._incarnation)
 
     async def drained(self) -> None:
-        """Wait until no lease is open or holds blocks."""
+        """Wait until no lease is open and none holds blocks."""
         await self._all_ended.wait()
 
     def close(self) -> None:
-        """Revoke all open leases, and refuse readers that wait for a lease."""
+        """Revoke all open leases, and refuse readers that wait for a lease, now and later."""
         self.news.turn_away("it is closing, or gives its cache back")
         for entry in list(self._offers):
             self._end(entry, "revoke")
@@ -317,7 +329,10 @@ class Serving:
             self._end(entry, "fail")
 
     def growing(self, request_id: str) -> Any:
-        """Return the part for leases that grow. Raises RequestError if it is not installed."""
+        """Return the `GrowingLeases`, for leases that open before all tokens are computed. The first call makes it.
+
+        Raises RequestError, for `request_id`, if `kvflow.growing` is not installed.
+        """
         if self._growing is None:
             needing = part("growing", f"request {request_id!r}: a lease that grows")
             self._growing = needing.GrowingLeases(self._blocks, self.news.tell, self._config.limits.block_ids_max)
@@ -332,13 +347,16 @@ class Serving:
         self.fail(entry, f"{type(error).__name__}: {checks.said(error)}")
 
     def _end(self, entry: LeaseEntry, event: LeaseEvent) -> None:
-        """End a lease by `event`. No effect if it has ended."""
+        """End a lease by `event`, an event of the lease state table. No effect if the lease has ended."""
         if self._book.end(entry, event, self._clock.now_s()):
             self._ended(entry)
             self._look_later()
 
     def _ended(self, entry: LeaseEntry) -> None:
-        """Wipe the seal of a lease that the book has ended, and answer its readers. The hold follows, if it has one."""
+        """Wipe the seal of a lease that the lease book has ended, and answer the questions that wait for the lease.
+
+        If the lease holds its blocks for a while, the alarm gives them back later; else give them back now.
+        """
         offer, failed = self._offers[entry], entry.state is LeaseState.FAILED
         self._blocks.close(offer.held, failed=failed)
         if failed:
@@ -352,13 +370,16 @@ class Serving:
             self._blocks.give_back(offer.held, partial(self._settle, entry))
 
     def _look_later(self) -> None:
-        """Set the alarm for the next time at which the book has something to do. An early alarm does no harm."""
+        """Set the alarm for the next time at which the lease book expires or frees a lease. It may ring too early."""
         next_s = self._book.next_s
         if next_s is None or next_s < self._alarm.due_s:
             self._alarm.set(math.inf if next_s is None else next_s)
 
     def _look(self) -> None:
-        """Expire leases and give blocks back, if due by the clock. Called by the alarm, which may be early or late."""
+        """Expire the leases, and give back the blocks of ended leases, for which the clock says that it is time.
+
+        Called by the alarm, which may be early or late.
+        """
         now_s = self._clock.now_s()
         for entry in self._book.expire(now_s):
             self._ended(entry)
@@ -395,7 +416,7 @@ class Serving:
 
 
 def _lease_facts(cache: RegisteredCache) -> dict[str, Any]:
-    """Return the fields that are equal in all leases of a rank."""
+    """Return the fields that have the same value in the ticket entry (`RankLease`) of every lease of this rank."""
     config = cache.config
     return {
         "pp_rank": config.pp_rank,
@@ -407,7 +428,7 @@ def _lease_facts(cache: RegisteredCache) -> dict[str, Any]:
 
 
 def _ticket_facts(cache: RegisteredCache) -> dict[str, Any]:
-    """Return the fields that are equal in all tickets of a rank."""
+    """Return the fields that have the same value in every ticket of this rank."""
     config, kinds = cache.config, parallelism_of(cache.local.cache_shares)
     return {
         "engine_id": config.engine_id,

@@ -1,4 +1,4 @@
-"""Copies on any kind of device for which torch has streams and events. Nothing here names a kind.
+"""Copies on any kind of device for which torch has streams and events. No code here depends on the kind.
 
 Copies run on a stream of their own that does not wait for the engine's streams, so that a busy engine does not delay
 them. Before a copy the caller must therefore make sure that the source is computed (`ServeRequest.ready`), and that
@@ -28,7 +28,10 @@ class AcceleratorDevice(CacheDevice):
     """A `CacheDevice` with a stream for copies. Made on the copy thread, on which it makes the device current."""
 
     def __init__(self, where: Device) -> None:
-        """Open the device and try an event. Raises torch's own error if torch has no streams or events for the kind."""
+        """Make the device current on this thread, make a stream, and record an event on it as a trial.
+
+        Raises torch's own error if torch has no streams or events for this kind of device.
+        """
         super().__init__(where)
         self._stream, self._done = self._open()
         with self.copying():
@@ -39,7 +42,7 @@ class AcceleratorDevice(CacheDevice):
             self._index_type = next((one for one in _INDEX_TYPES if self._indexes(torch.uint8, one)), None)
 
     def _open(self) -> tuple[torch.Stream, torch.Event]:
-        """Make the device current on this thread. Return a new stream and event for copies there."""
+        """Make the device current on this thread. Return a new stream and event for copies on the device."""
         found = torch.accelerator.current_accelerator()
         if found is None or found.type != self.where.kind:
             raise RuntimeError(f"torch's accelerator is {found}")
@@ -80,7 +83,10 @@ class AcceleratorDevice(CacheDevice):
         return torch.from_numpy(np.ascontiguousarray(ids)).to(self._index_type).to(self.name)
 
     def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """View all `views` in the dtype of the engine's tensors if the device has kernels for it, else as bytes."""
+        """Return `views` reinterpreted in the dtype of the engine's tensors, or as bytes.
+
+        They are bytes if all `views` are, or if the device has no gather and scatter kernels for that dtype.
+        """
         found = super().elements(*views)
         dtype = found[0].dtype
         if dtype not in self._indexed:
@@ -88,7 +94,10 @@ class AcceleratorDevice(CacheDevice):
         return found if self._indexed[dtype] else tuple(view.view(torch.uint8) for view in found)
 
     def _indexes(self, dtype: torch.dtype, index_type: torch.dtype) -> bool:
-        """Try whether the device gathers and scatters rows of `dtype` by indices of `index_type`; no call says so."""
+        """Return whether the device can gather and scatter rows of `dtype` by indices of `index_type`.
+
+        Found out by a trial, since torch has no query for that.
+        """
         try:
             with self.copying():
                 rows = torch.zeros(32, dtype=torch.uint8).view(dtype).view(2, -1).to(self.name)

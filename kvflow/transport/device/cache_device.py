@@ -1,8 +1,9 @@
 """The device that a cache is on: how blocks are copied to and from it, in which order, and memory for copies.
 
-Each registration makes one (`make_device`). Memory of the CPU is copied at once. If torch has streams and events for
-the device, copies have a stream of their own (`accelerator`); CUDA has some more calls (`cuda_device`). If torch has
-none, only the engine's own function can copy there. No library of a device is loaded in a process that does not use it.
+Each registration of a cache makes one `CacheDevice` (`make_device`). On the CPU a copy is finished when its call
+returns. If torch has streams and events for the device, copies have a stream of their own (`accelerator`); CUDA has
+some more calls (`cuda_device`). If torch has none, only the engine's own function can copy blocks on that device. No
+library of a device is loaded in a process that does not use it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _BOUNCE_BYTES = 8 << 20
 
 
 class CacheDevice:
-    """A device without streams, and the base of those with streams. Every method is called on the copy thread."""
+    """A device without streams; devices with streams are subclasses. Every method is called on the copy thread."""
 
     def __init__(self, where: Device) -> None:
         self.where = where
@@ -44,22 +45,22 @@ class CacheDevice:
 
     @property
     def eager(self) -> bool:
-        """True if memory for copies must be allocated at registration, before the engine takes all of it."""
+        """True if device memory for copies is allocated at registration, before the engine takes all free memory."""
         return False
 
     @property
     def as_bytes(self) -> bool:
-        """True if blocks are copied as bytes, False if as views of the engine's tensors, in their dtype."""
+        """True if blocks are copied as bytes; False if they are copied in the dtype of the engine's tensors."""
         return self.on_host
 
     def check(self, spans: Sequence[Span]) -> None:
-        """Raise ConfigError if peers could not read the memory of `spans`."""
+        """Raise ConfigError if other processes cannot read the device memory at `spans`."""
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Queue the copies made in the block, in order; the end of the block waits until they are done.
+        """Return a context manager: copies made in the `with` body run in order, and its exit waits for their end.
 
-        That includes the copies before an error in the block. Raises the error of a queued copy.
+        If the body raises, its exit still waits for the copies made before. Raises the error of a queued copy.
         """
         yield
 
@@ -73,7 +74,7 @@ class CacheDevice:
             torch.accelerator.current_stream(self.name).synchronize()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Allocate bytes on the device that no queued work uses. Raises RuntimeError if too few are free."""
+        """Allocate device memory that no queued work of the engine uses. Raises RuntimeError if too little is free."""
         import torch
 
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.name)
@@ -86,9 +87,9 @@ class CacheDevice:
         return memory.zero_()  # touches every page, so that it has memory now
 
     def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor | None:
-        """Return `ids` as an index tensor on the device. Call it inside `copying` and use the result only there.
+        """Return block ids as an index tensor on the device. Call this, and use the result, only inside `copying`.
 
-        None: the device has no kernels that gather and scatter, so blocks are copied one by one.
+        Return None if the device has no gather and scatter kernels; then blocks are copied one by one.
         """
         import torch
 
@@ -97,28 +98,30 @@ class CacheDevice:
     def copy_pieces(
         self, targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
     ) -> None:
-        """Copy pieces between addresses on the device and in `host_memory`.
+        """Copy `sizes[i]` bytes from address `sources[i]` to `targets[i]`, for each i.
 
-        Call it inside `copying`, and only if `piece_bytes_min` is not None.
+        Addresses are on the device or in `host_memory`. Call it inside `copying`, and only if `piece_bytes_min` is not
+        None.
         """
         raise NotImplementedError(self.name)
 
     @property
     def piece_bytes_min(self) -> int | None:
-        """Smallest piece in bytes for which `copy_pieces` beats kernels that gather; None if it is not supported."""
+        """Size in bytes from which `copy_pieces` is faster than gather kernels; None if it is not supported."""
         return None
 
     def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """View all `views` in the dtype of the engine's tensors; if all are bytes, as bytes."""
+        """Return `views` reinterpreted in the engine's dtype: the first dtype among them that is not uint8, if any."""
         import torch
 
         dtype = next((view.dtype for view in views if view.dtype is not torch.uint8), torch.uint8)
         return tuple(view.view(dtype) for view in views)
 
     def bounce(self, count: int, size_bytes: int) -> torch.Tensor:
-        """Return memory on the device to gather blocks into: up to `count` rows of `size_bytes` bytes.
+        """Return device memory to gather blocks into, as a tensor with one row of `size_bytes` bytes for each block.
 
-        At least one row, and as many as fit. Every call returns the same memory. Call it inside `copying`.
+        It has at most `count` rows: as many as fit into the buffer, but at least one. Every call returns the same
+        buffer, which a call with a larger `size_bytes` replaces. Call it inside `copying`.
         """
         if self._bounce is None or len(self._bounce) < size_bytes:
             self._bounce = self.allocate(max(_BOUNCE_BYTES, size_bytes))
@@ -143,7 +146,7 @@ def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
 
     Args:
         where: the device.
-        engine_copies: whether the engine's own function copies blocks; then the device needs no streams.
+        engine_copies: True if the engine's own function, `copy_blocks`, copies blocks; then no streams are needed.
 
     Raises:
         ConfigError: kvflow cannot copy blocks on this device.
@@ -169,7 +172,7 @@ def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
 
 
 def record_event(where: Device) -> DeviceEvent | None:
-    """Record an event behind all work that this thread has queued on its current stream of a device.
+    """Record an event that happens once all work queued so far on this thread's current stream of a device has run.
 
     `where` must be the current device of its kind.
 

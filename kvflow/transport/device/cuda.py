@@ -24,10 +24,10 @@ DEVICE_ATTRIBUTES: Mapping[str, int] = {
     "GPUDirect RDMA writes ordering": 118,
     "DMA-BUF supported": 124,
 }
-"""Numbers of the device attributes that concern RDMA and reads by peers, by name."""
+"""CUDA's numbers of the device attributes that matter for RDMA and for reads by other processes, by name."""
 WRITES_ORDERING_OWNER = 100
-"""Least value of "GPUDirect RDMA writes ordering" at which the device sees the data that a NIC wrote once the host has
-seen the end of the write."""
+"""Smallest value of "GPUDirect RDMA writes ordering" that makes a flush unnecessary: once the host has seen the end of
+a NIC's write, the device sees the written data, too."""
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
 _FLUSH_BY_HOST = 1
@@ -56,7 +56,10 @@ def current_device() -> int | None:
 
 
 def make_current(number: int) -> None:
-    """Make a CUDA device current on this thread and give the thread a context there. It disturbs no graph capture."""
+    """Make a CUDA device current on this thread and give the thread a context on the device.
+
+    Afterwards CUDA calls of this thread do not break a graph capture that runs on another thread.
+    """
     import torch
 
     torch.cuda.set_device(number)
@@ -85,7 +88,10 @@ class CudaDriver:
         return version.value // 1000, version.value % 1000 // 10
 
     def attributes(self, number: int = 0) -> dict[str, int | None]:
-        """Return the `DEVICE_ATTRIBUTES` of a device by name; None for an unknown attribute. Needs no context."""
+        """Return the values of all `DEVICE_ATTRIBUTES` of a device, by name. Needs no context.
+
+        A value is None if the driver does not know the attribute.
+        """
         device = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(number))
         found: dict[str, int | None] = {}
@@ -106,9 +112,9 @@ class CudaDriver:
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def is_shareable(self, address: int) -> bool:
-        """Return True if other processes can open the memory by CUDA IPC. Needs no context.
+        """Return True if other processes can open the device memory at `address` by CUDA IPC. Needs no context.
 
-        They cannot if its pages were mapped one by one (VMM), as those of torch's expandable segments are.
+        They cannot if the pages of the memory were mapped one by one (VMM), as in torch's expandable segments.
         """
         capable = ctypes.c_int()
         self._call(
@@ -140,9 +146,10 @@ class CudaDriver:
         sizes: npt.NDArray[np.uint64],
         stream: int,
     ) -> None:
-        """Queue copies from `sources` to `targets` in one call. `stream` must not be the default stream.
+        """Queue copies of `sizes[i]` bytes from address `sources[i]` to `targets[i]`, for all i, in one call.
 
-        The copies of one batch run in any order. Host memory must be page-locked.
+        `stream` is the handle of the CUDA stream, which must not be the default stream. The copies of one call run in
+        any order. Host memory must be page-locked.
         """
         attributes, index, failed = _CopyAttributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
         self._call(

@@ -85,7 +85,10 @@ class CudaDevice(AcceleratorDevice):
         self._driver.copy_batch(targets, sources, sizes, torch.cuda.current_stream(self.where.number).cuda_stream)
 
     def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """View all `views`, which are bytes, as the largest elements that their addresses and strides allow."""
+        """Return `views`, which are bytes, reinterpreted with elements of 1 to 16 bytes.
+
+        All get the same dtype: the largest that the addresses and strides of all `views` allow.
+        """
         unit = 16
         for view in views:
             unit = math.gcd(unit, view.data_ptr(), view.storage_offset(), view.shape[-1], *view.stride()[:-1])

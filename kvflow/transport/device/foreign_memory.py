@@ -33,14 +33,14 @@ class _Memory(ctypes.Structure):
 
 
 class OnCuda:
-    """Memory on a CUDA device, as the `__cuda_array_interface__` that torch makes tensors from."""
+    """Memory on a CUDA device, with the `__cuda_array_interface__` from which torch can make a tensor of bytes."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {"data": (pointer, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
 _described: list[_Memory] = []
-"""Structures that torch may still read. They live as long as the process, as does the memory that they describe."""
+"""DLPack structures that torch may still read, kept until the process ends."""
 
 
 def bytes_at(pointer: int, size: int, device: str) -> torch.Tensor:

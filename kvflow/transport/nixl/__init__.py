@@ -1,1 +1,1 @@
-"""The NIXL transport: its side on the event loop, its agents on their own thread, and NIXL's bindings."""
+"""The NIXL transport: the part on the event loop, the NIXL agents on their own thread, and NIXL's Python bindings."""

@@ -1,4 +1,4 @@
-"""NixlAgents: the two NIXL agents of one registration, on their owner thread.
+"""NixlAgents: the two NIXL agents of one registration, on the thread `kvflow-agent`, which owns them.
 
 Serving and reading need opposite settings of NIXL (measured; docs/decisions/0002-two-agents.md), so each has an agent:
 
@@ -57,7 +57,7 @@ _SPIN_TURN_S = 50e-6  # a new job waits at most this long for the polling thread
 _SEND_QUIET_S = 2e-3
 _SEND_DELAY_MAX_S = 10e-3
 POST_COST_BYTES = 256 << 10
-"""Cost of posting a read, as the bytes that could be copied in that time."""
+"""Fixed cost of posting a read, in bytes: as many as could be copied in the time that posting takes."""
 # Limits of several reads that are posted as one request: a small read that comes now waits for at most this much, as
 # behind a slice (`limits.BY_DEVICE`).
 _TOGETHER_BYTES_MAX = 8 << 20
@@ -76,7 +76,7 @@ class _ToPost(NamedTuple):
     descriptors: Descriptors
 
     def goes_with(self, other: _ToPost) -> bool:
-        """Return True if both reads may be one NIXL request: same peer and same devices."""
+        """Return True if both reads can be posted as one NIXL request: they have the same peer and devices."""
         ours, theirs = self.descriptors, other.descriptors
         same_devices = ours.local_device == theirs.local_device and ours.remote_device == theirs.remote_device
         return self.peer == other.peer and same_devices
@@ -84,7 +84,7 @@ class _ToPost(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A NIXL transfer request, and the reads in it. `handle` is 0 before the request is made and after its release."""
+    """A NIXL transfer request for one or several reads. `handle` is 0 before NIXL creates and after it releases it."""
 
     together: Sequence[_ToPost]
     handle: int = 0
@@ -94,13 +94,17 @@ class _Request:
 
 
 class NixlAgents:
-    """The serving and the reading agent, the reads in flight, and the crank. Made and used on the owner thread only."""
+    """The serving and the reading agent, and the reads in flight. Made and used only on the thread `kvflow-agent`."""
 
     def __init__(self, config: Config, name: str, put: Callable[[Event], None], called: Callable[[], bool]) -> None:
-        """Start both agents. `put` is called with each event; `called` returns True while jobs wait for this thread."""
+        """Start both agents.
+
+        `put` is a function that passes an event to the event loop. `called` returns True while jobs wait for this
+        thread. Raises ConfigError if NIXL cannot start as configured.
+        """
         self._bindings = bindings = import_bindings()
         self._memory_kinds = defaultdict[str, Any](lambda: bindings.VRAM_SEG, cpu=bindings.DRAM_SEG)
-        """NIXL's kind of memory, by kind of device. For NIXL all devices but the host are alike."""
+        """NIXL's memory type for each kind of device: DRAM for the CPU, VRAM for every other."""
         self._errors = error_types(self._bindings)
         self._put = put
         self._called = called
@@ -114,12 +118,12 @@ class NixlAgents:
         self._serving_listeners = self._serving.listener_count
         self._in_flight: list[_Request] = []
         self._made: deque[_Request] = deque()
-        """Requests that are made and will be posted next."""
+        """Requests that NIXL has created and that will be posted next, in order."""
         self._ended: list[_Request] = []
         """Requests that have ended but are not yet reported to the loop."""
         self.taken = 0
-        """Cost of all reads that were made into requests so far: their bytes, and `POST_COST_BYTES` for each read. Any
-        thread may read this.
+        """Total cost of the reads taken from the queue to be posted so far: their bytes, and `POST_COST_BYTES` for each
+        read. Any thread may read this.
         """
         self._to_post: ShortestFirst[_ToPost] = ShortestFirst(POST_COST_BYTES)
         self._keepalive: list[object] = []
@@ -132,7 +136,7 @@ class NixlAgents:
         self._next_notifications_s = 0.0
         self._look_s = 0.0
         self.lost: tuple[int, int] = (0, 0)
-        """Numbers of listeners that UCX has closed: of the serving agent, and of the reading agent."""
+        """How many listeners UCX has closed: (of the serving agent, of the reading agent)."""
         self.sent = 0
         self.unsent = 0
 
@@ -143,7 +147,7 @@ class NixlAgents:
 
     @property
     def busy(self) -> bool:
-        """True if a read is waiting, under way or not yet reported to the loop. Nothing may be torn down then."""
+        """True if a read waits to be posted, is under way, or has ended without a report. Then `close` is illegal."""
         return bool(self._in_flight or self._ended) or self._more
 
     @property
@@ -167,7 +171,7 @@ class NixlAgents:
             raise TransportError(f"NIXL cannot register {counted(len(spans), 'span')} on {device}: {error}") from error
 
     def _use_cuda(self, number: int) -> None:
-        """Prepare for reads into a CUDA device: UCX needs a context on this thread, and some devices need flushes."""
+        """Make a CUDA device current on this thread, as UCX needs, and prepare flushes after reads if it needs them."""
         cuda.make_current(number)
         calls = cuda.driver()
         if calls.needs_flush(number):
@@ -191,14 +195,14 @@ class NixlAgents:
         self._reading.native.invalidateRemoteMD(name)
 
     def post(self, read: PostedRead, peer: AgentName, descriptors: Descriptors) -> None:
-        """Queue a read for the crank, which posts small reads first. An event follows, also if the read cannot start.
+        """Queue a read to be posted by a later `crank` call, small reads first. A `ReadEnded` event always follows.
 
         Over shared memory the call that posts a read also copies the bytes, so reads happen in the order of posting.
         """
         self._to_post.add(_ToPost(read, peer, descriptors), descriptors.size_bytes)
 
     def _post_next(self) -> None:
-        """Post the next request.
+        """Report ended reads to the loop, and post the next NIXL request.
 
         Each NIXL call releases the GIL, and while the loop is busy this thread waits to get it back: in a burst, for
         milliseconds. So ended reads are reported to the loop only when the next request is made; the loop then handles
@@ -212,9 +216,10 @@ class NixlAgents:
         self._release(told)
 
     def _make(self) -> None:
-        """Make one request from the next read and the small reads behind it that go with it.
+        """Create one NIXL request for the next read and for the reads queued behind it with the same peer and devices.
 
-        A burst of reads thus takes few NIXL calls.
+        A request has at most `_TOGETHER_BYTES_MAX` bytes unless it is a single read. So a burst of small reads takes
+        few NIXL calls.
         """
         first = self._to_post.pop()
         together, size_bytes, count = [first], first.descriptors.size_bytes, len(first.descriptors)
@@ -229,7 +234,10 @@ class NixlAgents:
         self._make_request(together)
 
     def _make_request(self, together: Sequence[_ToPost]) -> None:
-        """Make one request from these reads; if that fails, one for each read. A read that fails alone is ended."""
+        """Create one NIXL request for all of these reads.
+
+        If that fails, create one for each read. A read for which that fails, too, ends with the error.
+        """
         peer, descriptors = together[0].peer, together[0].descriptors
         table, size_bytes = descriptors.table, descriptors.size_bytes
         if len(together) > 1:
@@ -258,7 +266,7 @@ class NixlAgents:
             self._make_request([one])
 
     def _start(self, request: _Request) -> None:
-        """Post a request that has been made."""
+        """Post a request that NIXL has created."""
         started_s = time.monotonic()
         try:
             status = self._reading.native.postXferReq(request.handle, "")
@@ -275,9 +283,10 @@ class NixlAgents:
             self._in_flight.append(request)
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None) -> None:
-        """Queue `payload` for a peer. It is sent once no read has been posted or ended for `_SEND_QUIET_S`.
+        """Queue a notification for `peer`. Reads go first, since sending a notification would delay the next read.
 
-        So the next read does not wait for it. It is sent after `_SEND_DELAY_MAX_S` at the latest.
+        The notification is sent once no read has been posted or ended for `_SEND_QUIET_S`, and after
+        `_SEND_DELAY_MAX_S` at the latest.
         """
         if not self._outbox:
             self._outbox_since_s = time.monotonic()
@@ -301,7 +310,11 @@ class NixlAgents:
         self._reading.native.getNotifs({}, [])  # progress, so that the message leaves now
 
     def crank(self) -> float:
-        """Make progress with reads, and collect events. Return the seconds for which no further call is needed."""
+        """Post and check reads, send and collect notifications, and report events to the loop.
+
+        Called again and again on the agents' thread. Return the seconds for which the thread may sleep before the next
+        call.
+        """
         if self._more:
             self._post_next()
         elif self._ended:
@@ -386,9 +399,10 @@ class NixlAgents:
         return False
 
     def _end(self, request: _Request, error: TransportError | None) -> None:
-        """Note the end of a request, for a later report to the loop.
+        """Mark a request as ended; its reads are reported to the loop later.
 
-        If it failed, release it, so that nothing of it still runs; else make the device see the bytes that landed.
+        If the request failed, release it in NIXL, so that no byte can still land. Otherwise flush, if the device needs
+        that to see the bytes that landed.
         """
         if error is not None:
             self._release([request])
@@ -398,7 +412,10 @@ class NixlAgents:
         self._ended.append(request)
 
     def _tell(self) -> Sequence[_Request]:
-        """Report the ended reads to the loop. Return their requests, for a later release, which releases the GIL."""
+        """Report the ended reads to the loop and return their requests, which the caller must release in NIXL.
+
+        Releasing a request gives up the GIL, so it comes after the report.
+        """
         ended, self._ended = self._ended, []
         for request in ended:
             for one in request.together:
@@ -412,7 +429,7 @@ class NixlAgents:
                 request.handle = 0
 
     def _collect_notifications(self) -> int:
-        """Report the notifications that have arrived to the loop. Return their number."""
+        """Report each notification that has arrived to the loop. Return the number of notifications."""
         count = 0
         for payloads in self._serving.native.getNotifs({}, []).values():
             for payload in payloads:

@@ -1,4 +1,4 @@
-"""Default settings of NIXL's backends, and how long to poll by the kind of memory that is read into."""
+"""Default settings of NIXL's backends, and how long to poll for the end of a read, by the kind of local device."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _SETTINGS: Mapping[str, Mapping[str, str]] = {
     # UCX receives frames of up to 64 KiB.
     "UCX": {"CUDA_IPC_ENABLE_GET_ZCOPY": "on", "TCP_TX_SEG_SIZE": "64k"},
 }
-"""Settings of each backend's library, named as its environment variables without their prefix."""
+"""Default settings by NIXL backend. A setting has the name of its environment variable without the prefix ("UCX_")."""
 
 _BESIDE: Mapping[str, str] = {"TCP_TX_SEG_SIZE": "TCP_RX_SEG_SIZE"}
-"""Settings (left) that stay unset if the user has chosen another setting (right): UCX refuses to receive smaller frames
-than it sends."""
+"""Defaults (keys) that are left out if the user has chosen the other setting (value): UCX refuses to receive smaller
+frames than it sends."""
 
 
 class Polling(NamedTuple):
-    """The time to poll for the end of a read without a pause: `spin_s`, and longer for a large read."""
+    """How long to poll for the end of a read without a pause: `spin_s`, and for a large read some time more."""
 
     spin_s: float
     bytes_per_s: float
-    """Expected speed of a read; polling lasts for twice the time that the read takes at this speed."""
+    """Expected speed of a read. The time added to `spin_s` is twice the time that the read takes at this speed."""
 
     def until_s(self, size_bytes: int) -> float:
         return self.spin_s + 2 * size_bytes / self.bytes_per_s
@@ -40,7 +40,10 @@ POLLING: Mapping[str, Polling] = {
 
 
 def backend_params(backend: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return `given` parameters of a backend, plus each default setting that neither they nor the environment set."""
+    """Return the parameters of a NIXL backend: `given`, with the defaults in "engine_config".
+
+    A default is left out if `given` or an environment variable sets that setting.
+    """
     params = dict(given)
     chosen = params.get("engine_config", "")
     ours = [

@@ -1,4 +1,4 @@
-"""NixlTransport: the event loop's side of the NIXL transport. Every call is a job for the thread of the agents."""
+"""NixlTransport: the part of the NIXL transport on the event loop. Every NIXL call is a job for the agents' thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class NixlTransport:
         self._peers: set[AgentName] = set()
         self._open_spans = 0
         self._given = 0
-        """Cost of all reads given to the thread so far, in the units of `NixlAgents.taken`."""
+        """Total cost of all reads passed to the agents' thread so far, counted as in `NixlAgents.taken`."""
         self._reads_total = 0
         self._reads_failed = 0
         self._bytes_read = 0
@@ -177,7 +177,9 @@ class NixlTransport:
         return self._thread, self._agents
 
     def _crank(self) -> float | None:
-        """The crank of the owner thread. After `_end`, end the thread as soon as no read is under way.
+        """Run one step of the agents. Return the seconds that the thread may sleep, or None to end the thread.
+
+        After `_end`, the thread ends as soon as no read is under way.
 
         Thread `kvflow-agent <name>`: one for each registration. Ends once no read is under way. If it dies, the poller
         ends and the runtime breaks. NIXL has a progress thread beside it.
@@ -195,7 +197,7 @@ class NixlTransport:
         return idle_s
 
     def _end(self) -> None:
-        """Let the crank end the thread. Run as a job, so that all earlier jobs have been done."""
+        """Let the thread end once no read is under way. Submitted as a job, so that it runs after all earlier jobs."""
         self._ending = True
 
     def _on_death(self, cause: BaseException) -> None:
@@ -203,10 +205,10 @@ class NixlTransport:
         self._fail(cause)
 
     def _put(self, event: Event) -> None:
-        """Queue an event for the loop. May be called on any thread.
+        """Queue an event for delivery on the loop. May be called on any thread.
 
-        One wake-up of the loop covers all events until then. The wake-up itself delivers them: waking the task of `run`
-        for that would cost every read a turn of the loop.
+        One callback on the loop (`_wake`) delivers all events that are queued until it runs. Waking the task of `run`
+        instead would cost every read a turn of the loop.
         """
         self._events.append(event)
         if not self._wake_scheduled:
@@ -214,7 +216,7 @@ class NixlTransport:
             self._run_on_loop(self._wake)
 
     def _wake(self) -> None:
-        """Deliver and count the queued events, if `run` is running. If `deliver` raises, `run` ends."""
+        """Pass the queued events to the `deliver` of `run`, if `run` is active. If `deliver` raises, so does `run`."""
         # Cleared first, so that an event that is put after this schedules another wake-up.
         self._wake_scheduled = False
         while self._events and self._deliver is not None:

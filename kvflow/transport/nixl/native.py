@@ -36,7 +36,7 @@ _LOST: set[int] = set()
 
 
 class Agent:
-    """A NIXL agent, its backends, its registered memory, and the listeners of its UCX."""
+    """A NIXL agent with its backends, its registered memory and the tcp listeners that UCX opened for it."""
 
     def __init__(self, bindings: ModuleType, name: str, given: Config, *, progress: bool) -> None:
         for file in _LOST:
@@ -58,17 +58,17 @@ class Agent:
             for file, socket in listening_sockets().items()
             if others.get(file) != socket and socket.port.to_bytes(2, "big") in address
         }
-        """Sockets on which UCX accepts tcp connections. UCX closes a listener at the first connection that it cannot
-        accept, for example without free open files, and never opens the listener again (UCX 1.23).
+        """Sockets on which UCX accepts tcp connections, by file descriptor. UCX closes a listener for good at the first
+        connection that it cannot accept, for example when open files run out (UCX 1.23).
         """
 
     @property
     def listener_count(self) -> int:
-        """Number of listeners that the agent had when it was made."""
+        """Number of tcp listeners that UCX opened for the agent."""
         return len(self._listeners)
 
     def lost_listeners(self) -> list[int]:
-        """Return the ports of the listeners that UCX has closed."""
+        """Return the ports of this agent's listeners that UCX has closed since."""
         lost = {file: socket.port for file, socket in self._listeners.items() if _inode(file) != socket.inode}
         _LOST.update(lost)
         return list(lost.values())
@@ -109,10 +109,10 @@ def listening_sockets() -> dict[int, ListeningSocket]:
 
 
 def _keep_from_ucx(file: int) -> None:
-    """Occupy the file descriptor number of a listener that UCX has closed, until the process ends.
+    """Occupy the file descriptor number `file` until the process ends, so that UCX gets no new listener of that number.
 
-    UCX still has a handler under that number, so an agent with a new listener of that number could not be made. No
-    effect if the number is in use.
+    UCX has closed a listener of that number but still has a handler for it, so an agent with a new listener of the same
+    number could not be made. No effect if the number is in use.
     """
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -134,7 +134,7 @@ def _inode(file: int) -> str:
 
 
 def new_agent(bindings: ModuleType, name: str, *, progress: bool = False) -> Any:
-    """Return a NIXL agent without backends, for use by one thread. `progress`: NIXL's progress thread serves peers."""
+    """Return a NIXL agent without backends, to be used by one thread only. `progress`: run NIXL's progress thread."""
     config = bindings.nixlAgentConfig()
     config.useProgThread = progress
     config.pthrDelay = _PROGRESS_DELAY_US if progress else 0
@@ -206,14 +206,17 @@ def translated(error: Exception, bindings: ModuleType) -> TransportError:
 
 
 def prefault(span: Span) -> None:
-    """Give every page of a span its memory now, with contents unchanged. No effect before Linux 5.14."""
+    """Fault in every page of a span now, with its content unchanged. No effect before Linux 5.14."""
     start = span.address - span.address % mmap.PAGESIZE
     length = span.address + span.size_bytes - start
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
 
 def found_kinds() -> Mapping[str, bool]:
-    """Return, by kind of device, whether the loaded UCX can read its memory. Call it after an agent has loaded UCX."""
+    """Return whether the loaded UCX can read memory of "xpu" devices and, with ROCm, of "cuda" devices, by kind.
+
+    Call this after an agent has been made, which loads UCX.
+    """
     found = {"xpu": has_module("ze")}
     return {**found, "cuda": has_module("rocm")} if is_rocm() else found
 
