@@ -385,7 +385,7 @@ def _check_of(hint: Any, error: Any) -> Check | None:
 
 
 def naming_unknown(kind: type[ValueT]) -> type[ValueT]:
-    """Decorate a dataclass: if its constructor gets an unknown argument, it raises ConfigError with a similar name."""
+    """Decorate a dataclass: its constructor raises ConfigError for an unknown argument, and suggests a similar name."""
     made, known = kind.__init__, [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
 
     @wraps(made)

@@ -113,18 +113,18 @@ class Config:
     lease_ttl_s: Seconds = 30.0
     """Time for which a lease keeps blocks for its readers; a reader renews the lease while it loads."""
     lease_lifetime_s: Seconds = 600.0
-    """Time after an offer in which readers can renew its lease. Does not shorten a lease with a longer `ttl_s`."""
+    """Time after an offer during which readers can renew the lease. Does not shorten a lease with a longer `ttl_s`."""
     load_deadline_s: Seconds = 30.0
     """Longest time that a load may take if its request sets no deadline."""
     handshake_timeout_s: Seconds = 5.0
-    """Time within which a peer has to answer on the side channel."""
+    """Time within which a peer has to answer a question on the side channel."""
     cancel_grace_s: Seconds = 1.0
     """Time for which a cancelled or late load waits for bytes in flight before its blocks are quarantined."""
     drain_timeout_s: Seconds = 10.0
     """Time for which closing waits for open loads and leases."""
 
     verify_share: Share = 0.0
-    """Share of loads, chosen at random, for which checksums of local and remote bytes are compared: 0 is none, 1 all.
+    """Share of loads, chosen at random, that compare checksums of local and remote bytes: 0 is no load, 1 is all loads.
     `LoadRequest.verify` decides for one load."""
 
     loads_waiting_max: Size = 1 << 12
@@ -167,7 +167,7 @@ class Config:
 
     @property
     def listen_host(self) -> str:
-        """Host that this rank binds."""
+        """Host at which this rank listens."""
         return split_address(self.listen)[0]
 
     @property
@@ -182,7 +182,7 @@ class Config:
 
     @property
     def listen_port(self) -> int:
-        """Port that this rank binds; 0 for any free port."""
+        """Port at which this rank listens; 0 for any free port."""
         port = split_address(self.listen)[1]
         return port + self.listen_port_offset if port else 0
 

@@ -320,7 +320,7 @@ class PeerError(KVFlowError):
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
         """Return a copy of this error for one request: loads that share a handshake each raise their own error."""
-        known = "" if self.engine_id else f" from {engine_id!r}"  # a message whose error knows the engine names it
+        known = "" if self.engine_id else f" from {engine_id!r}"  # if the error has the id, its message has it
         return self._retold(f"request {request_id!r}{known}: {self}", request_id=request_id, engine_id=engine_id)
 
 

@@ -50,7 +50,7 @@ class GroupKind(enum.StrEnum):
     """Which tokens of a prompt the layers of a group attend to. It decides which blocks are offered and loaded."""
 
     FULL = "full"
-    """All tokens."""
+    """All tokens of the prompt."""
     SLIDING = "sliding"
     """The last `window` tokens."""
     CHUNKED = "chunked"
@@ -89,8 +89,8 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def first_needed(self, tokens: int) -> int:
         """Return the position of the first token that the group's blocks must hold once `tokens` tokens are computed.
 
-        The reader may compute the last token again, to get its logits. So the tokens that the last one attends to
-        are needed, too.
+        The reader may compute the last token again, to get its logits. So the tokens to which the last
+        token attends are needed, too.
         """
         match self.kind:
             case GroupKind.FULL:
@@ -117,9 +117,9 @@ def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequ
 
 
 class LayerSet(NamedTuple):
-    """Layers of one group that have one layout; for state per request, one segment of the layers' tensors.
+    """The layers of one group that have the same layout; for state per request, one segment of the layers' tensors.
 
-    It is the unit that is registered, compared with a peer's and planned.
+    A set is the unit that is registered, compared with a peer's set and planned.
     """
 
     group: int

@@ -45,7 +45,7 @@ _FORMATS_OF_WHOLE_HEADS = frozenset(
 
 
 class KVStyle(enum.StrEnum):
-    """How a layer holds K and V: as one tensor, as a pair of tensors, or fused in the last axis; or a latent (MLA).
+    """How a layer holds K and V: stacked in one tensor, in two tensors, fused in the last axis, or as one latent.
 
     In the shapes below, B: blocks, N: tokens of a block, H: heads, D: head elements; N and H are in either order.
     """

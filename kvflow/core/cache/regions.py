@@ -43,7 +43,7 @@ class Regions:
     strides: UInt64Array
     block: BlockShape
     parts: tuple[str, ...]
-    """Names of the regions of each layer: ("K", "V"), ("KV",) if fused, ("latent",), or the rows of a state segment."""
+    """Names of the regions of each layer: ("K", "V"), ("KV",) if fused, ("latent",), or names of rows (`StatePart`)."""
     num_blocks: int
     device: Device
 
@@ -63,7 +63,7 @@ class Regions:
 
     @property
     def distinct(self) -> Regions:
-        """These regions without those at the address of an earlier region, as layers that share a tensor have."""
+        """These regions without duplicates: if layers share a tensor, only the first region at its address is kept."""
         kept = [at for at, first in enumerate(self.first_of) if at == first]
         return self if len(kept) == len(self) else replace(self, bases=self.bases[kept], strides=self.strides[kept])
 

@@ -106,7 +106,7 @@ class StateLayout:
     itemsizes: WholeNumbers
     """Bytes of an element of each tensor."""
     num_slots: Size
-    """Slots of every tensor."""
+    """Number of slots in every tensor."""
 
     def __post_init__(self) -> None:
         checks.settle(self, LayoutError)
@@ -224,7 +224,7 @@ class StatePart:
 
     @property
     def num_kv_heads(self) -> int:
-        """Units of the segment on this rank: the planner's heads."""
+        """Number of units of the segment on this rank. To the planner they are heads."""
         return self.segment.units
 
     @property

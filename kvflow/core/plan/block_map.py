@@ -23,7 +23,7 @@ from kvflow.core.plan.topology import HeadSource
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
-_TAILS_MAX = 64  # partly filled chunks of a block map for which region maps are kept, by their number of tokens
+_TAILS_MAX = 64  # region maps that a block map keeps: one for each number of tokens in a partly filled chunk
 _ROWS_KEPT_MAX = 1 << 7
 
 
@@ -92,8 +92,8 @@ class BlockMap:
         heads: the KV heads to read from the peer.
         local_layers: layers of the local regions, in order.
         remote_layers: layers of the peer's regions, in order.
-        opaque: the bytes are not plain values at strides. Then blocks look the same on both sides and are always read
-            whole.
+        opaque: the bytes are not plain values at strides of tokens and heads. Then blocks have the same form on both
+            sides and are always read whole.
         local_set: index of the local set of layers.
         local_group: index of the local group with the block table of these layers.
         remote_group: index of the peer's group with the block table of these layers.
@@ -206,9 +206,8 @@ def regions_of(layers: Sequence[int], parts: int) -> Int64Array:
 def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[tuple[int, int]]) -> Int64Array:
     """Return four rows: local base, local stride, remote base, remote stride. They have a column for each region pair.
 
-    The bases are those of the first head to read. Columns are ordered by local address.
-
-    If layers share a region, such as K but not V, only the first layer's is read.
+    The bases are those of the first head to read. Columns are ordered by local address. If layers share a region, such
+    as K but not V, only the first layer's is read.
     """
     ours_at = regions_of([ours for ours, _ in places], len(local.parts))
     theirs_at = regions_of([theirs for _, theirs in places], len(local.parts))
@@ -227,7 +226,7 @@ def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tu
     """Return the local and the remote offsets of the pieces in `tokens` tokens of `heads` heads, and a piece's size.
 
     A piece starts as one head of one token. It takes in a whole axis (tokens or heads) if that axis is contiguous with
-    the piece on both sides. Each entry of the remaining axes is a piece of its own.
+    the piece on both sides. Each index of the other axes is a piece of its own.
     """
     size = ours.run
     axes = [(tokens, ours.token_stride, theirs.token_stride), (heads, ours.head_stride, theirs.head_stride)]

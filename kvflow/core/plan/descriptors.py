@@ -56,7 +56,7 @@ class Descriptors:
         local_device: Device,
         remote_device: Device,
     ) -> Descriptors:
-        """Return descriptors made from columns: addresses on both sides, and sizes in bytes."""
+        """Return descriptors made from columns: local addresses, remote addresses, and sizes in bytes."""
         length = np.asarray(sizes, dtype=np.uint64)
         table = np.empty((2, len(length), 3), dtype=np.uint64)
         table[0, :, 0], table[1, :, 0], table[:, :, 1] = local, remote, length

@@ -12,12 +12,12 @@ from kvflow.core.plan.topology import CacheShare, Parallelism, Rank, differences
 
 
 class RankPlan(NamedTuple):
-    """The ranks of one replica of the producer's engine that a load has to reach, or why it cannot."""
+    """The ranks of one replica of the producer's engine that a load has to reach, or why no load is possible."""
 
     impossible: str
     """Why no load is possible with this parallelism: too many pipeline stages, or too many ranks; "" if neither."""
     problems: tuple[str, ...]
-    """Differences that make an engine with this parallelism incompatible with the local one."""
+    """Differences, as texts, that make an engine with this parallelism incompatible with the local engine."""
     ranks: tuple[Rank, ...]
     """The ranks that this rank reads from or reports to."""
 
@@ -25,10 +25,10 @@ class RankPlan(NamedTuple):
 def plan_ranks(ours: Sequence[CacheShare], parallelism: Parallelism, dp_rank: int, ranks_max: int) -> RankPlan:
     """Plan which ranks of replica `dp_rank` a load has to reach. More than `ranks_max` ranks are `impossible`.
 
-    The ranks are counted before they are listed, because a forged ticket can claim a million. A ticket names the kinds
-    of the engine's layers, but not which layers are of which kind. So each local kind is paired with each remote kind
-    that could be the same, and some planned ranks may turn out to have nothing to read. Layers of a draft model are
-    left out, because the producer may lack them.
+    The ranks are counted before they are listed, because a forged ticket can claim a million ranks. A ticket names the
+    kinds of the engine's layers, but not which layers are of which kind. So each local kind is paired with each remote
+    kind that could be the same, and some planned ranks may turn out to have nothing to read. Layers of a draft model
+    are left out, because the producer may lack them.
     """
     stages = stages_max(ours)
     if parallelism.pp_size > stages:

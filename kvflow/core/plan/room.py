@@ -44,8 +44,8 @@ def check_place(
 
     In a group that holds a prompt from its first token on, the blocks begin with the block of token `cached_tokens` and
     must end with the block of the last offered token. The blocks of a window, and a state, are those of the last
-    offered token whatever their number. So the caller must have confirmed that token: by the blocks of another group,
-    if its block size divides this group's, or by the expected tokens `told`.
+    offered token whatever their number. So it must be confirmed otherwise that the caller expects this last token: by
+    the blocks of another group, if its block size divides this group's, or by the expected tokens `told`.
 
     Args:
         groups: the local groups.

@@ -35,7 +35,7 @@ def plan_slices(
             keys = some.remote_ids if parts is None else some.remote_ids * (1 << 32) + parts
             short = len(some) > _MANY and keys.max() < 1 << 16  # numpy sorts 16-bit keys by radix, ten times as fast
             order = keys.astype(np.uint16 if short else np.int64, copy=False).argsort(kind="stable")
-            some = some.select(order)  # by place in the peer's memory
+            some = some.select(order)  # by address in the peer's memory
         chunk_bytes, pieces, joins = 0, 0, False
         for pairs in groups:
             chunk_bytes, pieces = chunk_bytes + pairs.chunk_size_bytes, pieces + pairs.pieces

@@ -112,7 +112,8 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     group: Count = 0
     """Index of the rank's group with the block table of these layers."""
     part: Fact = ""
-    """Name of a segment of state per request, the units of which count as heads; "" for a KV cache."""
+    """Name of the segment (`cache.state.Segment`) if the layers hold state per request; its units count as heads. ""
+    for layers with a KV cache."""
 
     @property
     def plain(self) -> bool:
@@ -205,7 +206,7 @@ def stages_max(ours: Sequence[CacheShare]) -> int:
 
 
 def heads_held(share: CacheShare, kv_heads: int) -> range:
-    """Return which of the model's `kv_heads` heads a rank holds; range(1) for MLA's latent."""
+    """Return the indices, among the model's `kv_heads` heads, of the heads that a rank holds. For MLA: range(1)."""
     return range(1) if share.latent else _heads(share.tp_rank, share.tp_size, kv_heads)
 
 
@@ -222,7 +223,7 @@ def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
 def in_common(
     ours: Sequence[CacheShare], theirs: Sequence[CacheShare]
 ) -> Iterator[tuple[int, int, CacheShare, CacheShare]]:
-    """Yield (index in `ours`, index in `theirs`, local share, remote share) for each two shares with a common layer."""
+    """Yield (index in `ours`, index in `theirs`, local share, remote share) for each pair with a layer in common."""
     for at, mine in enumerate(ours):
         for where, other in enumerate(theirs):
             if mine.part == other.part and not set(mine.layers).isdisjoint(other.layers):
@@ -303,9 +304,10 @@ def _heads_word(share: CacheShare) -> str:
 
 @lru_cache(maxsize=4096)
 def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[HeadSource, ...]:
-    """Return the producer's tensor-parallel ranks that rank `tp_rank` of `tp_size` reads from or reports to.
+    """Return which heads rank `tp_rank` of `tp_size` reads from which tensor-parallel ranks of the producer.
 
-    They are ordered by rank. Only for sizes in which `differences` finds nothing wrong.
+    The result is ordered by the producer's rank, and includes ranks to which the reader only reports. Only for sizes in
+    which `differences` finds nothing wrong.
     """
     mine = _heads(tp_rank, tp_size, kv_heads)
     holders = range(mine.start * their_tp_size // kv_heads, -(-mine.stop * their_tp_size // kv_heads))
@@ -322,9 +324,9 @@ def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) 
 
 
 def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
-    """Return the producer's tensor-parallel ranks that the local rank reads from or reports to.
+    """Return which heads the local rank reads from which tensor-parallel ranks of the producer (`head_sources`).
 
-    They are the same in each pipeline stage of the producer.
+    The result is the same for each pipeline stage of the producer.
     """
     return head_sources(ours.tp_rank, ours.tp_size, theirs.tp_size, kv_heads_of_model(ours, theirs))
 
@@ -378,7 +380,7 @@ def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whol
 
 
 def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:
-    """Return which of the model's `kv_heads` heads a tensor-parallel rank holds."""
+    """Return the indices, among the model's `kv_heads` heads, of the heads that rank `tp_rank` holds."""
     if tp_size <= kv_heads:
         each = kv_heads // tp_size
         return range(tp_rank * each, (tp_rank + 1) * each)
@@ -387,7 +389,7 @@ def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:
 
 
 def _reporters(theirs: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[range, bool]:
-    """Return the ranks that report to the producer's rank `theirs`, and whether they also read from it.
+    """Return the reader's ranks that report to the producer's rank `theirs`, and whether they also read from that rank.
 
     The readers of a head are spread evenly over the head's holders: reader j of n takes holder j*m/n of m. So rank i
     reads from rank i if the sizes are equal. If a holder has no reader, the first reader of the nearest lower holder

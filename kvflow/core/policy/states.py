@@ -40,7 +40,7 @@ class PeerState(enum.StrEnum):
     CONNECTING = "connecting"  # a handshake is under way, and all loads of the peer wait for it
     READY = "ready"
     BROKEN = "broken"  # the connection is dead or outdated; the next load makes a new one
-    BACKING_OFF = "backing_off"  # the peer failed and is not asked until its wait is over (`core.policy.circuit`)
+    BACKING_OFF = "backing_off"  # the peer failed and is not contacted until its wait is over (`core.policy.circuit`)
     CLOSED = "closed"
 
 

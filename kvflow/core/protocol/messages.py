@@ -197,7 +197,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     engine_id: Name
     incarnation: Incarnation
     cache_shares: CacheShares
-    """Cache share of each set of layers that look alike."""
+    """Cache share of each set of layers with one layout (`LayerSet`)."""
     agent_metadata: Annotated[bytes, Meta(max_length=AGENT_METADATA_BYTES_MAX)]
     agent_metadata_crc32: Word32
     """Checksum of `agent_metadata`. Readers compare it first, because NIXL crashes on damaged metadata."""
@@ -232,8 +232,8 @@ class Told(enum.StrEnum):
     OPEN = "open"
     """The lease is open; more blocks or computed tokens may follow."""
     COMPLETE = "complete"
-    """All tokens of the lease can be read, and the payload is known if one was promised. An answer without a lease has
-    this state if the offer has no blocks."""
+    """All tokens of the lease can be read, and the payload (`Lease.complete`) is known if one was promised. An answer
+    without a lease has this state if the offer has no blocks."""
     ENDED = "ended"
     """The lease has ended: no read of it can succeed."""
     FAILED = "failed"

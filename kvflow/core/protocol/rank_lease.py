@@ -77,7 +77,7 @@ class RankLease(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, om
         if {*map(type, _TEXTS(self))} != {str}:
             raise foreign_text(self)
         host = check_place(self.host, self.port, self.incarnation)
-        if host != self.host:  # hosts are kept in one form
+        if host != self.host:  # hosts are kept in canonical form
             msgspec.structs.force_setattr(self, "host", host)
 
     @classmethod

@@ -23,8 +23,8 @@ CHARS_MAX = 4096
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a ticket's dict with the spare, a copy of the field "kvflow", appended to the request id.
 
-    If the whole spare is too long, it has only the first rank, or is empty. A reader that gets only
-    the spare then asks the other ranks for their leases, or refuses the ticket.
+    If the whole spare is too long, it has only the first rank, or is empty. A reader that gets only this spare asks
+    the other ranks for their leases, or refuses the ticket.
     """
     extra = params["kvflow"]
     # Some routers drop "tp_size", and other engines take 1 if it is missing.

@@ -55,7 +55,7 @@ from kvflow.limits import REQUEST_ID_CHARS_MAX
 _PLACE_OF = operator.attrgetter("pp_rank", "tp_rank")
 _TEXTS = operator.attrgetter("engine_id", "request_id", "traceparent", "prompt_digest")
 _SPARED_CHARS_MAX = REQUEST_ID_CHARS_MAX + len(MARK) + CHARS_MAX
-_FIELDS_MAX = 256  # most fields of a dict; routers may add some
+_FIELDS_MAX = 256  # maximum number of fields in a dict; routers may add some
 _DIGEST_IN = operator.methodcaller("get", "digest", "")
 _NAMES = (
     *("do_remote_prefill", "do_remote_decode", "remote_engine_id", "remote_request_id", "remote_block_ids"),
@@ -202,7 +202,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
     @property
     def offers_nothing(self) -> bool:
-        """True if the ticket offers neither blocks nor a payload: its leases ended when they were opened."""
+        """True if the ticket offers neither blocks nor a payload (`Lease.complete`). Its leases end when opened."""
         return not self.has_blocks and not any(rank.payload for rank in self.ranks)
 
     @cached_property
