@@ -33,7 +33,7 @@ class Lease:
         self._lease = lease
         self._thread = thread
         self.outcome: Future[LeaseOutcome] = thread.submit(lambda _: lease.wait())
-        """Future of the way in which the lease ends. It is done once the blocks may be reused."""
+        """Future of the lease's LeaseOutcome. It is done once the blocks may be reused."""
 
     def __repr__(self) -> str:
         return f"<blocking {self._lease!r}>"
@@ -87,10 +87,10 @@ class Lease:
         return self
 
     def restart(self, ttl_s: float | None = None) -> None:
-        """Restart the time of the lease: see `kvflow.Lease.restart`. May be called on any thread, and never waits.
+        """Restart the lease's time to live: see `kvflow.Lease.restart`. May be called on any thread, and never waits.
 
         Args:
-            ttl_s: new time in seconds; None: Config.lease_ttl_s.
+            ttl_s: new time to live in seconds; None: Config.lease_ttl_s.
 
         Raises:
             RequestError: `ttl_s` is not a valid time.

@@ -193,7 +193,7 @@ class LoopThread(threading.Thread):
     def _end(self, cause: BaseException | None) -> None:
         """Refuse further work, and note why the loop died, if it did.
 
-        The caller then cancels the work that is still on the loop.
+        Afterwards asyncio's Runner cancels the work that is still on the loop.
         """
         with self._lock:
             self._ended = True
@@ -240,9 +240,6 @@ def dropped(thread: LoopThread) -> None:
 
 
 def bound(timeout_s: float | None) -> float | None:
-    """Check a timeout of a public method, and return it in the form for waiting threads.
-
-    UsageError if `timeout_s` is not a valid time.
-    """
+    """Return `timeout_s` in seconds, or None to wait as long as it takes. UsageError if it is not a valid time."""
     found: float | None = checks.checked(timeout_s, "timeout_s", checks.Timeout | None, UsageError)
     return found

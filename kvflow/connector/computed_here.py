@@ -1,4 +1,4 @@
-"""Requests with a ticket and a prompt that this engine computes all the same: counted by reason, and logged.
+"""Requests that have a ticket but are computed by this engine all the same: counted by reason, and logged.
 
 Each of these requests gets a correct answer. Without the log, nobody would notice that a prefill engine computes
 prompts in vain.

@@ -31,6 +31,8 @@ def name_of(request_id: str) -> str:
 def producer_params(rendezvous: Ticket) -> dict[str, Any]:
     """Return the `kv_transfer_params` for the prefill request that will compute the prompt of a pending ticket.
 
+    The request at the decode engine, which reads that prompt, gets `rendezvous.to_params()`.
+
     Args:
         rendezvous: a pending ticket, made by `Ticket.rendezvous`.
 

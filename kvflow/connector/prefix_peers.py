@@ -45,10 +45,10 @@ class PrefixPeers:
     _map: PrefixMap = field(default_factory=PrefixMap)
 
     async def ask(self, question: Question) -> tuple[PrefixOutcome, tuple[Ticket, ...], tuple[Ticket, ...]]:
-        """Ask the peers in `question`, and peers that by their KV events have part of the prefix. Return the offers.
+        """Ask the peers in `question`, and the peers that by their KV events have part of the prefix.
 
-        Return the outcome and two tuples of leased tickets. The caller loads with the tickets of the first tuple, which
-        all offer the most tokens found, the best peer first. It gives the tickets of the second tuple back.
+        Return the outcome and two tuples of leased tickets. The tickets of the first tuple are to load with: all offer
+        the most tokens that any peer has, the best peer first. The tickets of the second tuple are to be given back.
         """
         request = PrefixRequest(
             name_of(question.request_id),

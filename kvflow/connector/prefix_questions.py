@@ -83,7 +83,7 @@ class _Asking:
     def wait_for(self, other: _Asking, through: _State) -> bool:
         """Have this request wait until `other` has passed the state `through`. Return whether it waits.
 
-        Return False if this request has waited for that state before, of whichever request.
+        If this request has waited for that state of any request before, it does not wait.
         """
         if through <= self.waited:
             return False

@@ -49,7 +49,8 @@ class _Producer:
     """Name under which readers wait for the lease of this prompt; None if no reader waits, or if the name must not be
     used again."""
     saved: Save | None = None
-    """The `Save` with which the prompt's lease was opened, and what it has grown to; None if no lease is open."""
+    """The prompt's open lease: the `Save` that opened it, with all blocks and tokens added since; None if no lease is
+    open."""
     num_computed_tokens: int = 0
     state: ProducerState = ProducerState.COMPUTING
 
@@ -89,7 +90,8 @@ class ProducerBook:
     def introduce(self, ticket: Ticket | None) -> None:
         """Offer prompts from the ranks that `ticket` names.
 
-        If `ticket` is None, offer nothing, and have each step ask the workers for their introductions.
+        If `ticket` is None, offer nothing, and have each step ask the workers for tickets that name them
+        (`ConnectorWorker.introduction`).
         """
         self._introduction, self._next.introduce = ticket, ticket is None
 
@@ -186,8 +188,8 @@ class ProducerBook:
     def _give_up(self, request: _Producer, *, flows: bool) -> None:
         """End a request without giving the router a ticket.
 
-        If its prompt flows, its readers are notified, and its blocks are held until no read of the prompt can succeed.
-        Else no reader has its ticket, and its blocks are free at once.
+        `flows`: readers may be reading the prompt while it is computed. Then they are notified, and the blocks are held
+        until no read of the prompt can succeed. Else no reader has the ticket, and the blocks are free at once.
         """
         if flows:
             self._send(request)
@@ -210,7 +212,7 @@ class ProducerBook:
             self._next.withdraw.append(request.request_id)
 
     def _recall(self, request: _Producer) -> None:
-        """Have the next step end the lease of a flowing prompt, which readers may be reading.
+        """Have the next step end the lease of a prompt that readers may be reading while it is computed.
 
         If the prompt is computed again, the readers that wait now do not get it.
         """
@@ -243,9 +245,10 @@ class ProducerBook:
         return block_ids is None or self._groups.prompt(block_ids, save.num_tokens) == save.block_tables
 
     def _recall_what_has_moved_on(self, block_ids: TablesOf) -> None:
-        """Recall each flowing prompt with blocks that its answer has reused or changed (windows, recurrent state).
+        """Recall each lease, readable while its prompt is computed, that has lost blocks of the prompt to the answer.
 
-        Prompts of requests that this step does not schedule are checked as well.
+        A window or a recurrent state advances with the answer. Prompts of requests that this step does not schedule are
+        checked as well.
         """
         if self._groups.all_stays:
             return
@@ -276,7 +279,8 @@ class ProducerBook:
     def _offer(self, request: _Producer, block_ids: GivenTables, name: str | None) -> None:
         """Have the next step open the lease of a prompt.
 
-        `name` is the name under which readers wait for the lease; the prompt then flows. None makes a secret name.
+        `name` is the name under which readers wait for the lease: they may read the prompt while it is computed. None
+        makes a secret name.
         """
         tokens, flows = self._config.offered_of(request.num_prompt_tokens), name is not None
         computed = min(request.num_computed_tokens, tokens)
@@ -296,7 +300,10 @@ class ProducerBook:
             self._next.save.append(save)
 
     def _grow(self, request: _Producer, save: Save, block_ids: GivenTables) -> None:
-        """Have the next step add newly computed tokens to the lease of a flowing prompt, if this step computes any."""
+        """Have the next step add the newly computed tokens to a lease that is read while its prompt is computed.
+
+        `save` is that lease. If this step computes none of its tokens, do nothing.
+        """
         computed = min(request.num_computed_tokens, save.num_tokens)
         tables = self._groups.prompt(block_ids, save.num_tokens, complete=computed == save.num_tokens)
         if computed == save.computed_tokens:

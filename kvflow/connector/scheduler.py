@@ -117,7 +117,7 @@ class ConnectorScheduler:
         self._producers.introduce(ticket)
 
     def forget_ranks(self) -> None:
-        """Offer nothing until the ranks are introduced again; the next step asks the workers for introductions.
+        """Offer nothing until `introduce` is called again; steps ask the workers for `ConnectorWorker.introduction`.
 
         Call this when the ranks are about to register their caches again, for example after a sleep: tickets made
         before name the earlier registrations.

@@ -49,7 +49,7 @@ class Sharing(enum.Enum):
     FIRST = enum.auto()
     """Other samples of the same prompt may have the ticket, and may be added before or after this request."""
     FOLLOWS = enum.auto()
-    """As `FIRST`, but if no other sample was added to this engine before, another engine uses the ticket."""
+    """As `FIRST`; but if this engine has no other sample of the prompt, another engine uses the ticket."""
 
 
 class Finished(NamedTuple):
@@ -107,9 +107,10 @@ class Save(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grow(msgspec.Struct, frozen=True, kw_only=True):
-    """Extend the lease of a request that flows: `num_tokens` of its tokens are computed once this step has run.
+    """Extend the lease of a prompt that readers may read while it is computed.
 
-    `block_tables` has the blocks to append to the lease.
+    `num_tokens` of its tokens are computed once this step has run. `block_tables` has the blocks to append to the
+    lease.
     """
 
     request_id: str
@@ -125,7 +126,7 @@ class Decline(msgspec.Struct, frozen=True, kw_only=True):
     at: Ticket | None = None
     """The readers' pending ticket, if they wait at another engine: the message goes to that engine. Else None."""
     instead: Ticket | None = None
-    """With `at`: a pending ticket of this engine, with which those readers go on."""
+    """With `at`: a pending ticket of this engine, which those readers use from then on."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):

@@ -225,8 +225,8 @@ class ConnectorWorker:
         """Before a step computes, end all reads of blocks that it will write, and send its questions to peers.
 
         Returns at once, unless peers may be reading blocks that the step will write. Leases of prefixes end within a
-        turn of the loop. If the step recalls a flowing prompt (`Step.recall`), `prepare` waits until no read of that
-        prompt can succeed, for about Limits.seal_hold_s.
+        turn of the loop. If the step ends the lease of a prompt that is read while it is computed (`Step.recall`),
+        `prepare` waits until no read of that prompt can succeed, for about Limits.seal_hold_s.
 
         Args:
             step: the step that `ConnectorScheduler.build_step` has returned.
@@ -375,7 +375,10 @@ class ConnectorWorker:
     # --- saved prompts
 
     def _save(self, runtime: Runtime, save: Save, ready: DeviceEvent | None) -> None:
-        """Open the lease of a prompt that the step completes, or of a flowing prompt that it begins to compute."""
+        """Open the lease of a prompt.
+
+        The step completes the prompt, or begins to compute it if readers may read it meanwhile.
+        """
         offer = self._saved[save.request_id] = _SavedPrompt(save)
         request = ServeRequest(
             save.serve_id,
@@ -407,7 +410,10 @@ class ConnectorWorker:
         self._report_if_over(offer)
 
     def _grow(self, offer: _SavedPrompt, grow: Grow, ready: DeviceEvent | None) -> None:
-        """Add newly computed tokens and their blocks to the lease of a flowing prompt, unless the lease has ended."""
+        """Add newly computed tokens, and their blocks, to the lease of a prompt that is read while it is computed.
+
+        If the lease has ended, do nothing.
+        """
         if (lease := offer.open_lease) is None:
             return
         try:

@@ -13,13 +13,16 @@ from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 INTRODUCTION = "kvflow"
-"""Key of the introduction in a prefill rank's registration, and in the answer to a question about that rank."""
+"""Key, in a prefill rank's registration and in answers about the rank, of kvflow's tickets that name the rank."""
 
 _Place = tuple[int, int, int, int]
 
 
 class KVFlowBootstrapServer(CommonKVBootstrapServer):
-    """SGLang's bootstrap server; it also stores the introduction of each prefill rank, by (DP, CP, TP, PP) rank."""
+    """SGLang's bootstrap server, which also stores kvflow's tickets that name each prefill rank.
+
+    The tickets (the rank's introduction) are stored by the rank's (DP, CP, TP, PP) indexes.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._introductions: dict[_Place, Any] = {}

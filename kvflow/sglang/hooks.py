@@ -1,8 +1,8 @@
 """Hooks in SGLang's schedulers, for three things that SGLang's interface for transfer backends lacks.
 
-- A server that refuses a prompt makes no sender or receiver for the prompt, so the other server would wait in vain. -
-Neither senders nor receivers get the tokens of a prompt, which the two servers have to compare. - A decode server frees
-the pages of a failed request after 30 s, whether or not reads into them have stopped.
+- A server that refuses a prompt makes no sender or receiver for the prompt, so the other server would wait in vain.
+- Neither senders nor receivers get the tokens of a prompt, which the two servers have to compare.
+- A decode server frees the pages of a failed request after 30 s, whether or not reads into them have stopped.
 """
 
 from __future__ import annotations

@@ -240,7 +240,8 @@ class KVFlowManager(CommonKVManager):
     def hold(self, room: int, address: str, loads: list[Load]) -> None:
         """Keep the pages of a failed request until no byte can land in them.
 
-        `room` is the request's room, `address` its prefill server, and `loads` are its loads that are not safe yet.
+        `room` is the request's room, `address` its prefill server, and `loads` are its loads that may still write
+        there.
         """
         self._held.setdefault(int(room), []).extend(loads)
         logger.warning(
@@ -276,7 +277,7 @@ class KVFlowManager(CommonKVManager):
     def opens(self, room: Room, sender: Any) -> Answer:
         """Add a new request of the prefill server, with its sender, and return its `Answer`.
 
-        It answers the first request of a decode server in the room that has no answer yet, now or when that request
+        The request answers the decode server's first request in the room that has no answer yet, now or when that
         comes.
         """
         with self._rooms_lock:
@@ -365,8 +366,8 @@ async def _ranks_of(address: str) -> list[dict[str, Any]]:
 class _Pool:
     """One of a rank's pools, and the runtime that transfers its items.
 
-    If ranks may read part of an item (`Buffers.cut`), the ranks of a server form one kvflow engine. If not, each rank
-    is an engine by itself, from which whole items are read.
+    If the other server may have another tensor-parallel size (`Buffers.cut`), the ranks of a server form one kvflow
+    engine. If not, each rank is an engine by itself, from which whole items are read.
     """
 
     def __init__(self, buffers: Buffers, model_heads: int, producer: bool, secret: str) -> None:

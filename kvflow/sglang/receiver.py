@@ -51,9 +51,9 @@ class KVFlowReceiver(CommonKVReceiver):
             self.refuse(unfit)
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Look up the ranks of the prefill server, in data-parallel rank `prefill_dp_rank`.
+        """Look up the ranks of the prefill server that belong to data-parallel rank `prefill_dp_rank`.
 
-        If their introductions are invalid, only this request fails.
+        If kvflow's tickets that name these ranks are invalid, only this request fails.
         """
         try:
             super().init(prefill_dp_rank)
@@ -88,7 +88,7 @@ class KVFlowReceiver(CommonKVReceiver):
     def _problem(self) -> str | None:
         """Return why this server cannot read the prefill server's pools; None if it can.
 
-        The prefill ranks' introductions and the tensor-parallel sizes show it.
+        It depends on the number of pools on each prefill rank, and on both tensor-parallel sizes.
         """
         pools = self.kv_mgr.pools
         for info in self.bootstrap_infos:
@@ -169,7 +169,7 @@ class KVFlowReceiver(CommonKVReceiver):
 
     @property
     def _whole(self) -> dict[str, Any]:
-        """Bootstrap entry of the prefill rank from which pools without a division by heads are read."""
+        """Entry in `bootstrap_infos` of the one prefill rank from which pools with `Buffers.cut` False are read."""
         return next(info for info in self.bootstrap_infos if not info["is_dummy"])
 
     def _poll(self) -> Any:

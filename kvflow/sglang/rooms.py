@@ -124,7 +124,7 @@ class Answer:
 
 
 class Rooms:
-    """All requests of a prefill server and of its decode servers that have not ended, in pairs or still without one."""
+    """All requests of a prefill server and of its decode servers that have not ended, paired or not."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -176,7 +176,8 @@ class Rooms:
     def answer(self, room: int, now_s: float) -> Answer:
         """Add a request of the prefill server to `room`, and return it.
 
-        It answers the room's first request of a decode server that has no answer, now or when that request comes.
+        The request answers the decode servers' first request in the room that has no answer yet, now or when that
+        comes.
         """
         self._forget_leftovers(room, now_s)
         answer = Answer(room, now_s)

@@ -70,7 +70,7 @@ class DeadlineProof:
 
     kind = "deadline"
     grows = looking = over = failed = False
-    """All False, as `SealProof` has these fields: no seal is looked at, and a stock producer reports nothing."""
+    """Always False. `SealProof` has these fields; a stock producer has no seal, and reports nothing before the end."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class DeadlineProof:
         """
         self.request_id, self.agent = request_id, agent
         self.asked = True
-        """Always True, as there is no seal to fetch."""
+        """Always True, so that no seal is fetched: a stock producer has none."""
         self.seen_s = -math.inf
         self.bound_s = arrived_s + terms.lease_s - terms.router_s
         """Time on this engine's clock until which the producer holds the blocks, as far as is known."""

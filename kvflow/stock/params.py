@@ -176,9 +176,9 @@ def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> in
 
 
 def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> Sequence[int] | None:
-    """Return the ids that are needed of `ids`, which ends with the prompt's last block.
+    """Return the part of the block table `ids` that the ticket's tokens need.
 
-    None if its length is impossible.
+    `ids` ends with the prompt's last block. None if the length of `ids` is impossible.
     """
     size, tokens = facts.block_size, ticket.num_tokens
     first, behind = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size) - len(ids)

@@ -33,11 +33,14 @@ class ReaderText(NamedTuple):
 
     request_ids: tuple[str, ...]
     readers: int = 0
-    """Number of readers that this rank has for the request, as one that has read says; 0 for a heartbeat."""
+    """How many readers of this rank will report the request as read, as the notification states; 0 for a heartbeat."""
 
 
 def is_text(payload: bytes) -> bool:
-    """Return True if a notification can only be from a stock reader, since kvflow's begin with another byte."""
+    """Return True if a notification can only be from a stock reader.
+
+    kvflow's own notifications begin with a byte that no text of a stock reader begins with.
+    """
     return not payload or payload[0] not in _ARRAYS
 
 

@@ -44,7 +44,7 @@ def spreads_samples(vllm_config: VllmConfig) -> bool:
 
 
 def sharing_of(request_id: str, *, spread: bool) -> Sharing:
-    """Return whether `request_id` may share its ticket with other requests, which its form shows.
+    """Return whether a request may share its ticket with other requests, as the form of `request_id` shows.
 
     vLLM turns n samples of a prompt into requests "0_ID" to "n-1_ID" with the same ticket. `spread`: the samples may be
     on several engines, each with its own scheduler; then only the engine of sample 0 uses the ticket. If a request has

@@ -113,8 +113,8 @@ class KVFlowNews(KVConnectorWorkerMetadata):
     found: Mapping[str, tuple[Ticket, ...]] = field(default_factory=dict)
     """Tickets for prefixes that peers offer, by the id of the request that waits for the answer."""
     refused: tuple[tuple[str, PromptMismatch], ...] = ()
-    """Requests, with errors, for which a load found the same tokens but other pictures, adapter or salt: they must
-    fail."""
+    """Ids and errors of requests that must fail: the load found the same tokens, but other pictures, adapter or
+    salt."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowNews:
         others = cast(KVFlowNews, other)

@@ -50,7 +50,10 @@ _FP8 = {
 
 @dataclass(frozen=True)
 class Group:
-    """A group of layers in vLLM that is transferred. `at` is the index of its block table among those of a request."""
+    """A group of layers in vLLM that is transferred.
+
+    `at` is the index of its block table among a request's block tables.
+    """
 
     at: int
     specs: Mapping[str, KVCacheSpec]

@@ -14,4 +14,4 @@ __all__ = ["NixlConnector"]
 
 
 class NixlConnector(KVFlowConnector):
-    """KVFlowConnector under another name."""
+    """KVFlowConnector under the name of vLLM's own NixlConnector."""

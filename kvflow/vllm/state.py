@@ -2,7 +2,8 @@
 
 vLLM stores a slot as bytes: the last inputs of a convolution, the recurrent state, then padding. For the kinds of state
 that vLLM defines itself, this module knows which bytes belong to which head, so engines with different tensor-parallel
-sizes can exchange them. For other kinds a rank's slot moves whole, and both engines need the same tensor-parallel size.
+sizes can exchange them. For other kinds a rank's slot is transferred whole, and both engines need the same
+tensor-parallel size.
 """
 
 from __future__ import annotations
