@@ -142,7 +142,7 @@ def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Ite
 
 
 class ChildCaller:
-    """A rank with one method, `call`, which calls a function in the child process, and awaits its result if needed."""
+    """A rank with one method, `call`, which calls any function in the child process and awaits a coroutine's result."""
 
     async def call(self, function: Callable[..., Any], *arguments: object) -> Any:
         result = function(*arguments)

@@ -43,7 +43,9 @@ def current_traceparent() -> str:
 
 
 def _attributes(record: LoadRecord | LeaseRecord, *names: str) -> dict[str, str | int]:
-    """Return a span's attributes: engine id, rank numbers, request id, outcome, blocks, and `names` of the record."""
+    """Return a span's attributes: engine id, rank numbers, request id, outcome, blocks, and the fields `names`
+    of the record.
+    """
     return {
         "kvflow.engine": record.engine_id,
         **{f"kvflow.{name}_rank": number for name, number in record.rank._asdict().items()},

@@ -50,7 +50,7 @@ def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") 
 
 
 def key_state(salt: bytes) -> hashlib.blake2b:
-    """Return the running hash of a prompt before its first token; its digest after some tokens is the key of these.
+    """Return the hash state of an empty prompt. After updates with `token_bytes`, its digest is the tokens' key.
 
     Raise RequestError if `salt` is not bytes, or is too long.
     """
@@ -62,5 +62,8 @@ def key_state(salt: bytes) -> hashlib.blake2b:
 
 
 def token_bytes(tokens: Sequence[int], what: str) -> bytes:
-    """Return `tokens` as little-endian 64-bit integers, the bytes that keys hash. Raise RequestError if one is not."""
+    """Return `tokens` as little-endian 64-bit integers, the bytes that keys hash. Raise RequestError if one is no int.
+
+    `what`: name of the tokens in the error message.
+    """
     return whole_numbers(tokens, what).astype(_TOKEN, copy=False).tobytes()

@@ -18,7 +18,7 @@ class LoadRates:
         self._s_per_token = Latest[str, float](_ENGINES_MAX)
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
-        """Update the rate of the engine that a load read from. `ticket`: the load's ticket, or first of several."""
+        """Update the rate of the engine that a load read from. `ticket`: the load's ticket, or the first of several."""
         if not report.tokens:
             return
         engine_id, seconds = ticket.engine_id, report.total_s

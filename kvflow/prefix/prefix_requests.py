@@ -33,8 +33,8 @@ class PrefixRequest:
     """Request to fill `block_ids` with the longest beginning of a prefix that one of `peers` has in its cache.
 
     `keys` are `prefix_keys` of the prompt, one for each `key_tokens` tokens; the best `key_tokens` is the block size of
-    the local cache. Each of `peers` is the address of one of the engine's ranks ("tcp://host:port"), a `PeerAddress`,
-    or any ticket of the engine. At most 64 peers are asked, all at once.
+    the local cache. Each of `peers` is the address of one of the peer's ranks ("tcp://host:port"), a `PeerAddress`,
+    or any ticket of the peer. At most 64 peers are asked, all at once.
 
     `block_ids` are the local blocks for the tokens from `cached_tokens` on, in prompt order, exactly as many as the
     tokens of all keys take; otherwise RequestError gives both numbers. For a cache of several groups, give one list for
@@ -58,7 +58,7 @@ class PrefixRequest:
     """Event after which the device no longer touches the local blocks, as in `LoadRequest.after`. If None, the device
     must not be using them."""
     recompute_s_per_token: Seconds | None = None
-    """Seconds that the local engine takes to compute one token. A prefix is not pulled if to compute it should be
+    """Seconds that the local engine takes to compute one token. A prefix is not pulled if computing it should be
     faster, by the measured rate of its holder; a holder that was never read from is tried. None: any prefix is pulled.
     """
     rest: Ticket | Mapping[str, Any] | None = None
@@ -88,13 +88,13 @@ class PrefixOffer:
     round_trip_s: float
     """Seconds from the question to the answer."""
     pull_s: float | None = None
-    """Expected seconds of reading the prefix, by the holder's measured rate; None if it was never read from."""
+    """Expected seconds of reading the prefix, by the holder's measured rate; None if the holder was never read from."""
     compute_s: float | None = None
     """Expected seconds of computing the same tokens here; None if `PrefixRequest.recompute_s_per_token` is None."""
 
     @property
     def pays(self) -> bool:
-        """False if to compute the tokens here should be faster than to read them from the holder."""
+        """False if computing the tokens here should be faster than reading them from the holder."""
         return self.pull_s is None or self.compute_s is None or self.pull_s <= self.compute_s
 
 
@@ -126,7 +126,7 @@ class PrefixReport:
     """Reports of the loads that have filled the blocks: first that of the prefix, then that of `PrefixRequest.rest`, as
     far as they took place."""
     pull_s: float | None
-    """Expected seconds of reading the prefix, by its holder's measured rate; None if it was never read from."""
+    """Expected seconds of reading the prefix, by its holder's measured rate; None if the holder had no rate yet."""
     compute_s: float | None
     """Expected seconds of computing the prefix here; None if `PrefixRequest.recompute_s_per_token` is None."""
 
@@ -146,9 +146,9 @@ class PrefixStatistics(PartStatistics):
     tokens: int
     bytes: int
     failed_sources: int
-    """Number of offers from which a load failed, or which had no proof at its end that they were still leased."""
+    """Number of holders from which an offered prefix could not be read, or not proven to be leased to the last byte."""
     declined: int
-    """Number of offers that were not loaded because to compute the tokens was expected to be faster."""
+    """Number of offers that were not loaded because computing the tokens was expected to be faster."""
     sharing: SharingStatistics | None
     """Statistics of the shared prefix cache, which begin at 0 with each `Prefixes.share`; None if none is shared."""
 

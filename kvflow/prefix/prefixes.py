@@ -66,8 +66,8 @@ class Prefixes(Part):
             A handle that takes blocks back (`SharedPrefixes.reclaim`) or ends the sharing (`SharedPrefixes.close`).
 
         Raises:
-            UsageError: `cache` is no PrefixCache, the runtime is a consumer or shares a cache already, no runtime with
-                a registered KV cache has this part, or this is not the runtime's event loop.
+            UsageError: `cache` is no PrefixCache, the runtime is a consumer or shares a cache already, this object is
+                not in the `parts` of a runtime with a registered KV cache, or this is not the runtime's event loop.
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
         """
         registered = self._owner.require("share")
@@ -96,7 +96,8 @@ class Prefixes(Part):
         Raises:
             RequestError: the request is invalid.
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
-            UsageError: no runtime with a registered KV cache has this part, or this is not the runtime's event loop.
+            UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
+                runtime's event loop.
         """
         cache, questions = self._require("seek")
         checked = checked_prefix_request(request, "seek", cache.config.limits)

@@ -88,7 +88,7 @@ class Pull:
     async def _load_prefix(self) -> list[LoadReport]:
         """Load the prefix from the holders with most tokens; if they fail, from those with fewer.
 
-        No load begins after the deadline: a load may overrun it by `cancel_grace_s`, and a pull only once by that.
+        A load may overrun the deadline by `cancel_grace_s`. No load begins after it, so a pull overruns it only once.
         """
         with ExitStack() as kept:
             for spare in self._search.holders:
@@ -107,7 +107,7 @@ class Pull:
     async def _best(self) -> list[Holder]:
         """Return the holders to load from next, the best first, all with equally many tokens.
 
-        Holders are left out if to compute the tokens should be faster.
+        Holders are left out if computing the tokens should be faster than reading from them.
         """
         while alike := await self._search.best(self._tried, self._answers_end_s):
             del alike[TICKETS_MAX:]
@@ -227,7 +227,10 @@ class Pull:
         return last
 
     def _pays(self, one: Holder) -> bool:
-        """Return True if to read from a holder should be faster than to compute the tokens. If not, set its `why`."""
+        """Return False if computing the tokens should be faster than reading from a holder, and say so in `Holder.why`.
+
+        Return True if the holder's rate is not known.
+        """
         offer = one.offer
         if not offer.pays:
             one.why = f"it takes {offer.pull_s:.3g} s from there, and {offer.compute_s:.3g} s to compute"
@@ -235,7 +238,7 @@ class Pull:
         return offer.pays
 
     def _report(self, loads: Sequence[LoadReport]) -> PrefixReport:
-        """Return the report of the pull, of which `loads` have succeeded, and add its tokens to the counts."""
+        """Return the report of the pull and its successful `loads`. Add the tokens that were read to the counts."""
         request, taken = self._request, self._taken
         judged = taken or (self._tried[-1] if self._tried else None)
         pulled = 0 if taken is None else taken.offer.num_tokens - request.cached_tokens
@@ -261,7 +264,7 @@ def _tickets(holders: Sequence[Holder]) -> list[Ticket]:
 
 
 async def _settled(load: Load, within_s: float) -> bool:
-    """Wait until no byte can land in the blocks of a failed load. Return False if that is not so within `within_s`."""
+    """Wait until no byte can land in the blocks of a failed load. Return False if that takes more than `within_s`."""
     if load.safe:
         return True
     try:

@@ -69,7 +69,7 @@ class PrefixQuestions:
         self._names: Latest[str, PeerAddress] = Latest(_NAMES_MAX)
         """Engine and rank that listen at an address, by the address as requests give it."""
         self._unanswered: dict[str, tuple[float, float]] = {}
-        """Oldest unanswered question to each peer: the loop's time when it was sent, and how many seconds it had."""
+        """Oldest unanswered question to each peer: when it was sent (loop time), and how many seconds it might take."""
 
     def close(self) -> None:
         """Cancel all questions. Searches then report that the engine has not answered in time."""
@@ -203,7 +203,10 @@ class PrefixQuestions:
         return engine._replace(connection=connection)
 
     def _check(self, ticket: Ticket, at: Address) -> None:
-        """Raise ProtocolError if `ticket` names blocks of the rank at `at` that the rank's cache does not have."""
+        """Raise ProtocolError if `ticket` names blocks of the rank at `at` that the rank's cache does not have.
+
+        Raise LeaseExpired if the rank has registered its cache again.
+        """
         peer, lease = self._peers.get(at), ticket.find(at.rank)
         if peer.current is not None and lease is not None:
             self._reach.told(ticket, peer, peer.current, lease, lease.block_tables or ticket.block_tables)

@@ -17,7 +17,7 @@ PREFIX_OF = "kvflow-prefix/"
 
 
 class SeekRequest(messages.ReaderRequest, frozen=True, kw_only=True, tag="seek"):
-    """Asks a rank for the longest beginning of a prefix that is in its cache now. The `LeaseAnswer` leases it."""
+    """Asks a rank for the longest beginning of a prefix that is in its cache now. The reply leases these blocks."""
 
     request_id: RequestName
     """Request id of the wanted lease, without `PREFIX_OF`. All ranks of an engine are asked with the same id."""

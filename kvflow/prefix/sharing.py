@@ -278,7 +278,10 @@ class SharedPrefixes:
         self._over(opened)
 
     def _tokens_in(self, blocks: int) -> int:
-        """Return a number of tokens so small that their prefix takes at most `blocks` blocks over all groups."""
+        """Return a number of tokens so small that a prefix of this length takes at most `blocks` blocks.
+
+        The blocks of all groups of layers are added up.
+        """
         whole = [group.block_size for group in self._groups if group.whole] or [1]
         rest = sum(group.blocks_needed(group.window + 1) for group in self._groups if not group.whole)
         return max(blocks - rest, 0) * min(whole) // len(whole)

@@ -83,7 +83,7 @@ class PatternCache:
             first_slot: Slots of each block before this index are not checked.
 
         Raises:
-            AssertionError: An element differs. The message names the first place.
+            AssertionError: An element differs. The message names the block and slot of the first one.
         """
         ids = self._ids(block_ids)
         for layer, part in self._regions():

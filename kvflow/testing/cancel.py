@@ -116,7 +116,10 @@ def _run(make_scenario: Scenario, last: int, what: str) -> _Moments:
 
 
 async def _cancel_at(make_scenario: Scenario, last: int, what: str) -> _Moments:
-    """Run the scenario once and cancel its coroutine at moment number `last`, unless it ends earlier."""
+    """Run the scenario once, and cancel its coroutine at moment number `last`, unless it ends earlier.
+
+    Return the counter of its moments.
+    """
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     moments: _Moments | None = None

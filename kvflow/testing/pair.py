@@ -137,7 +137,7 @@ class Pair(Generic[TransportT]):
             remote_ids: Offered blocks of the producer, all full.
 
         Raises:
-            AssertionError: An element is wrong. The message names the first place.
+            AssertionError: An element is wrong. The message names the block and slot of the first one.
         """
         assert_loaded(self.consumer.cache, local_ids, self.producer.cache, remote_ids)
 

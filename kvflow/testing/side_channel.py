@@ -35,7 +35,7 @@ async def own_host(config: Config) -> str:
 
 
 class Exchange:
-    """The listeners of one process, by their addresses."""
+    """All side-channel listeners in one process, by their addresses."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, InprocListener] = {}
@@ -112,8 +112,8 @@ class InprocListener:
 class InprocSideChannel:
     """A `runtime.channel.protocol.SideChannel` without sockets.
 
-    The function `send(address, frames, answered)` delivers a question to the listener at `address`, and later sets the
-    answer as the result of `answered`. The default delivers at once.
+    The argument `send` is a function `send(address, frames, answered)`, which delivers a question to the listener at
+    `address` and later sets the answer as the result of `answered`. The default delivers at once.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ class Network:
         return transport
 
     def detach(self, host: SimHost) -> None:
-        """Remove the agents and listeners of a host after its process died. Its memory can no longer be read."""
+        """Remove the agents and listeners of a host after its process died. Peers can no longer read the memory."""
         for agent in host.agents:
             self.agents.agents.pop(agent.name, None)
             self.agents.closed.pop(agent.name, None)

@@ -31,7 +31,7 @@ class Weather:
     late_s: float = 0.0
     """Upper bound of the additional delay of a late notification."""
     unanswered_share: float = 0.0
-    """Probability that a question on the side channel is lost, and again that its answer is."""
+    """Probability that a question on the side channel is lost, and separately that its answer is lost."""
     garbled_share: float = 0.0
     """Share of answers that cannot be decoded, or are of another kind than the question asks for."""
     poll_s: float = 0.0

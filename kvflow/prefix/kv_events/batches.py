@@ -62,7 +62,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Blocks that a prefix cache has removed from one medium and one group."""
+    """Blocks that a prefix cache has removed from one kind of memory and one cache group."""
 
     block_hashes: _Hashes
     medium: str | None = None
@@ -70,7 +70,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Removal of all blocks from a prefix cache, or of all its blocks on one medium."""
+    """Removal of all blocks from a prefix cache, or of all its blocks in one kind of memory."""
 
     medium: str | None = None
     """Kind of memory that was cleared; None if all were."""

@@ -55,9 +55,9 @@ class _Block:
 class _Cached:
     """The blocks of one engine.
 
-    An engine may hold several copies of a block in one place, and publishes an event for each copy that it stores or
-    removes. `copies` counts the copies in places with more than one. `leaves` are the blocks that no other block
-    follows, the oldest first.
+    An engine may hold several copies of a block in one place (medium, cache group and the engine's hash of the block),
+    and publishes an event for each copy that it stores or removes. `copies` counts the copies in places with more than
+    one. `leaves` are the blocks that no other block follows, the oldest first.
     """
 
     def __init__(self, media: Collection[str | None]) -> None:
@@ -95,7 +95,7 @@ class _Cached:
         return block
 
     def _leave(self, place: _Place) -> None:
-        """Remove a place from its block, and the block if that was its last place."""
+        """Forget that a block is in `place`. If this was the block's last place, forget the block."""
         self.copies.pop(place, None)
         block = self.places.pop(place, None)
         if block is not None:
@@ -135,7 +135,7 @@ class _Cached:
         return next((self.places[place] for place in places if place in self.places), None)
 
     def forget_oldest(self) -> None:
-        """Forget the leaf that was stored longest ago; the block before it may become a leaf."""
+        """Forget the block that was stored longest ago, of the blocks that no other block follows."""
         key = next(iter(self.leaves), None) or next(reversed(self.blocks))
         for place in self.blocks[key].places:
             self._leave(place)
@@ -152,7 +152,7 @@ class _Cached:
                 self.leaves.move_to_end(parent.key, last=False)
 
     def tokens(self, keys: Sequence[bytes], key_tokens: int) -> int:
-        """Return the number of tokens up to the last key for which its block and every earlier block are known."""
+        """Return how many tokens of a prefix the engine has: up to the last key with only known blocks up to it."""
         have, stride = 0, math.lcm(key_tokens, self.block_tokens)
         for end, key in enumerate(keys, 1):
             block = self.blocks.get(key)
@@ -311,7 +311,7 @@ class PrefixMap:
 
 
 def _medium_of(event: KVEvent) -> str:
-    """Return the kind of memory that an event is about, `_DEVICE` if it names none."""
+    """Return the medium (kind of memory) of an event, "GPU" if the event names none."""
     return _DEVICE if event.medium is None else event.medium
 
 
