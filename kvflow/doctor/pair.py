@@ -56,7 +56,7 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
 
 
 def _advice(given: str, problem: Exception) -> str:
-    """Return advice for `problem`, with which an engine was asked for metadata. `given`: ENGINE_ID@tcp://host:port."""
+    """Return advice after asking the engine `given` (ENGINE_ID@tcp://host:port) for its metadata raised `problem`."""
     match problem:
         case ConfigError():
             return "give ENGINE_ID@tcp://host:port as tickets name them"

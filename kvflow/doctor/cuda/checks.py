@@ -169,7 +169,7 @@ def check_nearness(name: str, host: Host, cuda: Cuda) -> Finding:
 def check_ordering(name: str, host: Host, cuda: Cuda) -> Finding:
     """Check the order of RDMA writes: once the host sees that a read has ended, GPU kernels must see its bytes.
 
-    A load ends at that moment.
+    A load ends when the host sees the end of its last read.
     """
     ordering = cuda.writes_ordering
     if ordering is None:

@@ -72,7 +72,7 @@ def _cuda(text: str) -> tuple[int, int] | None:
 
 
 def read_nvlinks(text: str) -> dict[int, int]:
-    """Parse the output of `nvidia-smi nvlink --status`. Return the number of active NVLinks by GPU number."""
+    """Parse `nvidia-smi nvlink --status`. Return the number of active NVLinks (0 or more) by GPU number."""
     found: dict[int, int] = {}
     device = -1
     for line in text.splitlines():
