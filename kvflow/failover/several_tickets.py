@@ -1,6 +1,6 @@
 """Loads that survive a failed source: sources are read one after the other, until one has delivered the whole prompt.
 
-Such a load has several tickets for one prompt, or gets another one by `LoadRequest.again`.
+The load has several tickets for one prompt, or gets another one by `LoadRequest.again`.
 
 Each attempt is an ordinary load into the same local blocks, by the ordinary steps. Bytes count only under the seals of
 the one source that delivered all bytes. An attempt begins when no byte of the previous attempt can land. The blocks

@@ -39,7 +39,7 @@ _SPEED_SHARE = 0.25  # weight of a new measurement in the average
 
 
 def begin(cache: RegisteredCache) -> Growing:
-    """Return the `Growing` of one registered cache."""
+    """Return the object that reads growing leases into one registered cache."""
     return Growing(cache)
 
 
@@ -55,7 +55,7 @@ class Growing:
         """Number of loads of growing leases that have begun."""
 
     def follow(self, load: Load, sources: Sequence[Source], matched: Matched) -> None:
-        """Begin to ask the ranks of `sources` about their leases, for a load that needs more than their seals say.
+        """Begin to ask the ranks of `sources` for what seals do not say: more block ids, payload, end of a lease.
 
         Sets `load.lease_news`. Raises RuntimeUnavailable.
         """
@@ -303,7 +303,7 @@ class Frontier:
 
     @property
     def unvouched(self) -> bool:
-        """True if more tokens have landed than were reported."""
+        """True if more tokens have landed than were reported to the load."""
         return self._upto > self._told
 
     def note_landed(self, one: PromptSpan, now_s: float) -> None:

@@ -1,8 +1,8 @@
 """Loads through buffers: scratch memory, or host blocks that stand for blocks of a device.
 
-A load is cut into spans of the prompt, each of whole blocks on both sides. Each span becomes a copy group
-(`flight.CopyGroup`): it takes the buffers that it needs, reads from every rank, and is copied when all of its reads
-have landed. While one group is copied, others are read.
+A load is cut into spans of the prompt. A span has whole local blocks, and whole blocks of the peer. Each span becomes
+a copy group (`flight.CopyGroup`): it takes the buffers that it needs, reads from every rank, and is copied when all of
+its reads have landed. While one group is copied, others are read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logger_of(__name__)
 
 
 def begin(cache: RegisteredCache) -> Buffered:
-    """Return the `Buffered` of one registered cache."""
+    """Return the object that reads loads through buffers into one registered cache."""
     return Buffered(cache)
 
 
@@ -117,7 +117,10 @@ class Buffered:
     async def _grouped(
         self, parts: Sequence[SourcePart], tables: Sequence[BlockIds], head_of: HeadOf
     ) -> AsyncGenerator[CopyGroup, None]:
-        """Yield a copy group for each span of a load, in prompt order. A group takes its buffers just before that."""
+        """Yield a copy group for each span of a load, in prompt order.
+
+        Take a group's buffers just before yielding it.
+        """
         lanes = [self._lane(some, at, tables[at]) for at, some in by_group(parts)]
         for one in heapq.merge(*(lane.rest() for lane in lanes), key=STOP_TOKEN):
             yield await self.group(one, head_of)
@@ -186,7 +189,7 @@ class Buffered:
 
 
 def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Chunks:
-    """Return `chunks` with local block `local_ids[i]` replaced by host block `host_ids[i]`, if there are any."""
+    """Return `chunks` with local block `local_ids[i]` replaced by host block `host_ids[i]`. None: no change."""
     if host_ids is None or not len(chunks):
         return chunks
     order = np.argsort(local_ids)

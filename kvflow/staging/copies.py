@@ -224,7 +224,7 @@ def _pieces_or_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *,
 def _by_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather: bool) -> Copy:
     """Return a function that gathers blocks on the device and copies them to the host run by run, or the reverse.
 
-    The bounce memory on the device makes copies over the bus dense: only these are fast.
+    On the device the blocks pass through dense bounce memory, because only dense copies over the bus are fast.
     """
     import torch
 

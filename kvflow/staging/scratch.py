@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 class Scratch:
     """A few scratch buffers of equal size on the cache's device.
 
-    A buffer is allocated and registered when it is first taken, or earlier by `prepare` if memory will be scarce later.
+    A buffer is allocated, and registered with the transport, when it is first taken. `prepare` does this earlier, if
+    memory will be scarce later.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Storage: a part that saves blocks to files and restores them, `Runtime(config, parts=[Storage("blocks")])`.
+"""Saves blocks to files and restores them. An optional part: `Runtime(config, parts=[Storage("blocks")])`.
 
-storage           the part and its methods                  store         saves and restores of one registration
-storage_requests  requests, reports and statistics          stored_cache  the cache as moves touch it, and its digests
+storage           the part and its methods                  store         saves and restores of one registered cache
+storage_requests  requests, reports and statistics          stored_cache  the memory that moves touch, and its digests
 store_transfer    one save or restore, moved by a flight    files         the thread that moves bytes; posix: over NIXL
 disk              the directory and its files, by system calls on that thread
 entry, index, placing: format of a file, list of entries, places of blocks in a file; without I/O

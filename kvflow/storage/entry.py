@@ -27,7 +27,7 @@ VERSION = 1
 _MAGIC = b"kvfentry"
 _PREFIX = struct.Struct("<8sIIQ")
 PREFIX_BYTES = _PREFIX.size
-"""Size of the first part of a file, which says how long the header is."""
+"""Size of the bytes at the start of a file that say how long the header is."""
 _ALIGNMENT = 4096
 _BODY_BYTES_MAX = 8 << 20
 """Size of the largest header: it has room for the digests of a million layers."""

@@ -180,7 +180,7 @@ class Files:
         self._under_way.add(move)
 
     async def aclose(self, last_job: Callable[[], None]) -> None:
-        """Wait until no move is under way, then run `last_job` on the I/O thread, and close the mover and the thread.
+        """Wait until no move is under way, then run `last_job` on the I/O thread, close the mover and end the thread.
 
         Closing twice is fine.
         """
@@ -255,7 +255,7 @@ class Files:
         return True
 
     def _settle_lost(self) -> None:
-        """Have the mover stop the lost moves. No other move is under way."""
+        """Have the mover stop the lost moves, and report those that have stopped. Called while no other move runs."""
         settled = self.mover.settle()
         if settled is Settled.STOPPED:
             for move in self._lost:

@@ -49,10 +49,7 @@ class StoreIndex:
         return len(self._entries)
 
     def drop_all(self, names: Collection[str] | None) -> list[Entry]:
-        """Drop the entries called `names`; None: all entries.
-
-        Entries set aside count, too. Return the dropped entries.
-        """
+        """Drop the entries called `names`, or all entries if None, even those set aside. Return the dropped entries."""
         found = [*self._entries] if names is None else [name for name in names if name in self._entries]
         dropped = [self._entries[name] for name in found]
         for entry in dropped:
@@ -101,7 +98,7 @@ class StoreIndex:
     def set_aside(self, entry: Entry) -> bool:
         """Set aside an entry with a file that could not be read: it is not found, and is evicted first.
 
-        Return False if it was dropped or set aside before.
+        Return False, and do nothing, if the entry was dropped or set aside before.
         """
         if entry.dropped or entry.aside:
             return False

@@ -20,7 +20,7 @@ from kvflow.transport.base import TransportError
 
 
 def make_files(config: Config, name: str) -> Files:
-    """Make the store's thread and its mover for the transport that `config` names. They are not opened yet.
+    """Return the store's I/O thread, not opened yet, with the mover for the transport that `config` names.
 
     Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`. Ends when no file is moved; then its
     folder is free. If it dies, saves and restores under way fail, and their blocks stay leased or quarantined.

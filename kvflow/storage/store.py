@@ -4,9 +4,9 @@ A save leases its blocks, computes their digests, makes room, moves the bytes, a
 claims its blocks as a load does and fills them from the file. It succeeds only if their digests are those that were
 saved. So bytes that were changed anywhere in between, on disk or on the way, are never reported as good.
 
-A transfer is over when its blocks are safe and its file is closed. Its caller waits for that, but no longer than
-`cancel_grace_s`: then the transfer outlives the call, and its flight has quarantined its blocks if bytes may still land
-in them.
+A transfer (a save or a restore) is over when no byte can land in its blocks and its file is closed. Its caller waits
+for that, but no longer than `cancel_grace_s`: then the transfer outlives the call, and its flight has quarantined its
+blocks if bytes may still land in them.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class BlockStore:
 
     @property
     def quarantines(self) -> tuple[StoreTransfer, ...]:
-        """Restores that have ended while their blocks are not safe yet."""
+        """Restores that have ended while bytes may still land in their blocks."""
         return tuple(transfer for transfer in self._under_way if transfer.quarantined)
 
     def has(self, key: object) -> bool:

@@ -1,4 +1,4 @@
-"""One save or restore. A flight moves its bytes as those of a load, but posts to the store's thread, not to a poller.
+"""One save or restore. A flight moves the bytes, like those of a load, but by the store's I/O thread.
 
 A lost move (`storage.files`) makes the transfer fail at once. It counts as under way until it is known to have stopped,
 so the flight keeps its blocks and its permit until then.
@@ -44,7 +44,7 @@ def opened_file() -> Source:
 class StoreTransfer:
     """A save or restore under way. Also the `quarantine` of a restore that has ended while bytes may still land.
 
-    The flight claims the blocks of a restore. The blocks of a save are leased until the flight is safe, and are not
+    The flight claims the blocks of a restore. The blocks of a save are leased until all moves have stopped, and are not
     written. A transfer is over when its blocks are given back and its file is closed.
     """
 
@@ -60,7 +60,7 @@ class StoreTransfer:
         files: Files,
         deadline_s: float,
     ) -> None:
-        """Claim the blocks. Raises BlocksBusy.
+        """Claim the blocks to fill, or lease the blocks to save. Raises BlocksBusy.
 
         Args:
             request: the request, checked.

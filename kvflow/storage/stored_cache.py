@@ -60,7 +60,7 @@ class StoredCache:
         self.fingerprint = fingerprint_of(facts)
 
     async def moves(self, transfer: StoreTransfer, fd: int, start: int) -> AsyncGenerator[CopyGroup, None]:
-        """Yield the moves of all blocks of a transfer, span by span. A span takes its host blocks just before that.
+        """Yield the moves of all blocks of a transfer, span by span. Take a span's host blocks just before yielding it.
 
         Args:
             transfer: the save or restore.
@@ -94,7 +94,7 @@ class StoredCache:
         Every byte of the blocks in `tables` counts, even after the prompt's end. Layer sets without blocks are left
         out.
 
-        Raises CopyFailed. Cancelling stops the waiting only.
+        Raises CopyFailed. Cancelling stops only the waiting.
         """
         sums = [[0] * len(layers) for layers in self._layers]
         for span in self._spans(tables):
@@ -129,7 +129,7 @@ class StoredCache:
     async def _take(self, span: BlockSpan, *, fetched: bool) -> tuple[BlockIds, Callable[[], None] | None]:
         """Wait for host blocks for a span. Return their ids, and a callback that gives them back.
 
-        For a cache on the host return the ids of the span itself, and None. Raises CopyFailed.
+        For a cache on the host, return the ids of the span itself and None. Raises CopyFailed.
 
         Args:
             span: blocks of the cache.

@@ -67,7 +67,7 @@ def _share_of(local: LocalRank, part: messages.DigestPart) -> tuple[int, CacheSh
 
 
 def _blocks_of(group: GroupFacts, blocks: int, ticket: Ticket, part: messages.DigestPart) -> int:
-    """Return how many of a lease's `blocks` blocks, counted from the first, it takes to reach the end of `part`.
+    """Return how many of a lease's `blocks` blocks, from the first one, hold all tokens up to the end of `part`.
 
     WireError if the lease does not have all these tokens.
     """

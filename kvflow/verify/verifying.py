@@ -53,7 +53,7 @@ class NotCompared(Exception):
 
 
 def begin(cache: RegisteredCache) -> Verifying:
-    """Return the `Verifying` of one registered cache."""
+    """Return the object that verifies loads into one registered cache."""
     return Verifying(cache)
 
 
@@ -116,7 +116,7 @@ class Verifying:
     async def _compute(
         self, question: messages.DigestRequest, asked: Sequence[Digesting], reply: asyncio.Future[messages.Reply]
     ) -> None:
-        """Compute the digests of one question, and set the reply.
+        """Compute the digests that `asked` lists for `question`, and set the result of `reply`.
 
         Task `kvflow-digest <request>`: begun by a reader's question for digests of leased blocks; `limits.digests_max`
         at once. Ends when they are computed. If it fails the question is refused.
@@ -134,9 +134,9 @@ class Verifying:
             reply.set_result(messages.Digests(values=tuple(values)))
 
     def _ended(self, reader: str, reply: asyncio.Future[messages.Reply], _: asyncio.Task[None]) -> None:
-        """Callback at the end of a question's task. Refuse the question if it has no reply yet.
+        """Callback at the end of the task of a digest request. If there is no reply yet, refuse the request.
 
-        The task may have been cancelled before its first step.
+        That happens if the task was cancelled, perhaps before its first step.
         """
         self._under_way -= Counter((reader,))
         if not reply.done():
@@ -145,8 +145,8 @@ class Verifying:
     async def read(self, reader: Reader, load: Load, flight: Flight, plan: Plan) -> bool:
         """Read with `reader`, and compare with the producer's digests. If they differ, read and compare once more.
 
-        Returns True if the leases covered the whole read. Raises ChecksumMismatch if the digests differ twice, or the
-        reason why a load that must be verified cannot be. The load's blocks stay claimed all the time.
+        Returns True if the leases covered the whole read. Raises ChecksumMismatch if the digests differ twice, or
+        another error if a load with `verify=True` cannot be compared. The load's blocks stay claimed all the time.
         """
         read = partial(reader, load, flight, plan)
         try:

@@ -2,8 +2,8 @@
 
 A posted read cannot be taken back (NIXL: releasing a handle does not stop the bytes). So a load that ends early waits
 here for its posted reads, up to a bound. After that bound its blocks are quarantined, and the flight outlives the load
-until the blocks are safe (invariant I1). Blocks, connections and the words of host memory for seals are given
-back in one place, `_give_back`.
+until no further byte can land in the blocks (invariant I1). Blocks, connections and the words of host memory for seals
+are given back in one place, `_give_back`.
 
 Most reads go straight into the cache. The others go through buffers, in copy groups (`CopyGroup`): reads from one or
 several ranks and, when the last of these reads has landed, a copy on the copy thread. A running copy cannot be taken
@@ -91,7 +91,10 @@ class Flight:
         priority: int,
         resources: FlightResources,
     ) -> None:
-        """Make the flight of an admitted load. Each of `sources` has a word already, which the flight gives back."""
+        """Make the flight of a load.
+
+        `sources` have taken words of host memory (`SealSlots`), which the flight gives back.
+        """
         try:
             resources.ledger.begin_load(ids)
         except BlocksBusy:
@@ -122,7 +125,7 @@ class Flight:
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
-        """Ends when the blocks are safe, or fails when that can never be known; None until a task waits for it."""
+        """Future of the end of all reads and copies. Fails if that can never be known; None until it is needed."""
         for source in sources:
             source.connection.users += 1
 
@@ -205,10 +208,10 @@ class Flight:
         self._give_back()
 
     async def stop(self, grace_s: float) -> bool:
-        """End the flight in any state. Wait up to `grace_s` for posted reads. Return whether the blocks are safe.
+        """End the flight in any state. Wait up to `grace_s` for posted reads. Return whether all of them have stopped.
 
-        Blocks that are not safe are quarantined. Cancellation is held back here, and nowhere else: if the waiting task
-        is cancelled, CancelledError is raised at the end of the wait.
+        If not, quarantine the blocks, into which bytes may still land. Cancellation is held back here, and nowhere
+        else: if the waiting task is cancelled, CancelledError is raised at the end of the wait.
         """
         cancelled = False
         if self.state in (TransferState.PENDING, TransferState.READING):
@@ -354,7 +357,7 @@ class Flight:
             running.begun_s = min(running.begun_s, now_s)
 
     async def _permitted(self, permit: Permit) -> None:
-        """Wait until `permit` is granted, and add that time to `queued_s`."""
+        """Wait until `permit` is granted, and add the time of the wait to `queued_s`."""
         since_s, self.waits = self._resources.clock.now_s(), True
         try:
             await granted(self._resources.queue, permit)
@@ -457,7 +460,10 @@ class Flight:
         self.nudge()
 
     def _give_back(self) -> None:
-        """Give everything that was claimed back. Called once, when no further byte can land."""
+        """Give back everything that the flight has claimed.
+
+        Called once, when no further byte can land in the blocks.
+        """
         resources = self._resources
         resources.ledger.end_load(self._ids)
         resources.seal_slots.give_back(self._sources)

@@ -1,11 +1,11 @@
-"""Resources that all flights of one registration share: the poller, words that seals are fetched to, the load throttle.
+"""Resources that all flights into one registered cache share: the poller, host memory for seals, the load throttle.
 
 The `Poller` is the only task that takes events from the transport. When it ends, for whatever reason, it settles every
 flight, so no flight waits for events that nothing delivers (invariant I7). When a cache is unregistered, reads are
 settled after the transport has closed, since closing waits for them.
 
-`SealSlots` and `LoadThrottle` decide when a load may begin. A load needs a word for each seal that it fetches, and a
-burst of loads begins over many turns of the loop.
+`SealSlots` and `LoadThrottle` decide when a load may begin. A load needs a word of host memory for each seal that it
+fetches, and a burst of loads begins over many turns of the loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
 
 Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
-"""Callback for the end of a read; gets RuntimeBroken if that end can never be known."""
+"""Callback that gets the end of a read, or RuntimeBroken if it can never be known whether the read has ended."""
 
 TURN_S = 1e-3
 """Seconds in which at most `_TURN_LOADS` loads start at once; further loads wait for a later turn of the loop."""
@@ -93,7 +93,7 @@ class Poller:
                 self.settle(stopped=False)
 
     def wait_for_transport(self) -> None:
-        """Have `run` end without failing the reads under way. Close the transport, then call `settle`."""
+        """Have `run` end without failing the reads under way. The caller closes the transport, then calls `settle`."""
         self._patient = True
 
     def settle(self, *, stopped: bool) -> None:
@@ -149,7 +149,7 @@ class SealSlots:
         return True
 
     async def wait(self, sources: Sequence[Source], priority: int) -> None:
-        """Wait until each source has a word. If cancelled, give back the words, or the place in the queue."""
+        """Wait until each source has a word. If cancelled, give back the words, or leave the queue."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (priority, next(self._numbers), sources, turn))
         try:
@@ -185,8 +185,8 @@ class LoadThrottle:
     """A bound on loads that start at once: a burst starts over many turns of the loop, and never blocks the loop.
 
     Starting a load takes a tenth of a millisecond, in which nothing else runs. A single load does not wait. While many
-    reads wait to be started, no load begins, so that the loop is idle at times: the thread that starts reads gets
-    Python's lock at once from an idle loop, but only after a tenth of a second from a busy one.
+    reads wait to be posted, no load begins, so that the loop is idle at times: the thread that posts reads gets
+    Python's GIL at once from an idle loop, but only after a tenth of a second from a busy one.
     """
 
     def __init__(self, poller: Posts) -> None:
@@ -211,7 +211,10 @@ class LoadThrottle:
         return self._left >= 0
 
     async def come(self, priority: int, *, again: bool = False) -> None:
-        """Wait until the load may start. Smaller `priority` first; of equals, `again`: a load that waited before."""
+        """Wait until a load may start.
+
+        Smaller `priority` first; if equal, loads with `again`, which started once before.
+        """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._next_turn = asyncio.get_running_loop().call_soon(self._next)

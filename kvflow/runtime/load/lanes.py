@@ -110,9 +110,9 @@ class Lane:
         self._end = -(-self.tokens.stop // size) * size
         """Position after the last token of the last local block."""
         self._at = self.landed_upto = self.tokens.start // size * size
-        """Positions of the first token that was not taken (`_at`), and that has not landed (`landed_upto`)."""
+        """`_at`: position after all taken spans. `landed_upto`: position up to which all spans have landed."""
         self._landed: dict[int, int] = {}
-        """Spans that have landed ahead of `landed_upto`: position of the first token to position after the last."""
+        """Spans that landed before an earlier span: position after the last token, by position of the first token."""
 
     @property
     def done(self) -> bool:

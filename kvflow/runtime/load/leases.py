@@ -101,10 +101,10 @@ class RemoteLeases:
         self._alarm = Alarm(cache.clock, self._renew)
         self._closed = False
         self.sent = 0
-        """Renewals that were sent, counted once per lease and notification."""
+        """Number of renewals sent: one for each lease in each notification."""
 
     def keep(self, owner: object, ttl_s: float, source: Source) -> None:
-        """Renew the lease of `source` until `forget(owner)`. Its time to live, `ttl_s`, sets the interval."""
+        """Renew the lease of `source`, with time to live `ttl_s`, until `forget(owner)` is called."""
         now_s, pause_s = self._clock.now_s(), source.connection.telling.heartbeat_s
         if pause_s is None:
             pause_s = max(ttl_s / 3, _PAUSE_LEAST_S)
@@ -123,10 +123,10 @@ class RemoteLeases:
 
     @contextmanager
     def keep_while(self, ticket: Ticket) -> Iterator[None]:
-        """Keep the leases of a checked ticket until the block ends, for a request that waits for its load.
+        """Renew the leases of a checked ticket until the `with` block ends, for a request that waits for its load.
 
-        While the block runs, a task looks up the leases as a load would, so their ranks are connected before the load.
-        If a lease cannot be kept, nothing is raised here: the load fails later. Raises RuntimeClosed.
+        While the `with` block runs, a task looks up the leases as a load would, so their ranks are connected before the
+        load. If a lease cannot be renewed, nothing is raised here: the load fails later. Raises RuntimeClosed.
         """
         if ticket.offers_nothing:
             yield  # an empty offer: its leases have ended already
@@ -159,9 +159,9 @@ class RemoteLeases:
         return told
 
     def release_soon(self, ticket: Ticket) -> None:
-        """Give the leases of a ticket back in a task of its own. Its errors are logged or dropped.
+        """Give the leases of a ticket back in a task of its own, which logs or drops its errors.
 
-        If a rank cannot be reached, try again later, as long as its lease may be open.
+        If a rank cannot be reached, the task tries again later, as long as the rank's lease may be open.
         """
         over_s = self._clock.now_s() + min(ticket.ttl_s, self._config.lease_lifetime_s)
         self._begin_release(ticket, over_s, 0.0)

@@ -53,10 +53,10 @@ class Load:
             print(f"{progress.tokens} of {progress.tokens_in_all} tokens have landed")
         report = await load
 
-    Landed tokens may be used at once, by a step that needs no others: they are the prompt's, and were read under a
-    lease that was open. Meanwhile the rest of the blocks is written. If the load fails later, the landed tokens stay in
-    the engine's blocks, but the prompt is not complete. The blocks of a window or state belong to the prompt's end, so
-    they land last.
+    Landed tokens may be used at once, by a model step that needs no other tokens: they are the prompt's, and were read
+    under a lease that was open. Meanwhile the rest of the blocks is written. If the load fails later, the landed tokens
+    stay in the engine's blocks, but the prompt is not complete. The blocks of a window or state belong to the prompt's
+    end, so they land last.
 
     Some loads yield only their last progress: if the prompt was complete before anything was read, if the load is
     verified, or if it may have several sources.
@@ -111,7 +111,7 @@ class Load:
         """Returns a text for errors: what the current phase waits for; None if the phase's name says it."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.carrying: asyncio.Task[Any] | None = None
-        """The task that carries the load out; None before the load has begun."""
+        """The task that performs the load; None before the load has begun."""
         self.cancelling = 0
         """`carrying.cancelling()` when the load began: cancellations of that task that are not the load's."""
         self.overdue = False

@@ -114,7 +114,7 @@ class Loader:
 
     @property
     def quarantines(self) -> tuple[Load, ...]:
-        """Loads that have ended while their blocks are not safe yet."""
+        """Loads that have ended while bytes may still land in their blocks."""
         return tuple(self._unsafe.values())
 
     def load(self, request: LoadRequest) -> Coroutine[Any, Any, LoadReport]:
@@ -125,7 +125,7 @@ class Loader:
         return self._load_in_turn(request, begun_s)
 
     def tables_of(self, block_ids: GivenBlockIds, request_id: str) -> tuple[BlockIds, ...]:
-        """Return the local blocks of a request, by group. RequestError if `block_ids` cannot be right."""
+        """Return the local blocks of a request, by group. RequestError if `block_ids` are invalid."""
         return self._cache.resources.ledger.find(block_ids, f"request {request_id!r}: block_ids")[0]
 
     def start(self, request: LoadRequest) -> Load:
@@ -174,7 +174,7 @@ class Loader:
         return await self._carry_out(*self._accept(request, begun_s, waited_s=self._now_s() - begun_s))
 
     async def _start_in_turn(self, load: Load, carry: Carry) -> LoadReport:
-        """Body of the task of a started load: wait for its turn, then carry it out."""
+        """Body of the task of a started load: wait until the load may begin, then perform it."""
         if not self._throttle.at_once(self._now_s()):
             await self._throttle.come(load.request.priority)
         return await self._carry_out(load, carry)
@@ -323,7 +323,7 @@ class Loader:
             task.exception()  # mark it as retrieved: it is logged, and awaiting the load raises it
 
     def _late(self, load: Load) -> KVFlowError:
-        """Return the error of a load that the loader ends: the transport died, the loader closed, or it is too late."""
+        """Return the error of a load that ran out of time, or has to end because the loader or the transport ended."""
         phase, lost = load.where, load.flight.lost if load.flight is not None else None
         if isinstance(lost, RuntimeBroken):
             return lost

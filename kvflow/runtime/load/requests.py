@@ -70,7 +70,7 @@ class LoadRequest:
     """True: do not notify the producer at the end, because other requests will read the same offer. Call
     `Runtime.release_blocks` after the last request; `Runtime.keep_leases` keeps the blocks until then."""
     again: GivenAgain = None
-    """Async function, awaited within the deadline when no source is left. It gets the outcome of each source so far,
+    """Async function, awaited within the deadline when every source has failed. It gets the outcome of each source,
     and returns another ticket, for example from another prefill engine, or None. An exception that it raises ends the
     load."""
     again_max: Count = 2
@@ -148,14 +148,14 @@ class Progress:
     """State of a load under way, as `async for` over the load yields it."""
 
     tokens: int
-    """Loaded tokens, from the first one on, that are in the local blocks of all groups. At the end as many as
+    """Number of loaded tokens, from the first one on, that are in the local blocks of all groups. At the end equal to
     `LoadReport.tokens`."""
     tokens_in_all: int
     """Number of tokens that the load reads."""
 
 
 class InFlight(NamedTuple):
-    """Reads in flight, counted in the amounts that permits bound."""
+    """Size of the reads in flight: their bytes, their descriptors and their number."""
 
     bytes: int
     descriptors: int
@@ -184,12 +184,12 @@ class LoadingStatistics:
     peers: Mapping[str, PeerLoad]
     """Reads in flight and waiting reads, for each rank with any, by the name of the rank's NIXL agent."""
     quarantines: int
-    """Loads that have ended while their blocks are not safe yet."""
+    """Loads that have ended while bytes may still land in their blocks."""
     succeeded: int
     failed: int
     cancelled: int
     refused: int
-    """Loads that were not accepted: the request could not be right, or the runtime was draining."""
+    """Loads that were not accepted: the request was invalid, or the runtime was draining."""
     bytes: int
     renewals: int
     """Renewals of leases, for loads under way and by `keep_leases`."""

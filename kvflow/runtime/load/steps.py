@@ -128,7 +128,7 @@ def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None
 
 
 async def _admitted(cache: RegisteredCache, load: Load) -> None:
-    """Wait for the request's event `after`, then until the seal of every rank to read from has a word of host memory.
+    """Wait for the request's event `after`, then for a free word of host memory for the seal of each rank.
 
     Overloaded if too many loads wait for words already. The connections are held meanwhile, so that a broken connection
     is not removed before this load finds out.
@@ -156,7 +156,7 @@ async def _admitted(cache: RegisteredCache, load: Load) -> None:
 
 
 def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
-    """Choose how to read: at once or while blocks are computed, with or without a comparison. Return the begun read."""
+    """Choose how to read: at once or while blocks are computed, with or without a comparison. Return an awaitable."""
     ticket, verify = load.ticket, load.request.verify
     if plan.few:
         load.enter("wire")
@@ -220,7 +220,7 @@ def _growing(cache: RegisteredCache, load: Load) -> Any:
 
 
 def through_buffers(cache: RegisteredCache, load: Load, plan: Plan) -> Any:
-    """Return this cache's `staging.buffered.Buffered`; None if the whole load goes straight into the cache."""
+    """Return the `Buffered` of this cache, to read through buffers; None if the load goes straight into the cache."""
     for source in plan.sources:
         if not source.connection.straight and not _takes_straight(cache, source.connection):
             return cache.part("staging", f"request {load.request_id!r}: a load through buffers")
@@ -279,7 +279,7 @@ def slices(
     chunks: Mapping[BlockMap, Iterable[Chunks]],
     head_of: HeadOf | None = None,
 ) -> Iterator[Read]:
-    """Yield the reads of `chunks` from one rank. With `head_of`, the first read also fetches the seal, if none did."""
+    """Yield the reads of `chunks` from one rank. With `head_of`, the first also fetches the seal, if needed."""
     limits, head = cache.config.limits, None
     if head_of is not None and source.connection.carries_seals and not source.proof.asked:
         head = head_of(source)
