@@ -100,7 +100,7 @@ class DeadlineProof:
         self._beats: list[float] = []
 
     def beat(self) -> None:
-        """Note that a heartbeat for the request is sent now to each of the producer's ranks that are read from."""
+        """Note that a heartbeat for the request is sent to the rank now."""
         now_s = self._now_s()
         if now_s >= self._settled_s:
             self._beats.append(now_s)

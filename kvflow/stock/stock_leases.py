@@ -108,7 +108,10 @@ class StockLeases:
         return proofs[peer.rank]
 
     def needed(self, sources: Sequence[Source]) -> int:
-        """Send the producer of `sources` a heartbeat for their requests. Return their number; see `Telling.needed`."""
+        """Send a heartbeat for the requests of `sources` to their rank, which is the same for all. Return their number.
+
+        See `Telling.needed`.
+        """
         proofs = {proof.request_id: proof for proof in map(_proof, sources)}
         for proof in proofs.values():
             proof.beat()
