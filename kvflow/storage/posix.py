@@ -38,7 +38,7 @@ def _runs_posix_aio(fd: int) -> bool:
 class PosixMover:
     """A `storage.files.Mover` over NIXL's POSIX backend.
 
-    After `settle` has ended the agent, the next move makes another.
+    After `settle` has ended the agent, the next file or move makes another.
     """
 
     def __init__(self, name: str, params: Mapping[str, str], spans: Sequence[Span]) -> None:

@@ -282,7 +282,7 @@ class Flight:
         await self._send(source, seal, None, fetches_seal=True)
 
     def _judge(self) -> tuple[bool, list[Source]]:
-        """Return True unless the proof of a source says stale, and the sources with a seal to fetch once more."""
+        """Return whether no proof says that the read is stale, and the sources with a seal to fetch once more."""
         now_s = self._resources.clock.now_s()
         fresh, again = True, []
         for source in self._sources:

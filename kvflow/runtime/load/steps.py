@@ -247,7 +247,11 @@ def _takes_straight(cache: RegisteredCache, connection: Connection) -> bool:
 
 
 def in_pieces(cache: RegisteredCache, block_map: BlockMap) -> bool:
-    """Return True if scratch memory may be used because a peer's blocks would be read in several pieces each."""
+    """Return whether to consider scratch memory for a peer's blocks.
+
+    True if a block would be read in several pieces, or if Config.scratch is "always". False for opaque blocks, and
+    if scratch memory is off.
+    """
     if block_map.opaque or not cache.scratch:
         return False
     pieces = len(block_map.groups(block_map.chunk_tokens)[0].local_offsets)
