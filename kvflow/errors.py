@@ -115,9 +115,9 @@ class Quarantine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class QuarantineNotice:
-    """Stands for an error's `quarantine` in a process to which the error was sent by pickling.
+    """The stand-in for an error's `quarantine` in another process, to which the error was sent by pickle.
 
-    `safe` is as it was when the error was pickled.
+    `safe` has the value at the time of pickling.
     """
 
     request_id: str

@@ -124,8 +124,9 @@ class BlockMap:
             for index, layer in enumerate(local_layers)
             if layer in positions and index in wanted
         )
-        """(local position, remote position) of each layer to read, in local order. Of local layers that share a tensor
-        only the first is read, from the rank that has it. So a rank may have nothing to read."""
+        """(position in `local_layers`, position in `remote_layers`) of each layer to read, in local order. Of local
+        layers that share a tensor only the first is read, from the rank that has it. So a rank may have nothing to
+        read."""
         self.opaque = opaque
         self.heads = heads
         self.local, self.remote = ours, theirs

@@ -81,7 +81,7 @@ class Parallelism(NamedTuple):
 
     @property
     def kinds(self) -> Iterator[dict[str, int]]:
-        """For each kind of layers, the values that its `CacheShare` has, by field name: sizes and numbers of heads."""
+        """For each kind of layers, a dict of tp_size, pp_size, block_size, kv_heads and model_kv_heads."""
         for kind in (self[2:5], *self.more):
             yield dict(zip(self._fields, (*self[:2], *kind), strict=False))
 

@@ -19,7 +19,7 @@ class Moment(NamedTuple):
 
 
 class History:
-    """Moments in order, each with more tokens than the moment before.
+    """Progress as `Moment`s in order, each with more tokens than the moment before.
 
     If there are more than MOMENTS_MAX, every other moment is dropped, but not the first and the last.
     """

@@ -47,7 +47,7 @@ def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
 
 
 def regions_from_wire(table: RegionTable) -> Regions:
-    """Convert a peer's region table to `Regions`, which has arrays. WireError if the table is impossible."""
+    """Convert a peer's region table to `Regions`. WireError if the table is impossible."""
     count = len(table.bases)
     if not count or len(table.strides) != count:
         raise WireError(f"region table: {counted(count, 'base')} and {counted(len(table.strides), 'stride')}")

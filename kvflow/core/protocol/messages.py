@@ -94,7 +94,7 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
 
 
 class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
-    """Ask for the lease of a request, which may not have begun yet. The answer is a `LeaseAnswer`.
+    """Ask for the lease of a request. The lease need not be open yet. The answer is a `LeaseAnswer`.
 
     The rank answers as soon as it knows something that the reader does not know, and after `wait_s` at the latest. The
     secret request id authorizes the reader.
@@ -262,7 +262,7 @@ NOTHING_YET = LeaseAnswer(state=Told.WAITING)
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
-    """The digests that a `DigestRequest` asks for: for each of its parts in order, one for each layer.
+    """The digests that a `DigestRequest` asks for: for each requested part, in order, one digest per layer.
 
     The lease was open when the last digest was computed.
     """

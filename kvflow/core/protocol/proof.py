@@ -79,12 +79,12 @@ class SealTable:
         return self._free.pop() if self._free else None
 
     def give_back(self, index: int) -> None:
-        """Wipe a word and free it."""
+        """Wipe the word at `index` and mark it as free."""
         self.words[index] = 0
         self._free.append(index)
 
     def retire(self, index: int) -> None:
-        """Free a word without wiping it. It is taken last, and keeps its content until it is sealed again."""
+        """Mark the word at `index` as free without wiping it. It is taken last, and keeps its content until then."""
         self._free.appendleft(index)
 
     def seal(self, index: int, lease_id: str, tokens_missing: int = 0) -> None:

@@ -376,7 +376,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Ticket:
-        """Return the ticket that was made into a dict by `to_params`.
+        """Parse a ticket from the dict that `to_params` has made.
 
         Args:
             params: the dict from `to_params`, as routers have forwarded it. Unknown fields are ignored.
