@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Timer(Protocol):
-    """A callback that will be called later."""
+    """A scheduled callback, as `Clock.call_later` returns it. `cancel` prevents the call."""
 
     def cancel(self) -> None: ...
 

@@ -71,7 +71,7 @@ class LoadRecord:
     bytes: int = 0
     blocks: int = 0
     blocks_by_group: Mapping[str, int] = field(default_factory=dict)
-    """Number of blocks by the names of the cache's groups of layers."""
+    """Number of blocks of each group of layers, by group name."""
     descriptors: int = 0
     verification: str = "off"
     """A value of `Verification`, the outcome of comparing the loaded blocks' digests with the producer's: "off",
@@ -104,7 +104,7 @@ class LeaseRecord:
     """Reason why the prompt could not be computed, if the lease failed."""
     blocks: int
     blocks_by_group: Mapping[str, int]
-    """Number of blocks by the names of the cache's groups of layers."""
+    """Number of blocks of each group of layers, by group name."""
     tokens: int
     readers: int
     """Number of consumer ranks that reported that they had finished with the blocks."""

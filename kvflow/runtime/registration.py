@@ -48,7 +48,7 @@ class Registration:
         await self.transport.open()
 
     def run(self) -> None:
-        """Start the task of the poller. Raises RuntimeClosed."""
+        """Start the task of the poller, which receives the transport's events. Raises RuntimeClosed."""
         poller = self.spawn(self.poller.run(), name="kvflow-poller")
         self._runtime_tasks.must_last(poller, "poller", lambda: self._over)
 

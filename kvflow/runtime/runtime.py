@@ -324,15 +324,15 @@ class Runtime:
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
         """Renew the leases of a ticket while a request waits for its load: `with runtime.keep_leases(ticket): ...`.
 
-        The block does not wait: in the background the ticket's ranks are connected and the leases renewed, for at most
-        Config.lease_lifetime_s. `statistics().loading.renewals` counts the renewals. If a lease cannot be renewed, the
-        block raises nothing; the load of the ticket raises the error.
+        Entering the context does not wait: in the background the ticket's ranks are connected and the leases renewed,
+        for at most Config.lease_lifetime_s. `statistics().loading.renewals` counts the renewals. If a lease cannot be
+        renewed, the context raises nothing; the load of the ticket raises the error.
 
         Args:
             ticket: the ticket from the router.
 
         Returns:
-            A context manager. The leases are renewed until its block ends.
+            A context manager. The leases are renewed until its `with` body ends.
 
         Raises:
             RequestError: the ticket is wrong.

@@ -51,7 +51,7 @@ logger = logger_of(__name__)
 
 
 class Supervisor:
-    """The implementation of one runtime, behind its handle."""
+    """The implementation of one runtime. The user's handle, `Runtime`, passes every call to this object."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Supervisor:
         logger.info("runtime %s opened at %s: %s", self, self.address, self._describe())
 
     def _begin(self) -> None:
-        """Start the poller and the listener."""
+        """Start the tasks of the poller, which receives the transport's events, and of the side channel's listener."""
         assert self.registration is not None, "made with the supervisor"
         self.registration.run()
         self.tasks.must_last(self.tasks.spawn(self.listener.serve(), name="kvflow-listener"), "listener")

@@ -144,7 +144,7 @@ class Tasks:
         self._on_break()
 
     def forget(self) -> None:
-        """In a forked child, let the end of the parent's tasks not count as a break of the runtime."""
+        """In a forked child, which does not run the parent's tasks, make `break_down` have no effect."""
         self._stop.set()
 
     async def _supervise(self, begin: Callable[[], None]) -> None:

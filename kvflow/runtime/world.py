@@ -55,7 +55,9 @@ class World:
     """
     copier: Callable[[str], CopyThread] = CopyThread
     forgives: bool = True
-    """True if errors of observers are only logged. False, in tests: closing the runtime also raises the first error."""
+    """True if errors that observers raise are only logged. If False, as in tests, closing the runtime also raises the
+    first of these errors.
+    """
     real: bool = True
     """True if the runtime runs in a real process: it is closed if it is dropped, or still open when Python ends.
 

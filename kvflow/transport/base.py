@@ -112,7 +112,7 @@ class TransportStatistics:
     listeners_lost: int = 0
     """Number of tcp listeners that the transport's library has closed by itself. No new peer can connect to them."""
     deaf: bool = False
-    """True if no new peer can connect, since all listeners of the serving agent are lost."""
+    """True if no new peer can connect: the library has closed all tcp listeners of the agent that peers read from."""
 
 
 Join: TypeAlias = Callable[[Sequence[bytes]], Sequence[bytes]]

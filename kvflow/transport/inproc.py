@@ -82,7 +82,7 @@ class InprocFaults:
         self.hold = False
         """True: posted reads wait for `InprocTransport.perform`."""
         self.fail_next: deque[TransportError] = deque()
-        """Errors of the next performed reads, one each; the bytes of these reads do not land."""
+        """Errors with which the next performed reads fail, one error for each read. No byte of these reads lands."""
         self.flip_next = 0
         """Number of the next reads that land with their last byte inverted."""
         self.behind = False
@@ -369,7 +369,7 @@ class InprocTransport:
         self._fail(cause)
 
     def _tell(self, event: Event) -> None:
-        """Deliver an event if `run` is running, else keep it. Called on the loop."""
+        """Pass an event to the `deliver` of `run` if `run` is active, else keep the event. Called on the loop."""
         if self._deliver is None or self._over.done():
             self._kept.append(event)
             return

@@ -82,7 +82,7 @@ class OpenQuestion:
 
 
 class KeptConnection:
-    """A DEALER socket, its monitor, and the questions that wait for answers on it."""
+    """A ZeroMQ DEALER socket to one listener, its monitor socket, and the questions that wait for answers on it."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class KeptConnection:
         return question
 
     def forked(self) -> None:
-        """Do not use the sockets in a forked child. See `forks`."""
+        """In a forked child, do not use the sockets, which are the parent's. See `forks`."""
         self.closed = True
 
     def close(self) -> None:

@@ -43,15 +43,17 @@ class ListenerStatistics:
 
     answered: int
     refused: int
-    """Requests that were answered with a refusal."""
+    """Number of requests that were answered with a refusal."""
     dropped: int
-    """Messages that got no answer, since they could not be decoded or the connection was full."""
+    """Number of messages that got no answer, since they could not be decoded or the connection was full."""
     over_rate: int = 0
-    """Messages not answered because the peer asks too often."""
+    """Number of messages that got no answer, since the peer asks too often."""
     rejected: int = 0
-    """Connections that failed in the handshake: the key is not in the allowlist, or the client is no kvflow peer."""
+    """Number of connections that failed in their handshake: the client's key is not in the allowlist, or the client is
+    no kvflow peer.
+    """
     connections: int = 0
-    """Connections that are open now."""
+    """Number of connections that are open now."""
     recycled: int = 0
     """How often all connections were dropped: there were too many, or too few open files were left."""
 
@@ -102,4 +104,4 @@ class SideChannel(Protocol):
         """Close all sockets at once, when the event loop no longer runs."""
 
     def close(self) -> None:
-        """Ask no further questions. Questions under way may still be answered. Closing twice is fine."""
+        """Send no further questions. Questions already sent may still be answered. Closing twice is fine."""

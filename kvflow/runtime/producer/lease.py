@@ -66,7 +66,8 @@ class ServeRequest:
     """True if `Lease.extend` will add blocks until the lease's blocks hold all tokens. Needs `computed_tokens`. Implied
     if `computed_tokens` is given and `block_ids` do not cover every full block of `num_tokens`."""
     payload: bool = False
-    """True if `Lease.complete` will give a payload, for example the first token. Loads wait for that call."""
+    """True if `Lease.complete` will give bytes to the readers, for example the first token. Loads wait for that call.
+    """
 
 
 TokenCount: TypeAlias = Annotated[int, Meta(ge=0, le=FAILED - 1)]

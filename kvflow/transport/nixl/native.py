@@ -183,7 +183,7 @@ def import_bindings() -> ModuleType:
 
 
 def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
-    """Return NIXL's exception classes. No other exceptions are translated."""
+    """Return NIXL's exception classes, the only exceptions that `translated` turns into a TransportError."""
     found = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
     return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
 
