@@ -129,7 +129,10 @@ class ProducerBook:
         self._next.decline.append(Decline(serve_id=awaited.request_id, reason=reason, at=awaited, instead=instead))
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids: TablesOf) -> Step:
-        """Return a step with the workers' work for offered prompts; see `ConnectorScheduler.build_step`."""
+        """Return a message to the workers: what to do in this engine step for prompts that are offered to readers.
+
+        The arguments are those of `ConnectorScheduler.build_step`.
+        """
         for request_id in preempted:
             self._preempt(request_id)
         for request_id, computed in scheduled.items():
@@ -206,7 +209,7 @@ class ProducerBook:
             self._next.decline.append(Decline(serve_id=serve_id, reason=reason))
 
     def _withdraw(self, request: _Producer) -> None:
-        """If the prompt of `request` has a lease, which no reader knows yet, have the next step end it."""
+        """Have the next step end the lease of a request, if it has one. Only while no reader knows the lease."""
         save, request.saved = request.saved, None
         if save is not None and any(save.block_tables):
             self._next.withdraw.append(request.request_id)

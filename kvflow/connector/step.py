@@ -144,7 +144,7 @@ class CachedBlocks(msgspec.Struct, frozen=True, kw_only=True):
     parent: bytes
     """Prefix key of the block before the first of these; empty at the beginning of a prompt."""
     keys: tuple[bytes, ...]
-    """Prefix keys at consecutive blocks of the prompt, in prompt order."""
+    """For each of consecutive blocks, in prompt order: the key of the prompt's prefix that ends with that block."""
     block_tables: BlockTables
     """For each group, the block id of each key in `keys`; `NO_BLOCK` where the group needs no block."""
 

@@ -123,7 +123,8 @@ def read_records(path: Path) -> Iterator[RecordLine]:
 
 TraceEvent: TypeAlias = dict[str, Any]
 _GROWTH = {"lease": "computed", "load": "landed"}
-"""For each kind of record, the name in `details` of the times at which tokens were computed, or had landed."""
+"""For each kind of record, the key in `details` of its progress: when tokens of the lease were computed, or when
+tokens of the load had landed."""
 _Offer: TypeAlias = tuple[str, str]  # producer's engine id, producer's request id
 _Moment: TypeAlias = tuple[int, float]  # process number in the timeline, Unix time
 

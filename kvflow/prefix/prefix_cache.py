@@ -59,7 +59,7 @@ class SharingStatistics:
     pinned_blocks: int
     """Number of blocks in the leased prefixes; a block in several prefixes counts once."""
     found: int
-    """Number of questions answered with a prefix."""
+    """Number of questions from peers that this rank answered with an offer of a prefix."""
     missed: int
     """Number of questions for a prefix that the cache does not have."""
     busy: int

@@ -85,7 +85,7 @@ class Part:
 
     @property
     def statistics(self) -> PartStatistics | None:
-        """Current counts of the part; None while it has no registered cache."""
+        """Current counts of this optional feature; None while no cache is registered with it."""
         return None
 
 
@@ -138,7 +138,10 @@ class Service(Protocol):
         """Return the frames of the answer to a stock reader's question, or None to send none. Never waits or raises."""
 
     def hears(self, payload: bytes) -> bool:
-        """Apply a notification if a stock reader sent it. Return whether a stock reader sent it."""
+        """Handle a notification from a reader with vLLM's own NixlConnector.
+
+        Return False, and change nothing, if another sender sent it.
+        """
 
 
 class Foreign(Part):

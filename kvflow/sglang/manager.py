@@ -111,7 +111,7 @@ class KVFlowManager(CommonKVManager):
         """For each prefill server, by address: when its ranks were looked up, and the ranks. Used only on the first
         pool's loop."""
         self._silent: set[str] = set()
-        """Addresses of prefill servers that did not answer SGLang's last question."""
+        """Addresses of the prefill servers that did not answer SGLang's last question for their parallelism."""
         producer = mode == DisaggregationMode.PREFILL
         latent = is_mla or args.is_hybrid_mla_backend
         model_heads = 0 if latent else _model_heads(args, server_args)

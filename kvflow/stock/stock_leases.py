@@ -127,7 +127,10 @@ class StockLeases:
         self._transport.notify(connection.agent, read_text(request_id, connection.reporters))
 
     def _met_s(self, ticket: StockTicket, peer: Peer, agent: str) -> float:
-        """Return when the rank's present `agent` took the place of another agent; -inf if it is the first one known."""
+        """Return when a restarted peer rank came back as `agent`, by the runtime's clock.
+
+        -inf if no earlier agent of the rank is known.
+        """
         key = (ticket.engine_id, peer.address, peer.rank)
         known, met_s = self._met.get(key, (agent, -math.inf))
         if known != agent:

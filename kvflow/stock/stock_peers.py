@@ -73,7 +73,9 @@ class StockPeers(Foreign):
         return line_of(self.serve_version, ConfigError)
 
     def handshakes(self, cache: RegisteredCache, own: Handshakes) -> StockHandshakes:
-        """Return the handshakes with peers of both kinds. Called by the runtime: see `runtime.part.Foreign`.
+        """Return the handshakes with kvflow peers, by `own`, and with peers that run vLLM's NixlConnector.
+
+        Called by the runtime: see `runtime.part.Foreign`.
 
         Args:
             cache: the rank's cache, which is being registered.
@@ -83,7 +85,7 @@ class StockPeers(Foreign):
             Handshakes with kvflow peers and stock peers.
 
         Raises:
-            ConfigError: stock engines cannot exchange the cache.
+            ConfigError: a NixlConnector cannot read or offer a cache with this layout.
         """
         return StockHandshakes(cache, own, self)
 

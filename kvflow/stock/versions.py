@@ -23,8 +23,8 @@ class Line(NamedTuple):
 
     version: str
     counts_engine: bool
-    """Which number a reader's report states: True for the number of tensor-parallel ranks of the reader's engine, False
-    for the number of readers of that one producer rank."""
+    """Meaning of the count in a reader's notification that it has read. If True, the number of tensor-parallel ranks of
+    the reader's engine. If False, the number of readers of the producer rank that gets the notification."""
     metadata: tuple[str, ...]
     """Names of the fields in a rank's metadata, in order."""
     params: tuple[str, ...]

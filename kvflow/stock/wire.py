@@ -115,7 +115,10 @@ def encode_metadata(metadata: StockMetadata, line: Line) -> bytes:
 
 
 def encode_answer(compatibility_hash: str, metadata: bytes, clock_s: float) -> list[bytes]:
-    """Return the frames of a listener's answer: hash with encoded metadata, and the listener's clock in seconds."""
+    """Return the two frames that answer a stock reader's handshake.
+
+    The first holds the compatibility hash and the encoded metadata, the second the listener's clock in seconds.
+    """
     payload = _Payload(compatibility_hash=compatibility_hash, agent_metadata_bytes=metadata)
     return [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(clock_s)]
 

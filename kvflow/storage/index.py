@@ -142,7 +142,7 @@ class StoreIndex:
             self.used_bytes -= entry.size_bytes
 
     def touch(self, entry: Entry) -> None:
-        """Mark `entry` as just restored: it is evicted last, and is no longer set aside."""
+        """Make `entry`, which was just restored, the last to be evicted, and clear its mark as unreadable."""
         if not entry.dropped:
             entry.aside = False
             self._entries.move_to_end(entry.name)

@@ -189,7 +189,10 @@ class _DigestedSet:
             yield ids, weights
 
     def _hashes(self, regions: Sequence[int], ids: BlockIds, heads: slice) -> UInt64Array:
-        """Return the hash of each run in blocks `ids`: axes region, block, then token and head as in memory."""
+        """Return one hash for each run of blocks `ids`; a run is the contiguous bytes of one head of one token.
+
+        The axes are region, block, and then token and head in the order in which they lie in memory.
+        """
         views, where = [self._views[at] for at in regions], ids
         if self._fetched_from is not None:
             views, where = _fetched(views, ids, self._fetched_from), np.arange(len(ids))

@@ -59,7 +59,7 @@ class KVFlowStats(KVConnectorStats):
         self.data: dict[str, list[Any]] = {key: [] for key in (*_HISTOGRAMS, *_COUNTERS)}
 
     def note(self, results: Results) -> None:
-        """Add the loads, leases and questions to peers that a worker reports as ended in `results`."""
+        """Add to these statistics the loads, leases and prefix questions that ended, from a worker's `results`."""
         data = self.data
         for report in results.loaded.values():
             data["load_seconds"].append(report.total_s)

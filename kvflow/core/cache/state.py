@@ -78,7 +78,8 @@ class StateTensor:
     axis: Count = 0
     """Index of the sliced axis. The axis after the axis of slots has index 0."""
     segments: Segments = ()
-    """Segments of that axis, in order; their sizes add up to it."""
+    """Segments of the sliced axis, in order; each is sliced among the ranks by itself, and their sizes add up to the
+    size of the axis. Empty: the tensor is not sliced."""
 
     def __post_init__(self) -> None:
         checks.settle(self, LayoutError)

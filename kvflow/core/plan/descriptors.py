@@ -181,7 +181,10 @@ class Chunks:
         )
 
     def between(self, start: int, stop: int) -> Chunks:
-        """Return the chunks that are number `start` to before `stop` in the prompt. Only for chunks in prompt order."""
+        """Return the chunks from index `start` to before `stop`, counted from the prompt's first chunk.
+
+        These chunks must be in prompt order.
+        """
         begin, end = (min(max(edge - self.first, 0), len(self)) for edge in (start, stop))
         return replace(self.select(slice(begin, end)), first=self.first + begin)
 

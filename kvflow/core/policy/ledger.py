@@ -127,9 +127,9 @@ class BlockLedger:
         self._use[ids] -= 1
 
     def begin_load(self, ids: BlockIds) -> None:
-        """Claim the blocks with entries `ids` for a load to write.
+        """Claim blocks for a load to write. `ids` are their indexes in the ledger.
 
-        BlocksBusy if a block is leased, in flight or quarantined.
+        BlocksBusy if one of them is leased, in flight or quarantined.
         """
         use = self._use[ids]
         if use.any() and not self._keeps(ids):

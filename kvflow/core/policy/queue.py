@@ -51,7 +51,8 @@ class Permit:
 
 
 class _Place(NamedTuple):
-    """A waiting permit in its peer's heap. Places are compared by priority, then by order, which is unique."""
+    """Entry of a peer's heap for a permit that is not granted yet. Entries are compared by `priority`, then by `order`,
+    which is unique."""
 
     priority: int
     order: int

@@ -33,7 +33,7 @@ def read_message(frames: Sequence[bytes], forms: Sequence[int]) -> tuple[int, by
 
 
 def sequence_bytes(sequence: int) -> bytes:
-    """Return the frame of a sequence number."""
+    """Encode the sequence number of a batch of KV events as its message frame: 8 bytes, big-endian, signed."""
     return sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 

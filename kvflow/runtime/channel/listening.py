@@ -316,10 +316,10 @@ class ZmqListener:
             await asyncio.sleep(0)
 
     async def _watch_files(self) -> None:
-        """Check every second how many more files may be opened.
+        """Check every second how many more files this process may open.
 
-        If few are left, drop all connections; if the port is unbound and enough are left, bind it again. A timer is
-        needed, since without a free file no connection is accepted and no event comes.
+        If few are left, drop all connections by unbinding the port. Once enough are free again, bind the port again. A
+        timer is needed, since without a free file no connection is accepted, so no event reports that.
         """
         while not self._inherited:
             await asyncio.sleep(_LOOK_S)
