@@ -3,9 +3,10 @@
     python docs/site/pictures.py
 
 Data is in docs/data: `handover.jsonl` and `stale.json` are recorded by docs/site/record.py, `transfer.json` is what
-`dev.py bench transfer --json` writes, `fleet.json` what the fleet bench writes. The states are the tables of
-`kvflow.core.policy.states` and `kvflow.connector.request_states`. Pictures go to docs/pictures; a test draws them again
-and compares. Plain SVG, no library.
+`dev.py bench transfer --json` writes, `fleet.json` what the fleet bench writes, `dashboard.json` what
+docs/site/dashboard.py asks a Prometheus server. The states are the tables of `kvflow.core.policy.states` and
+`kvflow.connector.request_states`. Pictures go to docs/pictures; a test draws them again and compares. Plain SVG, no
+library.
 """
 
 from __future__ import annotations
@@ -332,6 +333,58 @@ def _axes(
         canvas.text(left + 58, 243 + 20 * number, label, size=12)
 
 
+# --- the dashboard: the first panels of grafana.json, with what Prometheus answered
+
+
+def dashboard(theme: Theme) -> str:
+    panels = json.loads((DATA / "dashboard.json").read_text())
+    wide, high = 420, 236
+    canvas = Canvas(
+        width=20 + 2 * wide, height=20 + high * -(-len(panels) // 2), theme=theme, title="The dashboard, recorded"
+    )
+    for number, panel in enumerate(panels):
+        _panel(canvas, panel, 20.0 + wide * (number % 2), 20.0 + high * (number // 2), wide - 20, high - 20)
+    return canvas.svg()
+
+
+def _panel(canvas: Canvas, panel: Mapping[str, Any], x: float, y: float, wide: float, high: float) -> None:
+    theme, series = canvas.theme, panel["series"]
+    left, right, top, bottom = x + 72, x + wide - 20, y + 38, y + high - 62
+    values = [value for one in series for _, value in one["points"]]
+    last_s = max((at for one in series for at, _ in one["points"]), default=1.0)
+    most = max(values, default=0.0) or 1.0
+    canvas.box(x, y, wide, high, theme.line, hollow=True)
+    canvas.text(x + 14, y + 22, panel["title"], bold=True)
+    for part in (0.0, 0.5, 1.0):
+        at = bottom - (bottom - top) * part
+        canvas.line([(left, at), (right, at)], theme.line, width=1)
+        canvas.text(left - 8, at + 4, _amount(most * part, panel["unit"]), size=11, color=theme.faint, anchor="end")
+        along = left + (right - left) * part
+        canvas.text(along, bottom + 16, f"{last_s * part:.0f} s", size=11, color=theme.faint, anchor="middle")
+    colors = (theme.a, theme.b, theme.c, theme.bad, theme.text, theme.faint)
+    label_x, label_y = x + 14, bottom + 25
+    for number, one in enumerate(series):
+        color, label_wide = colors[number % len(colors)], 28 + 6.2 * len(one["legend"])
+        if label_x + label_wide > x + wide:
+            label_x, label_y = x + 14, label_y + 18
+        scaled = [
+            (left + (right - left) * at / last_s, bottom - (bottom - top) * value / most) for at, value in one["points"]
+        ]
+        canvas.line(scaled, color, width=2)
+        canvas.box(label_x, label_y, 10, 10, color)
+        canvas.text(label_x + 14, label_y + 9, one["legend"], size=11)
+        label_x += label_wide
+
+
+def _amount(value: float, unit: str) -> str:
+    """Return a value as Grafana writes it in this unit."""
+    if unit == "Bps":
+        return f"{value / 1e6:.3g} MB/s"
+    if unit == "s":
+        return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+    return f"{value:.2f} /s" if unit == "ops" else f"{value:,.0f}"
+
+
 # --- states: a column for each state, a row for each way between two of them
 
 
@@ -386,7 +439,7 @@ def states(table: Mapping[tuple[Any, Any], Any], name: str, theme: Theme) -> str
 def pictures() -> Iterator[tuple[str, str]]:
     """Name and text of every file in docs/pictures."""
     drawn: dict[str, Callable[[Theme], str]] = {"handover": lanes, "stale": stale, "transfer": transfer, "fleet": fleet}
-    drawn["rings"] = rings
+    drawn |= {"rings": rings, "dashboard": dashboard}
     for theme in THEMES:
         for name, draw in drawn.items():
             yield f"{name}-{theme.name}.svg", draw(theme)
