@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -47,7 +48,7 @@ def asked(server: str, target: dict[str, Any], begin_s: float, end_s: float) -> 
         found = json.load(response)["data"]["result"]
     return [
         {
-            "legend": re.sub(r"{{(\w+)}}", lambda name: series["metric"].get(name[1], ""), target["legendFormat"]),
+            "legend": legend(target["legendFormat"], series["metric"]),
             "points": [
                 [round(at - begin_s, 1), float(f"{float(value):.4g}")]
                 for at, value in series["values"]
@@ -56,6 +57,11 @@ def asked(server: str, target: dict[str, Any], begin_s: float, end_s: float) -> 
         }
         for series in found
     ]
+
+
+def legend(template: str, labels: Mapping[str, str]) -> str:
+    """Return a legend with the labels in place of their names in double braces."""
+    return re.sub(r"{{(\w+)}}", lambda name: labels.get(name[1], ""), template)
 
 
 if __name__ == "__main__":
