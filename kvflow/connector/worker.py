@@ -421,7 +421,7 @@ class ConnectorWorker:
                 lease.extend(given_block_ids(grow.block_tables))
             lease.advance(grow.num_tokens, ready)
         except KVFlowError as error:  # for example full host buffers
-            logger.warning("request %s: its prompt is not offered any more: %s", grow.request_id, error)
+            logger.warning("request %s: its prompt is no longer offered: %s", grow.request_id, error)
             lease.fail(f"{type(error).__name__}: {error}")
 
     def _send(self, offer: _SavedPrompt) -> None:

@@ -12,8 +12,8 @@ import msgspec
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.config import Config, config_on
-from kvflow.core.cache.groups import CacheGroup, LayerSet, check_sets_apart, layer_sets, sets_of
-from kvflow.core.cache.regions import device_of, map_spans
+from kvflow.core.cache.groups import CacheGroup, LayerSet, check_sets_apart, layer_sets, named_layers, sets_of
+from kvflow.core.cache.regions import Device, device_of, map_spans
 from kvflow.core.cache.state import StatePart
 from kvflow.core.cache.tensors import has_addresses
 from kvflow.core.plan.topology import CacheShare, cache_share_of
@@ -253,12 +253,12 @@ async def register(
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
     sets = layer_sets(groups, config.tp_size)
-    where = device_of([layer for one in sets for layer in one.caches.items()])
+    where = device_of(named_layers(sets))
     staged = is_staged(where.kind, config.staging, transport.reaches(where.kind))
     try:
         if not staged or all(has_addresses(one.caches) for one in sets):
             check_sets_apart([(groups[one.group], one.regions) for one in sets])
-        memory = await _prepared(config, runtime.copier, groups, sets, staged, copy_blocks)
+        memory = await _prepared(config, runtime.copier, groups, sets, where, staged, copy_blocks)
         registered = await _register(runtime, registration, memory)
         if memory.filled.eager and registered.scratch and config.role != "producer":
             await registered.part("staging", "Config.scratch", ConfigError).prepare()
@@ -287,6 +287,7 @@ async def _prepared(
     copy_thread: CopyThread,
     groups: Sequence[CacheGroup],
     sets: tuple[LayerSet, ...],
+    where: Device,
     staged: bool,
     copy_blocks: BlockCopier | None,
 ) -> RankMemory:
@@ -296,7 +297,6 @@ async def _prepared(
     """
     shown = sets
     staging: Sequence[HostBlocks] = ()
-    where = device_of([layer for one in sets for layer in one.caches.items()])
     device = await copy_thread.device(where, engine_copies=staged and copy_blocks is not None)
     if staged:  # on the copy thread, since it touches every page of the host blocks
         what = f"a cache on {where.kind!r}, with Config.staging {config.staging!r},"
@@ -304,7 +304,7 @@ async def _prepared(
         staging = await copy_thread.run(lambda: host_buffers(groups, config, copy_blocks, device))
         shown = tuple(one for at, blocks in enumerate(staging) for one in sets_of(at, blocks.layers, config.tp_size))
     elif not device.on_host:
-        spans = map_spans([layer for one in sets for layer in one.caches.items()])
+        spans = map_spans(named_layers(sets))
         await copy_thread.run(lambda: device.check(spans))
     return RankMemory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
 
@@ -323,7 +323,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
         reads_max=config.limits.slices_in_flight_max,
     )
     regions = tuple(one.regions for one in sets)
-    layers = [layer for one in sets for layer in one.caches.items()]
+    layers = named_layers(sets)
     await transport.register(map_spans(layers), regions[0].device, [groups, *layers], _USES[config.role])
     await transport.register([seals.span], HOST, seals, MemoryUse.SERVED)
     await transport.register([resources.seal_slots.table.span], HOST, resources.seal_slots, MemoryUse.READ_INTO)

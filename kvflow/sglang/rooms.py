@@ -207,20 +207,15 @@ class Rooms:
             self._drop(next(iter(self._refusals.values())))
         return None
 
-    def close(self, answer: Answer, now_s: float) -> RoomRequest | None:
+    def close(self, answer: Answer, now_s: float) -> None:
         """Forget a request of the prefill server that has ended.
 
         If no decode server has asked for it yet, it is kept for a while as refused.
-
-        Returns:
-            As `refuse`.
         """
-        asked = answer.asked
-        if asked is None:
-            return self.refuse(answer, "the prefill server has ended the request", now_s)
-        if self._answered.pop(asked.name, None) is not None:
-            self._over[asked.name] = None
-        return None
+        if answer.asked is None:
+            self.refuse(answer, "the prefill server has ended the request", now_s)
+        elif self._answered.pop(answer.asked.name, None) is not None:
+            self._over[answer.asked.name] = None
 
     def expired(self, now_s: float) -> list[RoomRequest]:
         """Forget the oldest requests of decode servers without an answer: those beyond the limits of time or number.

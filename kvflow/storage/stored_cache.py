@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from kvflow.core.cache.groups import named_layers
 from kvflow.core.cache.regions import device_of
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.proof import HOST
@@ -33,7 +34,7 @@ class StoredCache:
     def __init__(self, cache: RegisteredCache) -> None:
         """Raises ConfigError if blocks of `cache` cannot be saved."""
         local, memory = cache.local, cache.memory
-        where = device_of([layer for one in memory.own for layer in one.caches.items()])
+        where = device_of(named_layers(memory.own))
         through = where != HOST  # a cache on the host needs no host buffers, even if peers read through them
         if through and not memory.staging:
             raise ConfigError(
@@ -47,7 +48,7 @@ class StoredCache:
         self._limits = cache.config.limits
         self._staging = memory.staging if through else ()
         self.groups = local.groups
-        self.tensors = [layer for one in saved for layer in one.caches.items()]
+        self.tensors = named_layers(saved)
         """The memory that moves may touch, as pairs of a layer's name and its tensors."""
         found = [(one.group, one.regions) for one in saved]
         self.sets = [(group, regions.distinct) for group, regions in found]

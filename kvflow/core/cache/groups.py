@@ -308,6 +308,11 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
     return groups
 
 
+def named_layers(sets: Iterable[LayerSet]) -> list[tuple[str, LayerCache]]:
+    """Return the name and the tensors of every layer in `sets`, set by set."""
+    return [layer for one in sets for layer in one.caches.items()]
+
+
 def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ...]:
     """Return the layers of a rank as sets with one layout each (`LayerSet`), group by group.
 
