@@ -30,9 +30,24 @@ def watch(one: Inherited) -> None:
     _LIVE.add(one)
 
 
+class _NoEvents:
+    """Stands in for a socket's own view of itself: nothing has arrived, and there is no timeout."""
+
+    rcvtimeo = sndtimeo = -1
+
+    def get(self, _: int) -> int:
+        return 0
+
+
 def silence(socket: Any) -> None:
-    """Make an asyncio socket of ZeroMQ ignore all events in this process."""
+    """Make an asyncio socket of ZeroMQ ignore all events in this process, and wait forever in receives and sends.
+
+    A call of the socket that is due at the fork, such as the next receive of a task, runs in the child. libzmq answers
+    every call there with EINTR, and pyzmq repeats such a call forever.
+    """
+    socket._shadow_sock = _NoEvents()
     socket._handle_events = lambda *_: None
+    socket._add_send_event = lambda *_, **__: socket._Future()
 
 
 def _tell_all() -> None:

@@ -96,6 +96,8 @@ class _Follower:
         self._v6 = False
         self._heard = -1  # the last sequence number of a live message
         self._socket = self._context.socket(zmq.SUB)
+        self._replays: list[zmq.asyncio.Socket] = []
+        """The socket of the last replay, if there was one."""
         self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
         try:
             self._open()
@@ -118,7 +120,7 @@ class _Follower:
 
     def silence(self) -> None:
         """Stop receiving, in a forked child process."""
-        for socket in (self._monitor, self._socket):
+        for socket in (self._monitor, self._socket, *self._replays):
             forks.silence(socket)
 
     def close(self) -> None:
@@ -246,6 +248,7 @@ class _Follower:
     async def _replay(self, endpoint: str) -> bool:
         """Ask for a replay, and apply its batches. Return True if all batches that the publisher keeps have arrived."""
         with self._context.socket(zmq.DEALER) as socket:
+            self._replays = [socket]
             limits = {"messages_max": REPLAYED_WAITING_MAX, "bytes_max": BATCH_BYTES_MAX}
             socket.connect(prepare(socket, endpoint, **limits, v6=self._v6))
             await socket.send_multipart([b"", sequence_bytes(self._next)])
