@@ -34,6 +34,8 @@ Carry: TypeAlias = "Callable[[Load], Awaitable[LoadReport]]"
 
 def said_priority(request: LoadRequest) -> int:
     """Return the priority of a request that is not checked yet; the default if it is invalid, as it will be refused."""
+    if type(request) is LoadRequest and type(request.priority) is int:
+        return request.priority
     found = checks.answer(lambda: checks.whole(request.priority, "priority"))
     return _USUAL_PRIORITY if found is None else found
 
