@@ -79,7 +79,7 @@ class Limits:
     trip."""
     leases_max: SealCount = 1 << 14
     """Maximum number of leases open at once; each has a 16-byte seal that readers check."""
-    loads_max: SealCount = 1 << 12
+    source_ranks_max: SealCount = 1 << 12
     """Maximum number of ranks read from at once, summed over all loads, including quarantined loads. Further loads
     wait."""
     load_ranks_max: Size = 256

@@ -47,7 +47,7 @@ from kvflow.runtime.part import Part
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.world import World
 from kvflow.storage import RestoreReport, RestoreRequest, SaveReport, SaveRequest, Storage
-from kvflow.storage.files import Files
+from kvflow.storage.store_thread import StoreThread
 from kvflow.testing import ManualClock, assert_closed, assert_quiet
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.support.storing import HeldMover
@@ -581,7 +581,7 @@ def stored(tmp_path: Path) -> Iterator[tuple[StoredBlocks, dict[str, torch.Tenso
     """A storage, its runtime's cache full of 3, and what moves its blocks."""
     (cache, layout), mover, network = small_cache(fill=3.0), HeldMover(), InprocNetwork()
     world = World(transport=lambda _, name: InprocTransport(name, network))
-    storage = Storage(tmp_path, files=lambda _, name: Files(name, lambda _: mover))
+    storage = Storage(tmp_path, files=lambda _, name: StoreThread(name, lambda _: mover))
     with Runtime(replace(PLAIN, cancel_grace_s=0.01), world=world, parts=[storage]) as runtime:
         runtime.register_kv_caches(cache, layout)
         blocks = StoredBlocks(runtime, storage)

@@ -70,7 +70,7 @@ def test_a_limit_is_above_zero_and_of_what_can_be_held_or_waited_for(name: str) 
 
 @each(
     ("name", "most", "above"),
-    [("loads_max", 1 << 24, (1 << 24) + 1), ("leases_max", 1 << 24, (1 << 24) + 1), ("seal_hold_s", 60.0, 60.5)],
+    [("source_ranks_max", 1 << 24, (1 << 24) + 1), ("leases_max", 1 << 24, (1 << 24) + 1), ("seal_hold_s", 60.0, 60.5)],
 )
 def test_what_no_memory_holds_and_no_reader_waits_for_is_refused(name: str, most: float, above: float) -> None:
     assert with_limit(name, most) == most

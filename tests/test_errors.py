@@ -35,7 +35,7 @@ from kvflow.errors import (
 from tests.support.tests_support import each
 
 PACKAGE = Path(kvflow.__file__).parent
-NOT_HERE = ("kvflow.ray.metrics", "kvflow.sglang", "kvflow.vllm")  # they need Ray, SGLang, and vLLM
+NOT_HERE = ("kvflow.ray.ray_metrics", "kvflow.sglang", "kvflow.vllm")  # they need Ray, SGLang, and vLLM
 
 
 def subclasses(kind: type[KVFlowError]) -> Iterator[type[KVFlowError]]:

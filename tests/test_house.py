@@ -110,7 +110,7 @@ LOOKING_AGAIN = {
     "kvflow/runtime/channel/listening.py": "nobody tells that open files are used up, or that there are some again",
     "kvflow/runtime/peers/table.py": "a rank may have no room for a question that waits",
     "kvflow/ray/peers.py": "Serve tells its own routers only when replicas come and go",
-    "kvflow/ray/metrics.py": "Ray's gauges are set, not asked for: they are set every few seconds",
+    "kvflow/ray/ray_metrics.py": "Ray's gauges are set, not asked for: they are set every few seconds",
 }
 
 # Where kvflow writes to its log is `logs.logger_of`, which lets no text begin a line. Loggers that nothing is told to:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from told_devices import HND, NHD, Opened, handed_over
+from recording_devices import HND, NHD, RecordingEngines, handed_over
 
 from kvflow import Config, LeaseOutcome, LoadRequest, ServeRequest, Ticket, parts
 from kvflow.errors import ConfigError, PeerRefused, RequestError
@@ -126,7 +126,7 @@ async def test_a_cache_that_peers_cannot_read_needs_staging(monkeypatch: pytest.
 async def test_small_pieces_are_read_one_by_one_without_staging(monkeypatch: pytest.MonkeyPatch, scratch: Any) -> None:
     """Unless they must not be."""
     monkeypatch.delitem(parts.PARTS, "staging")
-    opened = Opened()
+    opened = RecordingEngines()
     opened.device = CacheDevice  # type: ignore[method-assign,assignment]
     async with opened.engine("p", NHD) as producer, opened.engine("c", HND, scratch=scratch) as consumer:
         if scratch == "auto":

@@ -12,7 +12,7 @@ its loop dies, then all waiting calls return or raise, and the thread ends.
 
 from __future__ import annotations
 
+from kvflow.blocking.blocking_runtime import Runtime
 from kvflow.blocking.handles import Lease, Load
-from kvflow.blocking.runtime import Runtime
 
 __all__ = ["Lease", "Load", "Runtime"]

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from kvflow.bench.child import BenchError
 from kvflow.bench.loads import Fabric, SettingsError
-from kvflow.bench.transfer import Speed, measure
+from kvflow.bench.transfer_bench import Speed, measure
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from kvflow.connector.parameters import Dialect, others_in
 from kvflow.connector.request_states import CONSUMER_TABLE, ConsumerEvent, ConsumerState, request_blocks_held
 from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import EngineRequest, GivenTables, Matched, Receive, Release, Sharing, Step
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.policy.states import (
     fire,
     knows,
@@ -92,7 +92,7 @@ class _Use:
         return unread or (self.shared and not self.readers)
 
 
-class ConsumerBook:
+class ConsumingRequests:
     """All requests of an engine that load their prompts, and the workers' next step for these requests."""
 
     def __init__(self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect) -> None:
@@ -102,7 +102,7 @@ class ConsumerBook:
         self._groups = groups
         self._dialect = dialect
         self._requests: dict[str, _Consumer] = {}
-        self._uses = Latest[tuple[str, str], _Use](_REMEMBERED_MAX)
+        self._uses = BoundedMap[tuple[str, str], _Use](_REMEMBERED_MAX)
         """The `_Use` of each of the latest tickets, by the ticket's engine id and request id."""
         self._next = Step()
 

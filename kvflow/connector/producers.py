@@ -25,7 +25,7 @@ from kvflow.connector.request_states import PRODUCER_TABLE, ProducerEvent, Produ
 from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import Decline, EngineRequest, Finished, GivenTables, Grow, Save, Step, TablesOf
 from kvflow.core.plan.descriptors import given_block_ids
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.policy.states import (
     fire,
     knows,
@@ -60,7 +60,7 @@ class _Producer:
         return self.num_computed_tokens >= self.num_prompt_tokens
 
 
-class ProducerBook:
+class ProducingRequests:
     """All requests of an engine that offer their prompts, and the workers' next step for these requests."""
 
     def __init__(
@@ -74,7 +74,7 @@ class ProducerBook:
         """One ticket without blocks that names all ranks of this engine; every offer is made from it. While it is None,
         nothing is offered."""
         self._requests: dict[str, _Producer] = {}
-        self._warned = Latest[tuple[str, str], None](_WARNED_MAX)
+        self._warned = BoundedMap[tuple[str, str], None](_WARNED_MAX)
         """Engines, by id and address, at which readers have waited in vain for prompts of this engine; each was logged
         once."""
         self._next = Step()

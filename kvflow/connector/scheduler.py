@@ -23,11 +23,11 @@ from types import MappingProxyType
 
 from kvflow import checks
 from kvflow.checks import counted
-from kvflow.connector.consumers import ConsumerBook
+from kvflow.connector.consumers import ConsumingRequests
 from kvflow.connector.paged_groups import PagedGroup, PagedGroups
 from kvflow.connector.parameters import OWN_DIALECT, Dialect
 from kvflow.connector.prefix_questions import PrefixQuestions
-from kvflow.connector.producers import ProducerBook
+from kvflow.connector.producers import ProducingRequests
 from kvflow.connector.request_states import ConsumerState, ProducerState, request_blocks_held
 from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import EngineRequest, Finished, GivenTables, Matched, Sharing, Step, TablesOf
@@ -65,8 +65,8 @@ class ConnectorScheduler:
         self._config = config
         self._groups = PagedGroups(config.all_groups)
         self._questions = questions or PrefixQuestions((), block_tokens=config.block_size, tokens_min=1)
-        self._consumers = ConsumerBook(config, self._groups, dialect)
-        self._producers = ProducerBook(config, self._groups, dialect, new_secret)
+        self._consumers = ConsumingRequests(config, self._groups, dialect)
+        self._producers = ProducingRequests(config, self._groups, dialect, new_secret)
 
     def __repr__(self) -> str:
         consumers = counted(len(self._consumers), "consumer")

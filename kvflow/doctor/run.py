@@ -8,11 +8,11 @@ from functools import partial
 
 from kvflow.config import Config
 from kvflow.doctor.backends import check_backends
+from kvflow.doctor.engine_pair import examine_pair
 from kvflow.doctor.findings import Finding, Status, ok, warn
 from kvflow.doctor.host import Host, check_host, has_gpus, read_host
-from kvflow.doctor.pair import examine_pair
-from kvflow.doctor.peer import examine_peer
-from kvflow.doctor.transfer import check_nixl, check_self_transfer, judge_host_path
+from kvflow.doctor.nixl_transfer import check_nixl, check_self_transfer, judge_host_path
+from kvflow.doctor.peer_channel import examine_peer
 from kvflow.doctor.version import versions
 
 
@@ -67,14 +67,14 @@ def examine(
 
 def _examine_stock(config: Config, address: str) -> Iterator[Finding]:
     """Check the vLLM engine at `address`, which runs vLLM's own NixlConnector. Its modules are imported only here."""
-    from kvflow.doctor.stock import examine_stock
+    from kvflow.doctor.stock_engine import examine_stock
 
     yield from asyncio.run(examine_stock(address, config.handshake_timeout_s))
 
 
 def _examine_gpus(host: Host, transfer: bool, note: Callable[[str], None]) -> Iterator[Finding]:
     """Check the GPUs. The modules for GPUs are imported only here."""
-    from kvflow.doctor.cuda.checks import check_cuda, judge_gpu_path
+    from kvflow.doctor.cuda.cuda_checks import check_cuda, judge_gpu_path
     from kvflow.doctor.cuda.facts import read_cuda
 
     cuda = read_cuda()

@@ -51,10 +51,10 @@ _OVER = (LeaseExpired, PrefillFailed)
 
 def carrier(cache: RegisteredCache, tickets: Sequence[Ticket]) -> Carry:
     """Return a function that performs a load from the sources of `tickets`, which are in order, the best first."""
-    return lambda load: Course(cache, tickets, load).carry()
+    return lambda load: Attempts(cache, tickets, load).carry()
 
 
-class Course:
+class Attempts:
     """One load with several tickets: reads from one source after the other, until one has delivered the prompt."""
 
     def __init__(self, cache: RegisteredCache, tickets: Sequence[Ticket], load: Load) -> None:

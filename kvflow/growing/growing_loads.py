@@ -18,12 +18,12 @@ from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.history import History
 from kvflow.errors import COMPUTE
 from kvflow.growing.growing_leases import GrowingLeases
-from kvflow.growing.load_news import Followed, News
-from kvflow.growing.pending_tickets import Rendezvous
+from kvflow.growing.lease_questions import FollowedLease, LeaseQuestions
+from kvflow.growing.pending_tickets import PendingTickets
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.load.flight import CopyGroup, Flight, Read
-from kvflow.runtime.load.lanes import STOP_TOKEN, Lane, PromptSpan, SourcePart, Spans, by_group, by_source
+from kvflow.runtime.load.lanes import STOP_TOKEN, Lane, PromptSpan, SourcePart, SpanPlanner, by_group, by_source
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Matched, Plan
 from kvflow.runtime.load.steps import slices, straight_reads, through_buffers
@@ -44,10 +44,10 @@ def begin(cache: RegisteredCache) -> Growing:
 
 
 class Growing:
-    """Reads growing leases into one registered cache. Implements `Spans`, for loads that need no buffers."""
+    """Reads growing leases into one registered cache. Implements `SpanPlanner`, for loads that need no buffers."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        self.rendezvous = Rendezvous(cache)
+        self.rendezvous = PendingTickets(cache)
         self.slice_bytes_max = cache.config.limits.slice_bytes_max
         self.clock = cache.clock
         self.cache = cache
@@ -59,7 +59,7 @@ class Growing:
 
         Sets `load.lease_news`. Raises RuntimeUnavailable.
         """
-        load.lease_news = News(load, sources, self.cache)
+        load.lease_news = LeaseQuestions(load, sources, self.cache)
         for one in load.lease_news.followed:
             if one.source in load.sources:
                 one.attach(matched)
@@ -74,7 +74,7 @@ class Growing:
             read.close()
 
     def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:
-        """See `Spans`."""
+        """See `SpanPlanner`."""
         parts = [SourcePart(source, *item) for source in sources for item in source.chunks.items()]
         return [
             Lane(some, None, tables[at], self.slice_bytes_max)
@@ -83,7 +83,7 @@ class Growing:
         ]
 
     async def group(self, one: PromptSpan) -> CopyGroup:
-        """See `Spans`."""
+        """See `SpanPlanner`."""
         reads: list[Read] = []
         for part in one.lane.parts:
             reads += slices(self.cache, part.source, {part.block_map: one.chunks_of(part)})
@@ -97,7 +97,7 @@ class _GrowingRead:
     loads differ in size.
     """
 
-    def __init__(self, growing: Growing, spans: Spans, load: Load, flight: Flight, matched: Matched) -> None:
+    def __init__(self, growing: Growing, spans: SpanPlanner, load: Load, flight: Flight, matched: Matched) -> None:
         self._growing = growing
         self._spans = spans
         self._load = load
@@ -110,7 +110,7 @@ class _GrowingRead:
         """Ranks with a seal that has to be fetched next."""
         self._speeds: dict[Source, float] = {}
         """Average speed of the reads from each rank, in bytes per second, once measured."""
-        self._followed: dict[Source, Followed] = {}
+        self._followed: dict[Source, FollowedLease] = {}
         self._alarm = Alarm(growing.clock, self._look_again)
         self._take_news()
 

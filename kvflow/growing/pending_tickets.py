@@ -22,7 +22,7 @@ import msgspec
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.messages import Told
+from kvflow.core.protocol.messages import LeaseAnswerState
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket, changed, read_ticket, too_many
 from kvflow.errors import (
@@ -42,7 +42,7 @@ from kvflow.runtime.load.plan import check_met
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.steps import carry
 from kvflow.runtime.peers.peer import Peer, Source, check_parallelism, words
-from kvflow.runtime.peers.reach import VISITS_AT_ONCE_MAX, lease_told
+from kvflow.runtime.peers.ticket_resolver import VISITS_AT_ONCE_MAX, lease_told
 
 logger = logger_of(__name__)
 
@@ -55,7 +55,7 @@ _Offered: TypeAlias = tuple[Address, messages.Offer, RankLease | None]
 """A rank's address, its offer, and its lease; the lease is None if the offer has no blocks."""
 
 
-class Rendezvous:
+class PendingTickets:
     """Waits for the offers of pending tickets, and sends readers that wait at another engine on to this engine."""
 
     def __init__(self, cache: RegisteredCache) -> None:
@@ -210,14 +210,14 @@ class Rendezvous:
         question = messages.LeaseRequest(reader=self._local.reader, target=peer.at, request_id=ticket.request_id)
         answer = await self._peers.ask_until(peer, question, give_up_s)
         match answer.state:
-            case Told.FAILED if answer.instead:
+            case LeaseAnswerState.FAILED if answer.instead:
                 sent_on.append((peer.at, answer.instead))
                 raise _failure(PrefillFailed, ticket, peer, words(answer.reason))
-            case Told.FAILED:
+            case LeaseAnswerState.FAILED:
                 raise _failure(PrefillFailed, ticket, peer, f"it will not serve it: {words(answer.reason)}")
-            case Told.ENDED:
+            case LeaseAnswerState.ENDED:
                 raise _failure(LeaseExpired, ticket, peer, "its lease has ended: compute the prompt again")
-            case Told.WAITING:
+            case LeaseAnswerState.WAITING:
                 why = f"it has opened no lease for it in time, {ticket.ttl_s:g} s (the ticket's ttl_s)"
                 raise _failure(PrefillFailed, ticket, peer, why)
         if answer.offer is None:

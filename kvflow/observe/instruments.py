@@ -1,7 +1,7 @@
 """The metrics of a runtime for any collector: names, help texts, labels, buckets, and where each value comes from.
 
-Prometheus and Ray Serve each have their own classes for instruments; `prometheus` and `kvflow.ray.metrics` make them
-from the tables here.
+Prometheus and Ray Serve each have their own classes for instruments; `prometheus` and `kvflow.ray.ray_metrics` make
+them from the tables here.
 """
 
 from __future__ import annotations
@@ -128,18 +128,18 @@ HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("kvflow_load_grow_seconds", _LOAD_GROW, (), _SECONDS),
 )
 """Histograms of ended loads and leases: name, help text, labels in addition to `LABELS`, upper bounds of buckets."""
-Told: TypeAlias = tuple[str, tuple[str, ...], float]
+LeaseAnswerState: TypeAlias = tuple[str, tuple[str, ...], float]
 """An amount to add to one counter or histogram: name of the metric, values of all its labels, amount."""
 
 
-def told_by(record: LoadRecord | LeaseRecord) -> Iterator[Told]:
+def told_by(record: LoadRecord | LeaseRecord) -> Iterator[LeaseAnswerState]:
     """Return the amounts to add to counters and histograms for an ended load or lease."""
     where = (record.engine_id, *map(str, record.rank))
     details = _of_load(record) if isinstance(record, LoadRecord) else _of_lease(record)
     return ((name, (*where, *labels), amount) for name, labels, amount in details)
 
 
-def _of_load(record: LoadRecord) -> Iterator[Told]:
+def _of_load(record: LoadRecord) -> Iterator[LeaseAnswerState]:
     yield "kvflow_loads", (record.outcome,), 1
     if record.freshness:
         yield "kvflow_loads_vouched", (record.freshness, record.outcome), 1
@@ -158,7 +158,7 @@ def _of_load(record: LoadRecord) -> Iterator[Told]:
         yield "kvflow_load_phase_seconds", (phase,), seconds
 
 
-def _of_lease(record: LeaseRecord) -> Iterator[Told]:
+def _of_lease(record: LeaseRecord) -> Iterator[LeaseAnswerState]:
     yield "kvflow_leases", (record.outcome,), 1
     yield "kvflow_lease_seconds", (record.outcome,), sum(record.seconds.values())
     if record.computed and record.computed[-1].tokens == record.tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.runtime.load.requests import LoadReport
 
@@ -15,7 +15,7 @@ class LoadRates:
     """Seconds per token of recent loads, by engine. Only the thousand engines read from last are remembered."""
 
     def __init__(self) -> None:
-        self._s_per_token = Latest[str, float](_ENGINES_MAX)
+        self._s_per_token = BoundedMap[str, float](_ENGINES_MAX)
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
         """Update the rate of the engine that a load read from. `ticket`: the load's ticket, or the first of several."""

@@ -17,7 +17,7 @@ from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.cache.groups import GroupKind
 from kvflow.core.plan.topology import Rank
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.rank_lease import RankLease
@@ -30,7 +30,7 @@ from kvflow.prefix.prefix_requests import GivenPeer, PrefixOffer, PrefixRequest,
 from kvflow.prefix.search import Search
 from kvflow.prefix.seek_request import KEYS_MAX, PREFIX_OF, SeekRequest
 from kvflow.runtime.peers.peer import Connection, words
-from kvflow.runtime.peers.reach import lease_told
+from kvflow.runtime.peers.ticket_resolver import lease_told
 
 if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
@@ -66,7 +66,7 @@ class PrefixQuestions:
         self._remote_leases = cache.remote_leases
         self._rates = rates
         self._asking: set[asyncio.Task[None]] = set()
-        self._names: Latest[str, PeerAddress] = Latest(_NAMES_MAX)
+        self._names: BoundedMap[str, PeerAddress] = BoundedMap(_NAMES_MAX)
         """Engine and rank that listen at an address, by the address as requests give it."""
         self._unanswered: dict[str, tuple[float, float]] = {}
         """Oldest unanswered question to each peer: when it was sent (loop time), and how many seconds it might take."""
@@ -153,7 +153,7 @@ class PrefixQuestions:
                 alone=not request.every_rank,
             )
             answer = await self._peers.find_lease(self._peers.get(at), question)
-            if answer.state is messages.Told.FAILED:  # the rank cannot say what it has
+            if answer.state is messages.LeaseAnswerState.FAILED:  # the rank cannot say what it has
                 raise at.failure(PeerRefused, words(answer.reason))
             if answer.offer is None or answer.lease is None:
                 return None

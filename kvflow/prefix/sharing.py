@@ -271,7 +271,7 @@ class SharedPrefixes:
             blocks, tokens = counted(len(opened.held.entries), "block"), counted(pinned.num_tokens, "token")
             return self._failed(question, RequestError(f"a PrefixCache's match: {blocks} for {tokens}"))
         self._counts["found"] += 1
-        state, lease = messages.Told.OPEN, opened.lease()
+        state, lease = messages.LeaseAnswerState.OPEN, opened.lease()
         return messages.LeaseAnswer(state=state, lease=lease, offer=opened.offer(queued))
 
     def _ended(self, opened: OpenLease, _: object) -> None:

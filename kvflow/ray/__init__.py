@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvflow.ray.lifetime import Lifetime
-    from kvflow.ray.metrics import RayMetrics
     from kvflow.ray.peers import keep_prewarmed, list_replicas
+    from kvflow.ray.ray_metrics import RayMetrics
     from kvflow.ray.replica import ReplicaPlace, ReplicaRuntime
 
 __all__ = ["Lifetime", "RayMetrics", "ReplicaPlace", "ReplicaRuntime", "keep_prewarmed", "list_replicas"]

@@ -29,15 +29,15 @@ from kvflow.parts import PARTS, part
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load.flight_resources import FlightResources, LoadThrottle, SealSlots, reads_in_flight
-from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
+from kvflow.runtime.load.leases import LeaseIdNotifier, RemoteLeases
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.memory import BlockCopier, HostBlocks, RankMemory
 from kvflow.runtime.part import Ending, Part, foreign_of
 from kvflow.runtime.peers.handshake import Agents, Handshakes
 from kvflow.runtime.peers.peer import LocalRank
-from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.producer.farewells import Farewells
+from kvflow.runtime.peers.ticket_resolver import TicketResolver
+from kvflow.runtime.producer.goodbyes import Goodbyes
 from kvflow.runtime.producer.serving import Serving
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
 
@@ -100,11 +100,11 @@ class RegisteredCache:
         self.pools = [one.pool for one in memory.staging]
         """The pool of host blocks of each group and, once scratch memory is in use, the pool of its buffers."""
         foreign = foreign_of(runtime.parts)
-        self.telling = LeaseIdTelling(self)
+        self.telling = LeaseIdNotifier(self)
         """Sends notifications about leases to producers that run kvflow."""
         self.agents = Agents(self)
         self.peers = Peers(self, foreign.handshakes(self, Handshakes(self, self.telling)))
-        self.own_reach = Reach(self)
+        self.own_reach = TicketResolver(self)
         """The resolver of kvflow tickets. `resolver` may also resolve tickets of stock peers (vLLM's NixlConnector)."""
         self.resolver = foreign.resolver(self)
         self.remote_leases = RemoteLeases(self)
@@ -112,7 +112,7 @@ class RegisteredCache:
         self.serving = Serving(self)
         self.strangers = foreign.service(self)
         """The service that answers stock readers (vLLM's own NixlConnector); None if they are not served."""
-        self.readers = Farewells(self)
+        self.readers = Goodbyes(self)
         self.begun: list[Part] = []
         """The runtime's parts (optional features) whose `registered` has returned for this cache. Only these are ended
         with the cache: a part that refused the cache may belong to another runtime.
@@ -315,7 +315,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
     config = config_on(runtime.config, memory.filled.where.kind)
     resources = FlightResources(
         ledger=BlockLedger(groups),
-        seal_slots=SealSlots(config.limits.loads_max),
+        seal_slots=SealSlots(config.limits.source_ranks_max),
         queue=reads_in_flight(config, grows=runtime.config.limits.peer_in_flight_bytes_max == 0),
         poller=registration.poller,
         copy_thread=runtime.copier,

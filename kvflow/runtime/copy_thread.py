@@ -15,7 +15,7 @@ from typing import TypeVar
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
 from kvflow.transport.device.cache_device import CacheDevice, make_device
-from kvflow.transport.thread import OwnerThread
+from kvflow.transport.owner_thread import OwnerThread
 
 T = TypeVar("T")
 

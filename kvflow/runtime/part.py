@@ -2,8 +2,8 @@
 
 If some engines of a fleet do not run kvflow (stock peers, which run vLLM's own NixlConnector), a rank gets a `Foreign`
 part, such as `kvflow.stock.StockPeers`. Its `Resolver` resolves the tickets of both kinds of engines. Each handshake
-chooses how the peer is notified about its leases (`Telling`), and by which proof (`Proof`) bytes read from the peer
-count as fresh. Peers, loads and leases are the same classes for both kinds.
+chooses how the peer is notified about its leases (`LeaseNotifier`), and by which proof (`Proof`) bytes read from the
+peer count as fresh. Peers, loads and leases are the same classes for both kinds.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 from kvflow.blocking import Load, Runtime
 from kvflow.checks import said
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.errors import ConfigError, KVFlowError, PeerIncompatible
 from kvflow.hosts import address_at
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
@@ -44,7 +44,7 @@ from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import hook_decode, hook_prefill
 from kvflow.sglang.pools import Buffers, aux_buffers, items_named, kv_buffers, state_buffers
 from kvflow.sglang.rooms import WANTED, Answer, Room, RoomRequest, Rooms, Wanted
-from kvflow.sglang.settings import config_of
+from kvflow.sglang.server_settings import config_of
 
 logger = logger_of(__name__)
 
@@ -107,7 +107,7 @@ class KVFlowManager(CommonKVManager):
         """Loads of failed requests that may still write to the decode server's pages, by room number."""
         self._unfit: dict[str, tuple[str, float]] = {}
         """For each incompatible prefill server, by address: why it is incompatible, and when SGLang found that."""
-        self._ranks: Latest[str, tuple[float, list[dict[str, Any]]]] = Latest(_SERVERS_MAX)
+        self._ranks: BoundedMap[str, tuple[float, list[dict[str, Any]]]] = BoundedMap(_SERVERS_MAX)
         """For each prefill server, by address: when its ranks were looked up, and the ranks. Used only on the first
         pool's loop."""
         self._silent: set[str] = set()

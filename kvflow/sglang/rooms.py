@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from kvflow.checks import printable
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 
 OneT = TypeVar("OneT", "RoomRequest", "Answer")
 
@@ -139,7 +139,7 @@ class Rooms:
         """Decode servers' requests that have an answer, by `Wanted.name`."""
         self._refusals: OrderedDict[int, Answer] = OrderedDict()
         """The refused requests in `answers`, by `id()`, the oldest first."""
-        self._over: Latest[str, None] = Latest(_OVER_MAX)
+        self._over: BoundedMap[str, None] = BoundedMap(_OVER_MAX)
         """`Wanted.name` of each of the latest ended requests: later messages about them change nothing."""
 
     def hear(self, wanted: Wanted, now_s: float) -> tuple[RoomRequest, str] | None:

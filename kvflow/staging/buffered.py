@@ -44,7 +44,7 @@ def begin(cache: RegisteredCache) -> Buffered:
 
 
 class Buffered:
-    """Reads loads into one registered cache through buffers. Implements `Spans`, for growing leases."""
+    """Reads loads into one registered cache through buffers. Implements `SpanPlanner`, for growing leases."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         config, limits = cache.config, cache.config.limits
@@ -126,7 +126,7 @@ class Buffered:
             yield await self.group(one, head_of)
 
     def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:
-        """See `Spans`."""
+        """See `SpanPlanner`."""
         lanes = []
         for at, of_group in by_group(self._parts(sources)):
             for some in [of_group] if self._staging else by_source(of_group):
@@ -139,7 +139,7 @@ class Buffered:
         return Lane(parts, staging, local_ids, self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
 
     async def group(self, span: PromptSpan, head_of: HeadOf | None = None) -> CopyGroup:
-        """See `Spans`. If cancelled, give the buffers back. With `head_of`, reads into the cache also fetch seals."""
+        """See `SpanPlanner`. Give buffers back if cancelled. With `head_of`, reads into the cache fetch seals too."""
         parts, staging = span.lane.parts, span.lane.staging
         jobs: list[Callable[[], None]] = []
         releases: list[Callable[[], None]] = []

@@ -19,7 +19,7 @@ from kvflow.core.protocol.codec import WireError
 from kvflow.errors import PeerUnreachable, ProtocolError, RequestError
 from kvflow.hosts import address_at, loopback_hint, split_address
 from kvflow.runtime.channel.lookups import Lookups
-from kvflow.stock.wire import METADATA_BYTES_MAX, Shown, decode_answer, encode_question
+from kvflow.stock.wire import METADATA_BYTES_MAX, StockAnswer, decode_answer, encode_question
 
 
 async def ask_rank(
@@ -30,7 +30,7 @@ async def ask_rank(
     timeout_s: float,
     engine_id: str = "",
     bytes_max: int = METADATA_BYTES_MAX,
-) -> Shown:
+) -> StockAnswer:
     """Ask a stock engine for the metadata of one of its ranks. Cancelling gives up the question.
 
     **The rank has to exist**: a question about another rank crashes vLLM's listener. Every engine has rank 0, 0.

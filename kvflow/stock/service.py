@@ -14,7 +14,7 @@ from kvflow.checks import counted
 from kvflow.core.bounds import LEASE_ID_CHARS
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Regions
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.codec import WireError
 from kvflow.core.protocol.notifications import ReadDone, Renew
@@ -22,7 +22,7 @@ from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.stock.engine_ranks import EngineRanks
-from kvflow.stock.shape import OurCache, our_cache
+from kvflow.stock.metadata_conversion import OurCache, our_cache
 from kvflow.stock.texts import decode_text, is_text
 from kvflow.stock.versions import Line
 from kvflow.stock.wire import StockMetadata, decode_question, encode_answer, encode_metadata
@@ -58,7 +58,7 @@ class StockService:
         ours = our_cache(local.cache_shares, local.regions, local.groups)
         shown = encode_metadata(shown_of(ours, cache.metadata, stock), stock.serve_line)
         self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
-        self._told = Latest[str, tuple[int, int]](_TOLD_MAX)
+        self._told = BoundedMap[str, tuple[int, int]](_TOLD_MAX)
         """For each lease that some but not all of its stock readers have reported as read, by lease id: how many
         readers the reports say that it has, and how many have reported."""
         self.refused = 0

@@ -19,11 +19,11 @@ from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.peers.handshake import Handshakes, judge
 from kvflow.runtime.peers.peer import Connection, Peer
 from kvflow.stock.metadata import ask_rank
+from kvflow.stock.metadata_conversion import check_tp_size, metadata_of, our_cache
 from kvflow.stock.params import StockTicket
-from kvflow.stock.shape import check_tp_size, metadata_of, our_cache
 from kvflow.stock.stock_leases import StockConnection, StockLeases
 from kvflow.stock.versions import line_that_shows
-from kvflow.stock.wire import Shown, agent_of
+from kvflow.stock.wire import StockAnswer, agent_of
 from kvflow.transport.base import AgentName
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class StockHandshakes:
             raise at.failure(ProtocolError, f"agent {agent!r} is that of {known!r}, which is another rank")
         return known
 
-    async def _ask(self, peer: Peer) -> Shown:
+    async def _ask(self, peer: Peer) -> StockAnswer:
         return await ask_rank(
             peer.address.removeprefix(_MARK).rpartition("/")[0],
             tp_rank=peer.rank.tp,
@@ -117,7 +117,7 @@ class StockHandshakes:
             engine_id=peer.engine_id,
         )
 
-    def _reporters(self, metadata: messages.Metadata, shown: Shown) -> int:
+    def _reporters(self, metadata: messages.Metadata, shown: StockAnswer) -> int:
         if line_that_shows(shown.fields).counts_engine:
             return self._local.cache_shares[0].tp_size
         pairs = topology.in_common(self._local.cache_shares, metadata.cache_shares)
@@ -125,7 +125,7 @@ class StockHandshakes:
         return max((source.reporters for source in sources if source is not None), default=1)
 
 
-def _agent(peer: Peer, shown: Shown) -> AgentName:
+def _agent(peer: Peer, shown: StockAnswer) -> AgentName:
     try:
         return AgentName(agent_of(shown.metadata.agent_metadata))
     except WireError as error:

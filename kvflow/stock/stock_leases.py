@@ -12,7 +12,7 @@ from time import CLOCK_BOOTTIME, clock_gettime
 from typing import TypeAlias
 
 from kvflow.core.plan.topology import Rank
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol import messages
 from kvflow.errors import LeaseExpired
 from kvflow.runtime.assembly import RegisteredCache
@@ -60,7 +60,7 @@ class StockConnection(Connection):
 class StockLeases:
     """The latest requests that were read from stock producers.
 
-    Notifies these producers, as `runtime.peers.peer.Telling`.
+    Notifies these producers, as `runtime.peers.peer.LeaseNotifier`.
     """
 
     def __init__(self, cache: RegisteredCache, terms: Terms) -> None:
@@ -69,10 +69,10 @@ class StockLeases:
         self._machine = machine_id()
         self._clock = cache.clock
         self._transport = cache.transport
-        self._seen = Latest[_Key, StockRequest | None](_SEEN_MAX)
+        self._seen = BoundedMap[_Key, StockRequest | None](_SEEN_MAX)
         """The latest requests, by engine, address and request id. None for a request with a producer that was notified
         that it was read, or is not needed."""
-        self._met = Latest[tuple[str, str, Rank], tuple[str, float]](_MET_MAX)
+        self._met = BoundedMap[tuple[str, str, Rank], tuple[str, float]](_MET_MAX)
         """For each rank, by engine, address and rank, its agent, and the time at which the agent took the place of
         another agent; -inf for the first agent."""
 
@@ -110,7 +110,7 @@ class StockLeases:
     def needed(self, sources: Sequence[Source]) -> int:
         """Send a heartbeat for the requests of `sources` to their rank, which is the same for all. Return their number.
 
-        See `Telling.needed`.
+        See `LeaseNotifier.needed`.
         """
         proofs = {proof.request_id: proof for proof in map(_proof, sources)}
         for proof in proofs.values():
@@ -120,7 +120,7 @@ class StockLeases:
         return len(proofs)
 
     def read(self, source: Source) -> None:
-        """Notify a source's rank that its request was read, and allow no further read of it. See `Telling.read`."""
+        """Notify a source's rank that its request was read, and allow no further read of it (`LeaseNotifier.read`)."""
         connection, request_id = source.connection, _proof(source).request_id
         assert isinstance(connection, StockConnection), "it is told so"
         self._seen[source.peer.engine_id, source.lease.address, request_id] = None

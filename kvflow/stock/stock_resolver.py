@@ -45,14 +45,14 @@ class StockResolver:
         return read_stock(params, arrived=arrived, lease_s=lease_s, block_ids_max=most, left=left)
 
     def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:
-        """See `Reach.reach_at_once`.
+        """See `TicketResolver.reach_at_once`.
 
         Return None for a stock ticket: its ranks have to be asked first whether they have restarted.
         """
         return None if isinstance(ticket, StockTicket) else self._own.reach_at_once(ticket, found)
 
     async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
-        """Return the ranks that a load with `ticket` reads from or reports to; see `Reach.reach`.
+        """Return the ranks that a load with `ticket` reads from or reports to; see `TicketResolver.reach`.
 
         Also raises LeaseExpired for a stock request that was read here before.
         """

@@ -71,7 +71,7 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.packed_member_layouts) or not all(map(_is_one, self.region_members))
 
 
-class Shown(NamedTuple):
+class StockAnswer(NamedTuple):
     """A stock listener's decoded answer."""
 
     compatibility_hash: str
@@ -92,7 +92,7 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True):
 def encode_question(pp_rank: int, tp_rank: int) -> bytes:
     """Return the question for a rank's metadata, the one question that a stock listener survives.
 
-    The rank has to exist: see `stock.shape`. ValueError if the rank is out of range.
+    The rank has to exist: see `stock.metadata_conversion`. ValueError if the rank is out of range.
     """
     if not (0 <= pp_rank < RANKS_MAX and 0 <= tp_rank < RANKS_MAX):
         raise ValueError(f"no rank: pp {pp_rank}, tp {tp_rank}")
@@ -123,7 +123,7 @@ def encode_answer(compatibility_hash: str, metadata: bytes, clock_s: float) -> l
     return [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(clock_s)]
 
 
-def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> Shown:
+def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> StockAnswer:
     """Decode the frames of a stock listener's answer. WireError says what is wrong."""
     if len(frames) != 2:
         raise WireError(f"{counted(len(frames), 'frame')}, a stock listener (vLLM 0.26 and later) answers with 2")
@@ -139,7 +139,7 @@ def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> S
     fields = _decode(payload.agent_metadata_bytes, _Fields, "its metadata")
     metadata = _decode(payload.agent_metadata_bytes, StockMetadata, "its metadata")
     _check(metadata)
-    return Shown(payload.compatibility_hash, metadata, frozenset(fields))
+    return StockAnswer(payload.compatibility_hash, metadata, frozenset(fields))
 
 
 def agent_of(agent_metadata: bytes) -> str:

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 
 from kvflow.checks import counted
 from kvflow.storage.entry import PREFIX_BYTES, EntryHeader, NotAnEntry, decode, encode, header_bytes
-from kvflow.storage.files import MoveFailed, Mover
 from kvflow.storage.index import Entry
+from kvflow.storage.store_thread import MoveFailed, Mover
 
 _LOCK = "lock"
 _PART = ".part"

@@ -23,7 +23,7 @@ from kvflow.config import STORE_BACKEND as POSIX
 from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import ConfigError
-from kvflow.storage.files import Direction, MoveLost, Settled
+from kvflow.storage.store_thread import Direction, LostMoves, MoveLost
 from kvflow.transport.base import TransportError
 from kvflow.transport.nixl.native import error_types, import_bindings, new_agent
 
@@ -36,7 +36,7 @@ def _runs_posix_aio(fd: int) -> bool:
 
 
 class PosixMover:
-    """A `storage.files.Mover` over NIXL's POSIX backend.
+    """A `storage.store_thread.Mover` over NIXL's POSIX backend.
 
     After `settle` has ended the agent, the next file or move makes another.
     """
@@ -103,13 +103,13 @@ class PosixMover:
         self._api.releaseXferReq(begun)
         return True
 
-    def settle(self) -> Settled:
+    def settle(self) -> LostMoves:
         if "use_uring" in self._params:
-            return Settled.NEVER
+            return LostMoves.NEVER
         if any(map(_runs_posix_aio, self._files)):
-            return Settled.NOT_YET
+            return LostMoves.NOT_YET
         self.close()
-        return Settled.STOPPED
+        return LostMoves.STOPPED
 
     def close(self) -> None:
         for handle in self._lost:

@@ -12,25 +12,25 @@ from kvflow.errors import CacheUnregistered, ConfigError, RuntimeClosed
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.part import Ending, Part, PartOwner
 from kvflow.runtime.supervisor import Supervisor
-from kvflow.storage.files import Files, PlainMover
 from kvflow.storage.storage_requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest, StoreStatistics
 from kvflow.storage.store import BlockStore, open_store
+from kvflow.storage.store_thread import PlainMover, StoreThread
 from kvflow.storage.store_transfer import StoreTransfer
 from kvflow.transport.base import TransportError
 
 
-def make_files(config: Config, name: str) -> Files:
+def make_files(config: Config, name: str) -> StoreThread:
     """Return the store's I/O thread, not opened yet, with the mover for the transport that `config` names.
 
     Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`. Ends when no file is moved; then its
     folder is free. If it dies, saves and restores under way fail, and their blocks stay leased or quarantined.
     """
     if config.transport != "nixl":
-        return Files(f"kvflow-store {name}", lambda _: PlainMover())
+        return StoreThread(f"kvflow-store {name}", lambda _: PlainMover())
     from kvflow.storage.posix import PosixMover
 
     params = params_of(config, STORE_BACKEND)
-    return Files(f"kvflow-store {name}", partial(PosixMover, f"{name}/store", params))
+    return StoreThread(f"kvflow-store {name}", partial(PosixMover, f"{name}/store", params))
 
 
 class Storage(Part):
@@ -55,7 +55,7 @@ class Storage(Part):
         folder: str | os.PathLike[str],
         *,
         bytes_max: int = 16 << 30,
-        files: Callable[[Config, str], Files] = make_files,
+        files: Callable[[Config, str], StoreThread] = make_files,
     ) -> None:
         path = checks.answer(lambda: os.fspath(folder))
         self.folder = checks.text(path, "folder", error=ConfigError) if isinstance(path, str) else "\0"

@@ -40,7 +40,6 @@ from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.copy_thread import CopyFailed
 from kvflow.storage.disk import Directory, EntryFile
 from kvflow.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name
-from kvflow.storage.files import Direction, Files, MoveFailed
 from kvflow.storage.index import Entry, StoreIndex
 from kvflow.storage.placing import data_bytes
 from kvflow.storage.storage_requests import (
@@ -51,6 +50,7 @@ from kvflow.storage.storage_requests import (
     StoreRequest,
     StoreStatistics,
 )
+from kvflow.storage.store_thread import Direction, MoveFailed, StoreThread
 from kvflow.storage.store_transfer import StoreTransfer
 from kvflow.storage.stored_cache import StoredCache
 from kvflow.transport.base import TransportError
@@ -67,7 +67,7 @@ class BlockStore:
     """All saves and restores of one registered cache, and the files of the entries."""
 
     def __init__(
-        self, cache: RegisteredCache, stored: StoredCache, directory: Directory, index: StoreIndex, files: Files
+        self, cache: RegisteredCache, stored: StoredCache, directory: Directory, index: StoreIndex, files: StoreThread
     ) -> None:
         self._config = cache.config
         self._token_hex = cache.token_hex
@@ -407,7 +407,7 @@ class BlockStore:
             logger.info("store %s: %s is removed when it is opened again", self._directory.path, entry.file)
 
 
-async def open_store(cache: RegisteredCache, files: Files, folder: str, bytes_max: int) -> BlockStore:
+async def open_store(cache: RegisteredCache, files: StoreThread, folder: str, bytes_max: int) -> BlockStore:
     """Open the store of a cache that is being registered. Cancelling leaves nothing open.
 
     Args:

@@ -1,7 +1,7 @@
 """One save or restore. A flight moves the bytes, like those of a load, but by the store's I/O thread.
 
-A lost move (`storage.files`) makes the transfer fail at once. It counts as under way until it is known to have stopped,
-so the flight keeps its blocks and its permit until then.
+A lost move (`storage.store_thread`) makes the transfer fail at once. It counts as under way until it is known to have
+stopped, so the flight keeps its blocks and its permit until then.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvflow.core.policy.states import TransferState
 from kvflow.core.protocol.proof import SealProof
 from kvflow.errors import RuntimeBroken
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.flight_resources import FlightResources, Told
+from kvflow.runtime.load.flight_resources import FlightResources, LeaseAnswerState
 from kvflow.storage.disk import EntryFile
-from kvflow.storage.files import Direction, Files
 from kvflow.storage.storage_requests import PHASES, StoreRequest
+from kvflow.storage.store_thread import Direction, StoreThread
 from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class StoreTransfer:
         tables: Sequence[BlockIds],
         entries: BlockIds,
         resources: FlightResources,
-        files: Files,
+        files: StoreThread,
         deadline_s: float,
     ) -> None:
         """Claim the blocks to fill, or lease the blocks to save. Raises BlocksBusy.
@@ -104,7 +104,7 @@ class StoreTransfer:
         with contextlib.suppress(RuntimeError):  # the deadline has passed, or the transfer has its outcome
             self.timeout.reschedule(asyncio.get_running_loop().time())
 
-    def post(self, _agent: AgentName, descriptors: Descriptors, told: Told) -> None:
+    def post(self, _agent: AgentName, descriptors: Descriptors, told: LeaseAnswerState) -> None:
         """Start a move for the flight. Call `told` when it has stopped. TransportBroken if the I/O thread has ended."""
         move = PostedRead(descriptors.size_bytes)
 

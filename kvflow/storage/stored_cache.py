@@ -21,8 +21,8 @@ from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.flight import CopyGroup, Read
 from kvflow.runtime.memory import CopyDirection
 from kvflow.storage.entry import fingerprint_of
-from kvflow.storage.files import Direction
 from kvflow.storage.placing import BlockSpan, plan_file
+from kvflow.storage.store_thread import Direction
 from kvflow.storage.store_transfer import StoreTransfer, opened_file
 from kvflow.verify import digests
 from kvflow.verify.cache_digests import DigestedCache, Digesting

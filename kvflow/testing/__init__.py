@@ -1,14 +1,14 @@
 """Tools for testing engines that use kvflow: runtimes in one process, scripted faults, virtual time, safety checks."""
 
 from kvflow.runtime.world import World
+from kvflow.testing.accounting import assert_closed, assert_conserved, assert_quiet
 from kvflow.testing.block_watch import BlockWatch, watch_blocks
-from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
 from kvflow.testing.caches import PatternCache, StateCache
 from kvflow.testing.cancel import cancel_everywhere
-from kvflow.testing.clock import LoopClock, ManualClock
 from kvflow.testing.cluster import InprocCluster
 from kvflow.testing.comparing import assert_blocks_equal, assert_loaded, compare_blocks
-from kvflow.testing.loads import LoadWatch, watch_loads
+from kvflow.testing.load_watch import LoadWatch, watch_loads
+from kvflow.testing.network_conditions import NetworkConditions
 from kvflow.testing.offer_watch import OfferWatch, watch_offers
 from kvflow.testing.pair import (
     CacheSize,
@@ -20,8 +20,8 @@ from kvflow.testing.pair import (
     inproc_pair,
     nixl_pair,
 )
+from kvflow.testing.virtual_clock import LoopClock, ManualClock
 from kvflow.testing.virtual_loop import Deadlock, VirtualLoop, new_virtual_loop, run_virtual
-from kvflow.testing.weather import Weather
 from kvflow.transport.inproc import InprocFaults, InprocNetwork, InprocTransport
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "LoadWatch",
     "LoopClock",
     "ManualClock",
+    "NetworkConditions",
     "NixlPair",
     "OfferWatch",
     "Pair",
@@ -43,7 +44,6 @@ __all__ = [
     "StateCache",
     "TestEngine",
     "VirtualLoop",
-    "Weather",
     "World",
     "assert_blocks_equal",
     "assert_closed",

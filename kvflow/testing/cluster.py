@@ -21,14 +21,14 @@ from kvflow.errors import UsageError
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.part import Part
 from kvflow.runtime.world import World
-from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier
+from kvflow.testing.network_conditions import CALM, NetworkConditions, draw_conditions
 from kvflow.testing.pair import CacheSize, TestEngine, open_engine
 from kvflow.testing.side_channel import Exchange, InprocSideChannel, own_host
 from kvflow.testing.simulated_network import Network, SimHost
 from kvflow.testing.simulated_world import make_world
-from kvflow.testing.virtual_loop import Life, VirtualLoop
-from kvflow.testing.weather import CALM, Weather, draw_weather
+from kvflow.testing.virtual_clock import LoopClock
+from kvflow.testing.virtual_loop import SimProcess, VirtualLoop
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 ResultT = TypeVar("ResultT")
@@ -50,14 +50,14 @@ class InprocCluster:
         seed: Seed of a simulated network with random faults: slow, torn and failed reads, lost, repeated and late
             notifications, unanswered questions, garbled answers. A seed gives the same faults in every run. Needs
             virtual time (`run_virtual`). None for a network without random faults.
-        weather: Delays and rates of those faults; None to draw them from the seed.
+        conditions: Delays and rates of those faults; None to draw them from the seed.
     """
 
-    def __init__(self, seed: int | None = None, *, weather: Weather | None = None) -> None:
+    def __init__(self, seed: int | None = None, *, conditions: NetworkConditions | None = None) -> None:
         self.network = InprocNetwork()
         self._exchange = Exchange()
         self._rng = random.Random(seed)
-        self._weather = None if seed is None else weather or draw_weather(self._rng)
+        self._conditions = None if seed is None else conditions or draw_conditions(self._rng)
         """Delays and fault rates of the simulated network; None without a seed."""
         self._simulated: Network | None = None
         self._hosts: dict[str, SimHost] = {}
@@ -74,7 +74,7 @@ class InprocCluster:
         Returns:
             A `World`, which several runtimes may share.
         """
-        if self._weather is not None:
+        if self._conditions is not None:
             world = make_world(self._simulation, lambda config: self._host(config.engine_id), clock)
             return replace(world, transport=self._make, forgives=False)
         return World(
@@ -154,11 +154,11 @@ class InprocCluster:
             UsageError: The cluster has no seed.
             Exception: Any error of the last run.
         """
-        if self._weather is None:
+        if self._conditions is None:
             raise UsageError("run_process: crashes come by a seed, as in InprocCluster(seed=7)")
         network, host = self._simulation(), self._host(engine_id)
         for number in itertools.count():
-            host.life = Life(network.loop, f"{engine_id}.{number}")
+            host.life = SimProcess(network.loop, f"{engine_id}.{number}")
             task = host.life.task(body(), name=f"{engine_id}.{number}")
             try:
                 bound_s = self._rng.uniform(0.0, within_s) if number < crashes else None
@@ -181,18 +181,18 @@ class InprocCluster:
             if not isinstance(loop, VirtualLoop):
                 raise UsageError("faults by seed need virtual time: run the test with run_virtual")
             self._simulated = Network(loop, self._rng)
-            self._simulated.weather = self._weather or CALM
+            self._simulated.conditions = self._conditions or CALM
         return self._simulated
 
     def _host(self, engine_id: str) -> SimHost:
         """Return the simulated host of an engine's ranks, making it at the first call."""
         if engine_id not in self._hosts:
-            life = Life(self._simulation().loop, engine_id)
+            life = SimProcess(self._simulation().loop, engine_id)
             self._hosts[engine_id] = SimHost(engine_id, f"host of {engine_id}", life)
         return self._hosts[engine_id]
 
     def _make(self, config: Config, agent_name: str) -> InprocTransport:
-        if self._weather is None:
+        if self._conditions is None:
             made = InprocTransport(agent_name, self.network)
         else:
             made = self._simulation().attach(self._host(config.engine_id), agent_name)

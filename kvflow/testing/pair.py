@@ -17,7 +17,7 @@ from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.world import World, make_transport
-from kvflow.testing.books import assert_closed
+from kvflow.testing.accounting import assert_closed
 from kvflow.testing.caches import PatternCache
 from kvflow.testing.comparing import assert_loaded
 from kvflow.transport.base import Transport

@@ -62,7 +62,7 @@ class InprocListener:
         self.strangers: AnswerStranger | None = None
         self.context = copy_context()
         """Context in which the listener was made. Questions arrive in it, so they belong to the same simulated process
-        (`Life`)."""
+        (`SimProcess`)."""
         self._exchange = exchange
         self._address = address
         self._answer = answer

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from kvflow.testing.network_conditions import CALM, NetworkConditions
 from kvflow.testing.side_channel import Exchange
-from kvflow.testing.virtual_loop import Life, LifeState, VirtualLoop, life_of
-from kvflow.testing.weather import CALM, Weather
+from kvflow.testing.virtual_loop import SimProcess, SimProcessState, VirtualLoop, life_of
 from kvflow.transport.base import AgentName, PeerGone, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, Row
 
@@ -34,7 +34,7 @@ class SimHost:
     name: str
     address: str
     """Address of the host's listeners without the port."""
-    life: Life
+    life: SimProcess
     agents: list[InprocTransport] = field(default_factory=list)
     poller_stalled_until_s: float = 0.0
     agent_lost: bool = False
@@ -54,15 +54,15 @@ class SimFlight:
     fails_after: int | None
     """Number of portions that still land before the read fails; None if the read does not fail."""
     pause_s: float
-    lives: tuple[Life, Life]
+    lives: tuple[SimProcess, SimProcess]
     posted_s: float
 
 
 class Network:
     """A simulated network, which decides when, and whether, each read, notification and question arrives.
 
-    All random choices come from `rng`, at the rates of `weather`. `note(event, *facts)` is called for the simulation's
-    log. `on_landing` and `on_landed` are called before and after bytes of a read are copied.
+    All random choices come from `rng`, at the rates of `conditions`. `note(event, *facts)` is called for the
+    simulation's log. `on_landing` and `on_landed` are called before and after bytes of a read are copied.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Network:
     ) -> None:
         self.loop = loop
         self.rng = rng
-        self.weather: Weather = CALM
+        self.conditions: NetworkConditions = CALM
         self.note = note
         self.agents = InprocNetwork()
         self.agents.leaves_memory = True
@@ -140,7 +140,7 @@ class Network:
 
     def delay_s(self) -> float:
         """Return a random time for a small message from one host to another, in seconds."""
-        return self.weather.latency_s * (0.5 + self.rng.random())
+        return self.conditions.latency_s * (0.5 + self.rng.random())
 
     def chance(self, share: float) -> bool:
         return share > 0 and self.rng.random() < share
@@ -154,10 +154,10 @@ class Network:
             return
         target = self._readable(read.peer)
         assert target is not None, "else it is refused"
-        weather, rng = self.weather, self.rng
-        portions = self._tear(read.rows()) if self.chance(weather.torn_share) else deque([read.rows()])
-        slow = self.chance(weather.slow_share)
-        duration_s = rng.uniform(0.0, weather.slow_s) if slow else rng.expovariate(1 / weather.read_s)
+        conditions, rng = self.conditions, self.rng
+        portions = self._tear(read.rows()) if self.chance(conditions.torn_share) else deque([read.rows()])
+        slow = self.chance(conditions.slow_share)
+        duration_s = rng.uniform(0.0, conditions.slow_s) if slow else rng.expovariate(1 / conditions.read_s)
         other = self._hosts[target]
         flight = SimFlight(
             reader=reader,
@@ -167,7 +167,7 @@ class Network:
             read=read,
             load=LOAD.get(),
             portions=portions,
-            fails_after=rng.randrange(len(portions)) if self.chance(weather.failed_share) else None,
+            fails_after=rng.randrange(len(portions)) if self.chance(conditions.failed_share) else None,
             pause_s=duration_s / (len(portions) + 1),
             posted_s=self.loop.time(),
         )
@@ -190,7 +190,7 @@ class Network:
     def _land(self, flight: SimFlight) -> None:
         """Copy the next portion of a read. End the read if no portion is left or it fails; stall it on a cut link."""
         reader, target = flight.reader, flight.target
-        if flight.lives[0].state is LifeState.DEAD:
+        if flight.lives[0].state is SimProcessState.DEAD:
             self._forget(flight)
         elif not self.linked(*flight.hosts):
             self._stalled.append(flight)
@@ -237,13 +237,13 @@ class Network:
     # --- notifications
 
     def _notify(self, host: SimHost, target: InprocTransport, payload: bytes) -> None:
-        weather = self.weather
+        conditions = self.conditions
         other = self._hosts[target]
-        for _ in range(2 if self.chance(weather.repeated_share) else 1):
-            if self.chance(weather.lost_share) or not self.linked(host, other):
+        for _ in range(2 if self.chance(conditions.repeated_share) else 1):
+            if self.chance(conditions.lost_share) or not self.linked(host, other):
                 self.note("lost", host.name, other.name)
                 continue
-            late_s = self.rng.uniform(0.0, weather.late_s) if self.chance(weather.late_share) else 0.0
+            late_s = self.rng.uniform(0.0, conditions.late_s) if self.chance(conditions.late_share) else 0.0
             self.later(self.delay_s() + late_s, self._arrive, target, payload)
 
     def _arrive(self, target: InprocTransport, payload: bytes) -> None:
@@ -256,8 +256,8 @@ class Network:
     def _wake(self, host: SimHost, callback: Callable[[], None]) -> None:
         """Call `callback` when the host's poller next looks for ended reads and notifications."""
         when_s = self.loop.time()
-        if self.weather.poll_s:
-            when_s += self.rng.uniform(0.0, self.weather.poll_s)
+        if self.conditions.poll_s:
+            when_s += self.rng.uniform(0.0, self.conditions.poll_s)
         self.loop.call_at(max(when_s, host.poller_stalled_until_s), callback, context=host.life.context())
 
 

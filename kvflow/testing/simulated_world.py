@@ -26,7 +26,7 @@ def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyn
 
         On a cut link no message arrives.
         """
-        if network.chance(network.weather.unanswered_share):
+        if network.chance(network.conditions.unanswered_share):
             return False
         other = network.host_at(address)
         return other is None or network.linked(host, other)
@@ -56,11 +56,11 @@ def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyn
 
 
 def garbled(network: Network, frames: Frames) -> Frames:
-    """Return the `frames` of an answer, or garbled frames instead, with the probability `Weather.garbled_share`.
+    """Return the `frames` of an answer, or garbled frames instead, with probability `NetworkConditions.garbled_share`.
 
     A garbled answer has a truncated body, a random header, another message as its body, or a frame too many.
     """
-    if not network.chance(network.weather.garbled_share):
+    if not network.chance(network.conditions.garbled_share):
         return frames
     network.note("garbled")
     header, body = frames
@@ -70,7 +70,7 @@ def garbled(network: Network, frames: Frames) -> Frames:
         case 1:
             return [network.rng.randbytes(len(header)), body]
         case 2:
-            state = network.rng.choice((messages.Told.WAITING, messages.Told.ENDED))
+            state = network.rng.choice((messages.LeaseAnswerState.WAITING, messages.LeaseAnswerState.ENDED))
             return [header, codec.encode(messages.LeaseAnswer(state=state))]
         case _:
             return [header, body, body]
@@ -91,6 +91,6 @@ def make_world(network: Callable[[], Network], host: Callable[[Config], SimHost]
         clock=clock,
         own_host=own_host,
         token_hex=lambda count: network().rng.randbytes(count).hex(),
-        copier=lambda name: InlineCopier(name, lambda: network().rng.expovariate(1 / network().weather.read_s)),
+        copier=lambda name: InlineCopier(name, lambda: network().rng.expovariate(1 / network().conditions.read_s)),
         real=False,
     )

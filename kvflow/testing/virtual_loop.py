@@ -5,8 +5,9 @@ same way every time. The loop has no threads and no sockets: a call that needs o
 Where an ordinary loop would wait forever, because no callback is ready and no timer is set, this loop raises `Deadlock`
 and names the waiting tasks.
 
-A `Life` is one simulated process; several may run on the loop. All tasks and callbacks started in its context can be
-frozen and thawed, as by SIGSTOP and SIGCONT, or killed. After a kill none of its code runs again, not even a `finally`.
+A `SimProcess` is one simulated process; several may run on the loop. All tasks and callbacks started in its context can
+be frozen and thawed, as by SIGSTOP and SIGCONT, or killed. After a kill none of its code runs again, not even a
+`finally`.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ _ROUNDS_MAX = 10
 
 Awaited: TypeAlias = Generator[Any, None, T] | Coroutine[Any, Any, T]
 
-_LIFE: ContextVar[Life | None] = ContextVar("kvflow_life", default=None)
+_LIFE: ContextVar[SimProcess | None] = ContextVar("kvflow_life", default=None)
 
 
 class Deadlock(AssertionError):
     """The loop would wait forever: no callback is ready, no timer is set, and the main coroutine is not done."""
 
 
-class LifeState(enum.StrEnum):
+class SimProcessState(enum.StrEnum):
     RUNNING = "running"
     FROZEN = "frozen"
     DEAD = "dead"
 
 
-class Life:
+class SimProcess:
     """A simulated process: callbacks, tasks and timers that are frozen, thawed and killed together.
 
     Start a task by `life.task`, or pass `context=life.context()` to asyncio. All that this code starts belongs to the
@@ -56,7 +57,7 @@ class Life:
 
     def __init__(self, loop: VirtualLoop, name: str) -> None:
         self.name = name
-        self.state = LifeState.RUNNING
+        self.state = SimProcessState.RUNNING
         self.frozen_s = 0.0
         """Total virtual seconds for which the process was frozen. A freeze counts once it has ended."""
         self._loop = loop
@@ -68,7 +69,7 @@ class Life:
         self._remains: list[asyncio.Task[Any]] = []
 
     def __repr__(self) -> str:
-        return f"<Life {self.name} {self.state}>"
+        return f"<SimProcess {self.name} {self.state}>"
 
     def context(self) -> Context:
         """Return a new context; code that runs in it belongs to this process. Each task needs its own context."""
@@ -80,14 +81,14 @@ class Life:
 
     def freeze(self) -> None:
         """Run no callback of this process until `thaw`. Timers that become due before fire after `thaw`."""
-        if self.state is LifeState.RUNNING:
-            self.state = LifeState.FROZEN
+        if self.state is SimProcessState.RUNNING:
+            self.state = SimProcessState.FROZEN
             self._since_s = self._loop.time()
             self._loop.stopped[self] = None
 
     def thaw(self) -> None:
-        if self.state is LifeState.FROZEN:
-            self.state = LifeState.RUNNING
+        if self.state is SimProcessState.FROZEN:
+            self.state = SimProcessState.RUNNING
             self.frozen_s += self._loop.time() - self._since_s
             self._resume()
 
@@ -97,12 +98,12 @@ class Life:
         A task without a reference would be destroyed, which would run its `finally`.
         """
         self._remains = self._loop.tasks(self)
-        self.state = LifeState.DEAD
+        self.state = SimProcessState.DEAD
         self._loop.stopped[self] = None
 
     def bury(self) -> list[asyncio.Task[Any]]:
         """Cancel and return the tasks of a stopped process after a test, so that none is destroyed while pending."""
-        self.state = LifeState.RUNNING
+        self.state = SimProcessState.RUNNING
         tasks = self._loop.tasks(self)
         for task in tasks:
             task.cancel()
@@ -117,7 +118,7 @@ class Life:
         self._waiting.clear()
 
 
-def life_of(context: Context) -> Life | None:
+def life_of(context: Context) -> SimProcess | None:
     """Return the simulated process that code in `context` belongs to, or None."""
     return context.get(_LIFE)
 
@@ -158,7 +159,7 @@ class VirtualLoop(BaseEventLoop):
         """Function called after every callback; must not raise."""
         self.ran: asyncio.Handle | None = None
         """The callback that ran last, for `after_step`."""
-        self.stopped: dict[Life, None] = {}
+        self.stopped: dict[SimProcess, None] = {}
         """Frozen and dead processes, which add and remove themselves. A dict, since a set has no fixed order."""
         self._now_s = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
@@ -186,7 +187,7 @@ class VirtualLoop(BaseEventLoop):
             when: Virtual time as of `time()`. A time in the past is due at once.
             callback: Function to call.
             args: Arguments of `callback`.
-            context: Context to run `callback` in, which decides its process (`Life`); None for the current context.
+            context: Context to run `callback` in, which decides its `SimProcess`; None for the current context.
 
         Returns:
             The timer; `cancel()` stops it.
@@ -203,7 +204,7 @@ class VirtualLoop(BaseEventLoop):
         Args:
             callback: Function to call.
             args: Arguments of `callback`.
-            context: Context to run `callback` in, which decides its process (`Life`); None for the current context.
+            context: Context to run `callback` in, which decides its `SimProcess`; None for the current context.
 
         Returns:
             The scheduled call; `cancel()` stops it.
@@ -239,7 +240,7 @@ class VirtualLoop(BaseEventLoop):
         Args:
             coro: Coroutine to run.
             name: Name of the task; None for `task-` and its number.
-            context: Context to run `coro` in, which decides its process (`Life`); None for a copy of the current one.
+            context: Context to run `coro` in, which decides its `SimProcess`; None for a copy of the current one.
             eager_start: Ignored: a task always starts in a later turn. Python 3.14 and later may pass it.
 
         Returns:
@@ -249,7 +250,7 @@ class VirtualLoop(BaseEventLoop):
         self._tasks.add(task)
         return task
 
-    def tasks(self, life: Life | None = None) -> list[asyncio.Task[Any]]:
+    def tasks(self, life: SimProcess | None = None) -> list[asyncio.Task[Any]]:
         """Return the tasks that are not done.
 
         Args:

@@ -90,7 +90,7 @@ class Verifying:
         reader, limits = question.reader, self._limits
         found = self._known(question.lease_id, question.request_id)
         if found is None:
-            return self._refused(messages.LeaseAnswer(state=messages.Told.ENDED))
+            return self._refused(messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED))
         held = found.held
         if held.missing and any(part.stop > held.num_tokens - held.missing for part in question.parts):
             return self._refused(refusal("its blocks are not there yet", transient=True))
@@ -128,7 +128,7 @@ class Verifying:
             reply.set_result(self._refused(refusal(f"no digests: {error}")))
             return
         if self._known(question.lease_id, question.request_id) is None:
-            reply.set_result(self._refused(messages.LeaseAnswer(state=messages.Told.ENDED)))
+            reply.set_result(self._refused(messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED)))
         else:
             self._counts["digests"] += 1
             reply.set_result(messages.Digests(values=tuple(values)))

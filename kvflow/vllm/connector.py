@@ -54,10 +54,10 @@ from kvflow.logs import logger_of
 from kvflow.parts import needing
 from kvflow.runtime.part import Part
 from kvflow.transport.device.cache_device import record_event
-from kvflow.vllm.asked import asked, names_pictures, sharing_of, spreads_samples
-from kvflow.vllm.layout import cache_groups, groups_of
-from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
-from kvflow.vllm.settings import config_of, extra_of, scheduling_of, warn_of_side_channel
+from kvflow.vllm.engine_requests import asked, names_pictures, sharing_of, spreads_samples
+from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, warn_of_side_channel
+from kvflow.vllm.kv_cache_layout import cache_groups, groups_of
+from kvflow.vllm.vllm_metrics import KVFlowPromMetrics, KVFlowStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,7 +105,7 @@ class KVFlowIntroduction(KVConnectorHandshakeMetadata):
 
 
 @dataclass(frozen=True)
-class KVFlowNews(KVConnectorWorkerMetadata):
+class KVFlowWorkerReport(KVConnectorWorkerMetadata):
     """Reports of workers to the scheduler's connector, sent with a step's results."""
 
     introductions: tuple[KVFlowIntroduction, ...] = ()
@@ -116,9 +116,9 @@ class KVFlowNews(KVConnectorWorkerMetadata):
     """Ids and errors of requests that must fail: the load found the same tokens, but other pictures, adapter or
     salt."""
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowNews:
-        others = cast(KVFlowNews, other)
-        return KVFlowNews(
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowWorkerReport:
+        others = cast(KVFlowWorkerReport, other)
+        return KVFlowWorkerReport(
             self.introductions + others.introductions,
             {**self.found, **others.found},
             self.refused + others.refused,
@@ -145,7 +145,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """Worker: True on the one rank that asks peers for prefixes on behalf of the whole engine."""
     _pulls = False
     """Worker: True if this engine asks peers for prefixes and loads them."""
-    _news = KVFlowNews()
+    _news = KVFlowWorkerReport()
     """Worker: reports that are sent with the results of the next step."""
     _device: Device | None = None
     """Worker: device of the cache, used to record events; None on the CPU."""
@@ -167,10 +167,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             dialect = OWN_DIALECT
             if extra.stock_peers:
                 with needing("stock", "stock_peers", ConfigError):
-                    from kvflow.vllm import stock
+                    from kvflow.vllm import stock_settings
 
                 config = config_of(vllm_config, tp_rank=0, pp_rank=0)
-                dialect = stock.dialect_of(extra, config, self._scheduling)
+                dialect = stock_settings.dialect_of(extra, config, self._scheduling)
             if extra.uses_prefixes:
                 with needing("prefix", _PREFIX_SETTINGS, ConfigError):
                     from kvflow.vllm.prefix import RequestPrefixes
@@ -189,9 +189,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         parts, self._late_reads = list[Part](), deque[str]()
         if extra.stock_peers:
             with needing("stock", "stock_peers", ConfigError):
-                from kvflow.vllm import stock
+                from kvflow.vllm import stock_settings
 
-            stock_peers = stock.peers_of(vllm_config, extra, self._late_reads.append)
+            stock_peers = stock_settings.peers_of(vllm_config, extra, self._late_reads.append)
             self._ranks = stock_peers.ranks
             parts.append(stock_peers)
         peers = None
@@ -331,7 +331,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received, sent = connector_output.finished_recving or (), connector_output.finished_sending or ()
         told = connector_output.kv_connector_worker_meta
-        news = told if isinstance(told, KVFlowNews) else KVFlowNews()
+        news = told if isinstance(told, KVFlowWorkerReport) else KVFlowWorkerReport()
         self._scheduler.update_from_workers(received=received, sent=sent, found=news.found)
         self._scheduler.refuse(news.refused)
         if self._recomputes:
@@ -422,9 +422,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self.has_connector_metadata() and self._step.introduce:
-            self._news = self._news.aggregate(KVFlowNews((self.get_handshake_metadata(),)))
-        told, self._news = self._news, KVFlowNews()
-        return told if told != KVFlowNews() else None
+            self._news = self._news.aggregate(KVFlowWorkerReport((self.get_handshake_metadata(),)))
+        told, self._news = self._news, KVFlowWorkerReport()
+        return told if told != KVFlowWorkerReport() else None
 
     def get_handshake_metadata(self) -> KVFlowIntroduction:
         card = b"" if self._ranks is None else self._ranks.card
@@ -474,7 +474,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found = self._worker.collect()
-        self._news = self._news.aggregate(KVFlowNews(found=found.found, refused=found.refused))
+        self._news = self._news.aggregate(KVFlowWorkerReport(found=found.found, refused=found.refused))
         self._stats.note(found)
         self._stats.data["prefix_runs"] += self._worker.shared()
         while self._late_reads:

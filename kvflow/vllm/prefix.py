@@ -25,9 +25,9 @@ from kvflow.logs import logger_of
 from kvflow.prefix import Prefixes, prefix_keys
 from kvflow.prefix.kv_events import EventSource
 from kvflow.prefix.prefix_requests import PEERS_MAX
-from kvflow.vllm.asked import names_pictures, tokens_of
-from kvflow.vllm.layout import Group
-from kvflow.vllm.settings import Extra
+from kvflow.vllm.engine_requests import names_pictures, tokens_of
+from kvflow.vllm.extra_config import Extra
+from kvflow.vllm.kv_cache_layout import Group
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvflow.bench.loads import SettingsError
-from kvflow.bench.transfer import blocks_of
+from kvflow.bench.transfer_bench import blocks_of
 from kvflow.cli.app import app
 
 

@@ -180,7 +180,7 @@ async def test_who_ends_a_run_may_wait_until_it_is_left() -> None:
 # --- what the scheduler's half tells
 
 
-class Told:
+class Reported:
     """A `CachedPrompts`, its prefix cache, and what it watches."""
 
     def __init__(self, groups: int = 1) -> None:
@@ -199,7 +199,7 @@ class Told:
 
 
 def test_each_block_is_told_once_and_watched() -> None:
-    told = Told()
+    told = Reported()
     told.cached_prompts.add("r", prefix_keys(PROMPT[:14], SIZE))
     told.step(("r", 6), blocks=[[5, 6]])
     assert found(told.prefix_cache, PROMPT) == (4, (5,))
@@ -216,13 +216,13 @@ def test_each_block_is_told_once_and_watched() -> None:
 
 def test_tables_have_null_blocks_in_front_of_a_window() -> None:
     """Block 0 is one of all unless it is said to be that."""
-    told, watched = Told(groups=2), list[int]()
+    told, watched = Reported(groups=2), list[int]()
     told.cached_prompts = CachedPrompts(SIZE, watched.extend, null_block=0)
     told.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
     (first,) = told.step(("r", 8), blocks=[[1, 2], [0, 3]]).cached_blocks
     assert first.block_tables == ((1, 2), (NO_BLOCK, 3))
     assert watched == [1, 2, 3]
-    told = Told()
+    told = Reported()
     told.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
     told.step(("r", 8), blocks=[[1, 0]])
     assert found(told.prefix_cache, PROMPT) == (8, (1, 0))
@@ -230,7 +230,7 @@ def test_tables_have_null_blocks_in_front_of_a_window() -> None:
 
 def test_what_is_reused_leaves_with_the_next_step() -> None:
     """And a preempted prompt is told anew."""
-    told = Told()
+    told = Reported()
     told.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
     told.step(("r", 8), blocks=[[5, 6]])
     told.cached_prompts.reused(6)
@@ -249,7 +249,7 @@ def test_what_is_reused_leaves_with_the_next_step() -> None:
 @pytest.mark.parametrize("complete", [True, False])
 def test_an_answer_is_told_when_its_request_has_ended(complete: bool) -> None:
     """Unless the prompt itself was never computed."""
-    told, tokens = Told(), PROMPT[:18]
+    told, tokens = Reported(), PROMPT[:18]
     told.cached_prompts.add("r", prefix_keys(PROMPT[:9], SIZE))
     told.step(("r", 9 if complete else 4), blocks=[[1, 2, 3]])
     told.cached_prompts.finished("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
@@ -262,7 +262,7 @@ def test_an_answer_is_told_when_its_request_has_ended(complete: bool) -> None:
 # --- blocks that are given to something else before the workers have heard of them
 
 
-def answered(told: Told, name: str = "r", tokens: Sequence[int] = PROMPT[:18]) -> None:
+def answered(told: Reported, name: str = "r", tokens: Sequence[int] = PROMPT[:18]) -> None:
     """End a request whose prompt of nine tokens is in blocks 1 and 2, and whose answer has filled 3 and 4."""
     told.cached_prompts.add(name, prefix_keys(tokens[:9], SIZE))
     told.step((name, 9), blocks=[[1, 2, 3]])
@@ -272,7 +272,7 @@ def answered(told: Told, name: str = "r", tokens: Sequence[int] = PROMPT[:18]) -
 @pytest.mark.parametrize("gone", [3, 4])
 def test_what_an_answer_has_filled_is_not_told_of_blocks_that_are_gone_by_then(gone: int) -> None:
     """The pool gives a block to another request, whose tokens the very next step writes there."""
-    told = Told()
+    told = Reported()
     answered(told)
     told.cached_prompts.reused(gone)
     told.cached_prompts.add("other", prefix_keys([7] * 6, SIZE))
@@ -284,7 +284,7 @@ def test_what_an_answer_has_filled_is_not_told_of_blocks_that_are_gone_by_then(g
 
 def test_nothing_of_before_a_reset_is_told_after_it() -> None:
     """A reset gives all blocks away at once, also those of an answer that no step has told yet."""
-    told = Told()
+    told = Reported()
     answered(told)
     for block in tuple(told.watched):
         told.cached_prompts.reused(block)
@@ -297,7 +297,7 @@ def test_nothing_of_before_a_reset_is_told_after_it() -> None:
 
 
 def test_a_block_that_is_gone_in_one_group_is_there_in_the_others() -> None:
-    told = Told(groups=2)
+    told = Reported(groups=2)
     told.cached_prompts.add("r", prefix_keys(PROMPT[:4], SIZE))
     told.step(("r", 4), blocks=[[1], [11]])
     told.cached_prompts.finished("r", keys=lambda: prefix_keys(PROMPT, SIZE), computed=8, block_ids=[[1, 2], [11, 12]])
@@ -308,7 +308,7 @@ def test_a_block_that_is_gone_in_one_group_is_there_in_the_others() -> None:
 
 
 def test_a_block_may_be_filled_by_two_answers_before_a_step_tells_of_it() -> None:
-    told = Told()
+    told = Reported()
     told.cached_prompts.add("other", prefix_keys([7] * 4, SIZE))
     told.step(("other", 4), blocks=[[8]])
     answered(told)
@@ -324,7 +324,7 @@ class Pool:
 
     def __init__(self, rng: random.Random, blocks: int) -> None:
         self.rng = rng
-        self.told = Told()
+        self.told = Reported()
         self.cached_prompts = self.told.cached_prompts = CachedPrompts(SIZE, self._watch)
         self.free = list(range(blocks))
         self.watched: set[int] = set()

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from kvflow import Config, Limits
-from kvflow.connector.settings import PluginSettings
+from kvflow.connector.plugin_settings import PluginSettings
 from kvflow.errors import ConfigError
 from kvflow.parts import needing
 from tests.support.tests_support import each

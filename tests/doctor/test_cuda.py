@@ -16,13 +16,13 @@ import pytest
 from tests_support import each
 
 from kvflow.bench.ucx import ReadPath
-from kvflow.doctor.cuda.checks import check_cuda, judge_gpu_path, left_out, reasons
+from kvflow.doctor.cuda.cuda_checks import check_cuda, judge_gpu_path, left_out, reasons
 from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda, Probe, kernel_version, probe
 from kvflow.doctor.cuda.nvidia import Gpu, read_devices, read_nearness, read_nvlinks
 from kvflow.doctor.findings import Status
 from kvflow.doctor.host import Host
+from kvflow.doctor.nixl_transfer import check_self_transfer
 from kvflow.doctor.run import examine
-from kvflow.doctor.transfer import check_self_transfer
 from kvflow.transport.device.cuda import DriverError, load_driver
 
 from .test_doctor import CONFIG, GOOD, assert_found

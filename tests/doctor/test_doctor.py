@@ -29,8 +29,8 @@ from kvflow.core.protocol.addresses import Address
 from kvflow.doctor.backends import judge_backends
 from kvflow.doctor.findings import Finding, Status, fail, is_broken, ok, warn
 from kvflow.doctor.host import Host, check_host, check_open_files, read_host
-from kvflow.doctor.peer import examine_peer, judge_answer
-from kvflow.doctor.transfer import judge_host_path, judge_plugins
+from kvflow.doctor.nixl_transfer import judge_host_path, judge_plugins
+from kvflow.doctor.peer_channel import examine_peer, judge_answer
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.clock import SystemClock
 from kvflow.runtime.open_files import QUESTION_FILES, needed

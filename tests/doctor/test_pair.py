@@ -12,9 +12,9 @@ from tests_support import WAIT_S
 
 import kvflow
 from kvflow import CacheLayout, Config, Runtime
+from kvflow.doctor.engine_pair import examine_pair
 from kvflow.doctor.findings import Status
-from kvflow.doctor.pair import examine_pair
-from kvflow.doctor.peer import REACH_FIX
+from kvflow.doctor.peer_channel import REACH_FIX
 
 CONFIG = Config(engine_id="doctor", handshake_timeout_s=WAIT_S)
 

@@ -8,7 +8,7 @@ import pytest
 from stock_engines import HASH, stock_producer
 
 from kvflow.doctor.findings import Status
-from kvflow.doctor.stock import examine_stock
+from kvflow.doctor.stock_engine import examine_stock
 
 
 async def statuses(address: str) -> dict[str, Status]:

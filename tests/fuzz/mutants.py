@@ -129,7 +129,7 @@ def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages
 def strangers() -> list[msgspec.Struct]:
     """Messages of ours that are no requests."""
     return [
-        messages.LeaseAnswer(state=messages.Told.ENDED),
+        messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED),
         messages.Refusal(reason="no", version=codec.PROTOCOL_VERSION),
         messages.Ack(incarnation="i"),
         ReadDone(lease_ids=("0" * 32,), reader=READER, numerator=1, denominator=1),

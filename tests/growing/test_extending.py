@@ -348,7 +348,7 @@ async def test_a_producer_that_tells_wrong_blocks() -> None:
                 serving.revoke(serving.open_lease(one).entry)
 
     def news(*ids: tuple[int, ...], payload: bytes = b"") -> messages.LeaseAnswer:
-        return messages.LeaseAnswer(state=messages.Told.OPEN, more_block_ids=ids, payload=payload)
+        return messages.LeaseAnswer(state=messages.LeaseAnswerState.OPEN, more_block_ids=ids, payload=payload)
 
     await fails(news((1, 99)), ProtocolError, "block id 99")
     await fails(news((1, 1)), ProtocolError, "given twice")
@@ -356,7 +356,9 @@ async def test_a_producer_that_tells_wrong_blocks() -> None:
     await fails(news((1, 2, 3, 4, 5)), ProtocolError, "5 blocks of a lease that has 4")
     await fails(news((1,), (2,)), ProtocolError, "more blocks of 2 groups")
     await fails(news(payload=bytes(1 << 13)), ProtocolError, "8192 bytes, at most 4096")
-    await fails(messages.LeaseAnswer(state=messages.Told.COMPLETE), ProtocolError, "blocks hold 0 of 16 tokens")
+    await fails(
+        messages.LeaseAnswer(state=messages.LeaseAnswerState.COMPLETE), ProtocolError, "blocks hold 0 of 16 tokens"
+    )
     await fails(messages.Ack(incarnation="i"), ProtocolError, "expected LeaseAnswer, got Ack")
 
 

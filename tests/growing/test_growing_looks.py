@@ -13,7 +13,7 @@ from kvflow import Lease, LeaseOutcome, Limits, Load, LoadRequest, ServeRequest
 from kvflow.errors import DeadlineExceeded, TransferFailed
 from kvflow.growing import growing_loads
 from kvflow.growing.growing_loads import LOOK_EVERY_S
-from kvflow.growing.load_news import News
+from kvflow.growing.lease_questions import LeaseQuestions
 from kvflow.testing import InprocPair
 from kvflow.transport.base import TransportError
 from tests.support.growing_pairs import pair_of
@@ -49,7 +49,7 @@ def tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def told_nothing(*_: object) -> None:
         await asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr(News, "_ask", told_nothing)
+    monkeypatch.setattr(LeaseQuestions, "_ask", told_nothing)
 
 
 @in_virtual_time

@@ -14,7 +14,7 @@ from kvflow.testing import (
     CacheSize,
     InprocCluster,
     InprocPair,
-    Weather,
+    NetworkConditions,
     block_by_block,
     inproc_pair,
     nixl_pair,
@@ -82,7 +82,7 @@ async def test_a_part_of_a_cached_prompt_counts_from_its_own_first_token() -> No
 @in_virtual_time
 async def test_nothing_is_told_that_no_look_vouches_for() -> None:
     """Reads that take longer than half of the hold: a part is told once a later look has found the lease open."""
-    world = InprocCluster(seed=1, weather=Weather(read_s=0.2)).world()
+    world = InprocCluster(seed=1, conditions=NetworkConditions(read_s=0.2)).world()
     async with inproc_pair(config=CONFIG, producer_world=world, consumer_world=world) as pair:
         lease, seen = opened(pair), list[int]()
         load = pair.consumer.runtime.start_load(wanted(pair, lease))

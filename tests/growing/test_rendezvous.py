@@ -312,7 +312,9 @@ async def test_readers_are_sent_on_to_nothing_but_their_own_request(instead: byt
             instead = msgspec.msgpack.encode(rendezvous(pair, "other"))
         lease = offer(pair)
         await pair.consumer.runtime.prewarm([lease.ticket])
-        channel.script.append(messages.LeaseAnswer(state=messages.Told.FAILED, reason="elsewhere", instead=instead))
+        channel.script.append(
+            messages.LeaseAnswer(state=messages.LeaseAnswerState.FAILED, reason="elsewhere", instead=instead)
+        )
         with pytest.raises(ProtocolError, match="it sends readers on to"):
             await start(pair, rendezvous(pair))
         lease.revoke()
@@ -575,7 +577,9 @@ async def test_offers_that_cannot_be() -> None:
 
     await fails(messages.Ack(incarnation="i"), ProtocolError, "expected LeaseAnswer, got Ack")
     await fails(
-        messages.LeaseAnswer(state=messages.Told.OPEN), ProtocolError, "a lease that is open, without its offer"
+        messages.LeaseAnswer(state=messages.LeaseAnswerState.OPEN),
+        ProtocolError,
+        "a lease that is open, without its offer",
     )
     await fails(lambda reply: msgspec.structs.replace(reply, lease=None), ProtocolError, "an offer of blocks without")
     await fails(changed(num_tokens=-1), ProtocolError, "cannot be right")
@@ -596,7 +600,7 @@ async def test_offers_that_cannot_be() -> None:
     await fails(of_lease(block_ids=(1,)), ProtocolError, "cannot be right")
     await fails(of_lease(block_ids=(1, 2, 3, 5), more_block_ids=((1,),)), ProtocolError, "of 2 groups, it has 1")
     await fails(of_lease(lease_id=""), ProtocolError, "lease_id")
-    failed = messages.LeaseAnswer(state=messages.Told.FAILED, reason="no\nroom" + "x" * 9999)
+    failed = messages.LeaseAnswer(state=messages.LeaseAnswerState.FAILED, reason="no\nroom" + "x" * 9999)
     await fails(failed, PrefillFailed, r"no\\nroom")
 
 

@@ -37,7 +37,7 @@ import atexit, asyncio, threading
 seen = []
 atexit.register(lambda: print(*[name.name for name in threading.enumerate()], seen))
 
-from kvflow.transport.thread import OwnerThread
+from kvflow.transport.owner_thread import OwnerThread
 
 class Held:
     def __del__(self):

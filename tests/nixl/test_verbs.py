@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvflow.doctor.findings import Status
-from kvflow.doctor.transfer import check_nixl, judge_plugins
+from kvflow.doctor.nixl_transfer import check_nixl, judge_plugins
 
 ROOT = Path(__file__).parents[2]
 # Without libefa UCX does not load the system's libibverbs beside the wheel's.

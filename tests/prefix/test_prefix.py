@@ -45,7 +45,7 @@ from kvflow.prefix import (
 from kvflow.prefix.seek_request import SeekRequest
 from kvflow.prefix.testing import FakePrefixCache
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.producer.farewells import Farewells
+from kvflow.runtime.producer.goodbyes import Goodbyes
 from kvflow.testing import CacheSize, TestEngine, assert_blocks_equal
 from kvflow.testing.pair import open_engine
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
@@ -643,7 +643,7 @@ async def test_a_holder_that_unregisters_ends_what_it_shares(them: Fleet) -> Non
 
 async def test_a_holder_that_has_restarted_is_pulled_from_again(them: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under its address, and without a goodbye: its reader finds out by the answer."""
-    monkeypatch.setattr(Farewells, "remember", lambda *_: None)
+    monkeypatch.setattr(Goodbyes, "remember", lambda *_: None)
     (holder,) = them.holders
     assert (await them.pull()).num_tokens == len(PROMPT)
     await holder.restart()

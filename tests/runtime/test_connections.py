@@ -180,7 +180,7 @@ async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_f
 
 
 OFFER = messages.LeaseAnswer(
-    state=messages.Told.COMPLETE,
+    state=messages.LeaseAnswerState.COMPLETE,
     offer=messages.Offer(
         num_tokens=900_000, ttl_s=1.0, block_ids=((1 << 20,) * 900_000,), extends=False, prompt_digest=""
     ),
@@ -196,7 +196,7 @@ async def test_an_answer_is_as_large_as_its_own_reader_takes_whatever_the_produc
         with asking(PLAIN) as channel:
             declined, refused = await start(channel, address, 1), await start(channel, address, 2)
             assert isinstance(declined, messages.LeaseAnswer)
-            assert declined.state is messages.Told.FAILED
+            assert declined.state is messages.LeaseAnswerState.FAILED
             assert f"the reader takes at most {4 << 20} (limits.block_ids_max)" in declined.reason
             assert isinstance(refused, messages.Refusal)
             assert await start(channel, address, 0) == ANSWER

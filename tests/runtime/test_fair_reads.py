@@ -29,7 +29,7 @@ ONE_BY_ONE = limited(
 )
 
 
-ONE_LOAD = limited(replace(ONE_BY_ONE, loads_waiting_max=2), loads_max=1)
+ONE_LOAD = limited(replace(ONE_BY_ONE, loads_waiting_max=2), source_ranks_max=1)
 ONE_BLOCK = (BLOCK_BYTES + SEAL_BYTES, 5, 1)
 STILL = World(clock=ManualClock)
 Loads = list[asyncio.Task[LoadReport]]

@@ -32,7 +32,7 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.peers.reach import VISITS_AT_ONCE_MAX
+from kvflow.runtime.peers.ticket_resolver import VISITS_AT_ONCE_MAX
 from kvflow.testing import InprocCluster, assert_quiet
 from kvflow.testing.pair import CacheSize, TestEngine
 from kvflow.testing.side_channel import Frames, InprocSideChannel, settle

@@ -254,7 +254,9 @@ async def test_a_group_that_is_not_staged_yet_is_not_read_whatever_is_missing_of
     offered, loaded = ({f"layers.{at}": torch.zeros(2, 6, 4, 1, 2) for at in range(2)} for _ in range(2))
     for tensor in offered.values():
         tensor.copy_(torch.arange(1, tensor.numel() + 1).view_as(tensor))
-    staged = limited(replace(PATIENT, listen="tcp://127.0.0.1:0", staging="always"), slice_bytes_max=64, loads_max=4)
+    staged = limited(
+        replace(PATIENT, listen="tcp://127.0.0.1:0", staging="always"), slice_bytes_max=64, source_ranks_max=4
+    )
     async with (
         Runtime(replace(staged, engine_id="prefill"), world=World(transport=make)) as producer,
         Runtime(replace(staged, engine_id="decode", staging="never"), world=World(transport=make)) as consumer,

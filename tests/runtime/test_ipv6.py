@@ -15,7 +15,7 @@ from side_channels import ANSWER, PLAIN, asking, listening, to
 
 from kvflow import Config
 from kvflow.doctor.findings import Status
-from kvflow.doctor.peer import examine_peer
+from kvflow.doctor.peer_channel import examine_peer
 from kvflow.hosts import address_at
 from kvflow.prefix.kv_events import EventSource, Publisher, Subscriber
 from kvflow.runtime.channel import lookups

@@ -21,7 +21,7 @@ from tests.support.scripted import ScriptedSideChannel, refusal, scripted_pair
 from tests.support.tests_support import PATIENT, Records, each, in_virtual_time, limited
 
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0", cancel_grace_s=1.0), lease_wait_s=1.0)
-NARROW = limited(replace(CONFIG, loads_waiting_max=1), loads_max=1)
+NARROW = limited(replace(CONFIG, loads_waiting_max=1), source_ranks_max=1)
 ALONE = limited(CONFIG, peers_max=1)
 OURS, THEIRS = "of its caller", "of its ticket"
 
@@ -170,7 +170,7 @@ async def of_another_length(scene: Scene) -> Load:
 
 async def nonsense_is_offered(scene: Scene) -> Load:
     ticket = scene.rendezvous
-    scene.answer(True, messages.LeaseAnswer(state=messages.Told.WAITING), messages.Ack(incarnation="i"))
+    scene.answer(True, messages.LeaseAnswer(state=messages.LeaseAnswerState.WAITING), messages.Ack(incarnation="i"))
     return scene.load(ticket)
 
 
@@ -269,7 +269,7 @@ async def other_bytes(scene: Scene) -> Load:
 
 async def no_digests_any_more(scene: Scene) -> Load:
     await scene.meet()
-    scene.answer(messages.LeaseAnswer(state=messages.Told.ENDED))
+    scene.answer(messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED))
     return scene.load(scene.offer(), verify=True)
 
 

@@ -16,7 +16,7 @@ from kvflow import LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.errors import BlocksBusy, LeaseExpired, PromptMismatch
 from kvflow.testing import CacheSize, assert_blocks_equal, assert_quiet, nixl_pair
-from kvflow.testing.books import assert_conserved
+from kvflow.testing.accounting import assert_conserved
 from tests.support.growing_pairs import CONFIG, pair_of
 from tests.support.pairs import known
 from tests.support.tests_support import PATIENT, in_virtual_time

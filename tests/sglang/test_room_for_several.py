@@ -31,7 +31,7 @@ from kvflow.sglang.manager import KVFlowManager
 from kvflow.sglang.receiver import KVFlowReceiver
 from kvflow.sglang.rooms import LEFTOVER_S, Wanted
 from kvflow.sglang.sender import KVFlowSender
-from kvflow.sglang.settings import SETTINGS
+from kvflow.sglang.server_settings import SETTINGS
 from kvflow.transport.inproc import DEFAULT_NETWORK
 from tests.sglang.sides import KVArgs, Request, Server, configured, pool_tensors, use, wait_until
 from tests.sglang.test_classes import Site, assert_fails, finish

@@ -21,7 +21,7 @@ from kvflow.sglang.rooms import (
     Wanted,
     room_problem,
 )
-from kvflow.sglang.settings import SETTINGS, config_of
+from kvflow.sglang.server_settings import SETTINGS, config_of
 
 ROOM = 77
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ParamSpec
 
-from kvflow.testing.books import assert_conserved, assert_quiet
+from kvflow.testing.accounting import assert_conserved, assert_quiet
 
 if TYPE_CHECKING:
     from tests.simulator.engine import SimEngine

@@ -24,10 +24,10 @@ from kvflow.errors import (
 )
 from kvflow.prefix import Prefixes
 from kvflow.runtime.runtime import Runtime
-from kvflow.testing.books import assert_closed
+from kvflow.testing.accounting import assert_closed
 from kvflow.testing.simulated_network import SimHost
 from kvflow.testing.simulated_world import make_world
-from kvflow.testing.virtual_loop import Life
+from kvflow.testing.virtual_loop import SimProcess
 from tests.simulator.cache import RankCache
 from tests.simulator.checks import demand
 from tests.simulator.clock import SkewedClock
@@ -67,7 +67,7 @@ class SimEngine:
         self._network = simulation.network
         self._address = f"10.0.0.{index + 1}"
         self._lives = itertools.count(1)
-        self._graves: list[tuple[Life, list[SimRank]]] = []
+        self._graves: list[tuple[SimProcess, list[SimRank]]] = []
         """Ended processes with their ranks: their objects are kept until the simulation itself is destroyed."""
         self.host = SimHost(self.name, f"tcp://{self._address}", self._new_life())
         model = simulation.settings.model
@@ -83,7 +83,7 @@ class SimEngine:
         return self.life.name
 
     @property
-    def life(self) -> Life:
+    def life(self) -> SimProcess:
         return self.host.life
 
     def fail(self, invariant: str, what: str) -> None:
@@ -259,7 +259,7 @@ class SimEngine:
             raise
         finally:
             took_s = loop.time() - begun_s - (life.frozen_s - frozen_s)
-            if not cancelled and took_s > bound_s + self.simulation.settings.weather.poll_s + 1e-6:
+            if not cancelled and took_s > bound_s + self.simulation.settings.conditions.poll_s + 1e-6:
                 self.fail("I7", f"{what} took {took_s:.6f} s, its bound is {bound_s:.6f} s")
 
     def crash(self) -> None:
@@ -284,8 +284,8 @@ class SimEngine:
         self.host.agent_lost = False
         self.host.life = self._new_life()
 
-    def _new_life(self) -> Life:
-        return Life(self.simulation.loop, f"{self.name}.{next(self._lives)}")
+    def _new_life(self) -> SimProcess:
+        return SimProcess(self.simulation.loop, f"{self.name}.{next(self._lives)}")
 
     def _forget_all(self) -> None:
         """Empty the engine's books, as in a process that has not started."""

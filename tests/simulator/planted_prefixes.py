@@ -14,14 +14,14 @@ from kvflow.prefix.prefix_requests import PrefixReport, PrefixRequest
 from kvflow.prefix.pull import Pull
 from kvflow.prefix.seek import PrefixQuestions
 from kvflow.prefix.sharing import SharedPrefixes
-from kvflow.runtime.peers import reach
+from kvflow.runtime.peers import ticket_resolver
 
 
 def believe_a_seal_seen_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quick read is accepted by the seal that was fetched with it, although leases of prefixes have no hold."""
-    real = reach._source
+    real = ticket_resolver._source
     monkeypatch.setattr(
-        reach,
+        ticket_resolver,
         "_source",
         lambda peer, connection, lease: real(peer, connection, msgspec.structs.replace(lease, held=True)),
     )

@@ -9,7 +9,7 @@ from typing import Any
 from kvflow.config import Config
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.limits import Limits
-from kvflow.testing.weather import Weather, draw_weather
+from kvflow.testing.network_conditions import NetworkConditions, draw_conditions
 
 MODEL_KV_HEADS = 2
 LAYERS_MAX = 8
@@ -137,12 +137,12 @@ class Settings:
     model: Model
     shapes: tuple[Shape, ...]
     base: Config
-    weather: Weather
+    conditions: NetworkConditions
     requests: int
     span_s: float
     """Seconds during which requests and faults begin."""
     trouble: int
-    """Number of faults besides the weather: crashes, partitions, frozen engines and the like."""
+    """Number of faults besides the network conditions: crashes, partitions, frozen engines and the like."""
     naps: int
     """Number of naps of engines."""
 
@@ -192,7 +192,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         model=model,
         shapes=shapes,
         base=base,
-        weather=draw_weather(rng),
+        conditions=draw_conditions(rng),
         requests=rng.randint(20, 40) // (3 if model.shares else 1),
         span_s=rng.uniform(0.3, 2.0),
         trouble=rng.choice((0, 1, 2, 3, 4, 6)),
@@ -245,7 +245,7 @@ def _draw_base(rng: random.Random) -> Config:
         "transport_close_timeout_s": rng.choice((0.1, 0.5)),
         "seal_hold_s": rng.choice((0.002, 0.01, 0.05)),
         "leases_max": 64,
-        "loads_max": 64,
+        "source_ranks_max": 64,
         "slice_bytes_max": rng.choice((64, 256, 1024, 1 << 20)),
         "slices_in_flight_max": rng.choice((1, 2, 4)),
         "scratch_slot_bytes_max": rng.choice((1 << 10, 1 << 14)),

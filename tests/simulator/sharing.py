@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvflow.testing.weather import CALM
+from kvflow.testing.network_conditions import CALM
 from tests.simulator import offering, prefixes
 from tests.simulator.actions import crash, drain, freeze, lose_agent, nap, partition, pick
 from tests.simulator.prompts import PROMPT_MAX, SPAN, SimPrompt, draw_prompt
@@ -130,9 +130,9 @@ def start(reader: SimEngine, plan: PullPlan) -> None:
 
 def perhaps_strike(holder: SimEngine) -> None:
     """With some probability let a fault strike a holder that has answered and is about to be read."""
-    simulation, rng, weather = holder.simulation, holder.simulation.rng, holder.simulation.network.weather
-    if weather is not CALM and rng.random() < _STRUCK_SHARE:
-        strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / (3 * weather.latency_s + weather.read_s))
+    simulation, rng, conditions = holder.simulation, holder.simulation.rng, holder.simulation.network.conditions
+    if conditions is not CALM and rng.random() < _STRUCK_SHARE:
+        strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / (3 * conditions.latency_s + conditions.read_s))
         simulation.count(f"strike: {strike.__name__.replace('_', ' ')}")
         simulation.befall_later(after_s, strike, holder)
 

@@ -1,7 +1,7 @@
 """A simulation: the engines of a seed run through their workload and their faults, and everything is checked.
 
-After the workload the weather clears. Then everything that is open has to end within its bound, every pair of engines
-has to work again, and closing has to leave nothing behind.
+After the workload the network becomes calm. Then everything that is open has to end within its bound, every pair of
+engines has to work again, and closing has to leave nothing behind.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 from kvflow.logs import logger_of
 from kvflow.runtime.producer.lease import LeaseOutcome
+from kvflow.testing.network_conditions import CALM
 from kvflow.testing.simulated_network import Network, SimFlight
-from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
-from kvflow.testing.weather import CALM
+from kvflow.testing.virtual_loop import Deadlock, SimProcess, SimProcessState, VirtualLoop, new_virtual_loop
 from kvflow.transport.inproc import Row, flip
 from tests.simulator import loading, offering, sharing
 from tests.simulator.actions import TROUBLE, nap, pick
@@ -88,7 +88,7 @@ class Simulation:
         self._events: deque[tuple[float, tuple[object, ...]]] = deque(maxlen=_EVENTS_KEPT)
         self._digest = 0
         self._poison = itertools.count(1)
-        self._tasks: dict[asyncio.Task[Any], Life] = {}
+        self._tasks: dict[asyncio.Task[Any], SimProcess] = {}
         self._over = False
         self._threads = threading.active_count()
 
@@ -113,14 +113,14 @@ class Simulation:
     def next_poison(self) -> int:
         return next(self._poison)
 
-    def spawn(self, life: Life, body: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+    def spawn(self, life: SimProcess, body: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """Start a task in a process. The task has to end before the simulation does, unless the process dies."""
         task = life.task(body, name=name)
         self._tasks[task] = life
         task.add_done_callback(self._ended)
         return task
 
-    def forget_tasks(self, life: Life) -> None:
+    def forget_tasks(self, life: SimProcess) -> None:
         """Forget the tasks of a process that has died: they never end."""
         self._tasks = {task: whose for task, whose in self._tasks.items() if whose is not life}
 
@@ -140,7 +140,7 @@ class Simulation:
         self.loop.set_exception_handler(self._unhandled)
         await asyncio.gather(*(engine.life.task(engine.start()) for engine in self.engines))
         self.loop.after_step = partial(check_changed, self.changed)
-        self.network.weather = self.settings.weather
+        self.network.conditions = self.settings.conditions
         for number in range(1, self.settings.requests + 1):
             self.some_time(request, self, number)
         for _ in range(self.settings.trouble):
@@ -183,9 +183,9 @@ class Simulation:
         self.network.later(delay_s, happen)
 
     def _clear_up(self) -> None:
-        """End bad weather, flipped bytes, partitions, frozen engines and stalled pollers."""
+        """End bad network conditions, flipped bytes, partitions, frozen engines and stalled pollers."""
         self.note("clearing up")
-        self.network.weather = CALM
+        self.network.conditions = CALM
         self._flipped_share = 0.0
         self.network.heal()
         for engine in self.engines:
@@ -309,7 +309,7 @@ class Simulation:
         life = engine.life
 
         def crash() -> None:
-            if engine.life is life and life.state is not LifeState.DEAD:
+            if engine.life is life and life.state is not SimProcessState.DEAD:
                 self.crash_and_restart(engine, 0.01)
 
         self.network.later(self.rng.uniform(0.0, 0.05), crash)
@@ -321,7 +321,7 @@ class Simulation:
         closed, life = await engine.close(), engine.life
 
         def end() -> None:
-            if engine.life is life and life.state is not LifeState.DEAD:
+            if engine.life is life and life.state is not SimProcessState.DEAD:
                 engine.end() if closed else engine.crash()
                 self._restart(engine)
 
@@ -385,7 +385,7 @@ def describe(result: Result) -> str:
     """Return a text that describes the result of a seed, and how to replay it."""
     settings, violation = result.settings, result.violation
     lines = [f"seed {settings.seed}: {'no promise' if violation is None else violation.invariant} is broken"]
-    lines += [f"  {what}" for what in (*settings.shapes, settings.weather, settings.base, *result.events)]
+    lines += [f"  {what}" for what in (*settings.shapes, settings.conditions, settings.base, *result.events)]
     if violation is not None:
         lines.append(f"{violation.time_s:.6f} s, step {violation.step}: {violation.what}")
     lines.append(f"replay: python3 dev.py simulate --seeds 1 --start {settings.seed}")

@@ -21,15 +21,15 @@ from kvflow.core.policy.queue import Permit
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferState, fire
 from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.errors import KVFlowError, LeaseExpired
-from kvflow.failover.several_tickets import Course
+from kvflow.failover.several_tickets import Attempts
 from kvflow.growing.growing_loads import Growing
-from kvflow.growing.load_news import News
+from kvflow.growing.lease_questions import LeaseQuestions
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load import plan, steps
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.flight_resources import Poller
 from kvflow.runtime.load.lanes import Lane, PromptSpan
-from kvflow.runtime.load.leases import LeaseIdTelling
+from kvflow.runtime.load.leases import LeaseIdNotifier
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer, Source
@@ -114,7 +114,7 @@ def trust_for_too_long(*_: Any) -> float:
     return 1e9
 
 
-@instead_of(LeaseIdTelling, "report", "I4", 0)
+@instead_of(LeaseIdNotifier, "report", "I4", 0)
 def forget_notifications(*_: Any, **__: Any) -> None:
     """A reader does not report that it has read."""
 
@@ -325,14 +325,14 @@ def leave_extensions_unprotected(
     held.entries = entries
 
 
-@instead_of(News, "payload", "I2", 9)
+@instead_of(LeaseQuestions, "payload", "I2", 9)
 async def end_without_the_payload(*_: Any) -> bytes:
     """A load does not wait for the payload that was promised with the end."""
     return b""
 
 
-@instead_of(Course, "_read", "I2 I3", 21, "survives")
-async def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Course) -> LoadReport:
+@instead_of(Attempts, "_read", "I2 I3", 21, "survives")
+async def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Attempts) -> LoadReport:
     """A source counts as read although its lease ended during the read, since all bytes have landed."""
     try:
         return await real(self)  # type: ignore[no-any-return]
@@ -342,8 +342,8 @@ async def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Course) -
         return self._load.report()
 
 
-@instead_of(Course, "_leave", "I7", 20, "survives")
-async def give_each_source_a_deadline(real: Any, self: Course, error: KVFlowError) -> None:
+@instead_of(Attempts, "_leave", "I7", 20, "survives")
+async def give_each_source_a_deadline(real: Any, self: Attempts, error: KVFlowError) -> None:
     """The deadline of a load moves back each time the load leaves a source."""
     self._load.ends_s += 2.0
     await real(self, error)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from told_devices import HND, NHD, Opened, handed_over
+from recording_devices import HND, NHD, RecordingEngines, handed_over
 
 from kvflow import LoadRequest, ServeRequest
 from kvflow.errors import ConfigError, TransferFailed
@@ -14,7 +14,7 @@ from kvflow.transport.device.cache_device import CacheDevice
 
 
 async def test_copies_through_scratch_run_on_the_devices_stream() -> None:
-    opened = Opened()
+    opened = RecordingEngines()
     async with opened.engine("p", NHD) as producer, opened.engine("c", HND, scratch="always") as consumer:
         device = opened.devices[1]
         assert device.calls == ["check"] + ["allocate"] * consumer.runtime.config.limits.scratch_slots_max
@@ -25,7 +25,7 @@ async def test_copies_through_scratch_run_on_the_devices_stream() -> None:
 
 
 async def test_staged_copies_run_on_the_devices_stream() -> None:
-    opened = Opened()
+    opened = RecordingEngines()
     async with (
         opened.engine("p", HND, staging="always") as producer,
         opened.engine("c", HND, staging="always") as consumer,
@@ -38,7 +38,7 @@ async def test_staged_copies_run_on_the_devices_stream() -> None:
 
 
 async def test_a_device_without_room_for_scratch_reads_straight(caplog: pytest.LogCaptureFixture) -> None:
-    opened = Opened()
+    opened = RecordingEngines()
     opened.room = 1 << 20
     with caplog.at_level(logging.WARNING):
         async with opened.engine("p", NHD) as producer, opened.engine("c", HND) as consumer:
@@ -48,7 +48,7 @@ async def test_a_device_without_room_for_scratch_reads_straight(caplog: pytest.L
 
 
 async def test_scratch_that_has_to_be_and_cannot() -> None:
-    opened = Opened()
+    opened = RecordingEngines()
     opened.room = 1 << 20
     with pytest.raises(ConfigError, match="no 33554432 bytes of scratch memory"):
         async with opened.engine("c", HND, scratch="always"):
@@ -63,7 +63,7 @@ class Broke(CacheDevice):
 
 
 async def test_memory_that_runs_out_under_a_load_is_that_loads_failure() -> None:
-    opened = Opened()
+    opened = RecordingEngines()
     opened.device = Broke  # type: ignore[method-assign,assignment]
     async with opened.engine("p", NHD) as producer, opened.engine("c", HND, scratch="always") as consumer:
         lease = producer.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4))

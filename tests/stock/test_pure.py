@@ -18,10 +18,10 @@ from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, NAMED_LAYERS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.doctor.stock import geometry
+from kvflow.doctor.stock_engine import geometry
 from kvflow.errors import ConfigError, PeerIncompatible, RequestError
+from kvflow.stock.metadata_conversion import OurCache, OurLayers, check_tp_size, our_cache
 from kvflow.stock.params import is_stock, read_stock, stock_params
-from kvflow.stock.shape import OurCache, OurSet, check_tp_size, our_cache
 from kvflow.stock.versions import LINES
 from kvflow.stock.wire import StockMetadata
 
@@ -41,7 +41,7 @@ SHARE = CacheShare(
 REGIONS = map_regions(layout_of(CACHE), CACHE)
 FULL = GroupFacts(name="all", block_size=TOKENS)
 AT = Address("e", Rank(0, 0, 0), "stock+tcp://127.0.0.1:1/1/1")
-OURS = OurCache((OurSet(SHARE, REGIONS),), (FULL,))
+OURS = OurCache((OurLayers(SHARE, REGIONS),), (FULL,))
 
 
 def offered(num_tokens: int) -> Ticket:
@@ -130,7 +130,7 @@ def test_a_size_is_believed_where_heads_prove_it(heads: int, tp_size: int, known
 
 def test_of_mla_no_head_proves_anything() -> None:
     share = msgspec.structs.replace(SHARE, latent=True, kv_heads=1, model_kv_heads=0)
-    latent, two = OURS._replace(sets=(OurSet(share, REGIONS),)), msgspec.structs.replace(share, tp_size=2)
+    latent, two = OURS._replace(sets=(OurLayers(share, REGIONS),)), msgspec.structs.replace(share, tp_size=2)
     check_tp_size(AT, share, latent, ())
     check_tp_size(AT, two, latent, (2,))
     with pytest.raises(PeerIncompatible):
@@ -209,5 +209,5 @@ def test_who_has_no_stock_peers_imports_nothing_of_them() -> None:
 )
 def test_regions_are_in_a_stock_engines_order(layers: tuple[int, ...], order: tuple[int, ...]) -> None:
     """That of its layers, and a draft model's behind all others: engines before vLLM 0.30 name none."""
-    ours = OurCache((OurSet(msgspec.structs.replace(SHARE, layers=layers), REGIONS),), (FULL,))
+    ours = OurCache((OurLayers(msgspec.structs.replace(SHARE, layers=layers), REGIONS),), (FULL,))
     assert tuple(region.layer for region in ours.regions) == order

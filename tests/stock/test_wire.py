@@ -18,7 +18,7 @@ from kvflow.runtime.channel import connections
 from kvflow.stock.versions import LINES, Line, line_that_shows
 from kvflow.stock.wire import (
     METADATA_BYTES_MAX,
-    Shown,
+    StockAnswer,
     StockMetadata,
     agent_of,
     decode_answer,
@@ -89,7 +89,7 @@ WRONG: dict[str, list[Any]] = {
 
 @each(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_a_value_that_cannot_be_is_refused(name: str, value: Any) -> None:
-    assert isinstance(decode_answer(answer_with()), Shown)
+    assert isinstance(decode_answer(answer_with()), StockAnswer)
     with pytest.raises(WireError):
         decode_answer(answer_with(**{name: value}))
 
@@ -180,6 +180,6 @@ def test_hostile_answers_are_refused_or_read() -> None:
         frames = encode_answer(HASH, metadata, 1.0)
         frames[rng.randrange(2)] = torn(rng, frames[rng.randrange(2)]) if rng.random() < 0.3 else frames[0]
         with contextlib.suppress(WireError):
-            assert isinstance(decode_answer(frames), Shown)
+            assert isinstance(decode_answer(frames), StockAnswer)
         with contextlib.suppress(WireError):
             decode_question(torn(rng, encode_question(0, 1)))

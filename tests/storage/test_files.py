@@ -1,4 +1,4 @@
-"""What every mover promises (`kvflow.storage.files.Mover`), checked on the system's calls and on NIXL's POSIX."""
+"""What every `kvflow.storage.store_thread.Mover` promises, checked on the system's calls and on NIXL's POSIX."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvflow import Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import ConfigError, RuntimeBroken, TransportBroken
-from kvflow.storage.files import Direction, Files, MoveFailed, MoveLost, PlainMover, Settled
 from kvflow.storage.placing import FILE
 from kvflow.storage.posix import PosixMover
 from kvflow.storage.storage import make_files
+from kvflow.storage.store_thread import Direction, LostMoves, MoveFailed, MoveLost, PlainMover, StoreThread
 from kvflow.transport.base import TransportError
 from tests.support.tests_support import WAIT_S
 
@@ -30,7 +30,7 @@ TRANSPORTS = ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)]
 class Bench:
     """Files, a buffer that moves may touch, and one open file as large."""
 
-    def __init__(self, files: Files, buffer: np.ndarray, fd: int) -> None:
+    def __init__(self, files: StoreThread, buffer: np.ndarray, fd: int) -> None:
         self.files, self.buffer, self.fd = files, buffer, fd
         self.stopped: asyncio.Queue[None] = asyncio.Queue()
         """An item for each move that was lost and has stopped."""
@@ -157,7 +157,7 @@ async def test_an_agent_that_cannot_be_made_again_fails_moves_until_it_can(
         assert isinstance(mover, PosixMover)
         with monkeypatch.context() as patched:
             patched.setitem(mover._params, "ios_pool_size", "many")
-            assert await bench.files.call(mover.settle) is Settled.STOPPED
+            assert await bench.files.call(mover.settle) is LostMoves.STOPPED
             for _ in range(2):
                 error = await bench.move(Direction.SAVE, (0, 0, 8))
                 assert isinstance(error, TransportError)
@@ -171,7 +171,7 @@ class Scripted(PlainMover):
     def __init__(self) -> None:
         self.ends: dict[int, bool | MoveLost] = {}
         self.told: list[object] = []
-        self.settles = [Settled.NOT_YET, Settled.NOT_YET, Settled.STOPPED]
+        self.settles = [LostMoves.NOT_YET, LostMoves.NOT_YET, LostMoves.STOPPED]
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
         self.told.append(descriptors.size_bytes)
@@ -184,14 +184,14 @@ class Scripted(PlainMover):
             raise end
         return end
 
-    def settle(self) -> Settled:
+    def settle(self) -> LostMoves:
         self.told.append(self.settles[0])
         return self.settles.pop(0)
 
 
 async def test_a_loss_is_settled_when_the_last_move_has_ended_and_the_next_one_waits_for_that() -> None:
     mover = Scripted()
-    files = Files("kvflow-store scripted", lambda _: mover)
+    files = StoreThread("kvflow-store scripted", lambda _: mover)
     await files.open([], None)
     bench = Bench(files, np.zeros(8, dtype=np.uint8), 0)
     first, second = (asyncio.create_task(bench.move(Direction.SAVE, (0, 0, size))) for size in (1, 2))
@@ -206,7 +206,7 @@ async def test_a_loss_is_settled_when_the_last_move_has_ended_and_the_next_one_w
     mover.ends[2] = True
     assert await second is None
     assert await third is None
-    assert mover.told == [1, 2, Settled.NOT_YET, Settled.NOT_YET, Settled.STOPPED, 3]
+    assert mover.told == [1, 2, LostMoves.NOT_YET, LostMoves.NOT_YET, LostMoves.STOPPED, 3]
     assert bench.stopped.qsize() == 1
     await files.aclose(lambda: None)
 

@@ -36,7 +36,7 @@ from kvflow.errors import (
 )
 from kvflow.storage import RestoreRequest, SaveRequest, Storage
 from kvflow.storage.disk import EntryFile
-from kvflow.storage.files import MoveFailed, MoveLost, Settled
+from kvflow.storage.store_thread import LostMoves, MoveFailed, MoveLost
 from kvflow.testing.pair import CacheSize
 from kvflow.transport.base import TransportError
 from tests.support.storing import StoringEngine, storing
@@ -648,7 +648,7 @@ async def test_a_move_that_cannot_be_stopped_keeps_its_blocks_until_the_cache_is
     async with storing(tmp_path, cancel_grace_s=0.02) as engine:
         await engine.save("a")
         await engine.save("b")
-        engine.mover.settles = Settled.NEVER
+        engine.mover.settles = LostMoves.NEVER
         engine.mover.errors = [MoveLost("who knows")]
         with pytest.raises(StorageFailed, match="who knows") as caught:
             await engine.restore("a")

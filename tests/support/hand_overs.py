@@ -357,7 +357,7 @@ def _config(engine: Engine, place: Place, side: int, paths: Paths, world: World 
         config,
         seal_hold_s=0.05 if world is None else 0.004,
         leases_max=64,
-        loads_max=64,
+        source_ranks_max=64,
         scratch_slot_bytes_max=paths.scratch_slot_bytes_max,
         slice_bytes_max=paths.slice_bytes_max,
         slice_descriptors_max=paths.slice_descriptors_max,

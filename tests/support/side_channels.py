@@ -21,7 +21,7 @@ from kvflow.testing import ManualClock
 
 PLAIN = replace(PATIENT, engine_id="producer", listen="tcp://127.0.0.1:0", transport="inproc")
 READER = replace(PLAIN, engine_id="reader")
-ANSWER = messages.LeaseAnswer(state=messages.Told.ENDED)
+ANSWER = messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED)
 REQUEST = messages.MetadataRequest(
     reader="reader/0.0.0#1", target=Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1")
 )

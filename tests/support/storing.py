@@ -17,8 +17,8 @@ from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.runtime.world import World
 from kvflow.storage import RestoreReport, RestoreRequest, SaveReport, SaveRequest, Storage, StoreStatistics
-from kvflow.storage.files import Direction, Files, PlainMover, Settled
 from kvflow.storage.storage import make_files
+from kvflow.storage.store_thread import Direction, LostMoves, PlainMover, StoreThread
 from kvflow.testing import assert_quiet
 from kvflow.testing.pair import CacheSize, open_engine
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
@@ -37,12 +37,12 @@ class HeldMover(PlainMover):
         self.gate.set()
         self.errors: list[Exception] = []
         """Errors of the next moves; their bytes do not land."""
-        self.settles = Settled.STOPPED
+        self.settles = LostMoves.STOPPED
         """Result of `settle`."""
         self.settled = 0
         """Number of calls of `settle`."""
 
-    def settle(self) -> Settled:
+    def settle(self) -> LostMoves:
         self.settled += 1
         return self.settles
 
@@ -132,8 +132,8 @@ async def storing(
     base = replace(PATIENT, transport=transport, **settings)
     mover = HeldMover()
 
-    def files(config: Config, name: str) -> Files:
-        return make_files(config, name) if transport == "nixl" else Files(f"kvflow-store {name}", lambda _: mover)
+    def files(config: Config, name: str) -> StoreThread:
+        return make_files(config, name) if transport == "nixl" else StoreThread(f"kvflow-store {name}", lambda _: mover)
 
     def make(config: Config, name: str) -> Any:
         return World().transport(config, name) if transport == "nixl" else InprocTransport(name, InprocNetwork())

@@ -10,7 +10,7 @@ import pytest
 from toy_engine import Engine
 
 from kvflow.errors import KVFlowError, PeerUnreachable, UsageError
-from kvflow.testing import InprocCluster, Weather, run_virtual
+from kvflow.testing import InprocCluster, NetworkConditions, run_virtual
 
 PROMPT = [11, 12, 13, 14, 15, 16]
 
@@ -37,16 +37,16 @@ def test_a_seed_is_the_same_every_time_and_seeds_differ() -> None:
     assert len({time_s for _, time_s in ends}) > 25
 
 
-def test_weather_can_be_given() -> None:
-    assert run_virtual(hand_over(InprocCluster(seed=1, weather=Weather(torn_share=1.0))))[0] == "right"
-    unanswered = Weather(unanswered_share=1.0)
-    assert run_virtual(hand_over(InprocCluster(seed=1, weather=unanswered)))[0] == PeerUnreachable.__name__
+def test_network_conditions_can_be_given() -> None:
+    assert run_virtual(hand_over(InprocCluster(seed=1, conditions=NetworkConditions(torn_share=1.0))))[0] == "right"
+    unanswered = NetworkConditions(unanswered_share=1.0)
+    assert run_virtual(hand_over(InprocCluster(seed=1, conditions=unanswered)))[0] == PeerUnreachable.__name__
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_an_engine_that_crashes_loads_in_its_next_life(seed: int) -> None:
     async def main() -> None:
-        cluster = InprocCluster(seed=seed, weather=Weather(read_s=0.01))
+        cluster = InprocCluster(seed=seed, conditions=NetworkConditions(read_s=0.01))
         lives = []
 
         async def decode() -> list[int]:
@@ -65,7 +65,7 @@ def test_an_engine_that_crashes_loads_in_its_next_life(seed: int) -> None:
 
 def test_a_producer_that_crashes_gives_its_readers_an_error_and_comes_back() -> None:
     async def main() -> None:
-        cluster = InprocCluster(seed=5, weather=Weather(read_s=0.5))
+        cluster = InprocCluster(seed=5, conditions=NetworkConditions(read_s=0.5))
         tickets = asyncio.Queue[dict[str, Any]]()
 
         async def prefill() -> None:

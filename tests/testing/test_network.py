@@ -18,11 +18,11 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.proof import HOST
 from kvflow.errors import PeerUnreachable, ProtocolError
+from kvflow.testing.network_conditions import NetworkConditions
 from kvflow.testing.side_channel import InprocSideChannel
 from kvflow.testing.simulated_network import Network, SimFlight, SimHost
 from kvflow.testing.simulated_world import send_through
-from kvflow.testing.virtual_loop import Life, VirtualLoop
-from kvflow.testing.weather import Weather
+from kvflow.testing.virtual_loop import SimProcess, VirtualLoop
 from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, PeerGone, ReadEnded
 from kvflow.transport.inproc import InprocTransport, Row
 from tests.support.tests_support import each, in_virtual_time
@@ -49,7 +49,7 @@ class Node:
 
 
 class Net:
-    """A network with its weather, and on it a reader that knows a target whose memory is full of 7."""
+    """A network with its conditions, and on it a reader that knows a target whose memory is full of 7."""
 
     reader: Node
     target: Node
@@ -64,7 +64,7 @@ class Net:
         self.landings.append(sum(size for _, _, size in rows))
 
     async def node(self, name: str) -> Node:
-        host, opened = SimHost(name, f"tcp://{name}", Life(self.loop, name)), asyncio.Event()
+        host, opened = SimHost(name, f"tcp://{name}", SimProcess(self.loop, name)), asyncio.Event()
         node = Node(host, self.network.attach(host, name), np.zeros(SIZE, dtype=np.uint8))
         host.life.task(node.serve(opened), name=f"poller of {name}")
         await opened.wait()
@@ -89,9 +89,9 @@ class Net:
         return bool((self.reader.memory == 7).all()), [error and type(error) for error in errors]
 
 
-async def begin(**weather: float) -> Net:
+async def begin(**conditions: float) -> Net:
     net = Net()
-    net.network.weather = Weather(**weather)
+    net.network.conditions = NetworkConditions(**conditions)
     net.reader, net.target = await net.node("reader"), await net.node("target")
     net.target.memory[:] = 7
     await net.reader.transport.add_peer(await net.target.transport.metadata())
@@ -189,10 +189,10 @@ async def test_a_read_that_fails_lands_in_part_at_most() -> None:
     assert sum(net.landings) < 20 * SIZE
 
 
-@each(("weather", "expected"), [({}, 10), ({"lost_share": 1.0}, 0), ({"repeated_share": 1.0}, 20)])
+@each(("conditions", "expected"), [({}, 10), ({"lost_share": 1.0}, 0), ({"repeated_share": 1.0}, 20)])
 @in_virtual_time
-async def test_notifications(weather: dict[str, float], expected: int) -> None:
-    net = await begin(**weather)
+async def test_notifications(conditions: dict[str, float], expected: int) -> None:
+    net = await begin(**conditions)
     for number in range(10):
         net.reader.transport.notify(AgentName("target"), bytes([number]))
     await pass_time(1.0)
@@ -247,7 +247,7 @@ async def begin_listening() -> Net:
 
 
 SILENT: dict[str, Fate] = {
-    "unanswered": lambda net: setattr(net.network, "weather", Weather(unanswered_share=1.0)),
+    "unanswered": lambda net: setattr(net.network, "conditions", NetworkConditions(unanswered_share=1.0)),
     "cut": lambda net: net.network.cut(net.reader.host, net.target.host),
     "frozen": lambda net: net.target.host.life.freeze(),
 }
@@ -268,7 +268,7 @@ async def test_no_answer_takes_as_long_as_a_handshake_may(how: str) -> None:
 @in_virtual_time
 async def test_a_garbled_answer_is_no_answer_of_ours() -> None:
     net = await begin_listening()
-    net.network.weather = Weather(garbled_share=1.0)
+    net.network.conditions = NetworkConditions(garbled_share=1.0)
     found: set[str] = set()
     for _ in range(20):
         try:

@@ -16,8 +16,8 @@ from kvflow import Lease, Load, LoadRequest
 from kvflow.testing import (
     BlockWatch,
     InprocCluster,
+    NetworkConditions,
     PatternCache,
-    Weather,
     assert_blocks_equal,
     cancel_everywhere,
     run_virtual,
@@ -92,7 +92,7 @@ async def blocks_are_loaded(prefill: Engine, decode: Engine) -> None:
 def cancelled_anywhere(kind: type[Engine]) -> int:
     @asynccontextmanager
     async def scenario() -> AsyncIterator[Coroutine[Any, Any, object]]:
-        cluster = InprocCluster(seed=1, weather=Weather(read_s=5.0))  # longer than cancel_grace_s
+        cluster = InprocCluster(seed=1, conditions=NetworkConditions(read_s=5.0))  # longer than cancel_grace_s
         prefill, decode = Engine("prefill", world=cluster.world()), kind("decode", world=cluster.world())
         with blocks_watched(prefill), blocks_watched(decode):
             async with prefill, decode:

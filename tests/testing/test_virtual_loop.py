@@ -7,7 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop, run_virtual
+from kvflow.testing.virtual_loop import (
+    Deadlock,
+    SimProcess,
+    SimProcessState,
+    VirtualLoop,
+    new_virtual_loop,
+    run_virtual,
+)
 from tests.support.tests_support import in_virtual_time
 
 
@@ -121,7 +128,7 @@ async def tick(seen: list[float]) -> None:
 @in_virtual_time
 async def test_a_frozen_life_is_late_and_goes_on() -> None:
     seen: list[float] = []
-    life = Life(running_loop(), "engine")
+    life = SimProcess(running_loop(), "engine")
     task = life.task(tick(seen))
     await asyncio.sleep(2.5)
     life.freeze()
@@ -137,7 +144,7 @@ async def test_a_frozen_life_is_late_and_goes_on() -> None:
 @in_virtual_time
 async def test_what_a_life_starts_belongs_to_it() -> None:
     seen: list[float] = []
-    life = Life(running_loop(), "engine")
+    life = SimProcess(running_loop(), "engine")
 
     async def parent() -> None:
         await asyncio.create_task(tick(seen))
@@ -154,12 +161,12 @@ async def test_what_a_life_starts_belongs_to_it() -> None:
 @in_virtual_time
 async def test_a_killed_life_runs_not_even_its_finally() -> None:
     seen: list[float] = []
-    life = Life(running_loop(), "engine")
+    life = SimProcess(running_loop(), "engine")
     task = life.task(tick(seen))
     await asyncio.sleep(1.5)
     life.kill()
     life.thaw()
-    assert life.state is LifeState.DEAD
+    assert life.state is SimProcessState.DEAD
     task.cancel()
     await asyncio.sleep(10.0)
     assert seen == [1.0]
@@ -171,7 +178,7 @@ async def test_a_killed_life_runs_not_even_its_finally() -> None:
 
 @in_virtual_time
 async def test_a_task_that_never_began_is_buried_too() -> None:
-    life = Life(running_loop(), "engine")
+    life = SimProcess(running_loop(), "engine")
     life.freeze()
     task = life.task(tick([]))
     await asyncio.sleep(1.0)

@@ -10,7 +10,7 @@ import pytest
 from tests_support import WAIT_S
 
 from kvflow.errors import TransportBroken
-from kvflow.transport.thread import OwnerThread
+from kvflow.transport.owner_thread import OwnerThread
 
 
 def assert_set(gate: threading.Event) -> None:

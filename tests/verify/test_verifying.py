@@ -342,9 +342,11 @@ async def test_only_who_has_the_ticket_gets_digests(pair: EnginePair) -> None:
     lease = pair.offer([3])
     answers = part_of(pair.writer)
     for changes in ({"lease_id": "0" * 32}, {"lease_id": ""}, {"request_id": "another"}):
-        assert answers.answer(question(pair, lease, **changes)) == messages.LeaseAnswer(state=messages.Told.ENDED)
+        assert answers.answer(question(pair, lease, **changes)) == messages.LeaseAnswer(
+            state=messages.LeaseAnswerState.ENDED
+        )
     lease.revoke()
-    assert answers.answer(question(pair, lease)) == messages.LeaseAnswer(state=messages.Told.ENDED)
+    assert answers.answer(question(pair, lease)) == messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED)
     assert pair.serving.digests_refused == 4
 
 

@@ -21,10 +21,10 @@ from kvflow.connector.scheduler import ConnectorScheduler, EngineRequest, Schedu
 from kvflow.connector.step import Step
 from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.vllm.asked import asked as facts_of
-from kvflow.vllm.asked import names_pictures, sharing_of, tokens_of
 from kvflow.vllm.connector import KVFlowConnector
-from kvflow.vllm.metrics import KVFlowStats
+from kvflow.vllm.engine_requests import asked as facts_of
+from kvflow.vllm.engine_requests import names_pictures, sharing_of, tokens_of
+from kvflow.vllm.vllm_metrics import KVFlowStats
 from tests.support.tests_support import any_ticket
 
 TOKENS = [11, 12, 13, 14, 15, 16]

@@ -20,7 +20,7 @@ from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.prefix import prefix_keys
 from kvflow.prefix.kv_events import EventSource, PrefixMap, Publisher, Subscriber
 from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockStored, decode_batch, encode_batch
-from kvflow.vllm.asked import tokens_of
+from kvflow.vllm.engine_requests import tokens_of
 from tests.support.ports import free_port
 from tests.support.recorded_events import VLLM, vllm_batch
 from tests.vllm.conftest import Site

@@ -22,7 +22,7 @@ from kvflow.connector.parameters import producer_params
 from kvflow.connector.step import Step
 from kvflow.core.protocol.prompts import marked_by_keys, prompt_digest
 from kvflow.errors import PromptMismatch
-from kvflow.vllm.connector import KVFlowIntroduction, KVFlowNews
+from kvflow.vllm.connector import KVFlowIntroduction, KVFlowWorkerReport
 from tests.support.tests_support import any_ticket
 from tests.vllm.servers import KVFLOW, MODELS, NAME
 from tests.vllm.test_models import prompt_of
@@ -166,7 +166,7 @@ def test_a_decode_request_without_its_picture_fails_whatever_the_policy(
                 told = KVConnectorOutput(
                     finished_recving={"r"},
                     failed_recving={"r"},
-                    kv_connector_worker_meta=KVFlowNews(refused=(("r", error),)),
+                    kv_connector_worker_meta=KVFlowWorkerReport(refused=(("r", error),)),
                 )
             ran = ModelRunnerOutput(names, dict.fromkeys(names, 0), [[] for _ in names], kv_connector_output=told)
             for outputs in site.scheduler.update_from_output(output, ran).values():

@@ -34,12 +34,12 @@ from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.regions import Device
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 from kvflow.errors import ConfigError, LayoutError, LeaseExpired
-from kvflow.vllm import layout, settings, stock
-from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowMetadata, KVFlowNews
-from kvflow.vllm.layout import Group, groups_of
-from kvflow.vllm.metrics import KVFlowStats
+from kvflow.vllm import extra_config, kv_cache_layout, stock_settings
+from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowMetadata, KVFlowWorkerReport
+from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, warn_of_side_channel
+from kvflow.vllm.kv_cache_layout import Group, groups_of
 from kvflow.vllm.prefix import RequestPrefixes
-from kvflow.vllm.settings import config_of, extra_of, scheduling_of, warn_of_side_channel
+from kvflow.vllm.vllm_metrics import KVFlowStats
 
 HEADS: dict[str, Any] = {"block_size": 128, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
 STATE: dict[str, Any] = {"block_size": 2048, "shapes": ((3, 8),), "dtypes": (torch.float32,)}
@@ -353,7 +353,7 @@ def test_what_would_go_wrong_on_a_gpu_is_refused(buffers: str, sleeps: bool, pro
 def test_a_buffer_on_the_cpu_is_host_staging(
     platform: str, buffers: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings, "current_platform", SimpleNamespace(device_type=platform))
+    monkeypatch.setattr(extra_config, "current_platform", SimpleNamespace(device_type=platform))
     config = vllm_config()
     config.kv_transfer_config.kv_buffer_device = buffers
     assert config_of(config, tp_rank=0, pp_rank=0).staging == expected
@@ -401,10 +401,10 @@ def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_i
         scheduler._scheduler = ConnectorScheduler(scheduler._scheduling, new_secret=lambda: "secret")
         runtime.register_kv_caches(worker._registered)
 
-        def step() -> KVFlowNews | None:
+        def step() -> KVFlowWorkerReport | None:
             made = scheduler._scheduler.build_step({}, preempted=(), block_ids=lambda _: ())
             worker.bind_connector_metadata(KVFlowMetadata(made))
-            return cast(KVFlowNews | None, worker.build_connector_worker_meta())
+            return cast(KVFlowWorkerReport | None, worker.build_connector_worker_meta())
 
         first = worker._worker.introduction()
         scheduler._scheduler.introduce(first)
@@ -456,7 +456,7 @@ def test_prompts_of_windows_are_computed_whole_for_stock_readers() -> None:
     assert not scheduling_of(config, [FULL]).withhold_last_token
     assert not scheduling_of(vllm_config(), [window]).withhold_last_token
     with pytest.raises(ConfigError, match="state per request"):
-        stock.dialect_of(extra_of(config), Config(engine_id="e"), scheduling_of(config, [FULL, state]))
+        stock_settings.dialect_of(extra_of(config), Config(engine_id="e"), scheduling_of(config, [FULL, state]))
 
 
 def test_statistics_add_up() -> None:
@@ -501,8 +501,8 @@ FIRST = FIRST_DRAFT_LAYER
     ids=["plain", "indexers", "EAGLE", "a draft here only", "a draft on the last stage", "MTP"],
 )
 def test_a_layer_has_one_number_whoever_else_is_there(whole: list[str], stages: list[list[str]]) -> None:
-    numbers = layout._layer_numbers(whole, 60)
-    held = {name: number for stage in stages for name, number in layout._layer_numbers(stage, 60).items()}
+    numbers = kv_cache_layout._layer_numbers(whole, 60)
+    held = {name: number for stage in stages for name, number in kv_cache_layout._layer_numbers(stage, 60).items()}
     assert held == {name: numbers[name] for name in held}
     assert len(set(numbers.values())) == len(whole)
     assert [numbers[name] for name in named(range(60))] == list(range(60)), "as stock engines and errors have them"
@@ -517,4 +517,4 @@ def test_a_layer_has_one_number_whoever_else_is_there(whole: list[str], stages: 
 )
 def test_layers_that_there_are_no_numbers_for_are_refused(names: list[str]) -> None:
     with pytest.raises(LayoutError, match=r"layer 'model\.layers\..*expected numbers below 1024, and 16"):
-        layout._layer_numbers(names)
+        kv_cache_layout._layer_numbers(names)

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from kvflow.core.cache.state import StateLayout
 from kvflow.errors import LayoutError
-from kvflow.vllm.state import slots_of, state_tensors
+from kvflow.vllm.recurrent_state import slots_of, state_tensors
 
 
 def mamba2(tp_size: int, groups: int) -> Any:

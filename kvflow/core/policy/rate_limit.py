@@ -7,7 +7,7 @@ bucket is dropped.
 
 from __future__ import annotations
 
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 
 _ROUNDING = 1e-5  # of a token: a peer that keeps to the rate is not refused for a rounding error
 
@@ -17,7 +17,7 @@ class RateLimiter:
 
     def __init__(self, *, requests_per_s: int, peers_max: int) -> None:
         self._requests_per_s = requests_per_s
-        self._buckets = Latest[str, tuple[float, float]](peers_max)  # (tokens, time at which they were counted)
+        self._buckets = BoundedMap[str, tuple[float, float]](peers_max)  # (tokens, time at which they were counted)
 
     def __len__(self) -> int:
         """Return the number of buckets."""

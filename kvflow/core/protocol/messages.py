@@ -224,7 +224,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of prefixes that are leased to other readers now, and may be read first."""
 
 
-class Told(enum.StrEnum):
+class LeaseAnswerState(enum.StrEnum):
     """The state of a request's lease in an answer."""
 
     WAITING = "waiting"
@@ -243,7 +243,7 @@ class Told(enum.StrEnum):
 class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     """The answer about a lease, with everything about it that the reader does not know."""
 
-    state: Told
+    state: LeaseAnswerState
     lease: RankLease | None = None
     """The lease, if the reader does not know it. Readers ignore its host and port, since they know the address."""
     offer: Offer | None = None
@@ -258,7 +258,7 @@ class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     engine is known."""
 
 
-NOTHING_YET = LeaseAnswer(state=Told.WAITING)
+NOTHING_YET = LeaseAnswer(state=LeaseAnswerState.WAITING)
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):

@@ -371,5 +371,5 @@ def _too_large(reply: messages.Reply, why: str) -> messages.Reply:
     if isinstance(reply, messages.LeaseAnswer) and reply.offer is not None:
         given = counted(sum(map(len, reply.offer.block_ids)), "block id")
         reason = f"too much for an answer: {given}: {why} (limits.block_ids_max)"
-        return messages.LeaseAnswer(state=messages.Told.FAILED, reason=reason)
+        return messages.LeaseAnswer(state=messages.LeaseAnswerState.FAILED, reason=reason)
     return refusal(why)

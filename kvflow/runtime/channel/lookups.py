@@ -19,7 +19,7 @@ from ipaddress import ip_address
 from typing import Any, TypeAlias
 
 from kvflow.config import Config
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.errors import ConfigError
 from kvflow.hosts import ANY, ANY_V4, ANY_V6, WILDCARDS
 
@@ -34,7 +34,7 @@ class Lookups:
     def __init__(self) -> None:
         self._new = asyncio.Semaphore(_NEW_AT_ONCE_MAX)
         self._known = asyncio.Semaphore(_KNOWN_AT_ONCE_MAX)
-        self._found: Latest[str, None] = Latest(_KNOWN_MAX)
+        self._found: BoundedMap[str, None] = BoundedMap(_KNOWN_MAX)
 
     async def find(self, host: str) -> str:
         """Return the numeric address of `host`, preferably an IPv4 address to which this machine has a route.

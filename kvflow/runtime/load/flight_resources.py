@@ -29,7 +29,7 @@ from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
 
-Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
+LeaseAnswerState: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
 """Callback that gets the end of a read, or RuntimeBroken if it can never be known whether the read has ended."""
 
 TURN_S = 1e-3
@@ -42,13 +42,13 @@ _OF_PEER_MAX = (1 << 15, 128)  # the same, from one rank
 _AHEAD_S = 1e-3  # longest time from the end of a read until another one is posted
 
 
-class Posts(Protocol):
+class ReadPoster(Protocol):
     """An object that posts the reads of a flight: the `Poller`, or a `StoreTransfer`, for reads from a file."""
 
     @property
     def behind(self) -> bool: ...
 
-    def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None: ...
+    def post(self, agent: AgentName, descriptors: Descriptors, told: LeaseAnswerState) -> None: ...
 
 
 class Poller:
@@ -57,7 +57,7 @@ class Poller:
     def __init__(self, transport: Transport, on_notification: Callable[[bytes], None]) -> None:
         self._transport = transport
         self._on_notification = on_notification
-        self._under_way: dict[PostedRead, Told] = {}
+        self._under_way: dict[PostedRead, LeaseAnswerState] = {}
         """Callback of each read under way."""
         self._cause: BaseException | None = None
         self._ended = self._patient = False
@@ -67,7 +67,7 @@ class Poller:
         """See `Transport.behind`."""
         return self._transport.behind
 
-    def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None:
+    def post(self, agent: AgentName, descriptors: Descriptors, told: LeaseAnswerState) -> None:
         """Post a read (see `Transport.post_read`), and call `told` once when the read ends.
 
         RuntimeBroken if `run` has ended.
@@ -189,7 +189,7 @@ class LoadThrottle:
     Python's GIL at once from an idle loop, but only after a tenth of a second from a busy one.
     """
 
-    def __init__(self, poller: Posts) -> None:
+    def __init__(self, poller: ReadPoster) -> None:
         self.paused = False
         """True while no waiting load starts because too many reads wait to be posted; `resume` ends that."""
         self._poller = poller
@@ -251,7 +251,7 @@ class FlightResources:
     """Words of host memory that seals are fetched into, one for each rank of each load."""
     queue: FairQueue
     """Permits that bound what is in flight: bytes, descriptors and reads, in all and from one rank."""
-    poller: Posts
+    poller: ReadPoster
     copy_thread: CopyThread
     clock: Clock
     reads_max: int

@@ -175,7 +175,7 @@ def _unit_of(parts: Sequence[SourcePart], local_tokens: int) -> tuple[int, int]:
     return unit, sum(size_bytes * (unit // tokens) for size_bytes, tokens in permuted)
 
 
-class Spans(Protocol):
+class SpanPlanner(Protocol):
     """Cuts a load into lanes, and plans the reads of each span: straight into the cache, or through buffers."""
 
     def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:

@@ -35,7 +35,7 @@ from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, R
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.peers.peer import Source, check_parallelism
-from kvflow.runtime.peers.reach import lease_told
+from kvflow.runtime.peers.ticket_resolver import lease_told
 from kvflow.transport.base import AgentName
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class _Kept:
     due_s: float
 
 
-class LeaseIdTelling:
-    """Notifications to producers that run kvflow, which name leases by their ids; see `peer.Telling`."""
+class LeaseIdNotifier:
+    """Notifications to producers that run kvflow, which name leases by their ids; see `peer.LeaseNotifier`."""
 
     heartbeat_s: float | None = None
 
@@ -69,7 +69,7 @@ class LeaseIdTelling:
         self._join = partial(joined, leases_most=self._batch_max)
 
     def needed(self, sources: Sequence[Source]) -> int:
-        """See `Telling.needed`."""
+        """See `LeaseNotifier.needed`."""
         agent = sources[0].connection.agent
         lease_ids = tuple(dict.fromkeys(source.lease.lease_id for source in sources))
         for start in range(0, len(lease_ids), self._batch_max):
@@ -78,7 +78,7 @@ class LeaseIdTelling:
         return len(lease_ids)
 
     def read(self, source: Source) -> None:
-        """See `Telling.read`."""
+        """See `LeaseNotifier.read`."""
         self.report(source.connection.agent, source.lease.lease_id, *source.connection.report_share)
 
     def report(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
@@ -319,7 +319,7 @@ class RemoteLeases:
         if lease is None:
             answer = await self._cache.own_reach.standing(ticket, peer)
             if answer.lease is None:
-                return answer.state is not messages.Told.WAITING  # it has ended, so nothing is left to give back
+                return answer.state is not messages.LeaseAnswerState.WAITING  # it has ended: nothing to release
             lease = lease_told(at, answer.lease)
         word = messages.ReleaseRequest(
             reader=local.reader,

@@ -128,7 +128,7 @@ class Load:
         """Number of tokens that the load reads."""
         self.flight: Flight | None = None
         self.lease_news: Any = None
-        """The `growing.load_news.News`, which asks about leases that are not complete; None: nothing is asked."""
+        """The `growing.lease_questions.LeaseQuestions` about leases that are not complete; None if there are none."""
         self.landed: History | None = None
         """How many tokens had landed at which time, if the load reads growing leases; else None."""
         self.verification = Verification.OFF

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol.prompts import check_alike
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
@@ -83,7 +83,7 @@ class Loader:
         self._closed = self._unregistered = False
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes", "sources_left"), 0)
         self._verified: Counter[Verification] = Counter()
-        self._never_read: Latest[str, int] = Latest(_ENGINES_MAX)
+        self._never_read: BoundedMap[str, int] = BoundedMap(_ENGINES_MAX)
         """Number of failed loads, by engine, for engines that no load has ever read from."""
 
     @property

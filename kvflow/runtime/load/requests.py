@@ -176,7 +176,7 @@ class LoadingStatistics:
 
     open_loads: int
     waiting_loads: int
-    """Open loads that wait because other loads already read from Limits.loads_max ranks in total."""
+    """Open loads that wait because other loads already read from Limits.source_ranks_max ranks in total."""
     waiting_reads: int
     """Reads that wait for room within the bounds of Config (`in_flight_bytes_max` and others)."""
     in_flight: InFlight

@@ -134,7 +134,7 @@ async def _admitted(cache: RegisteredCache, load: Load) -> None:
     is not removed before this load finds out.
     """
     request, slots, waiting_max = load.request, cache.resources.seal_slots, cache.config.loads_waiting_max
-    ranks, ranks_max = len(load.sources), cache.config.limits.loads_max
+    ranks, ranks_max = len(load.sources), cache.config.limits.source_ranks_max
     with held(load.sources):
         if request.after is not None:
             load.enter("queued", lambda: "its event `after` has not happened on this engine's device")
@@ -145,7 +145,7 @@ async def _admitted(cache: RegisteredCache, load: Load) -> None:
             load.enter("plan")
         if ranks > ranks_max:
             raise RequestError(
-                f"request {load.request_id!r}: reads from {counted(ranks, 'rank')}, limits.loads_max is {ranks_max}"
+                f"request {load.request_id!r}: reads from {counted(ranks, 'rank')}, limits.source_ranks_max is {ranks_max}"
             )
         if not slots.take(load.sources):
             if slots.waiting >= waiting_max:

@@ -33,7 +33,7 @@ from kvflow.hosts import loopback_hint
 from kvflow.logs import logger_of
 from kvflow.runtime import open_files
 from kvflow.runtime.peers.first_contacts import overloaded
-from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LocalRank, Peer, Telling, words
+from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LeaseNotifier, LocalRank, Peer, words
 from kvflow.transport.base import BY_SOME_BUILDS, DEVICES, AgentName, PeerGone, TransportError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _DIFFERENCES_MAX = 2000
 class Handshakes:
     """Shakes hands with kvflow peers, and asks them questions, for one registered cache."""
 
-    def __init__(self, cache: RegisteredCache, telling: Telling) -> None:
+    def __init__(self, cache: RegisteredCache, telling: LeaseNotifier) -> None:
         self._config = cache.config
         self._side_channel = cache.side_channel
         self._local = cache.local

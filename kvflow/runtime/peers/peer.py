@@ -68,7 +68,7 @@ class Connection:
         metadata: messages.Metadata,
         regions: Sequence[Regions],
         local: LocalRank,
-        telling: Telling,
+        telling: LeaseNotifier,
     ) -> None:
         self.agent = agent
         self.incarnation = metadata.incarnation
@@ -245,7 +245,7 @@ ReadTicket: TypeAlias = Callable[[Ticket | Mapping[str, Any]], Ticket]
 class Resolver(Protocol):
     """Resolves tickets: connects the ranks that a ticket names and finds their leases.
 
-    For kvflow tickets this is `reach.Reach`, where the methods are described.
+    For kvflow tickets this is `ticket_resolver.TicketResolver`, where the methods are described.
     """
 
     @property
@@ -256,7 +256,7 @@ class Resolver(Protocol):
     async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]: ...
 
 
-class Telling(Protocol):
+class LeaseNotifier(Protocol):
     """Notifies producers that their leases are still needed, or have been read. No method waits.
 
     The handshake chooses the implementation: for kvflow ranks or for stock peers.

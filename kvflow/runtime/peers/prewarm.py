@@ -11,15 +11,15 @@ from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError, RuntimeBroken
 from kvflow.runtime.peers.peer import check_parallelism
-from kvflow.runtime.peers.reach import Reach, first_to_ask
 from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.ticket_resolver import TicketResolver, first_to_ask
 from kvflow.runtime.tasks import for_each
 
 _AT_ONCE_MAX = 16
 
 
 async def prewarm(
-    reach: Reach, peers: Peers, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
+    reach: TicketResolver, peers: Peers, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
 ) -> tuple[KVFlowError | None, ...]:
     """See `Runtime.prewarm`."""
     listed = None if isinstance(engines, str | bytes | Mapping) else answer(lambda: tuple(engines))
@@ -33,7 +33,7 @@ async def prewarm(
 
 
 async def _prewarm_one(
-    reach: Reach, peers: Peers, engine: PeerAddress | Ticket | Mapping[str, Any]
+    reach: TicketResolver, peers: Peers, engine: PeerAddress | Ticket | Mapping[str, Any]
 ) -> KVFlowError | None:
     try:
         if isinstance(engine, PeerAddress):

@@ -23,13 +23,13 @@ import msgspec
 
 from kvflow.checks import counted
 from kvflow.core.plan.topology import Rank
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.policy.circuit import NEVER_FAILED, BackOff, Circuit, after_failed_handshake, after_failed_read
 from kvflow.core.policy.contacts import Contact
-from kvflow.core.policy.latest import Latest
 from kvflow.core.policy.states import PeerEvent, PeerState
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.messages import Told
+from kvflow.core.protocol.messages import LeaseAnswerState
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     KVFlowError,
@@ -100,7 +100,7 @@ class Peers:
         self._contacts = FirstContacts(config)
         self.known: dict[tuple[str, Rank, str], Peer] = {}
         """All peers by `Address`. Other modules may read this dict but not change it."""
-        self._misfits: Latest[tuple[str, str], None] = Latest(_MISFITS_MAX)
+        self._misfits: BoundedMap[tuple[str, str], None] = BoundedMap(_MISFITS_MAX)
         """Pairs of address and error text for which `note_incompatible` has logged its warning."""
         self._sweep_alarm = Alarm(cache.clock, self._sweep)
         self._closed = False
@@ -205,7 +205,7 @@ class Peers:
                     raise
             else:
                 unreachable = 0
-                if answer.state is not Told.WAITING or loop.time() >= give_up_s:
+                if answer.state is not LeaseAnswerState.WAITING or loop.time() >= give_up_s:
                     return answer
             if loop.time() - begun_s < wait_s / 2:
                 await asyncio.sleep(pause_s)

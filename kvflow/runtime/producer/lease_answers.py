@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvflow.checks import printable
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol import codec, messages
-from kvflow.core.protocol.messages import Told
+from kvflow.core.protocol.messages import LeaseAnswerState
 from kvflow.limits import QUESTION_WAIT_S
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.clock import Clock, Timer
@@ -48,7 +48,7 @@ OF_READER_MAX = 1 << 12
 OF_REQUEST_MAX = 256
 _NOTES_MAX = 1 << 12
 _REASON_CHARS_MAX = 500
-_ENDED = messages.LeaseAnswer(state=Told.ENDED)
+_ENDED = messages.LeaseAnswer(state=LeaseAnswerState.ENDED)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,12 +85,12 @@ class LeaseAnswers:
         self.waiting = 0
         """Number of waiting questions."""
         self._incarnation = incarnation
-        self._notes: Latest[str, messages.LeaseAnswer] = Latest(_NOTES_MAX)
+        self._notes: BoundedMap[str, messages.LeaseAnswer] = BoundedMap(_NOTES_MAX)
         """Answers by request id, for the last few thousand requests that were declined, failed or had no blocks.
 
         A question that comes after the end of the lease, or without a lease, gets this answer.
         """
-        self._elsewhere = Latest[str, messages.LeaseAnswer](_NOTES_MAX)
+        self._elsewhere = BoundedMap[str, messages.LeaseAnswer](_NOTES_MAX)
         """Answers by request id, for requests that the router sent to another engine, which has reported that."""
         self.turned_away = ""
         """Reason why this rank opens no further leases; "" while it still opens leases."""
@@ -111,7 +111,7 @@ class LeaseAnswers:
         request_id = found.ticket.request_id
         self._notes.pop(request_id, None)
         if nothing:
-            self._note(request_id, messages.LeaseAnswer(state=Told.COMPLETE, offer=found.offer()))
+            self._note(request_id, messages.LeaseAnswer(state=LeaseAnswerState.COMPLETE, offer=found.offer()))
         else:
             self.tell(request_id)
 
@@ -162,11 +162,11 @@ class LeaseAnswers:
             return self._news(question, found)
         if found is not None and question.blocks_digest:
             meant = found.is_of(question.num_tokens, question.blocks_digest)
-            return messages.LeaseAnswer(state=Told.OPEN, lease=found.lease()) if meant else _ENDED
+            return messages.LeaseAnswer(state=LeaseAnswerState.OPEN, lease=found.lease()) if meant else _ENDED
         if request_id in self._notes:
             return self._notes[request_id]
         if found is not None:
-            return messages.LeaseAnswer(state=Told.OPEN, lease=found.lease(), offer=found.offer())
+            return messages.LeaseAnswer(state=LeaseAnswerState.OPEN, lease=found.lease(), offer=found.offer())
         if self._served(request_id):
             return _ENDED
         if request_id in self._elsewhere:
@@ -182,7 +182,7 @@ class LeaseAnswers:
         """
         if found is None or found.held.lease_id != question.lease_id:
             noted = self._notes.get(question.request_id)
-            return noted if found is None and noted is not None and noted.state is Told.FAILED else _ENDED
+            return noted if found is None and noted is not None and noted.state is LeaseAnswerState.FAILED else _ENDED
         tables, known = found.held.readable, question.known
         counts = tuple(map(len, tables))
         if known != counts and (len(known) != len(counts) or any(map(_outside, known, counts))):
@@ -191,8 +191,10 @@ class LeaseAnswers:
             return None
         more = tuple(tuple(ids[at:].tolist()) for at, ids in zip(known, tables, strict=True))
         if found.complete:
-            return messages.LeaseAnswer(state=Told.COMPLETE, more_block_ids=more, payload=found.payload or b"")
-        return messages.LeaseAnswer(state=Told.OPEN, more_block_ids=more)
+            return messages.LeaseAnswer(
+                state=LeaseAnswerState.COMPLETE, more_block_ids=more, payload=found.payload or b""
+            )
+        return messages.LeaseAnswer(state=LeaseAnswerState.OPEN, more_block_ids=more)
 
     def _wait(self, question: messages.LeaseRequest) -> Answered:
         """Let a question wait, and return the future of its answer.
@@ -232,4 +234,6 @@ def _outside(known: int, count: int) -> bool:
 
 
 def _failed(reason: str, instead: bytes = b"") -> messages.LeaseAnswer:
-    return messages.LeaseAnswer(state=Told.FAILED, reason=printable(reason, _REASON_CHARS_MAX), instead=instead)
+    return messages.LeaseAnswer(
+        state=LeaseAnswerState.FAILED, reason=printable(reason, _REASON_CHARS_MAX), instead=instead
+    )

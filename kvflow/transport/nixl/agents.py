@@ -47,7 +47,7 @@ from kvflow.transport.device import cuda
 from kvflow.transport.device.cache_device import is_rocm
 from kvflow.transport.nixl.defaults import POLLING
 from kvflow.transport.nixl.native import Agent, error_types, import_bindings, prefault, translated
-from kvflow.transport.thread import pause_s
+from kvflow.transport.owner_thread import pause_s
 
 logger = logger_of(__name__)
 

@@ -26,7 +26,7 @@ from kvflow.transport.base import (
 from kvflow.transport.device import cuda
 from kvflow.transport.nixl.agents import POST_COST_BYTES, NixlAgents
 from kvflow.transport.nixl.native import found_kinds
-from kvflow.transport.thread import OwnerThread
+from kvflow.transport.owner_thread import OwnerThread
 
 _BEHIND = 8 << 20  # in the units of `NixlAgents.taken`: one full request, while another is posted
 _OPENING_S = 1.0  # sleep of the crank until the agents are made

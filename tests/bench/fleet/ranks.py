@@ -18,10 +18,10 @@ from kvflow.limits import Limits
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.world import World
-from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier
 from kvflow.testing.pair import CacheSize
-from kvflow.testing.virtual_loop import Life, VirtualLoop
+from kvflow.testing.virtual_clock import LoopClock
+from kvflow.testing.virtual_loop import SimProcess, VirtualLoop
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.bench.fleet.channel import Wires
 
@@ -58,7 +58,7 @@ class Surroundings:
 class Process:
     """One life of a rank: it ends by a kill, or drained."""
 
-    life: Life
+    life: SimProcess
     opened: asyncio.Future[Runtime]
     gone: asyncio.Future[None]
     """Done when the process is no more."""
@@ -111,7 +111,7 @@ class FleetRank:
         assert self.process is None or not self.process.alive, "a rank has one process"
         loop = self._around.loop
         self.lives += 1
-        life = Life(loop, f"{self.name}.{self.lives}")
+        life = SimProcess(loop, f"{self.name}.{self.lives}")
         process = self.process = Process(life, loop.create_future(), loop.create_future())
         life.task(self._run(process), name=life.name)
         return await process.opened

@@ -49,7 +49,7 @@ RELEASE = messages.ReleaseRequest(**ASKED, lease_id=LEASE_ID, cache_shares=(HOLD
 LEASE = RankLease(
     pp_rank=2, tp_rank=1, incarnation=INCARNATION, lease_id=LEASE_ID, seal_index=17, host="10.0.0.7", port=9000
 )
-FOUND = messages.LeaseAnswer(state=messages.Told.OPEN, lease=LEASE)
+FOUND = messages.LeaseAnswer(state=messages.LeaseAnswerState.OPEN, lease=LEASE)
 PARTS = (messages.DigestPart("", (0, 7), 8, 4, 32, 16, 41), messages.DigestPart("conv.x", (3,), 0, 1, 2, 40, 41))
 DIGESTS = messages.DigestRequest(**ASKED, **OF_LEASE, definition=1, parts=PARTS)
 NEWS_QUESTION = messages.LeaseRequest(**ASKED, **OF_LEASE, known=(3, 0), wait_s=9.5)
@@ -81,14 +81,16 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
             messages.Digests(values=()),
             messages.Digests(values=(0, (1 << 64) - 1)),
             OFFERED,
-            messages.LeaseAnswer(state=messages.Told.COMPLETE, offer=replace(OFFER, block_ids=())),
-            messages.LeaseAnswer(state=messages.Told.FAILED, reason="no room"),
-            messages.LeaseAnswer(state=messages.Told.FAILED, reason="it came to another engine", instead=b"\x80"),
+            messages.LeaseAnswer(state=messages.LeaseAnswerState.COMPLETE, offer=replace(OFFER, block_ids=())),
+            messages.LeaseAnswer(state=messages.LeaseAnswerState.FAILED, reason="no room"),
+            messages.LeaseAnswer(
+                state=messages.LeaseAnswerState.FAILED, reason="it came to another engine", instead=b"\x80"
+            ),
             messages.Ack(incarnation=INCARNATION),
-            messages.LeaseAnswer(state=messages.Told.OPEN, more_block_ids=((3,), ())),
-            messages.LeaseAnswer(state=messages.Told.COMPLETE, payload=b"\x00token"),
-            messages.LeaseAnswer(state=messages.Told.ENDED),
-            messages.LeaseAnswer(state=messages.Told.WAITING),
+            messages.LeaseAnswer(state=messages.LeaseAnswerState.OPEN, more_block_ids=((3,), ())),
+            messages.LeaseAnswer(state=messages.LeaseAnswerState.COMPLETE, payload=b"\x00token"),
+            messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED),
+            messages.LeaseAnswer(state=messages.LeaseAnswerState.WAITING),
             messages.Refusal(reason="another engine", version=1, listens=ASKED["target"]),
             messages.Refusal(reason="no such rank", version=1),
             messages.Refusal(reason="differs", version=1, compatibility=FACTS, cache_shares=(HOLDING,)),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from told_devices import HND, Opened, handed_over
+from recording_devices import HND, RecordingEngines, handed_over
 
 from kvflow import LoadRequest, ServeRequest
 from kvflow.core.cache.regions import Device, Span
@@ -20,7 +20,7 @@ from kvflow.transport.device.cuda_device import CudaDevice
 
 
 async def test_memory_is_registered_for_what_the_role_does() -> None:
-    opened = Opened()
+    opened = RecordingEngines()
     served, read = MemoryUse.SERVED, MemoryUse.READ_INTO
     async with (
         opened.engine("p", HND, role="producer", scratch="never") as producer,

@@ -25,7 +25,7 @@ from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import RuntimeBroken, TransportBroken
 from kvflow.transport.base import TransportError
-from kvflow.transport.thread import OwnerThread, pause_s
+from kvflow.transport.owner_thread import OwnerThread, pause_s
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Direction(enum.StrEnum):
     """From a file to memory."""
 
 
-class Settled(enum.Enum):
+class LostMoves(enum.Enum):
     """State of the lost moves after `Mover.settle`."""
 
     STOPPED = enum.auto()
@@ -80,7 +80,7 @@ class Mover(Protocol):
         MoveFailed or MoveLost if it has failed.
         """
 
-    def settle(self) -> Settled:
+    def settle(self) -> LostMoves:
         """Stop the lost moves, and return whether they have stopped. Called only while no other move is under way."""
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class _Move:
     begun: object = None
 
 
-class Files:
+class StoreThread:
     """Runs file jobs and moves of bytes on the store's I/O thread, for callers on the event loop."""
 
     def __init__(self, name: str, make: Callable[[Sequence[Span]], Mover]) -> None:
@@ -257,10 +257,10 @@ class Files:
     def _settle_lost(self) -> None:
         """Have the mover stop the lost moves, and report those that have stopped. Called while no other move runs."""
         settled = self.mover.settle()
-        if settled is Settled.STOPPED:
+        if settled is LostMoves.STOPPED:
             for move in self._lost:
                 self._tell(partial(self._over, move))
-        if settled is not Settled.NOT_YET:
+        if settled is not LostMoves.NOT_YET:
             self._lost = []
 
     def _tell(self, callback: Callable[[], None]) -> None:
@@ -303,8 +303,8 @@ class PlainMover:
     def ended(self, begun: object) -> bool:
         return True
 
-    def settle(self) -> Settled:
-        return Settled.STOPPED
+    def settle(self) -> LostMoves:
+        return LostMoves.STOPPED
 
     def close(self) -> None:
         pass

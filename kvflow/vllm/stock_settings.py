@@ -18,7 +18,7 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError
 from kvflow.stock import EngineRanks, StockPeers, Terms, arrival
 from kvflow.stock.params import is_stock, lost_block, read_stock, stock_params
-from kvflow.vllm.settings import Extra
+from kvflow.vllm.extra_config import Extra
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

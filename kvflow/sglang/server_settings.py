@@ -10,7 +10,7 @@ import msgspec
 
 from kvflow.checks import shown
 from kvflow.config import Config
-from kvflow.connector.settings import PluginSettings
+from kvflow.connector.plugin_settings import PluginSettings
 from kvflow.errors import ConfigError
 
 SETTINGS = "KVFLOW_SGLANG_CONFIG"

@@ -16,12 +16,12 @@ from vllm.platforms import current_platform
 
 from kvflow.checks import Seconds, Size
 from kvflow.config import Config
+from kvflow.connector.plugin_settings import PluginSettings
 from kvflow.connector.scheduler import SchedulingConfig
-from kvflow.connector.settings import PluginSettings
 from kvflow.core.cache.groups import GroupKind
 from kvflow.errors import ConfigError
 from kvflow.logs import logger_of
-from kvflow.vllm.layout import Group
+from kvflow.vllm.kv_cache_layout import Group
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

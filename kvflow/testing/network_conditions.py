@@ -1,4 +1,4 @@
-"""Fault rates of a simulated network (`Weather`): how often reads and messages are slow, late, lost or garbled."""
+"""`NetworkConditions`: how often reads and messages of a simulated network are slow, late, lost or garbled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weather:
+class NetworkConditions:
     """Delays and fault rates of a simulated network. Shares are probabilities, 0 to 1; times are virtual seconds."""
 
     latency_s: float = 1e-4
@@ -38,19 +38,19 @@ class Weather:
     """Upper bound of the time until an engine's poller sees that a read has ended or a notification has arrived."""
 
 
-CALM = Weather()
+CALM = NetworkConditions()
 
 
-def draw_weather(rng: random.Random) -> Weather:
-    """Return a `Weather` with random rates. In 30 % of the draws the only possible fault is torn reads."""
+def draw_conditions(rng: random.Random) -> NetworkConditions:
+    """Return a `NetworkConditions` with random rates. In 30 % of the draws the only possible fault is torn reads."""
 
     def share(*choices: float) -> float:
         return rng.choice((0.0, *choices))
 
     latency_s = rng.choice((2e-5, 1e-4, 1e-3))
     if rng.random() < 0.3:
-        return Weather(latency_s=latency_s, torn_share=share(0.5))
-    return Weather(
+        return NetworkConditions(latency_s=latency_s, torn_share=share(0.5))
+    return NetworkConditions(
         latency_s=latency_s,
         read_s=rng.choice((5e-5, 5e-4, 5e-3)),
         slow_share=share(0.02, 0.2),

@@ -7,9 +7,9 @@ from kvflow.core.protocol.codec import WireError
 from kvflow.doctor.findings import Finding, fail, ok, warn
 from kvflow.errors import KVFlowError
 from kvflow.stock.metadata import ask_rank
-from kvflow.stock.shape import unread
+from kvflow.stock.metadata_conversion import unread
 from kvflow.stock.versions import LINES, line_that_shows
-from kvflow.stock.wire import Shown, StockMetadata, agent_of
+from kvflow.stock.wire import StockAnswer, StockMetadata, agent_of
 
 _ENGINE, _CACHE, _READ = "stock engine", "stock cache", "reading it"
 
@@ -27,7 +27,7 @@ async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
     return [*judge_stock(shown)]
 
 
-def judge_stock(shown: Shown) -> list[Finding]:
+def judge_stock(shown: StockAnswer) -> list[Finding]:
     """Return findings about a vLLM engine's version, compatibility hash and cache, and whether kvflow can read it."""
     metadata, lines = shown.metadata, [line.version for line in LINES]
     like = [line.version for line in LINES if line.metadata == line_that_shows(shown.fields).metadata]

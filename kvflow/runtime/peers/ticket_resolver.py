@@ -26,10 +26,10 @@ from kvflow.core.plan import topology
 from kvflow.core.plan.descriptors import check_block_ids
 from kvflow.core.plan.ranks import RankPlan, plan_ranks
 from kvflow.core.plan.topology import Parallelism, Rank
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
-from kvflow.core.protocol.messages import Told
+from kvflow.core.protocol.messages import LeaseAnswerState
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, SealProof
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket, check_lease, read_ticket
@@ -81,7 +81,7 @@ _Reached: TypeAlias = tuple[Peer, Connection, Source | None]
 """A connected producer rank, and the load's source at that rank if its lease is needed and known."""
 
 
-class Reach:
+class TicketResolver:
     """The `Resolver` of kvflow tickets: it connects a ticket's ranks and finds their leases."""
 
     def __init__(self, cache: RegisteredCache) -> None:
@@ -95,8 +95,8 @@ class Reach:
         self._peers = peers
         self.spread = zlib.crc32(local.reader.encode())
         """A number that differs between ranks and incarnations. By it each rank starts a list of peers elsewhere."""
-        self._plans: Latest[tuple[Parallelism, int], RankPlan] = Latest(_PLANS_MAX)
-        self._lacking_drafts: Latest[tuple[str, str], None] = Latest(_PLANS_MAX)
+        self._plans: BoundedMap[tuple[Parallelism, int], RankPlan] = BoundedMap(_PLANS_MAX)
+        self._lacking_drafts: BoundedMap[tuple[str, str], None] = BoundedMap(_PLANS_MAX)
         """Pairs of engine id and address for which `_warn_of_drafts` has logged its warning."""
 
     async def reach(self, ticket: Ticket, found: Found) -> list[Source]:
@@ -221,7 +221,11 @@ class Reach:
             blocks_digest=ticket.blocks_digest,
         )
         answer = await self._peers.find_lease(peer, question)
-        return answer if answer.state is not Told.WAITING else await self._peers.ask_until(peer, question, give_up_s)
+        return (
+            answer
+            if answer.state is not LeaseAnswerState.WAITING
+            else await self._peers.ask_until(peer, question, give_up_s)
+        )
 
     async def find_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
         """Ask a producer rank for the lease of the ticket's request, and return the lease.
@@ -230,13 +234,13 @@ class Reach:
         """
         answer = await self.standing(ticket, peer)
         who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
-        if answer.state is Told.FAILED:
+        if answer.state is LeaseAnswerState.FAILED:
             what = f"request {ticket.request_id!r}: {who} will not compute the prompt: {words(answer.reason)}"
             raise PrefillFailed(what, request_id=ticket.request_id, peer=peer.address)
-        if answer.state is Told.WAITING:
+        if answer.state is LeaseAnswerState.WAITING:
             within = f"none within {self._config.limits.lease_wait_s} s (limits.lease_wait_s)"
             raise expired(ticket, peer, f"{who} has no lease for it: {within}")
-        if answer.state is Told.ENDED or answer.lease is None:
+        if answer.state is LeaseAnswerState.ENDED or answer.lease is None:
             raise expired(ticket, peer, f"{who} has no lease for it: it has ended")
         lease = lease_told(peer.at, answer.lease)
         try:

@@ -18,7 +18,7 @@ from kvflow.checks import counted
 from kvflow.core.cache.groups import tokens_held
 from kvflow.core.plan.descriptors import BlockIds, check_block_ids
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.messages import Told
+from kvflow.core.protocol.messages import LeaseAnswerState
 from kvflow.errors import KVFlowError, PeerError, ProtocolError, RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.runtime.assembly import RegisteredCache
@@ -30,7 +30,7 @@ _PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for 
 
 
 @dataclass(slots=True, eq=False)
-class Followed:
+class FollowedLease:
     """What is known about one rank's lease, from its ticket and from answers."""
 
     source: Source
@@ -39,7 +39,7 @@ class Followed:
     known: list[int]
     """Number of known blocks, by group."""
     num_tokens: int
-    end: asyncio.Future[Told]
+    end: asyncio.Future[LeaseAnswerState]
     """Gets the final state of the lease, or the error of a rank that no longer answers."""
     payload: bytes = b""
     failed: str = ""
@@ -80,17 +80,17 @@ class Followed:
         if len(news.payload) > GIVEN_PAYLOAD_BYTES_MAX:
             size = f"{counted(len(news.payload), 'byte')}, at most {GIVEN_PAYLOAD_BYTES_MAX}"
             raise self.source.peer.at.failure(ProtocolError, f"its payload has {size}")
-        if news.state is Told.COMPLETE and self.known_tokens < self.num_tokens:
+        if news.state is LeaseAnswerState.COMPLETE and self.known_tokens < self.num_tokens:
             told = f"its blocks hold {self.known_tokens} of {counted(self.num_tokens, 'token')}"
             raise self.source.peer.at.failure(ProtocolError, f"its lease is complete, but {told}")
         self.payload = news.payload
-        over = news.state is Told.ENDED or news.state is Told.FAILED
+        over = news.state is LeaseAnswerState.ENDED or news.state is LeaseAnswerState.FAILED
         if over and self.unknown and self.known_tokens < self.num_tokens:
             self.source.proof.heard(None, -math.inf)  # as if the seal was found wiped: it may never be fetched again
-        if news.state is Told.FAILED:
+        if news.state is LeaseAnswerState.FAILED:
             why = words(news.reason) or "it does not say why"
             self.failed = f"its producer could not compute the prompt: {why}"
-        if news.state is not Told.OPEN and not self.end.done():
+        if news.state is not LeaseAnswerState.OPEN and not self.end.done():
             self.end.set_result(news.state)
 
     def fail(self, error: KVFlowError) -> None:
@@ -130,14 +130,14 @@ class Followed:
         self.known_tokens = tokens_held(groups, self.known, counts, self.num_tokens)
 
 
-class News:
+class LeaseQuestions:
     """Asks the ranks of one load about their leases, from the construction of this object until `close`."""
 
     def __init__(self, load: Load, sources: Sequence[Source], cache: RegisteredCache) -> None:
         """Begin to ask the ranks of `sources`, each in a task of its own. Raises RuntimeUnavailable."""
         loop, ticket = asyncio.get_running_loop(), load.ticket
         self.followed = [
-            Followed(
+            FollowedLease(
                 source=source,
                 tables=source.tables or known_so_far(ticket, source),
                 known=[len(ids) for ids in source.lease.block_tables or ticket.block_tables],
@@ -174,19 +174,19 @@ class News:
         found = b""
         for one in self.followed:
             if one.source.lease.payload:
-                if await asyncio.shield(one.end) is not Told.COMPLETE:
+                if await asyncio.shield(one.end) is not LeaseAnswerState.COMPLETE:
                     return None
                 found = found or one.payload
         return found
 
-    async def _ask(self, one: Followed) -> None:
+    async def _ask(self, one: FollowedLease) -> None:
         """Ask one rank until its lease has ended, or the rank fails to answer.
 
         Task `kvflow-news <request>`: begun by a load, for each rank with a lease that is not complete. Ends when the
         lease is complete or has ended, when the rank fails to answer, or with the load.
         """
-        peer, state = one.source.peer, Told.OPEN
-        while state is Told.OPEN:
+        peer, state = one.source.peer, LeaseAnswerState.OPEN
+        while state is LeaseAnswerState.OPEN:
             known = tuple(one.known)
             one.lowered.clear()
             question = messages.LeaseRequest(
@@ -203,10 +203,10 @@ class News:
                 state = answer.state
             except PeerError as error:
                 one.fail(error)
-                state = Told.ENDED
+                state = LeaseAnswerState.ENDED
             if self.on_answer is not None:
                 self.on_answer(one.source)
-            if state is Told.OPEN and tuple(one.known) == known:
+            if state is LeaseAnswerState.OPEN and tuple(one.known) == known:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_PAUSE_S):
                         await one.lowered.wait()

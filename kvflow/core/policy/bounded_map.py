@@ -1,4 +1,4 @@
-"""`Latest`: a bounded mapping, so that keys from outside cannot fill the memory."""
+"""`BoundedMap`: a bounded mapping, so that keys from outside cannot fill the memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
 
-class Latest(OrderedDict[KeyT, ValueT]):
+class BoundedMap(OrderedDict[KeyT, ValueT]):
     """A mapping of at most `most` keys, in the order in which they were last set. The oldest key is dropped first."""
 
     def __init__(self, most: int) -> None:

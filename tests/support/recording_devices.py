@@ -26,7 +26,7 @@ QUICK = Config(engine_id="any", drain_timeout_s=1.0)
 NHD, HND = CacheSize(order="NHD", kv_heads=4), CacheSize(order="HND", kv_heads=4)
 
 
-class Told(CacheDevice):
+class LeaseAnswerState(CacheDevice):
     """A fake device that is not the host. It records the calls to it, and the threads that made them."""
 
     def __init__(self, where: Device) -> None:
@@ -94,11 +94,11 @@ class Opened:
 
     def __init__(self) -> None:
         self.network = InprocNetwork()
-        self.devices: list[Told] = []
+        self.devices: list[LeaseAnswerState] = []
         self.room = 1 << 30
 
-    def device(self, where: Device) -> Told:
-        self.devices.append(Told(where))
+    def device(self, where: Device) -> LeaseAnswerState:
+        self.devices.append(LeaseAnswerState(where))
         self.devices[-1].room = self.room
         return self.devices[-1]
 

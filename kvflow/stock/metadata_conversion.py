@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"\d+")
 _NO_SEALS = SealLocation(address=1, count=1, hold_s=SEAL_HOLD_S_MAX)
 
 
-class OurSet(NamedTuple):
+class OurLayers(NamedTuple):
     """Layers of this rank with equal memory layouts, which one `CacheShare` and one `Regions` describe."""
 
     share: CacheShare
@@ -81,7 +81,7 @@ class OurRegion(NamedTuple):
 class OurCache(NamedTuple):
     """This rank's cache in the form in which caches of stock ranks are compared with it."""
 
-    sets: tuple[OurSet, ...]
+    sets: tuple[OurLayers, ...]
     groups: tuple[GroupFacts, ...]
 
     @property
@@ -128,7 +128,7 @@ def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: 
         raise ConfigError(f"{what}: groups with block sizes {sorted(sizes)}: stock engines say one size")
     if shares[0].pp_size != 1:
         raise ConfigError(f"{what}: pp_size {shares[0].pp_size}: only 1 is exchanged with stock engines")
-    return OurCache(tuple(map(OurSet, shares, regions)), tuple(groups))
+    return OurCache(tuple(map(OurLayers, shares, regions)), tuple(groups))
 
 
 def metadata_of(at: Address, found: StockMetadata, agent: str, ours: OurCache, *, tp_size: int) -> messages.Metadata:
@@ -252,7 +252,7 @@ def _text(numbers: Collection[int]) -> str:
     return f"{len(numbers)} ({few(numbers, 16)})"
 
 
-def _heads(at: Address, found: StockMetadata, ours: OurSet, places: Sequence[int]) -> int:
+def _heads(at: Address, found: StockMetadata, ours: OurLayers, places: Sequence[int]) -> int:
     """Return how many KV heads a stock rank has, computed from the block sizes of its regions at the indexes `places`.
 
     PeerIncompatible if the regions differ, or do not hold a whole number of heads.
@@ -269,7 +269,7 @@ def _heads(at: Address, found: StockMetadata, ours: OurSet, places: Sequence[int
     return heads
 
 
-def _block(found: StockMetadata, ours: OurSet, heads: int) -> BlockShape:
+def _block(found: StockMetadata, ours: OurLayers, heads: int) -> BlockShape:
     tokens, run = found.block_size, ours.head_bytes
     if found.kv_cache_layout in HEADS_FIRST or heads == 1:
         return BlockShape(tokens, heads, run, run, tokens * run)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvflow.checks import is_name
 from kvflow.config import ENGINE_ID_CHARS_MAX
-from kvflow.core.policy.latest import Latest
+from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.errors import ConfigError, PeerError
@@ -28,7 +28,7 @@ logger = logger_of(__name__)
 _AT_ONCE_MAX = 16
 
 
-class Farewells:
+class Goodbyes:
     """Remembers the readers that have connected to this rank, and sends them a `Goodbye` when the rank closes."""
 
     def __init__(self, cache: RegisteredCache) -> None:
@@ -37,7 +37,7 @@ class Farewells:
         self._incarnation = cache.incarnation
         self._local = cache.local
         self._who = f"engine {cache.config.engine_id!r} ({cache.rank})"
-        self._callers: Latest[Address, None] = Latest(cache.config.limits.readers_max)
+        self._callers: BoundedMap[Address, None] = BoundedMap(cache.config.limits.readers_max)
 
     @property
     def count(self) -> int:

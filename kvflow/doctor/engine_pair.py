@@ -16,7 +16,7 @@ from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.claims import all_regions_from_wire
 from kvflow.core.protocol.compatibility import Compatibility
 from kvflow.doctor.findings import Finding, fail, ok
-from kvflow.doctor.peer import REACH_FIX
+from kvflow.doctor.peer_channel import REACH_FIX
 from kvflow.errors import ConfigError, KVFlowError, PeerRefused, PeerUnreachable
 from kvflow.hosts import plain_address
 from kvflow.runtime.channel.asking import ZmqSideChannel

@@ -33,7 +33,7 @@ from kvflow.core.cache.layout import CacheLayout, is_draft
 from kvflow.core.cache.state import StateLayout
 from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, NAMED_LAYERS_MAX, LayerCache
 from kvflow.errors import ConfigError, LayoutError
-from kvflow.vllm.state import slots_of, state_tensors
+from kvflow.vllm.recurrent_state import slots_of, state_tensors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,7 +13,7 @@ from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda
 from kvflow.doctor.cuda.nvidia import NEAR
 from kvflow.doctor.findings import Finding, fail, ok, warn
 from kvflow.doctor.host import Host
-from kvflow.doctor.transfer import silent
+from kvflow.doctor.nixl_transfer import silent
 from kvflow.transport.device.cuda import WRITES_ORDERING_OWNER
 
 _GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
