@@ -1,10 +1,10 @@
 """The map from a peer's regions to the local ones, made once per peer: which regions pair, and in which pieces.
 
-Both sides describe a block by strides (`BlockShape`). So NHD and HND, head slices, K and V together or apart, and layers
-that are split differently are all one question: which runs of bytes are contiguous on both sides? The answer is a few
-`RegionMap`s, each with the bases of region pairs and the offsets of the pieces inside a *chunk*. A chunk has the tokens
-of a block on the side with the smaller blocks. Time and memory grow with the regions and the pieces, never with the
-number of blocks.
+Both sides describe a block by strides (`BlockShape`). So NHD and HND, head slices, K and V together or apart, and
+layers that are split differently are all one question: which runs of bytes are contiguous on both sides? The answer is
+a few `RegionMap`s, each with the bases of region pairs and the offsets of the pieces inside a *chunk*. A chunk has the
+tokens of a block on the side with the smaller blocks. Time and memory grow with the regions and the pieces, never with
+the number of blocks.
 """
 
 from __future__ import annotations

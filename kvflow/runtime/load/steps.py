@@ -145,7 +145,8 @@ async def _admitted(cache: RegisteredCache, load: Load) -> None:
             load.enter("plan")
         if ranks > ranks_max:
             raise RequestError(
-                f"request {load.request_id!r}: reads from {counted(ranks, 'rank')}, limits.source_ranks_max is {ranks_max}"
+                f"request {load.request_id!r}: reads from {counted(ranks, 'rank')}, "
+                f"limits.source_ranks_max is {ranks_max}"
             )
         if not slots.take(load.sources):
             if slots.waiting >= waiting_max:
