@@ -49,7 +49,7 @@ class Neighbours:
         Other workers can no longer load the old content of these blocks. The prompt's last token is never loaded. If
         the load fails, return 0; if bytes may still land then, raise its error.
         """
-        for pinned in self._cache.take(block_ids):
+        for pinned in self._cache.remove_reused(block_ids):
             self._sharing.end(pinned)
         keys = prefix_keys(request.prompt[:-1], self._block_size)
         if not request.neighbours or len(keys) * self._block_size < TOKENS_MIN:

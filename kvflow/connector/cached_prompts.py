@@ -6,10 +6,10 @@ when a block is computed and when it is reused. So each worker knows at any time
 answers a peer's question by itself: no question reaches the scheduler, an idle engine answers like a busy one, and no
 peer takes blocks from the engine's pool.
 
-The engine's pool has to offer `watch`, a function that takes blocks that are in use now. The pool then calls `reused`
-once for each of these blocks when it gives the block to something else, before the step that will write there leaves.
-That may happen before the workers know of the block: blocks filled by a request's answer are reported with the step
-after its end. A block that is reused before its report is left out of the report.
+The engine's pool has to offer `watch`, a function that takes blocks that are in use now. The pool then calls
+`note_reused` once for each of these blocks when it gives the block to something else, before the step that will write
+there leaves. That may happen before the workers know of the block: blocks filled by a request's answer are reported
+with the step after its end. A block that is reused before its report is left out of the report.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ engine has only one group."""
 class _Prompt:
     keys: Sequence[bytes]
     """Prefix key of each full block of the prompt, in prompt order."""
-    told: int = 0
+    reported: int = 0
     """Number of the prompt's leading blocks that have been reported to the workers."""
 
 
@@ -64,7 +64,7 @@ class CachedPrompts:
         return f"<CachedPrompts {blocks} of {requests} and former ones>"
 
     @property
-    def must_tell(self) -> bool:
+    def must_report(self) -> bool:
         """True if reused blocks have to be reported to the workers, even if no request needs a step."""
         return bool(self._reused)
 
@@ -73,7 +73,7 @@ class CachedPrompts:
         if keys:
             self._prompts[request_id] = _Prompt(keys)
 
-    def reused(self, block_id: int) -> None:
+    def note_reused(self, block_id: int) -> None:
         """Note for the next report that the pool has given a watched block to something else."""
         if self._key_of.pop(block_id, None) is not None:
             self._reused.append(block_id)
@@ -84,19 +84,21 @@ class CachedPrompts:
         """Add the reused blocks and the newly cached blocks to `step`; see `ConnectorScheduler.build_step`."""
         for request_id in preempted:
             if request_id in self._prompts:
-                self._prompts[request_id].told = 0
+                self._prompts[request_id].reported = 0
         step.reused, self._reused = tuple(self._reused), []
-        step.cached_blocks, self._cached_blocks = [*filter(None, map(self._still_there, self._cached_blocks))], []
+        step.cached_blocks, self._cached_blocks = [*filter(None, map(self._without_reused, self._cached_blocks))], []
         for request_id, computed in scheduled.items():
             prompt = self._prompts.get(request_id)
             if prompt is None:
                 continue
             full = min(computed // self._block_tokens, len(prompt.keys))
-            if full > prompt.told:
-                step.cached_blocks += self._told(prompt.keys, range(prompt.told, full), block_ids(request_id))
-                prompt.told = full
+            if full > prompt.reported:
+                step.cached_blocks += self._newly_cached(
+                    prompt.keys, range(prompt.reported, full), block_ids(request_id)
+                )
+                prompt.reported = full
 
-    def finished(
+    def finish(
         self, request_id: str, *, keys: Callable[[], Sequence[bytes]], computed: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
         """Add the blocks of an ended request, which are filled by prompt and answer, to the next report.
@@ -106,15 +108,15 @@ class CachedPrompts:
         """
         prompt = self._prompts.pop(request_id, None)
         full = computed // self._block_tokens
-        if prompt is not None and full > prompt.told == len(prompt.keys):
-            self._cached_blocks += self._told(keys()[:full], range(prompt.told, full), block_ids)
+        if prompt is not None and full > prompt.reported == len(prompt.keys):
+            self._cached_blocks += self._newly_cached(keys()[:full], range(prompt.reported, full), block_ids)
 
-    def _told(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[CachedBlocks]:
+    def _newly_cached(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[CachedBlocks]:
         """Return a report of the blocks at the indexes `span` of `tables`, without leading blocks that workers know.
 
         The list has one `CachedBlocks`, or none if the workers know all of these blocks.
         """
-        rows = [tuple(self._block(table, at) for table in tables) for at in span]
+        rows = [tuple(self._block_at(table, at) for table in tables) for at in span]
         known = (
             all(self._key_of.get(one) == keys[at] for one in row if one != NO_BLOCK)
             for at, row in zip(span, rows, strict=True)
@@ -133,7 +135,7 @@ class CachedPrompts:
             )
         ]
 
-    def _still_there(self, cached_blocks: CachedBlocks) -> CachedBlocks | None:
+    def _without_reused(self, cached_blocks: CachedBlocks) -> CachedBlocks | None:
         """Return `cached_blocks` with `NO_BLOCK` for each block that was reused since; None if all were reused."""
         key_of, keys = self._key_of, cached_blocks.keys
         tables = tuple(
@@ -143,5 +145,5 @@ class CachedPrompts:
         left = any(one != NO_BLOCK for table in tables for one in table)
         return structs.replace(cached_blocks, block_tables=tables) if left else None
 
-    def _block(self, table: Sequence[int], at: int) -> int:
+    def _block_at(self, table: Sequence[int], at: int) -> int:
         return table[at] if at < len(table) and table[at] != self._null_block else NO_BLOCK

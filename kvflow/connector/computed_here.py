@@ -14,19 +14,19 @@ from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
 
-_EVERY_S = 60.0
+_LOG_PERIOD_S = 60.0
 
 
 class ComputedHere(Counter[str]):
     """Counts of the requests with a ticket that one scheduler computes locally, by reason, since the last log line."""
 
-    _told_s = -_EVERY_S
+    _logged_s = -_LOG_PERIOD_S
 
-    def tell(self) -> None:
+    def log(self) -> None:
         """If the last log line is at least a minute old, log the counts and clear them."""
         now_s = time.monotonic()
-        if self and now_s - self._told_s >= _EVERY_S:
+        if self and now_s - self._logged_s >= _LOG_PERIOD_S:
             listed = "; ".join(f"{count} because {reason}" for reason, count in self.most_common())
             logger.info("computed here: %s that came with a ticket: %s", counted(self.total(), "request"), listed)
-            self._told_s = now_s
+            self._logged_s = now_s
             self.clear()

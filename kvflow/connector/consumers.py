@@ -19,7 +19,7 @@ from typing import Any
 
 from kvflow.connector.computed_here import ComputedHere
 from kvflow.connector.paged_groups import PagedGroups
-from kvflow.connector.parameters import Dialect, others_in
+from kvflow.connector.parameters import Dialect, other_params_in
 from kvflow.connector.request_states import CONSUMER_TABLE, ConsumerEvent, ConsumerState, request_blocks_held
 from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import EngineRequest, GivenTables, Matched, Receive, Release, Sharing, Step
@@ -35,7 +35,7 @@ from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
 
-_REMEMBERED_MAX = 1 << 14
+_USED_TICKETS_MAX = 1 << 14
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -45,7 +45,7 @@ class _Consumer:
     request_id: str
     tickets: tuple[Ticket, ...]
     """Tickets for the request's prompt; the load tries them in this order."""
-    use: _Use
+    use: _TicketUse
     offered_tokens: int = 0
     """Number of prompt tokens that can be loaded; 0 if the offer has no blocks or more tokens than the request can
     load."""
@@ -63,32 +63,32 @@ class _Consumer:
 
 
 @dataclass(slots=True, eq=False)
-class _Use:
+class _TicketUse:
     """All requests of this engine that use one ticket."""
 
     shared: bool
     """True if several requests, samples of one prompt, may have the ticket."""
     readers: list[_Consumer] = field(default_factory=list)
     """Requests that may still load the ticket's offer, or are loading it, in order of arrival."""
-    tried: bool = False
+    load_tried: bool = False
     """True once a request has loaded the offer, has tried to, or goes on without it."""
 
-    def waits(self, reader: _Consumer) -> bool:
+    def must_wait(self, reader: _Consumer) -> bool:
         """Return True if `reader` has to wait for an earlier request with the same ticket.
 
         That request's load fills the engine's prefix cache, which may leave less for `reader` to load.
         """
         ahead = next(one for one in self.readers if one is reader or one.state is not ConsumerState.ABANDONED)
-        return not self.tried and ahead is not reader
+        return not self.load_tried and ahead is not reader
 
-    def leave(self, reader: _Consumer, *, unread: bool) -> bool:
+    def remove_reader(self, reader: _Consumer, *, unread: bool) -> bool:
         """Remove `reader`, which no longer needs the ticket. Return True if the workers need a `Release` for it.
 
         `unread`: the load of `reader` has never begun. A load of a ticket that is not shared notifies the producer by
         itself, so it needs no `Release`.
         """
         self.readers.remove(reader)
-        self.tried = self.tried or not unread or reader.state is ConsumerState.LOCAL
+        self.load_tried = self.load_tried or not unread or reader.state is ConsumerState.LOCAL
         return unread or (self.shared and not self.readers)
 
 
@@ -102,9 +102,9 @@ class ConsumingRequests:
         self._groups = groups
         self._dialect = dialect
         self._requests: dict[str, _Consumer] = {}
-        self._uses = BoundedMap[tuple[str, str], _Use](_REMEMBERED_MAX)
-        """The `_Use` of each of the latest tickets, by the ticket's engine id and request id."""
-        self._next = Step()
+        self._uses = BoundedMap[tuple[str, str], _TicketUse](_USED_TICKETS_MAX)
+        """The `_TicketUse` of each of the latest tickets, by the ticket's engine id and request id."""
+        self._next_step = Step()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -117,15 +117,15 @@ class ConsumingRequests:
     def add(self, request: EngineRequest, params: Mapping[str, Any], sharing: Sharing) -> None:
         """Add a request that loads its prompt with the tickets in `params`; see `ConnectorScheduler.add`."""
         what, prompt = f"request {request.request_id!r}", request.prompt_token_ids
-        reason = "its parameters are no ticket"
+        reason = "its parameters are not a ticket"
         try:
             tickets = self._tickets(params, what)
-            reason = "its ticket is of another prompt"
+            reason = "its ticket is for another prompt"
             fits = tickets[0].num_tokens <= request.num_prompt_tokens
-            if prompt is not None and fits and self._refused(request, tickets, prompt, what):
+            if prompt is not None and fits and self._refuse_mismatch(request, tickets, prompt, what):
                 return
             reason = "its ticket is used by another request"
-            consumer = self._expect(request.request_id, tickets, self._use(tickets[0], sharing, what))
+            consumer = self._expect(request.request_id, tickets, self._use_of(tickets[0], sharing, what))
         except RequestError:
             self.computed_here[reason] += 1
             raise
@@ -139,8 +139,8 @@ class ConsumingRequests:
             consumer.offered_tokens = ticket.offered_tokens
         elif ticket.num_tokens > most:
             logger.warning(
-                "%s: its prompt is computed here: the ticket of request %r has num_tokens %s, of the prompt at most "
-                "%s can come from remote",
+                "%s: its prompt is computed here: the ticket of request %r has num_tokens %s, but at most %s tokens of "
+                "this prompt can be loaded",
                 what,
                 ticket.request_id,
                 ticket.num_tokens,
@@ -150,9 +150,11 @@ class ConsumingRequests:
         else:
             self.computed_here["its ticket offers no blocks"] += 1
         if ticket.awaited or consumer.offered_tokens:
-            self._next.keep[request.request_id] = tickets
+            self._next_step.keep[request.request_id] = tickets
 
-    def _refused(self, request: EngineRequest, tickets: tuple[Ticket, ...], prompt: Sequence[int], what: str) -> bool:
+    def _refuse_mismatch(
+        self, request: EngineRequest, tickets: tuple[Ticket, ...], prompt: Sequence[int], what: str
+    ) -> bool:
         """Return True, and note the refusal, if a ticket is for the same tokens but other pictures or the like.
 
         The request may have lost its pictures on the way here. Raises PromptMismatch if a ticket is for other tokens.
@@ -169,7 +171,7 @@ class ConsumingRequests:
                 self._requests[request.request_id] = _Consumer(
                     request_id=request.request_id,
                     tickets=(ticket,),
-                    use=_Use(shared=True),
+                    use=_TicketUse(shared=True),
                     offered_tokens=ticket.offered_tokens,
                     prompt=prompt,
                     refusal=error,
@@ -178,22 +180,22 @@ class ConsumingRequests:
             agreed = agreed or len(ticket.prompt_digest) > 0
         return False
 
-    def _use(self, ticket: Ticket, sharing: Sharing, what: str) -> _Use:
-        """Return the `_Use` of a request's ticket.
+    def _use_of(self, ticket: Ticket, sharing: Sharing, what: str) -> _TicketUse:
+        """Return the `_TicketUse` of a request's ticket.
 
         RequestError, with a message that begins with `what`, if the ticket is in use or used up: by another request
         that does not share it, or by another engine.
         """
-        use = _Use(shared=sharing is not Sharing.ALONE)
-        found = self._noted(ticket, use)
-        if found is use and sharing is Sharing.FOLLOWS:
+        use = _TicketUse(shared=sharing is not Sharing.ALONE)
+        found = self._setdefault_use(ticket, use)
+        if found is use and sharing is Sharing.SAMPLES_ELSEWHERE:
             raise RequestError(f"{what}: another engine uses its ticket, for another sample")
         if found is not use and not (found.shared and found.readers):
             raise RequestError(f"{what}: another request has used its ticket")
         return found
 
-    def _noted(self, ticket: Ticket, use: _Use) -> _Use:
-        """Return the `_Use` that is noted for `ticket`; if none is, note `use` and return it."""
+    def _setdefault_use(self, ticket: Ticket, use: _TicketUse) -> _TicketUse:
+        """Return the `_TicketUse` that is noted for `ticket`; if none is, note `use` and return it."""
         key = (ticket.engine_id, ticket.request_id)
         found = self._uses[key] = self._uses.get(key, use)
         return found
@@ -214,48 +216,48 @@ class ConsumingRequests:
         """Add a request that loads a prefix with peers' `tickets`; see `ConnectorScheduler.adopt`."""
         if request_id in self._requests:
             raise UsageError(f"request {request_id!r}: it has a ticket already")
-        consumer = self._expect(request_id, tickets, _Use(shared=False))
+        consumer = self._expect(request_id, tickets, _TicketUse(shared=False))
         consumer.offered_tokens = consumer.ticket.num_tokens
-        self._next.keep[request_id] = tickets
+        self._next_step.keep[request_id] = tickets
 
     def reject(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
         """Give back the tickets of a refused request, unless they were used; see `ConnectorScheduler.reject`."""
-        tickets, use = self._tickets(params, f"request {request.request_id!r}"), _Use(shared=False)
-        if self._noted(tickets[0], use) is use:
+        tickets, use = self._tickets(params, f"request {request.request_id!r}"), _TicketUse(shared=False)
+        if self._setdefault_use(tickets[0], use) is use:
             self.give_back(request.request_id, tickets)
 
     def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
         """Have the next step release `tickets`, unless they offer no blocks; see `ConnectorScheduler.give_back`."""
         if tickets[0].awaited or any(tickets[0].block_tables):
-            self._next.release.append(Release(request_id=request_id, tickets=tickets, last=last))
+            self._next_step.release.append(Release(request_id=request_id, tickets=tickets, last=last))
 
     def match(self, request_id: str, num_computed_tokens: int) -> Matched:
         """Return how many tokens of a request can be loaded; see `ConnectorScheduler.num_new_matched_tokens`."""
-        request = self._expected(request_id)
+        request = self._expected_request(request_id)
         tokens = 0 if request is None else request.offered_tokens - num_computed_tokens
         if request is not None and request.refusal is not None:
             return max(tokens, 1), True  # regardless of the local cache: it waits for a load, which fails
         if request is None or tokens < self._config.fetch_tokens_min:
             return 0, False
-        return (None, False) if request.use.waits(request) else (tokens, True)
+        return (None, False) if request.use.must_wait(request) else (tokens, True)
 
-    def allocated(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
+    def update_after_alloc(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
         """Have the next step load the missing tokens of a request; see `ConnectorScheduler.update_after_alloc`.
 
         If `num_external_tokens` is 0, the request goes on without a load.
         """
-        request = self._expected(request_id)
+        request = self._expected_request(request_id)
         if request is None:
             return
         if num_external_tokens == 0:
             self._fire(request, "skip")
             return
-        offered, refused, missing = request.offered_tokens, request.refusal is not None, self._groups.no_blocks
+        offered, refused, missing = request.offered_tokens, request.refusal is not None, self._groups.empty_tables
         if not refused:
-            missing = self._groups.missing(block_ids, offered, num_external_tokens, f"request {request_id!r}")
+            missing = self._groups.missing_blocks(block_ids, offered, num_external_tokens, f"request {request_id!r}")
         self._fire(request, "receive")
-        told = max(offered, *(ticket.num_tokens for ticket in request.tickets))  # digests cover that many tokens
-        prompt = None if request.prompt is None else request.prompt[:told]
+        compared = max(offered, *(ticket.num_tokens for ticket in request.tickets))  # digests cover that many tokens
+        prompt = None if request.prompt is None else request.prompt[:compared]
         receive = Receive(
             request_id=request_id,
             tickets=request.tickets,
@@ -267,16 +269,16 @@ class ConsumingRequests:
             release_if_failed=self._config.release_failed_loads and not refused,
             shared=request.use.shared,
         )
-        self._next.receive.append(receive)
+        self._next_step.receive.append(receive)
 
-    def add_to(self, step: Step) -> None:
+    def add_to_step(self, step: Step) -> None:
         """Move the workers' work for requests that load their prompts into `step`."""
-        ours, self._next = self._next, Step()
+        ours, self._next_step = self._next_step, Step()
         step.keep = {name: tickets for name, tickets in ours.keep.items() if self._still_waits(name, tickets)}
         step.receive, step.release = ours.receive, ours.release
         step.abandon = [request_id for request_id in ours.abandon if request_id in self._requests]
 
-    def received(self, request_ids: Iterable[str]) -> None:
+    def note_received(self, request_ids: Iterable[str]) -> None:
         """Note that these requests' loads have ended, successfully or not. Ids of other requests change nothing."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
@@ -293,30 +295,30 @@ class ConsumingRequests:
             return False
         self._fire(request, "end")
         if request.state is ConsumerState.ABANDONED:
-            self._next.abandon.append(request_id)
+            self._next_step.abandon.append(request_id)
         return request_blocks_held(request.state)
 
     def _tickets(self, params: Mapping[str, Any], what: str) -> tuple[Ticket, ...]:
         """Read all tickets from `params`. RequestError if one is invalid, PromptMismatch if their prompts differ."""
-        first, *others = map(self._dialect.read_ticket, (params, *others_in(params)))
+        first, *others = map(self._dialect.read_ticket, (params, *other_params_in(params)))
         for other in others:
             check_alike(first, other, what)
         return (first, *others)
 
-    def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _Use) -> _Consumer:
+    def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _TicketUse) -> _Consumer:
         """Add a request that may load what `tickets` offer, in state EXPECTED, and return it."""
         consumer = self._requests[request_id] = _Consumer(request_id=request_id, tickets=tickets, use=use)
         use.readers.append(consumer)
         return consumer
 
-    def _expected(self, request_id: str) -> _Consumer | None:
+    def _expected_request(self, request_id: str) -> _Consumer | None:
         """Return the request if its state is EXPECTED: known, and without blocks so far. Else return None."""
         request = self._requests.get(request_id)
         return request if request is not None and request.state is ConsumerState.EXPECTED else None
 
     def _still_waits(self, request_id: str, tickets: tuple[Ticket, ...]) -> bool:
         """Return True if the request that was added with these very `tickets` still has no blocks."""
-        request = self._expected(request_id)
+        request = self._expected_request(request_id)
         return request is not None and request.tickets is tickets
 
     def _fire(self, request: _Consumer, event: ConsumerEvent) -> None:
@@ -324,7 +326,7 @@ class ConsumingRequests:
         needs_nothing = request.state in (ConsumerState.LOCAL, ConsumerState.ENDED)
         if needs_nothing and request in request.use.readers:
             use = request.use
-            if use.leave(request, unread=before is ConsumerState.EXPECTED):
+            if use.remove_reader(request, unread=before is ConsumerState.EXPECTED):
                 self.give_back(request.request_id, request.tickets, last=not use.readers)
         if request.state is ConsumerState.ENDED:
             del self._requests[request.request_id]

@@ -57,7 +57,7 @@ class PagedGroup(NamedTuple):
         return tuple(ids[at // split] * split + at % split for at in span if at // split < len(ids))
 
 
-def registered(facts: GroupFacts, block_size: int) -> PagedGroup:
+def as_registered(facts: GroupFacts, block_size: int) -> PagedGroup:
     """Return `facts` as a group with the ranks' `block_size`.
 
     ConfigError if it does not divide the engine's block size.
@@ -65,34 +65,35 @@ def registered(facts: GroupFacts, block_size: int) -> PagedGroup:
     split, rest = divmod(facts.block_size, max(block_size, 1))
     if rest or not split:
         what = f"group {facts.name!r}: blocks of {counted(facts.block_size, 'token')}"
-        raise ConfigError(f"{what}, the ranks have registered blocks of {block_size}: they do not divide them")
+        raise ConfigError(f"{what}, the ranks have registered blocks of {block_size}, which does not divide it")
     return PagedGroup(msgspec.structs.replace(facts, block_size=block_size), split)
 
 
 class PagedGroups:
-    """All groups of an engine's cache. Until `register`, the ranks are assumed to have the engine's block sizes."""
+    """All groups of an engine's cache. Until `set_block_sizes`, the ranks are assumed to have the engine's block
+    sizes."""
 
     def __init__(self, facts: Sequence[GroupFacts]) -> None:
         self._facts = tuple(facts)
         self._groups = tuple(map(PagedGroup, self._facts))
 
     @property
-    def all_stays(self) -> bool:
+    def blocks_stay(self) -> bool:
         """True if a prompt's blocks keep their contents while its request goes on: no group has a window or state."""
         return all(group.facts.whole for group in self._groups)
 
     @property
-    def no_blocks(self) -> BlockTables:
+    def empty_tables(self) -> BlockTables:
         """One empty block table for each group."""
         return ((),) * len(self._groups)
 
-    def register(self, sizes: Sequence[int]) -> None:
+    def set_block_sizes(self, sizes: Sequence[int]) -> None:
         """Set the block size that the ranks registered for each group. ConfigError if `sizes` do not fit the groups."""
         if len(sizes) != len(self._facts):
             raise ConfigError(f"groups: {len(self._facts)} here, the ranks have registered {len(sizes)}")
-        self._groups = tuple(map(registered, self._facts, sizes))
+        self._groups = tuple(map(as_registered, self._facts, sizes))
 
-    def prompt(self, block_ids: GivenTables, tokens: int, *, complete: bool = True) -> BlockTables:
+    def prompt_blocks(self, block_ids: GivenTables, tokens: int, *, complete: bool = True) -> BlockTables:
         """Return the blocks that hold the first `tokens` tokens of a request, by group, as far as it has them.
 
         A slot of recurrent state holds the state after the last token, so it is left out unless the prompt is
@@ -103,7 +104,7 @@ class PagedGroups:
             for group, ids in zip(self._groups, self._tables(block_ids), strict=True)
         )
 
-    def missing(self, block_ids: GivenTables, tokens: int, external: int, what: str) -> BlockTables:
+    def missing_blocks(self, block_ids: GivenTables, tokens: int, external: int, what: str) -> BlockTables:
         """Return the blocks of a request that hold the last `external` of its first `tokens` tokens, by group.
 
         UsageError, with a message that begins with `what`, if the tokens do not fit the blocks, or if `block_ids` does
@@ -115,7 +116,7 @@ class PagedGroups:
             size, needed = group.facts.block_size * group.split, group.span(computed, tokens)
             if computed < 0 or (group.facts.whole and computed % size) or len(blocks) != len(needed):
                 raise UsageError(
-                    f"{what}: {external} of {counted(tokens, 'offered token')} are to go into "
+                    f"{what}: {external} of {counted(tokens, 'offered token')} do not fit into "
                     f"{counted(len(ids), 'block')} of {counted(size, 'token')}"
                 )
         return found

@@ -37,12 +37,12 @@ class _Entry(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Coming:
+class _ReportedBlocks:
     """Reported blocks that enter the cache once their `event` has happened, when the device has computed them."""
 
     event: DeviceEvent | None
     cached_blocks: Sequence[CachedBlocks]
-    gone: set[int] = field(default_factory=set)
+    reused: set[int] = field(default_factory=set)
     """Ids of blocks that have been reused since the report."""
 
 
@@ -58,30 +58,31 @@ class PagedPrefixCache:
         self._block_tokens = block_tokens
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
-        self._places: dict[int, tuple[bytes, int]] = {}
+        self._content_of: dict[int, tuple[bytes, int]] = {}
         """Prefix key that each block holds, and the index of the block's group, by block id."""
-        self._coming: deque[_Coming] = deque()
-        self._read: dict[int, tuple[PinnedPrefix, frozenset[int]]] = {}
+        self._reported: deque[_ReportedBlocks] = deque()
+        self._pinned: dict[int, tuple[PinnedPrefix, frozenset[int]]] = {}
         """Prefixes that peers may be reading, each with the ids of its engine blocks, by `id()` of the PinnedPrefix."""
-        self._left: dict[int, asyncio.Future[None]] = {}
+        self._unread_waiters: dict[int, asyncio.Future[None]] = {}
+        """Futures of `wait_unread` calls, by `id()` of the PinnedPrefix; set once no peer reads the prefix."""
 
     def __repr__(self) -> str:
-        return f"<PagedPrefixCache {counted(len(self._entries), 'key')}, {len(self._read)} being read>"
+        return f"<PagedPrefixCache {counted(len(self._entries), 'key')}, {len(self._pinned)} being read>"
 
     @property
     def open_prefixes(self) -> int:
         """Number of prefixes that `match` has returned and that are not unpinned yet."""
-        return len(self._read)
+        return len(self._pinned)
 
     # --- the engine's thread
 
     def add(self, cached_blocks: Sequence[CachedBlocks], ready: DeviceEvent | None) -> None:
         """Add blocks that a submitted step completes: once `ready` has happened, or at once if `ready` is None."""
         with self._lock:
-            self._coming.append(_Coming(ready, cached_blocks))
-            self._settle()
+            self._reported.append(_ReportedBlocks(ready, cached_blocks))
+            self._add_computed()
 
-    def take(self, reused: Iterable[int]) -> list[PinnedPrefix]:
+    def remove_reused(self, reused: Iterable[int]) -> list[PinnedPrefix]:
         """Remove the blocks `reused`, and return the prefixes that peers may be reading in them.
 
         The caller has to end the leases of these prefixes before the blocks are written.
@@ -89,10 +90,10 @@ class PagedPrefixCache:
         gone = frozenset(reused)
         with self._lock:
             for block in gone:
-                self._drop(block)
-            for coming in self._coming:
-                coming.gone |= gone
-            return [pinned for pinned, blocks in self._read.values() if not blocks.isdisjoint(gone)]
+                self._remove_block(block)
+            for report in self._reported:
+                report.reused |= gone
+            return [pinned for pinned, blocks in self._pinned.values() if not blocks.isdisjoint(gone)]
 
     # --- the runtime's loop
 
@@ -102,37 +103,37 @@ class PagedPrefixCache:
         None if there is none; see `PrefixCache`.
         """
         with self._lock:
-            self._settle()
+            self._add_computed()
             full = len(keys)
             while full:
                 tokens, full = full * key_tokens, full - 1
                 if tokens % self._block_tokens or keys[full] not in self._entries:
                     continue
-                found, broken = self._walk(keys[full], tokens)
+                found, broken = self._find_tables(keys[full], tokens)
                 if found is not None:
-                    return self._given(found, tokens)
+                    return self._pin(found, tokens)
                 full = min(full, broken // key_tokens)
             return None
 
     def unpin(self, pinned: PinnedPrefix) -> None:
         """Forget a prefix that `match` has returned, because no peer reads it now."""
         with self._lock:
-            self._read.pop(id(pinned), None)
-        waiting = self._left.pop(id(pinned), None)
+            self._pinned.pop(id(pinned), None)
+        waiting = self._unread_waiters.pop(id(pinned), None)
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
 
-    async def left(self, pinned: PinnedPrefix) -> None:
+    async def wait_unread(self, pinned: PinnedPrefix) -> None:
         """Wait until no peer reads `pinned`, after the leases of this prefix were ended.
 
         Returns at once, unless host buffers are being filled from its blocks.
         """
-        if id(pinned) in self._read:
-            await self._left.setdefault(id(pinned), asyncio.get_running_loop().create_future())
+        if id(pinned) in self._pinned:
+            await self._unread_waiters.setdefault(id(pinned), asyncio.get_running_loop().create_future())
 
     # --- with the lock
 
-    def _walk(self, key: bytes, tokens: int) -> tuple[list[list[int]] | None, int]:
+    def _find_tables(self, key: bytes, tokens: int) -> tuple[list[list[int]] | None, int]:
         """Return the engine's blocks of a prompt's first `tokens` tokens, by group, together with `tokens`.
 
         A table has `NO_BLOCK` where its group needs no block. If a block is missing, return None and the largest number
@@ -154,40 +155,40 @@ class PagedPrefixCache:
                     table[at] = blocks[nth][0]
         return (None, 0) if min(firsts) == 0 and key else (tables, tokens)  # the keys are in a wrong order
 
-    def _given(self, tables: BlockTables | list[list[int]], tokens: int) -> PinnedPrefix:
+    def _pin(self, tables: BlockTables | list[list[int]], tokens: int) -> PinnedPrefix:
         ids = tuple(group.blocks(table, 0, tokens) for group, table in zip(self._groups, tables, strict=True))
         pinned = PinnedPrefix(block_ids=given_block_ids(ids), num_tokens=tokens)
-        self._read[id(pinned)] = pinned, frozenset(block for table in tables for block in table) - {NO_BLOCK}
+        self._pinned[id(pinned)] = pinned, frozenset(block for table in tables for block in table) - {NO_BLOCK}
         return pinned
 
-    def _settle(self) -> None:
+    def _add_computed(self) -> None:
         """Move reported blocks that the device has computed by now into the entries."""
-        while self._coming:
-            first = self._coming[0]
+        while self._reported:
+            first = self._reported[0]
             if first.event is not None and not has_happened(first.event, "prefix cache"):
                 return
-            self._coming.popleft()
+            self._reported.popleft()
             for cached_blocks in first.cached_blocks:
-                self._put(cached_blocks, first.gone)
+                self._add_blocks(cached_blocks, first.reused)
 
-    def _put(self, cached_blocks: CachedBlocks, gone: set[int]) -> None:
-        parent, entries, places = cached_blocks.parent, self._entries, self._places
+    def _add_blocks(self, cached_blocks: CachedBlocks, reused: set[int]) -> None:
+        parent, entries, content_of = cached_blocks.parent, self._entries, self._content_of
         for key, blocks in zip(cached_blocks.keys, zip(*cached_blocks.block_tables, strict=True), strict=True):
             for nth, block in enumerate(blocks):
-                place = places.get(block)
-                if block == NO_BLOCK or block in gone or place == (key, nth):
+                held = content_of.get(block)
+                if block == NO_BLOCK or block in reused or held == (key, nth):
                     continue
-                if place is not None:
-                    self._drop(block)
+                if held is not None:
+                    self._remove_block(block)
                 entry = entries.get(key)
                 if entry is None:
                     entry = entries[key] = _Entry(parent, tuple([] for _ in blocks))
                 entry.blocks[nth].append(block)
-                places[block] = key, nth
+                content_of[block] = key, nth
             parent = key
 
-    def _drop(self, block: int) -> None:
-        key, nth = self._places.pop(block, (b"", 0))
+    def _remove_block(self, block: int) -> None:
+        key, nth = self._content_of.pop(block, (b"", 0))
         entry = self._entries.get(key)
         if entry is not None:
             entry.blocks[nth].remove(block)

@@ -15,12 +15,12 @@ from kvflow.limits import REQUEST_ID_CHARS_MAX
 
 __all__ = ["OWN_DIALECT", "Dialect", "params_of_several", "producer_params"]
 
-_RENDEZVOUS, _AWAITED, _OTHERS = "rendezvous", "awaited", "others"
+_PENDING_ID, _PENDING_TICKET, _OTHERS = "rendezvous", "awaited", "others"
 _OTHERS_MAX = 15
 _NAME_CHARS_MAX = 200
 
 
-def name_of(request_id: str) -> str:
+def runtime_id_of(request_id: str) -> str:
     """Return the runtime's name for an engine's request: its id; for a very long id, its beginning and a digest."""
     if len(request_id) <= _NAME_CHARS_MAX:
         return request_id
@@ -44,31 +44,34 @@ def producer_params(rendezvous: Ticket) -> dict[str, Any]:
     """
     ticket = checks.instance(rendezvous, Ticket, "producer_params")
     if not ticket.awaited:
-        raise RequestError("producer_params: expected a ticket by Ticket.rendezvous, got one of blocks that are there")
-    named = {_RENDEZVOUS: ticket.request_id, _AWAITED: ticket.to_params()}
+        raise RequestError("producer_params: expected a pending ticket (Ticket.rendezvous), got the ticket of a lease")
+    named = {_PENDING_ID: ticket.request_id, _PENDING_TICKET: ticket.to_params()}
     return {"do_remote_decode": True, "do_remote_prefill": False, "kvflow": named}
 
 
-def rendezvous_in(params: Mapping[str, Any]) -> str | None:
+def pending_id_in(params: Mapping[str, Any]) -> str | None:
     """Return the request id of the pending ticket with which readers wait for this prompt; None if there is no such id.
 
     RequestError if the id is invalid.
     """
-    given = _own(params, _RENDEZVOUS)
+    given = _kvflow_value(params, _PENDING_ID)
     return None if given is None else checks.request_id(given, REQUEST_ID_CHARS_MAX)
 
 
-def awaited_in(params: Mapping[str, Any]) -> Ticket | None:
+def pending_ticket_in(params: Mapping[str, Any]) -> Ticket | None:
     """Return the pending ticket with which readers wait for this prompt, or None if `params` have none.
 
-    RequestError if it is not a pending ticket, or if its request id is not the one that `rendezvous_in` returns.
+    RequestError if it is not a pending ticket, or if its request id is not the one that `pending_id_in` returns.
     """
-    given = _own(params, _AWAITED)
+    given = _kvflow_value(params, _PENDING_TICKET)
     if given is None:
         return None
-    ticket = Ticket.from_params(checks.mapping(given, f"ticket: {_AWAITED}"))
-    if not ticket.awaited or ticket.request_id != rendezvous_in(params):
-        raise RequestError(f"ticket: {_AWAITED}: expected a rendezvous of the name that is given beside it")
+    ticket = Ticket.from_params(checks.mapping(given, f"ticket: {_PENDING_TICKET}"))
+    request_id = pending_id_in(params)
+    if not ticket.awaited or ticket.request_id != request_id:
+        found = f"{'a pending' if ticket.awaited else 'another'} ticket of request {ticket.request_id!r}"
+        expected = f"expected a pending ticket of request {request_id!r}"
+        raise RequestError(f"ticket: {_PENDING_TICKET}: {expected}, got {found}")
     return ticket
 
 
@@ -94,9 +97,9 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**first, "kvflow": {**extra, _OTHERS: others}}
 
 
-def others_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+def other_params_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the parameters of all tickets after the first for the same prompt. RequestError if they are invalid."""
-    given = _own(params, _OTHERS)
+    given = _kvflow_value(params, _OTHERS)
     if given is None:
         return ()
     if not isinstance(given, list | tuple) or len(given) > _OTHERS_MAX:
@@ -104,7 +107,7 @@ def others_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     return [checks.mapping(one, "ticket: others") for one in given]
 
 
-def _own(params: Mapping[str, Any], name: str) -> Any:
+def _kvflow_value(params: Mapping[str, Any], name: str) -> Any:
     """Return the value of key `name` in the dict `params["kvflow"]`, or None if either is missing."""
     extra = params.get("kvflow")
     return extra.get(name) if isinstance(extra, Mapping) else None

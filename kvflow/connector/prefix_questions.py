@@ -54,7 +54,7 @@ def source_in(params: Mapping[str, Any] | None) -> str | None:
     port = checks.whole(source.get("remote_port"), f"{_SOURCE}: remote_port", least=1, most=PORT_MAX)
     host = plain_host(given)
     if host is None or not is_host(host):
-        raise RequestError(f"{_SOURCE}: remote_host {checks.shown(given)} is no host to connect to")
+        raise RequestError(f"{_SOURCE}: remote_host {checks.shown(given)} is not a host that can be connected to")
     return address_at(host, port)
 
 
@@ -63,38 +63,38 @@ class _State(enum.IntEnum):
     ASKED = 1
     LOADING = 2
     """Peers offer a prefix, which the request loads next."""
-    OVER = 3
+    ENDED = 3
 
 
 @dataclass(slots=True, eq=False)
-class _Asking:
+class _AskingRequest:
     """A request that may ask peers for a prefix, when its turn comes."""
 
     keys: Sequence[bytes]
     peers: tuple[str, ...]
-    hinted: bool
+    use_events: bool
     state: _State = _State.NEW
-    behind: _Asking | None = None
+    blocker: _AskingRequest | None = None
     """The other request that this request waits for, or has waited for last; None if it never waited or has asked."""
-    waited: _State = _State.NEW
-    """The state of the request `behind` that has to pass before this request goes on. It only rises: first ASKED (wait
+    blocked_through: _State = _State.NEW
+    """The state of the request `blocker` that has to pass before this request goes on. It only rises: first ASKED (wait
     for the other's answer), then LOADING (wait for the other's load)."""
 
-    def wait_for(self, other: _Asking, through: _State) -> bool:
+    def wait_for(self, other: _AskingRequest, through: _State) -> bool:
         """Have this request wait until `other` has passed the state `through`. Return whether it waits.
 
         If this request has waited for that state of any request before, it does not wait.
         """
-        if through <= self.waited:
+        if through <= self.blocked_through:
             return False
-        self.behind, self.waited = other, through
+        self.blocker, self.blocked_through = other, through
         return True
 
     def waits(self) -> bool:
-        """Return True while the request `behind` has not passed the state `waited`."""
-        return self.behind is not None and _State.NEW < self.behind.state <= self.waited
+        """Return True while the request `blocker` has not passed the state `blocked_through`."""
+        return self.blocker is not None and _State.NEW < self.blocker.state <= self.blocked_through
 
-    def shared(self, other: _Asking) -> int:
+    def keys_in_common(self, other: _AskingRequest) -> int:
         """Return how many leading keys this request and `other` have in common.
 
         A key covers all tokens before it, so a binary search finds the number.
@@ -106,19 +106,19 @@ class _Asking:
 class PrefixQuestions:
     """All requests that may load the beginning of their prompts from a peer, and the questions for the next step.
 
-    `peers` are asked if a router names no peer; with `hinted`, peers that KV events name are asked, too. No question is
-    made for fewer than `tokens_min` tokens.
+    `peers` are asked if a router names no peer; with `use_events`, peers that KV events name are asked, too. No
+    question is made for fewer than `tokens_min` tokens.
     """
 
-    def __init__(self, peers: Sequence[str], *, block_tokens: int, tokens_min: int, hinted: bool = False) -> None:
+    def __init__(self, peers: Sequence[str], *, block_tokens: int, tokens_min: int, use_events: bool = False) -> None:
         self._peers = tuple(peers)
-        self._hinted = hinted
+        self._use_events = use_events
         self._block_tokens = block_tokens
         self._tokens_min = tokens_min
-        self._requests: dict[str, _Asking] = {}
-        self._begun: dict[bytes, dict[str, _Asking]] = {}
+        self._requests: dict[str, _AskingRequest] = {}
+        self._active_by_first_key: dict[bytes, dict[str, _AskingRequest]] = {}
         """Requests that wait for an answer or for their load, by the key of their first block, then by request id."""
-        self._next: list[Question] = []
+        self._next_questions: list[Question] = []
 
     def __repr__(self) -> str:
         return f"<PrefixQuestions {counted(len(self._requests), 'request')}>"
@@ -130,11 +130,11 @@ class PrefixQuestions:
         `source` is the address of the peer that its router has named, or None. A prompt of fewer than `tokens_min`
         tokens is not added.
         """
-        peers, hinted = (self._peers, self._hinted) if source is None else ((source,), False)
-        if (peers or hinted) and len(keys) * self._block_tokens >= self._tokens_min:
-            self._requests[request_id] = _Asking(keys, peers, hinted)
+        peers, use_events = (self._peers, self._use_events) if source is None else ((source,), False)
+        if (peers or use_events) and len(keys) * self._block_tokens >= self._tokens_min:
+            self._requests[request_id] = _AskingRequest(keys, peers, use_events)
 
-    def waits(self, request_id: str, num_computed_tokens: int) -> bool:
+    def ask_or_wait(self, request_id: str, num_computed_tokens: int) -> bool:
         """Make the question of a request if it is the request's turn. Return True while the request waits.
 
         It waits for its turn, or for the answer. `num_computed_tokens` are in the engine's own cache already.
@@ -146,37 +146,37 @@ class PrefixQuestions:
             return False
         if request.waits() or self._waits_behind_another(request, num_computed_tokens):
             return True
-        request.state, request.behind = _State.ASKED, None
-        self._begun.setdefault(request.keys[0], {})[request_id] = request
+        request.state, request.blocker = _State.ASKED, None
+        self._active_by_first_key.setdefault(request.keys[0], {})[request_id] = request
         question = Question(
             request_id=request_id,
             keys=tuple(request.keys),
             key_tokens=self._block_tokens,
             cached_tokens=num_computed_tokens,
             peers=request.peers,
-            hinted=request.hinted,
+            use_events=request.use_events,
         )
-        self._next.append(question)
+        self._next_questions.append(question)
         return True
 
-    def _waits_behind_another(self, request: _Asking, num_computed_tokens: int) -> bool:
+    def _waits_behind_another(self, request: _AskingRequest, num_computed_tokens: int) -> bool:
         """Have `request` wait for a similar request, if worthwhile and not done before. Return whether it waits."""
-        begun = self._begun.get(request.keys[0], {}).values()
+        begun = self._active_by_first_key.get(request.keys[0], {}).values()
         if begun:
-            other = max(begun, key=request.shared)
-            shared = request.shared(other)
+            other = max(begun, key=request.keys_in_common)
+            shared = request.keys_in_common(other)
             brings, leaves = shared * self._block_tokens - num_computed_tokens, len(request.keys) - shared
             if 0 < brings >= leaves * self._block_tokens and request.wait_for(other, _State.LOADING):
                 return True
         asked = next((other for other in begun if other.state is _State.ASKED), None)
         return asked is not None and request.wait_for(asked, _State.ASKED)
 
-    def take(self) -> list[Question]:
+    def take_questions(self) -> list[Question]:
         """Return the questions for the next step, and forget them. Questions of ended requests are left out."""
-        taken, self._next = [one for one in self._next if one.request_id in self._requests], []
+        taken, self._next_questions = [one for one in self._next_questions if one.request_id in self._requests], []
         return taken
 
-    def answered(self, request_id: str, *, found: bool) -> bool:
+    def note_answer(self, request_id: str, *, found: bool) -> bool:
         """Note the answer to the question of a request. Return True if the request still waits for that answer.
 
         If nothing was `found`, other requests that would ask the same peers only for keys of this question do not ask
@@ -187,24 +187,24 @@ class PrefixQuestions:
             return False
         request.state = _State.LOADING
         if not found:
-            self.over(request_id)
+            self.resume_waiters(request_id)
             for other in self._requests.values():  # no peer has any key that these would ask for
-                alike = (other.peers, other.hinted) == (request.peers, request.hinted)
-                if alike and other.state is _State.NEW and other.shared(request) == len(other.keys):
-                    other.state = _State.OVER
+                alike = (other.peers, other.use_events) == (request.peers, request.use_events)
+                if alike and other.state is _State.NEW and other.keys_in_common(request) == len(other.keys):
+                    other.state = _State.ENDED
         return True
 
-    def over(self, request_id: str) -> None:
+    def resume_waiters(self, request_id: str) -> None:
         """Let all requests go on that wait for this request, because its load has ended, or it loads nothing."""
         request = self._requests.get(request_id)
         if request is not None:
-            request.state = _State.OVER
-            begun = self._begun.get(request.keys[0], {})
+            request.state = _State.ENDED
+            begun = self._active_by_first_key.get(request.keys[0], {})
             begun.pop(request_id, None)
             if not begun:
-                self._begun.pop(request.keys[0], None)
+                self._active_by_first_key.pop(request.keys[0], None)
 
-    def finished(self, request_id: str) -> None:
+    def finish(self, request_id: str) -> None:
         """Forget a request that has ended, and let the requests go on that wait for it."""
-        self.over(request_id)
+        self.resume_waiters(request_id)
         self._requests.pop(request_id, None)

@@ -20,7 +20,7 @@ import msgspec
 
 from kvflow.checks import counted
 from kvflow.connector.paged_groups import PagedGroups
-from kvflow.connector.parameters import Dialect, awaited_in, name_of, rendezvous_in
+from kvflow.connector.parameters import Dialect, pending_id_in, pending_ticket_in, runtime_id_of
 from kvflow.connector.request_states import PRODUCER_TABLE, ProducerEvent, ProducerState, request_blocks_held
 from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import Decline, EngineRequest, Finished, GivenTables, Grow, Save, Step, TablesOf
@@ -36,7 +36,7 @@ from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
 
-_WARNED_MAX = 1 << 8
+_WARNED_ENGINES_MAX = 1 << 8
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,10 +74,10 @@ class ProducingRequests:
         """One ticket without blocks that names all ranks of this engine; every offer is made from it. While it is None,
         nothing is offered."""
         self._requests: dict[str, _Producer] = {}
-        self._warned = BoundedMap[tuple[str, str], None](_WARNED_MAX)
+        self._warned_engines = BoundedMap[tuple[str, str], None](_WARNED_ENGINES_MAX)
         """Engines, by id and address, at which readers have waited in vain for prompts of this engine; each was logged
         once."""
-        self._next = Step()
+        self._next_step = Step()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -93,21 +93,21 @@ class ProducingRequests:
         If `ticket` is None, offer nothing, and have each step ask the workers for tickets that name them
         (`ConnectorWorker.introduction`).
         """
-        self._introduction, self._next.introduce = ticket, ticket is None
+        self._introduction, self._next_step.introduce = ticket, ticket is None
 
     def add(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
         """Add a request that offers its prompt, with the pending ticket that `params` may have."""
-        awaited = awaited_in(params)
+        awaited = pending_ticket_in(params)
         self._requests[request.request_id] = _Producer(
             request_id=request.request_id,
             num_prompt_tokens=max(request.num_prompt_tokens - self._config.withhold_last_token, 0),
             prompt=request.prompt_token_ids,
-            serve_id=rendezvous_in(params),
+            serve_id=pending_id_in(params),
         )
         if awaited is not None and self._introduction is not None:
-            self._send_on(request.request_id, awaited, self._introduction)
+            self._redirect_readers(request.request_id, awaited, self._introduction)
 
-    def _send_on(self, request_id: str, awaited: Ticket, ours: Ticket) -> None:
+    def _redirect_readers(self, request_id: str, awaited: Ticket, ours: Ticket) -> None:
         """If the readers of a prompt wait at another engine or DP rank than this one, redirect them to this one.
 
         `awaited` is the readers' pending ticket, `ours` the introduction of this engine's ranks.
@@ -116,17 +116,19 @@ class ProducingRequests:
         if (awaited.engine_id, awaited.dp_rank) == (ours.engine_id, ours.dp_rank) and set.intersection(*places):
             return
         here, there = (f"{one.engine_id!r} (dp_rank {one.dp_rank}) at {one.address}" for one in (ours, awaited))
-        reason = f"its prompt has come to {here}, not to {there}"
-        if (awaited.engine_id, awaited.address) not in self._warned:
-            self._warned[awaited.engine_id, awaited.address] = None
+        reason = f"its prompt was sent to {here}, not to {there}"
+        if (awaited.engine_id, awaited.address) not in self._warned_engines:
+            self._warned_engines[awaited.engine_id, awaited.address] = None
             logger.warning(
-                "request %s: %s, where its router has its reader wait: readers are sent on, for a question more. "
-                "Have the router send prompts to the engine and DP rank that it names (said once of each engine)",
+                "request %s: %s, where its readers wait: they are redirected, which costs one more question. Have the "
+                "router send prompts to the engine and DP rank that the pending ticket names (logged once per engine)",
                 request_id,
                 reason,
             )
         instead = Ticket.rendezvous(ours, awaited.request_id, ttl_s=awaited.ttl_s)
-        self._next.decline.append(Decline(serve_id=awaited.request_id, reason=reason, at=awaited, instead=instead))
+        self._next_step.decline.append(
+            Decline(serve_id=awaited.request_id, reason=reason, waiting_at=awaited, instead=instead)
+        )
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids: TablesOf) -> Step:
         """Return a message to the workers: what to do in this engine step for prompts that are offered to readers.
@@ -140,12 +142,12 @@ class ProducingRequests:
             if request is not None:
                 late = request.complete and request.num_prompt_tokens > 0
                 request.num_computed_tokens = computed
-                self._computes(request, block_ids, late=late)
-        self._recall_what_has_moved_on(block_ids)
-        step, self._next = self._next, Step(introduce=self._next.introduce)
+                self._open_or_extend(request, block_ids, late=late)
+        self._recall_prompts_with_lost_blocks(block_ids)
+        step, self._next_step = self._next_step, Step(introduce=self._next_step.introduce)
         return step
 
-    def sent(self, request_ids: Iterable[str]) -> None:
+    def note_sent(self, request_ids: Iterable[str]) -> None:
         """Note that the leases of these requests have ended. Ids of requests that are not `SENDING` change nothing."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
@@ -158,7 +160,7 @@ class ProducingRequests:
         if request is None:
             return Finished(False, None)
         save, known, flows = request.saved, request.prompt, request.state is ProducerState.FLOWING
-        whole = completed and self._has_prompt(request, block_ids) and (request.complete or not flows)
+        whole = completed and self._still_holds_prompt(request, block_ids) and (request.complete or not flows)
         if save is None or self._introduction is None or not whole:
             self._give_up(request, flows=flows)
             return Finished(request_blocks_held(request.state), None)
@@ -180,13 +182,13 @@ class ProducingRequests:
         for request in self._requests.values():
             if request.state is ProducerState.FLOWING:
                 self._recall(request)
-        self._next.withdraw += (
+        self._next_step.withdraw += (
             request.request_id for request in self._requests.values() if request.state is ProducerState.SENDING
         )
 
     def _send(self, request: _Producer) -> None:
         self._fire(request, "send")
-        self._next.send.append(request.request_id)
+        self._next_step.send.append(request.request_id)
 
     def _give_up(self, request: _Producer, *, flows: bool) -> None:
         """End a request without giving the router a ticket.
@@ -196,7 +198,7 @@ class ProducingRequests:
         """
         if flows:
             self._send(request)
-            self._next.withdraw.append(request.request_id)
+            self._next_step.withdraw.append(request.request_id)
         else:
             self._fire(request, "end")
             self._withdraw(request)
@@ -206,13 +208,13 @@ class ProducingRequests:
         """If readers wait for the prompt of `request`, have the next step tell them that it will not be offered."""
         serve_id, request.serve_id = request.serve_id, None
         if serve_id is not None:
-            self._next.decline.append(Decline(serve_id=serve_id, reason=reason))
+            self._next_step.decline.append(Decline(serve_id=serve_id, reason=reason))
 
     def _withdraw(self, request: _Producer) -> None:
         """Have the next step end the lease of a request, if it has one. Only while no reader knows the lease."""
         save, request.saved = request.saved, None
         if save is not None and any(save.block_tables):
-            self._next.withdraw.append(request.request_id)
+            self._next_step.withdraw.append(request.request_id)
 
     def _recall(self, request: _Producer) -> None:
         """Have the next step end the lease of a prompt that readers may be reading while it is computed.
@@ -220,7 +222,7 @@ class ProducingRequests:
         If the prompt is computed again, the readers that wait now do not get it.
         """
         self._fire(request, "preempt")
-        self._next.recall.append(request.request_id)
+        self._next_step.recall.append(request.request_id)
         request.saved = request.serve_id = None
 
     def _preempt(self, request_id: str) -> None:
@@ -233,10 +235,10 @@ class ProducingRequests:
             self._withdraw(request)
         elif request.state is ProducerState.FLOWING:
             self._recall(request)
-        elif request_id in self._next.withdraw:
-            self._next.recall.append(request_id)  # it was preempted first, and then ended
+        elif request_id in self._next_step.withdraw:
+            self._next_step.recall.append(request_id)  # it was preempted first, and then ended
 
-    def _has_prompt(self, request: _Producer, block_ids: GivenTables | None) -> bool:
+    def _still_holds_prompt(self, request: _Producer, block_ids: GivenTables | None) -> bool:
         """Return True if the blocks under a request's lease still hold its prompt.
 
         The `block_ids` of the request, unless None, must be the blocks of the lease, and a recurrent state must not
@@ -245,22 +247,22 @@ class ProducingRequests:
         save = request.saved
         if save is None or (self._config.has_state and request.num_computed_tokens > save.num_tokens):
             return False
-        return block_ids is None or self._groups.prompt(block_ids, save.num_tokens) == save.block_tables
+        return block_ids is None or self._groups.prompt_blocks(block_ids, save.num_tokens) == save.block_tables
 
-    def _recall_what_has_moved_on(self, block_ids: TablesOf) -> None:
+    def _recall_prompts_with_lost_blocks(self, block_ids: TablesOf) -> None:
         """Recall each lease, readable while its prompt is computed, that has lost blocks of the prompt to the answer.
 
         A window or a recurrent state advances with the answer. Prompts of requests that this step does not schedule are
         checked as well.
         """
-        if self._groups.all_stays:
+        if self._groups.blocks_stay:
             return
         for request in self._requests.values():
             flows = request.state is ProducerState.FLOWING
-            if flows and request.complete and not self._has_prompt(request, block_ids(request.request_id)):
+            if flows and request.complete and not self._still_holds_prompt(request, block_ids(request.request_id)):
                 self._recall(request)
 
-    def _computes(self, request: _Producer, block_ids: TablesOf, *, late: bool) -> None:
+    def _open_or_extend(self, request: _Producer, block_ids: TablesOf, *, late: bool) -> None:
         """Open or extend the lease of a request, because this step computes more of its tokens.
 
         `late`: the prompt was complete before this step. Then the window may have moved on, or the state may have
@@ -269,13 +271,13 @@ class ProducingRequests:
         computing = request.state is ProducerState.COMPUTING
         if self._introduction is None or not (computing or request.state is ProducerState.FLOWING):
             return
-        if computing and late and not self._groups.all_stays:
+        if computing and late and not self._groups.blocks_stay:
             return
         if request.saved is not None:
             self._grow(request, request.saved, block_ids(request.request_id))
         elif request.serve_id is not None and not self._config.offered_of(request.num_prompt_tokens):
             prompt = counted(request.num_prompt_tokens, "token")
-            self._decline(request, f"of {prompt} nothing is offered: full blocks only")
+            self._decline(request, f"a prompt of {prompt} has no full block, and only full blocks are offered")
         elif request.serve_id is not None or request.complete:
             self._offer(request, block_ids(request.request_id), request.serve_id)
 
@@ -290,8 +292,8 @@ class ProducingRequests:
         prompt = request.prompt[:tokens] if flows and request.prompt is not None else None
         save = request.saved = Save(
             request_id=request.request_id,
-            serve_id=name or f"{self._dialect.shown_id(name_of(request.request_id))}#{self._new_secret()}",
-            block_tables=self._groups.prompt(block_ids, tokens, complete=computed == tokens),
+            serve_id=name or f"{self._dialect.shown_id(runtime_id_of(request.request_id))}#{self._new_secret()}",
+            block_tables=self._groups.prompt_blocks(block_ids, tokens, complete=computed == tokens),
             num_tokens=tokens,
             ttl_s=self._config.lease_ttl_s,
             computed_tokens=computed if flows else None,
@@ -300,7 +302,7 @@ class ProducingRequests:
         )
         self._fire(request, "flow" if flows else "save")
         if flows or any(save.block_tables):
-            self._next.save.append(save)
+            self._next_step.save.append(save)
 
     def _grow(self, request: _Producer, save: Save, block_ids: GivenTables) -> None:
         """Have the next step add the newly computed tokens to a lease that is read while its prompt is computed.
@@ -308,12 +310,12 @@ class ProducingRequests:
         `save` is that lease. If this step computes none of its tokens, do nothing.
         """
         computed = min(request.num_computed_tokens, save.num_tokens)
-        tables = self._groups.prompt(block_ids, save.num_tokens, complete=computed == save.num_tokens)
+        tables = self._groups.prompt_blocks(block_ids, save.num_tokens, complete=computed == save.num_tokens)
         if computed == save.computed_tokens:
             return
         more = tuple(now[len(before) :] for before, now in zip(save.block_tables, tables, strict=True))
         request.saved = msgspec.structs.replace(save, block_tables=tables, computed_tokens=computed)
-        self._next.grow.append(Grow(request_id=request.request_id, block_tables=more, num_tokens=computed))
+        self._next_step.grow.append(Grow(request_id=request.request_id, block_tables=more, num_tokens=computed))
 
     def _fire(self, request: _Producer, event: ProducerEvent) -> None:
         request.state = fire(PRODUCER_TABLE, request.state, event)

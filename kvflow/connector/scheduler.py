@@ -113,7 +113,7 @@ class ConnectorScheduler:
             ConfigError: the ranks have another number of groups than the engine, or their blocks do not divide the
                 engine's.
         """
-        self._groups.register([group.block_size for group in ticket.groups] or [ticket.block_size])
+        self._groups.set_block_sizes([group.block_size for group in ticket.groups] or [ticket.block_size])
         self._producers.introduce(ticket)
 
     def forget_ranks(self) -> None:
@@ -141,7 +141,7 @@ class ConnectorScheduler:
             UsageError: a request with that id was added before and has not ended.
         """
         if self.state_of(request.request_id) is not None:
-            raise UsageError(f"request {request.request_id!r}: it is there already")
+            raise UsageError(f"request {request.request_id!r}: a request with this id has not ended")
         if request.kv_transfer_params is None:
             return
         params = checks.mapping(request.kv_transfer_params, "kv_transfer_params")
@@ -243,7 +243,7 @@ class ConnectorScheduler:
             None while the request waits for peers' answers or for another request's load. It is 0 for a request that
             does not consume, and instead of a number below `SchedulingConfig.fetch_tokens_min`.
         """
-        if self._questions.waits(request_id, num_computed_tokens):
+        if self._questions.ask_or_wait(request_id, num_computed_tokens):
             return None, False
         return self._consumers.match(request_id, num_computed_tokens)
 
@@ -262,9 +262,9 @@ class ConnectorScheduler:
             UsageError: the blocks do not fit that number of tokens, or there is another number of tables than of
                 groups.
         """
-        self._consumers.allocated(request_id, block_ids, num_external_tokens)
+        self._consumers.update_after_alloc(request_id, block_ids, num_external_tokens)
         if num_external_tokens == 0:
-            self._questions.over(request_id)
+            self._questions.resume_waiters(request_id)
 
     def build_step(self, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: TablesOf) -> Step:
         """Return the workers' work for this step, as decided since the last call.
@@ -282,10 +282,10 @@ class ConnectorScheduler:
         Raises:
             UsageError: `block_ids` returns another number of tables than there are groups.
         """
-        self._consumers.computed_here.tell()
+        self._consumers.computed_here.log()
         step = self._producers.build_step(scheduled, preempted, block_ids)
-        self._consumers.add_to(step)
-        step.questions = self._questions.take()
+        self._consumers.add_to_step(step)
+        step.questions = self._questions.take_questions()
         return step
 
     def update_from_workers(
@@ -303,12 +303,12 @@ class ConnectorScheduler:
             found: tickets that peers offer, by request id (`Results.found`). A request that still waits for the answer
                 adopts its tickets; else the tickets are given back.
         """
-        self._consumers.received(received)
-        self._producers.sent(sent)
+        self._consumers.note_received(received)
+        self._producers.note_sent(sent)
         for request_id in received:
-            self._questions.over(request_id)
+            self._questions.resume_waiters(request_id)
         for request_id, tickets in found.items():
-            waits = self._questions.answered(request_id, found=bool(tickets))
+            waits = self._questions.note_answer(request_id, found=bool(tickets))
             if tickets:
                 (self.adopt if waits else self.give_back)(request_id, tickets)
 
@@ -328,7 +328,7 @@ class ConnectorScheduler:
         Raises:
             UsageError: there is another number of tables than of groups.
         """
-        self._questions.finished(request_id)
+        self._questions.finish(request_id)
         written = self._consumers.finish(request_id)  # also for a producer: it may load a prefix from a peer
         read = self._producers.finish(request_id, completed=completed, block_ids=block_ids)
         return Finished(written or read.hold_blocks, read.params)

@@ -46,10 +46,10 @@ class Sharing(enum.Enum):
 
     ALONE = enum.auto()
     """No other request has the ticket."""
-    FIRST = enum.auto()
+    SAMPLES = enum.auto()
     """Other samples of the same prompt may have the ticket, and may be added before or after this request."""
-    FOLLOWS = enum.auto()
-    """As `FIRST`; but if this engine has no other sample of the prompt, another engine uses the ticket."""
+    SAMPLES_ELSEWHERE = enum.auto()
+    """As `SAMPLES`; but if this engine has no other sample of the prompt, another engine uses the ticket."""
 
 
 class Finished(NamedTuple):
@@ -123,10 +123,10 @@ class Decline(msgspec.Struct, frozen=True, kw_only=True):
 
     serve_id: str
     reason: str
-    at: Ticket | None = None
+    waiting_at: Ticket | None = None
     """The readers' pending ticket, if they wait at another engine: the message goes to that engine. Else None."""
     instead: Ticket | None = None
-    """With `at`: a pending ticket of this engine, which those readers use from then on."""
+    """With `waiting_at`: a pending ticket of this engine, which those readers use from then on."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +161,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     peers: tuple[str, ...]
     """Addresses of the engines to ask, one rank of each."""
-    hinted: bool = False
+    use_events: bool = False
     """True to ask also the engines that, by their KV events, have part of the prefix."""
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvflow.blocking import Runtime as BlockingRuntime
 from kvflow.connector.paged_groups import PagedGroup
-from kvflow.connector.parameters import name_of
+from kvflow.connector.parameters import runtime_id_of
 from kvflow.connector.prefix_questions import PrefixOutcome
 from kvflow.connector.step import BlockTables, Decline, Grow, Question, Receive, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
@@ -42,9 +42,9 @@ __all__ = ["ConnectorWorker", "FailedLoad", "Results"]
 
 logger = logger_of(__name__)
 
-_NOTHING = Step()
+_EMPTY_STEP = Step()
 _RECALL_S = 60.0  # a recall takes as long as the seal hold, and a copy that has begun
-_ANY_NUMBER = 1 << 31  # bound on pinned blocks: none is really pinned for a reader
+_PINNED_BLOCKS_MAX = 1 << 31  # bound on pinned blocks: none is really pinned for a reader
 
 
 class FailedLoad(NamedTuple):
@@ -92,10 +92,10 @@ class Results:
 
 
 @dataclass(slots=True, eq=False)
-class _Reading:
+class _ReceivingRequest:
     """A request that waits for blocks to load into, or is loading."""
 
-    kept: ExitStack = field(default_factory=ExitStack)
+    kept_leases: ExitStack = field(default_factory=ExitStack)
     """Context that keeps the leases of the request's tickets open; closing it lets them run out."""
     load: Load | None = None
     abandoned: bool = False
@@ -106,7 +106,7 @@ class _SavedPrompt:
     """A prompt that this engine offers: its lease, if any, and whether the engine waits for the end of the lease."""
 
     save: Save
-    restart: asyncio.TimerHandle | None = None
+    restart_timer: asyncio.TimerHandle | None = None
     """Timer that restarts the lease's time to live, until the ticket is given out; then None."""
     lease: Lease | None = None
     outcome: LeaseOutcome | None = None
@@ -121,19 +121,19 @@ class _SavedPrompt:
     def open_lease(self) -> Lease | None:
         return self.lease if self.outcome is None else None
 
-    def keep(self, lease: Lease) -> None:
-        """Restart the time to live of `lease` now, and again and again until `let_run`.
+    def keep_restarting(self, lease: Lease) -> None:
+        """Restart the time to live of `lease` now, and again and again until `stop_restarting`.
 
         The time begins to count only when the ticket is given out: before that no reader can read.
         """
         lease.restart(self.save.ttl_s)
-        self.restart = asyncio.get_running_loop().call_later(self.save.ttl_s / 3, self.keep, lease)
+        self.restart_timer = asyncio.get_running_loop().call_later(self.save.ttl_s / 3, self.keep_restarting, lease)
 
-    def let_run(self) -> None:
+    def stop_restarting(self) -> None:
         """Stop restarting the lease's time to live."""
-        if self.restart is not None:
-            self.restart.cancel()
-            self.restart = None
+        if self.restart_timer is not None:
+            self.restart_timer.cancel()
+            self.restart_timer = None
 
 
 class ConnectorWorker:
@@ -148,8 +148,8 @@ class ConnectorWorker:
         preload("growing", "staging", "verify")  # on the engine's thread, not on the loop
         self._runtime = runtime
         self._peers = peers
-        self._shared: dict[str, int] = {}
-        """Counts of peers' questions, by field of `SharingStatistics`, that `shared` has returned already."""
+        self._counts_yielded: dict[str, int] = {}
+        """Counts of peers' questions, by field of `SharingStatistics`, that `shared_outcomes` has yielded already."""
         self._prefix_cache: PagedPrefixCache | None = None
         """The prefix cache that is shared with peers; None until `share`."""
         self._sharing: SharedPrefixes | None = None
@@ -159,7 +159,7 @@ class ConnectorWorker:
         self._problem: BaseException | None = None
         self._saved: dict[str, _SavedPrompt] = {}
         """The saved prompt of each request that has one, by request id, until its end is reported."""
-        self._readings: dict[str, _Reading] = {}
+        self._receiving: dict[str, _ReceivingRequest] = {}
         self._withdrawn: set[Lease] = set()
         """Leases that this worker has ended, while their blocks are still held for a moment."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -191,25 +191,25 @@ class ConnectorWorker:
             raise UsageError("share: the worker was given no peers (PrefixPeers)")
         from kvflow.connector.paged_prefix_cache import PagedPrefixCache
 
-        cache, self._shared = PagedPrefixCache(groups, block_tokens), {}
+        cache, self._counts_yielded = PagedPrefixCache(groups, block_tokens), {}
 
         async def share(_: Runtime) -> None:
-            self._sharing = peers.prefixes.share(cache, pinned_blocks_max=_ANY_NUMBER)
+            self._sharing = peers.prefixes.share(cache, pinned_blocks_max=_PINNED_BLOCKS_MAX)
             self._prefix_cache = cache  # an earlier cache has ended with its registration
 
         self._runtime.start(share).result(_RECALL_S)
 
-    def meet(self, *, follows: bool) -> None:
-        """Begin to connect to the known peers (`PrefixPeers.known`), once a cache is registered. Returns at once.
+    def connect_peers(self, *, follow_events: bool) -> None:
+        """Begin to connect to the known peers (`PrefixPeers.known_peers`), once a cache is registered. Returns at once.
 
         Args:
-            follows: True to follow KV events as well. Only one rank of an engine does, the rank that asks peers.
+            follow_events: True to follow KV events as well. Only one rank of an engine does, the rank that asks peers.
         """
         if self._peers is not None:
             peers = self._peers
-            self._runtime.start(lambda runtime: self._meet(runtime, peers, follows))
+            self._runtime.start(lambda runtime: self._connect_peers(runtime, peers, follow_events))
 
-    def shared(self) -> Iterator[str]:
+    def shared_outcomes(self) -> Iterator[str]:
         """Yield how this rank has answered each question of a peer for a prefix since the last call.
 
         Returns:
@@ -218,8 +218,8 @@ class ConnectorWorker:
         if self._sharing is not None:
             now = asdict(self._sharing.statistics)
             for what in ("found", "missed", "busy", "failed", "reclaimed"):
-                yield from [what] * (now[what] - self._shared.get(what, 0))
-            self._shared = now
+                yield from [what] * (now[what] - self._counts_yielded.get(what, 0))
+            self._counts_yielded = now
 
     def prepare(self, step: Step) -> None:
         """Before a step computes, end all reads of blocks that it will write, and send its questions to peers.
@@ -236,11 +236,11 @@ class ConnectorWorker:
             TimeoutError: a lease has not ended within 60 s.
         """
         cache = self._prefix_cache
-        read = cache.take(step.reused) if cache is not None and step.reused else []
+        read = cache.remove_reused(step.reused) if cache is not None and step.reused else []
         if step.recall or read:
             self._runtime.start(lambda _: self._recall(step, read)).result(_RECALL_S)
         if step.questions and (peers := self._peers) is not None:
-            self._runtime.start(lambda runtime: self._ask(runtime, peers, step.questions))
+            self._runtime.start(lambda runtime: self._ask_all(runtime, peers, step.questions))
 
     def begin(self, step: Step, *, ready: DeviceEvent | None = None, after: DeviceEvent | None = None) -> None:
         """Start the loads and leases of a step that `prepare` has prepared. Returns at once.
@@ -257,7 +257,7 @@ class ConnectorWorker:
         """
         if step.cached_blocks and self._prefix_cache is not None:
             self._prefix_cache.add(step.cached_blocks, ready)
-        if step != _NOTHING:
+        if step != _EMPTY_STEP:
             self._runtime.start(lambda runtime: self._carry_out(runtime, step, ready, after))
 
     def collect(self) -> Results:
@@ -290,22 +290,22 @@ class ConnectorWorker:
         for request_id in step.send:
             self._send(self._saved[request_id])
         for release in step.release:
-            self._forget(release.request_id)
+            self._stop_keeping(release.request_id)
             if release.last:
                 self._release(runtime, release.tickets)
         for request_id, tickets in step.keep.items():
-            self._keep(runtime, request_id, tickets)
+            self._keep_leases(runtime, request_id, tickets)
         for request_id in step.withdraw:
             if request_id in self._saved:  # else its end is reported already
                 self._withdraw(self._saved[request_id])
         for declined in step.decline:
-            _decline(runtime, declined)
+            _notify_declined(runtime, declined)
         for receive in step.receive:
-            reading = self._readings.setdefault(receive.request_id, _Reading())
-            self._spawn(self._receive(runtime, receive, reading, after), f"kvflow-receive {receive.request_id}")
+            request = self._receiving.setdefault(receive.request_id, _ReceivingRequest())
+            self._spawn(self._receive(runtime, receive, request, after), f"kvflow-receive {receive.request_id}")
         for request_id in step.abandon:
-            if request_id in self._readings:  # else its end is reported already
-                self._abandon(self._readings[request_id])
+            if request_id in self._receiving:  # else its end is reported already
+                self._abandon(self._receiving[request_id])
         for save in step.save:
             self._save(runtime, save, ready)
         for grow in step.grow:
@@ -313,28 +313,30 @@ class ConnectorWorker:
 
     # --- loads
 
-    def _keep(self, runtime: Runtime, request_id: str, tickets: Sequence[Ticket]) -> None:
-        reading = _Reading()
+    def _keep_leases(self, runtime: Runtime, request_id: str, tickets: Sequence[Ticket]) -> None:
+        request = _ReceivingRequest()
         try:
             for ticket in tickets:
-                reading.kept.enter_context(runtime.keep_leases(ticket))
+                request.kept_leases.enter_context(runtime.keep_leases(ticket))
         except KVFlowError as error:
-            reading.kept.close()
+            request.kept_leases.close()
             logger.info("request %s: its leases are not kept: %s", request_id, error)
         else:
-            self._readings[request_id] = reading
+            self._receiving[request_id] = request
 
-    def _forget(self, request_id: str) -> None:
+    def _stop_keeping(self, request_id: str) -> None:
         """Forget a request that loads nothing further, and stop keeping the leases of its tickets open."""
-        if request_id in self._readings:
-            self._readings.pop(request_id).kept.close()
+        if request_id in self._receiving:
+            self._receiving.pop(request_id).kept_leases.close()
 
-    def _abandon(self, reading: _Reading) -> None:
-        reading.abandoned = True
-        if reading.load is not None:
-            reading.load.cancel()
+    def _abandon(self, request: _ReceivingRequest) -> None:
+        request.abandoned = True
+        if request.load is not None:
+            request.load.cancel()
 
-    async def _receive(self, runtime: Runtime, receive: Receive, reading: _Reading, after: DeviceEvent | None) -> None:
+    async def _receive(
+        self, runtime: Runtime, receive: Receive, request: _ReceivingRequest, after: DeviceEvent | None
+    ) -> None:
         """Load a request's blocks, and report the outcome once no byte can land in them.
 
         Task `kvflow-receive <request>`: one for each load of a connector's worker. Ends once its blocks are safe. If it
@@ -343,15 +345,15 @@ class ConnectorWorker:
         for lease in tuple(self._withdrawn):
             await lease  # its blocks may be this request's now; they are held until it is over
         outcome: LoadReport | BaseException | None = None
-        if not reading.abandoned:
-            reading.load = runtime.start_load(_load_request(runtime, receive, after))
-            (outcome,) = await asyncio.gather(reading.load, return_exceptions=True)
-            reading.kept.close()
-            await reading.load.settled()
-        self._forget(receive.request_id)
-        self._note_end(runtime, receive, outcome)
+        if not request.abandoned:
+            request.load = runtime.start_load(_load_request(runtime, receive, after))
+            (outcome,) = await asyncio.gather(request.load, return_exceptions=True)
+            request.kept_leases.close()
+            await request.load.settled()
+        self._stop_keeping(receive.request_id)
+        self._report_load(runtime, receive, outcome)
 
-    def _note_end(self, runtime: Runtime, receive: Receive, outcome: LoadReport | BaseException | None) -> None:
+    def _report_load(self, runtime: Runtime, receive: Receive, outcome: LoadReport | BaseException | None) -> None:
         request_id = receive.request_id
         if isinstance(outcome, LoadReport):
             with self._lock:
@@ -370,7 +372,7 @@ class ConnectorWorker:
 
     def _release(self, runtime: Runtime, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
-            self._spawn(_release(runtime, ticket))
+            self._spawn(_release_ticket(runtime, ticket))
 
     # --- saved prompts
 
@@ -396,18 +398,18 @@ class ConnectorWorker:
             logger.warning("request %s: its prompt is not offered: %s", save.request_id, error)
             offer.outcome = LeaseOutcome.REVOKED
             if offer.flows:
-                _decline(runtime, Decline(serve_id=save.serve_id, reason=f"{type(error).__name__}: {error}"))
+                _notify_declined(runtime, Decline(serve_id=save.serve_id, reason=f"{type(error).__name__}: {error}"))
             return
-        offer.keep(lease)
-        self._spawn(self._watch(offer, lease))
+        offer.keep_restarting(lease)
+        self._spawn(self._await_end(offer, lease))
 
-    async def _watch(self, offer: _SavedPrompt, lease: Lease) -> None:
+    async def _await_end(self, offer: _SavedPrompt, lease: Lease) -> None:
         try:
             offer.outcome = await lease
         finally:
-            offer.let_run()
+            offer.stop_restarting()
         self._withdrawn.discard(lease)
-        self._report_if_over(offer)
+        self._report_if_ended(offer)
 
     def _grow(self, offer: _SavedPrompt, grow: Grow, ready: DeviceEvent | None) -> None:
         """Add newly computed tokens, and their blocks, to the lease of a prompt that is read while it is computed.
@@ -432,19 +434,19 @@ class ConnectorWorker:
         offer.sent = True
         if offer.lease is not None:
             offer.lease.restart(offer.save.ttl_s)
-        offer.let_run()
-        self._report_if_over(offer)
+        offer.stop_restarting()
+        self._report_if_ended(offer)
 
     def _withdraw(self, offer: _SavedPrompt) -> None:
         """End a lease early, because its blocks must not be read any longer."""
         if not offer.sent:
             del self._saved[offer.save.request_id]
-        offer.let_run()
+        offer.stop_restarting()
         if (lease := offer.open_lease) is not None:
             self._withdrawn.add(lease.fail("its request has ended") if offer.flows else lease.revoke())
-        self._report_if_over(offer)
+        self._report_if_ended(offer)
 
-    def _report_if_over(self, offer: _SavedPrompt) -> None:
+    def _report_if_ended(self, offer: _SavedPrompt) -> None:
         """If the lease of `offer` has ended, report it, once the engine waits for it or no longer needs it."""
         request_id = offer.save.request_id
         current = self._saved.get(request_id) is offer
@@ -465,26 +467,26 @@ class ConnectorWorker:
         if self._sharing is not None and self._prefix_cache is not None:
             for pinned in read:
                 self._sharing.end(pinned)
-            ended += map(self._prefix_cache.left, read)
+            ended += map(self._prefix_cache.wait_unread, read)
         for request_id in step.recall:
             offer = self._saved.get(request_id) if request_id in step.send else self._saved.pop(request_id, None)
             if offer is not None and offer.open_lease is not None:
-                offer.let_run()
+                offer.stop_restarting()
                 ended.append(offer.open_lease.fail("its prompt was preempted").wait())
         await asyncio.gather(*ended)
 
     # --- prefixes
 
-    async def _meet(self, runtime: Runtime, peers: PrefixPeers, follows: bool) -> None:
-        self._spawn(peers.greet(runtime.config.handshake_timeout_s))
-        if follows and peers.events:
-            self._spawn(peers.follow())
+    async def _connect_peers(self, runtime: Runtime, peers: PrefixPeers, follow_events: bool) -> None:
+        self._spawn(peers.connect_peers(runtime.config.handshake_timeout_s))
+        if follow_events and peers.events:
+            self._spawn(peers.follow_events())
 
-    async def _ask(self, runtime: Runtime, peers: PrefixPeers, questions: Sequence[Question]) -> None:
+    async def _ask_all(self, runtime: Runtime, peers: PrefixPeers, questions: Sequence[Question]) -> None:
         for question in questions:
-            self._spawn(self._ask_one(runtime, peers, question))
+            self._spawn(self._ask_peers(runtime, peers, question))
 
-    async def _ask_one(self, runtime: Runtime, peers: PrefixPeers, question: Question) -> None:
+    async def _ask_peers(self, runtime: Runtime, peers: PrefixPeers, question: Question) -> None:
         outcome, tickets, others = await peers.ask(question)
         with self._lock:
             self._results.found[question.request_id] = tickets
@@ -496,9 +498,9 @@ class ConnectorWorker:
     def _spawn(self, work: Coroutine[None, None, None], name: str | None = None) -> None:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self._problem = task.exception()
@@ -513,7 +515,7 @@ def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None)
     config = runtime.config
     awaited = any(ticket.awaited for ticket in receive.tickets)
     return LoadRequest(
-        name_of(receive.request_id),
+        runtime_id_of(receive.request_id),
         ticket=receive.tickets,
         block_ids=given_block_ids(receive.block_tables),
         after=after,
@@ -525,22 +527,22 @@ def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None)
     )
 
 
-async def _release(runtime: Runtime, ticket: Ticket) -> None:
+async def _release_ticket(runtime: Runtime, ticket: Ticket) -> None:
     """Notify a producer that nobody will read its ticket. If that fails, log it: the lease then runs out by itself."""
     try:
         await runtime.release_blocks(ticket)
     except KVFlowError as error:
-        logger.info("request %s: its producer was not told: %s", ticket.request_id, error)
+        logger.info("request %s: its producer was not notified: %s", ticket.request_id, error)
 
 
-def _decline(runtime: Runtime, declined: Decline) -> None:
+def _notify_declined(runtime: Runtime, declined: Decline) -> None:
     """Notify the readers that wait for a prompt that it will not be offered here.
 
     If the readers wait at another engine, only the rank with `tp_rank` and `pp_rank` 0 notifies that engine.
     """
-    if declined.at is not None and (runtime.config.tp_rank, runtime.config.pp_rank) != (0, 0):
+    if declined.waiting_at is not None and (runtime.config.tp_rank, runtime.config.pp_rank) != (0, 0):
         return
     try:
-        runtime.decline(declined.serve_id, declined.reason, at=declined.at, instead=declined.instead)
+        runtime.decline(declined.serve_id, declined.reason, at=declined.waiting_at, instead=declined.instead)
     except KVFlowError as error:  # for example, a lease of that name is open, or the runtime is about to close
-        logger.warning("request %s: its readers are not told: %s", declined.serve_id, error)
+        logger.warning("request %s: its readers are not notified: %s", declined.serve_id, error)

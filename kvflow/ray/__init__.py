@@ -1,10 +1,10 @@
 """kvflow in replicas of Ray Serve; needs the extra `kvflow[ray]`.
 
-    replica    `ReplicaRuntime`: a runtime configured from its replica, which drains within the replica's shutdown time
-    lifetime   `Lifetime`: enters and leaves a context, such as a runtime, in one task
-    metrics    `RayMetrics`: records and statistics as `ray.serve.metrics`
-    peers      `keep_prewarmed`: connects to the replicas behind a handle before the first load from each
-    llm        `register()`: the backend for KVFlowConnector in Ray Serve LLM
+    replica       `ReplicaRuntime`: a runtime configured from its replica, which drains within its shutdown time
+    lifetime      `Lifetime`: enters and leaves a context, such as a runtime, in one task
+    ray_metrics   `RayMetrics`: records and statistics as `ray.serve.metrics`
+    peers         `keep_prewarmed`: connects to the replicas behind a handle before the first load from each
+    llm           `register()`: the backend for KVFlowConnector in Ray Serve LLM
 
 Ray is imported only when it is used.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Lifetime", "RayMetrics", "ReplicaPlace", "ReplicaRuntime", "keep_prewarmed", "list_replicas"]
 
-_HOMES = {
+_MODULE_OF = {
     "Lifetime": "lifetime",
-    "RayMetrics": "metrics",
+    "RayMetrics": "ray_metrics",
     "ReplicaPlace": "replica",
     "ReplicaRuntime": "replica",
     "keep_prewarmed": "peers",
@@ -33,6 +33,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -41,7 +41,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from kvflow.blocking import Runtime
 from kvflow.checks import counted
-from kvflow.connector.paged_groups import registered
+from kvflow.connector.paged_groups import as_registered
 from kvflow.connector.parameters import OWN_DIALECT
 from kvflow.connector.scheduler import ConnectorScheduler
 from kvflow.connector.step import Step
@@ -246,7 +246,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Return True if workers need one more step although no request does. vLLM asks before it goes idle."""
-        return self._prefixes is not None and self._prefixes.must_tell
+        return self._prefixes is not None and self._prefixes.must_report
 
     def on_new_request(self, request: Request) -> None:
         if request.abort_immediately:
@@ -357,7 +357,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         tables = self._transferred(block_ids)
         if self._prefixes is not None:
-            self._prefixes.finished(request, tables)
+            self._prefixes.finish(request, tables)
         completed = request.status in _COMPLETED
         return self._scheduler.request_finished(request.request_id, completed=completed, block_ids=tables)
 
@@ -400,14 +400,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._runtime.open()
         self._register()
         if self._pulls:
-            self._worker.meet(follows=self._asks)
+            self._worker.connect_peers(follow_events=self._asks)
 
     def _register(self) -> None:
         self._runtime.register_kv_caches(self._registered)
         if self._shares:
             facts = [(group.facts, of.split) for group, of in zip(self._groups, self._registered, strict=True)]
             size = facts[0][0].block_size
-            self._worker.share([registered(one, size // split) for one, split in facts], size)
+            self._worker.share([as_registered(one, size // split) for one, split in facts], size)
 
     def release_kv_caches(self) -> None:
         """Unregister the cache before vLLM unmaps its memory: afterwards kvflow reads and writes nothing there."""
@@ -476,7 +476,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         found = self._worker.collect()
         self._news = self._news.aggregate(KVFlowWorkerReport(found=found.found, refused=found.refused))
         self._stats.note(found)
-        self._stats.data["prefix_runs"] += self._worker.shared()
+        self._stats.data["prefix_runs"] += self._worker.shared_outcomes()
         while self._late_reads:
             self._late_reads.popleft()
             self._stats.data["late_reads"].append("stock")

@@ -53,7 +53,7 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
     sample = _SAMPLE.match(request_id)
     if sample is None:
         return Sharing.ALONE
-    return Sharing.FOLLOWS if spread and int(sample[1]) else Sharing.FIRST
+    return Sharing.SAMPLES_ELSEWHERE if spread and int(sample[1]) else Sharing.SAMPLES
 
 
 def asked(request: Request, *, names_pictures: bool) -> EngineRequest:

@@ -64,7 +64,7 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
         prefixes=Prefixes(),
         wait_s=extra.prefix_wait_s,
         events=tuple(EventSource(**msgspec.structs.asdict(one)) for one in extra.prefix_events),
-        known=(*known_peers(extra), *(source.holder for source in extra.prefix_events)),
+        known_peers=(*known_peers(extra), *(source.holder for source in extra.prefix_events)),
         recompute_s_per_token=extra.recompute_s_per_token,
         every_rank=parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1,
     )
@@ -104,7 +104,7 @@ class RequestPrefixes:
             known_peers(extra),
             block_tokens=self._block_tokens,
             tokens_min=extra.prefix_tokens_min,
-            hinted=bool(extra.prefix_events),
+            use_events=bool(extra.prefix_events),
         )
 
     def bind(self, pool: BlockPool) -> None:
@@ -116,7 +116,7 @@ class RequestPrefixes:
             return
 
         def on_reuse(block: KVCacheBlock) -> None:
-            cached_prompts.reused(block.block_id)
+            cached_prompts.note_reused(block.block_id)
 
         def watch(block_ids: Sequence[int]) -> None:
             blocks = [pool.blocks[block_id] for block_id in block_ids]
@@ -127,9 +127,9 @@ class RequestPrefixes:
         cached_prompts = self._cached_prompts = CachedPrompts(self._block_tokens, watch, null_block=null_block)
 
     @property
-    def must_tell(self) -> bool:
+    def must_report(self) -> bool:
         """True if reused blocks have to be reported to the workers, even if no request needs a step."""
-        return self._cached_prompts is not None and self._cached_prompts.must_tell
+        return self._cached_prompts is not None and self._cached_prompts.must_report
 
     def add(self, request: Request) -> None:
         """Add a new request. If it has no ticket of a prefill engine, have peers be asked for its prefix."""
@@ -160,13 +160,13 @@ class RequestPrefixes:
         if self._cached_prompts is not None:
             self._cached_prompts.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
 
-    def finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+    def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
         """Report with the next step the blocks of `request`, which has ended.
 
         `block_ids` are the blocks that it still has.
         """
         if self._cached_prompts is not None:
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
-            self._cached_prompts.finished(
+            self._cached_prompts.finish(
                 request.request_id, keys=lambda: self._keys(request, computed), computed=computed, block_ids=block_ids
             )

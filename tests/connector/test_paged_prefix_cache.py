@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvflow.connector.cached_prompts import CachedPrompts
-from kvflow.connector.paged_groups import PagedGroup, registered
+from kvflow.connector.paged_groups import PagedGroup, as_registered
 from kvflow.connector.paged_prefix_cache import PagedPrefixCache
 from kvflow.connector.step import NO_BLOCK, CachedBlocks, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
@@ -88,26 +88,26 @@ def test_blocks_that_are_reused_are_out_and_their_readers_are_named(
     short, long = match(prefix_cache, PROMPT[:4]), match(prefix_cache, PROMPT)
     assert short is not None
     assert long is not None
-    assert prefix_cache.take([9]) == [long]
+    assert prefix_cache.remove_reused([9]) == [long]
     assert found(prefix_cache, PROMPT) == (8, (7, 5))
     prefix_cache.unpin(long)
-    assert prefix_cache.take([9, 8]) == []
+    assert prefix_cache.remove_reused([9, 8]) == []
     prefix_cache.add([cached_blocks([1, 2, 3, 4], [9])], None)
     assert found(prefix_cache, PROMPT) == (8, (7, 5))
     assert found(prefix_cache, [1, 2, 3, 4]) == (4, (9,))
     assert found(prefix_cache, PROMPT[:4]) == (4, (7,))
-    assert short in prefix_cache.take([7])
+    assert short in prefix_cache.remove_reused([7])
 
 
 def test_a_prefix_that_is_there_twice_is_there_until_both_are_gone() -> None:
     prefix_cache = cache_of()
     prefix_cache.add([cached_blocks(PROMPT[:8], [1, 2])], None)
     prefix_cache.add([cached_blocks(PROMPT[:8], [3, 4])], None)
-    prefix_cache.take([1])
+    prefix_cache.remove_reused([1])
     assert found(prefix_cache, PROMPT) == (8, (3, 2))
-    prefix_cache.take([3])
+    prefix_cache.remove_reused([3])
     assert found(prefix_cache, PROMPT) is None
-    prefix_cache.take([2, 4])
+    prefix_cache.remove_reused([2, 4])
     assert repr(prefix_cache) == "<PagedPrefixCache 0 keys, 1 being read>"
 
 
@@ -126,7 +126,7 @@ def test_what_a_device_still_computes_is_not_there_yet() -> None:
     prefix_cache.add([cached_blocks(PROMPT[:12], [3], first=2)], second)
     second.happened = True
     assert found(prefix_cache, PROMPT) is None, "in order"
-    prefix_cache.take([2])
+    prefix_cache.remove_reused([2])
     first.happened = True
     assert found(prefix_cache, PROMPT) == (4, (1,))
     prefix_cache.add([cached_blocks(PROMPT[:8], [2], first=1)], None)
@@ -139,9 +139,9 @@ def test_windows_need_their_last_blocks_only() -> None:
     assert found(prefix_cache, PROMPT) == (20, ((1, 2, 3, 4, 5), (14, 15)))
     assert found(prefix_cache, PROMPT[:16]) == (16, ((1, 2, 3, 4), (13, 14)))
     assert found(prefix_cache, PROMPT[:12]) is None, "the window of 12 tokens is not there"
-    prefix_cache.take([15])
+    prefix_cache.remove_reused([15])
     assert found(prefix_cache, PROMPT) == (16, ((1, 2, 3, 4), (13, 14)))
-    prefix_cache.take([1])
+    prefix_cache.remove_reused([1])
     assert found(prefix_cache, PROMPT) is None
     windows = cache_of(WINDOW)
     windows.add([cached_blocks(PROMPT[:20], [NO_BLOCK, NO_BLOCK, 13, 14, 15])], None)
@@ -149,10 +149,10 @@ def test_windows_need_their_last_blocks_only() -> None:
 
 
 def test_blocks_of_kernels_that_are_smaller_than_the_engine_s() -> None:
-    prefix_cache = PagedPrefixCache([registered(FULL, 2)], SIZE)
+    prefix_cache = PagedPrefixCache([as_registered(FULL, 2)], SIZE)
     prefix_cache.add([cached_blocks(PROMPT[:8], [7, 5])], None)
     assert found(prefix_cache, PROMPT) == (8, (14, 15, 10, 11))
-    assert len(prefix_cache.take([5])) == 1, "blocks are named as the engine names them"
+    assert len(prefix_cache.remove_reused([5])) == 1, "blocks are named as the engine names them"
 
 
 def test_keys_in_a_wrong_order_and_forged_ones_find_nothing(prefix_cache: PagedPrefixCache) -> None:
@@ -169,12 +169,12 @@ async def test_who_ends_a_run_may_wait_until_it_is_left() -> None:
     prefix_cache.add([cached_blocks(PROMPT[:4], [7])], None)
     run = match(prefix_cache, PROMPT)
     assert run is not None
-    waiting = asyncio.ensure_future(prefix_cache.left(run))
+    waiting = asyncio.ensure_future(prefix_cache.wait_unread(run))
     await asyncio.sleep(0)
     assert not waiting.done()
     prefix_cache.unpin(run)
     await waiting
-    await prefix_cache.left(run)
+    await prefix_cache.wait_unread(run)
 
 
 # --- what the scheduler's half tells
@@ -193,7 +193,7 @@ class Reported:
         entries = dict(scheduled)
         preempted = more.get("preempted", ())
         self.cached_prompts.build_step(step, entries, preempted=preempted, block_ids=lambda _: blocks)
-        self.prefix_cache.take(step.reused)
+        self.prefix_cache.remove_reused(step.reused)
         self.prefix_cache.add(step.cached_blocks, None)
         return step
 
@@ -233,13 +233,13 @@ def test_what_is_reused_leaves_with_the_next_step() -> None:
     told = Reported()
     told.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
     told.step(("r", 8), blocks=[[5, 6]])
-    told.cached_prompts.reused(6)
-    told.cached_prompts.reused(99)
-    assert told.cached_prompts.must_tell
+    told.cached_prompts.note_reused(6)
+    told.cached_prompts.note_reused(99)
+    assert told.cached_prompts.must_report
     assert told.step().reused == (6,)
-    assert not told.cached_prompts.must_tell
+    assert not told.cached_prompts.must_report
     assert found(told.prefix_cache, PROMPT) == (4, (5,))
-    told.cached_prompts.reused(5)
+    told.cached_prompts.note_reused(5)
     told.step(preempted=["r"])
     assert found(told.prefix_cache, PROMPT) is None
     told.step(("r", 8), blocks=[[6, 5]])
@@ -252,10 +252,10 @@ def test_an_answer_is_told_when_its_request_has_ended(complete: bool) -> None:
     told, tokens = Reported(), PROMPT[:18]
     told.cached_prompts.add("r", prefix_keys(PROMPT[:9], SIZE))
     told.step(("r", 9 if complete else 4), blocks=[[1, 2, 3]])
-    told.cached_prompts.finished("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
+    told.cached_prompts.finish("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
     told.step()
     assert found(told.prefix_cache, PROMPT) == ((16, (1, 2, 3, 4)) if complete else (4, (1,)))
-    told.cached_prompts.finished("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
+    told.cached_prompts.finish("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
     assert told.step().cached_blocks == []
 
 
@@ -266,7 +266,7 @@ def answered(told: Reported, name: str = "r", tokens: Sequence[int] = PROMPT[:18
     """End a request whose prompt of nine tokens is in blocks 1 and 2, and whose answer has filled 3 and 4."""
     told.cached_prompts.add(name, prefix_keys(tokens[:9], SIZE))
     told.step((name, 9), blocks=[[1, 2, 3]])
-    told.cached_prompts.finished(name, keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
+    told.cached_prompts.finish(name, keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
 
 
 @pytest.mark.parametrize("gone", [3, 4])
@@ -274,7 +274,7 @@ def test_what_an_answer_has_filled_is_not_told_of_blocks_that_are_gone_by_then(g
     """The pool gives a block to another request, whose tokens the very next step writes there."""
     told = Reported()
     answered(told)
-    told.cached_prompts.reused(gone)
+    told.cached_prompts.note_reused(gone)
     told.cached_prompts.add("other", prefix_keys([7] * 6, SIZE))
     step = told.step(("other", 6), blocks=[[9, gone]])
     assert step.reused == (gone,)
@@ -287,8 +287,8 @@ def test_nothing_of_before_a_reset_is_told_after_it() -> None:
     told = Reported()
     answered(told)
     for block in tuple(told.watched):
-        told.cached_prompts.reused(block)
-    assert told.cached_prompts.must_tell, "an idle engine makes a step for it"
+        told.cached_prompts.note_reused(block)
+    assert told.cached_prompts.must_report, "an idle engine makes a step for it"
     step = told.step()
     assert step.cached_blocks == []
     assert sorted(step.reused) == [1, 2, 3, 4]
@@ -300,8 +300,8 @@ def test_a_block_that_is_gone_in_one_group_is_there_in_the_others() -> None:
     told = Reported(groups=2)
     told.cached_prompts.add("r", prefix_keys(PROMPT[:4], SIZE))
     told.step(("r", 4), blocks=[[1], [11]])
-    told.cached_prompts.finished("r", keys=lambda: prefix_keys(PROMPT, SIZE), computed=8, block_ids=[[1, 2], [11, 12]])
-    told.cached_prompts.reused(12)
+    told.cached_prompts.finish("r", keys=lambda: prefix_keys(PROMPT, SIZE), computed=8, block_ids=[[1, 2], [11, 12]])
+    told.cached_prompts.note_reused(12)
     (left,) = told.step().cached_blocks
     assert left.block_tables == ((2,), (NO_BLOCK,))
     assert found(told.prefix_cache, PROMPT) == (4, ((1,), (11,)))
@@ -312,8 +312,8 @@ def test_a_block_may_be_filled_by_two_answers_before_a_step_tells_of_it() -> Non
     told.cached_prompts.add("other", prefix_keys([7] * 4, SIZE))
     told.step(("other", 4), blocks=[[8]])
     answered(told)
-    told.cached_prompts.reused(3)
-    told.cached_prompts.finished("other", keys=lambda: prefix_keys([7] * 8, SIZE), computed=8, block_ids=[[8, 3]])
+    told.cached_prompts.note_reused(3)
+    told.cached_prompts.finish("other", keys=lambda: prefix_keys([7] * 8, SIZE), computed=8, block_ids=[[8, 3]])
     told.step()
     assert found(told.prefix_cache, PROMPT) == (8, (1, 2))
     assert found(told.prefix_cache, [7] * 8) == (8, (8, 3))
@@ -340,7 +340,7 @@ class Pool:
     def _gone(self, block: int) -> None:
         if block in self.watched:
             self.watched.remove(block)
-            self.cached_prompts.reused(block)
+            self.cached_prompts.note_reused(block)
 
     def _followed(self, tokens: Sequence[int], count: int) -> list[int]:
         return [*tokens, *(self.rng.randrange(3) for _ in range(count))]
@@ -363,7 +363,7 @@ class Pool:
         scheduled = {name: len(tokens) for name, (tokens, _) in self.requests.items()}
         tables = {name: [blocks] for name, (_, blocks) in self.requests.items()}
         self.cached_prompts.build_step(step, scheduled, preempted=(), block_ids=lambda name: tables[name])
-        self.told.prefix_cache.take(step.reused)
+        self.told.prefix_cache.remove_reused(step.reused)
         for tokens, blocks in self.requests.values():
             self._write(tokens, blocks)
         self.told.prefix_cache.add(step.cached_blocks, None)
@@ -379,7 +379,7 @@ class Pool:
         text = self._followed(tokens, self.rng.choice((0, 2 * SIZE)))
         self._write(text, blocks)
         computed = len(text) - 1
-        self.cached_prompts.finished(
+        self.cached_prompts.finish(
             name, keys=lambda: prefix_keys(text[:computed], SIZE), computed=computed, block_ids=[blocks]
         )
         self.free += blocks

@@ -102,8 +102,8 @@ def test_a_prefix_is_loaded_as_any_ticket_is(pair: Pair, cached: int) -> None:
     assert reader.until_loaded().tokens == 8 - cached
     reader.assert_filled(*([6] if cached else [5, 6]))
     reader.assert_filled(*([5] * bool(cached)), 0, 1, 2, 3, 4, 7, fill=-1.0)
-    assert list(holder.worker.shared()) == ["found"]
-    assert list(holder.worker.shared()) == []
+    assert list(holder.worker.shared_outcomes()) == ["found"]
+    assert list(holder.worker.shared_outcomes()) == []
 
 
 def test_what_is_reused_before_it_was_read_is_a_miss(pair: Pair) -> None:
@@ -111,7 +111,7 @@ def test_what_is_reused_before_it_was_read_is_a_miss(pair: Pair) -> None:
     holder, reader = pair.prefill, pair.decode
     adopted(reader, holder)
     holder.worker.prepare(Step(reused=(2,)))
-    assert sorted(holder.worker.shared()) == ["found", "reclaimed"]
+    assert sorted(holder.worker.shared_outcomes()) == ["found", "reclaimed"]
     for layer in holder.kv_caches.values():
         layer[:, 2] = 7.0
     reader.scheduler.update_after_alloc("d", [5, 6, 7], 8)
@@ -306,8 +306,8 @@ def test_who_has_not_answered_yet_is_not_waited_for_again(pair: Pair) -> None:
 def test_peers_that_are_known_are_connected_before_the_first_question(pair: Pair) -> None:
     """One that is not there changes nothing."""
     reader, holder = pair.decode, pair.prefill.worker.introduction()
-    peers_of(reader).known = (holder.address, "tcp://127.0.0.1:1")
-    reader.worker.meet(follows=True)
+    peers_of(reader).known_peers = (holder.address, "tcp://127.0.0.1:1")
+    reader.worker.connect_peers(follow_events=True)
     until_blocking(lambda: bool(reader.runtime.statistics().peers))
     assert [peer.engine_id for peer in reader.runtime.statistics().peers] == ["holder"]
     assert ask(reader, question(pair.prefill, keys=OTHER)).outcome is PrefixOutcome.NOTHING
@@ -320,7 +320,7 @@ async def test_those_that_events_name_are_asked_first_unless_a_router_has_named_
         event = BlockStored(block_hashes=range(blocks), token_ids=PROMPT[: blocks * BLOCK_SIZE], block_size=BLOCK_SIZE)
         peers._map.apply(holder, event)
     one = question("a", cached=4)
-    outcome, tickets, others = await peers.ask(replace(one, hinted=True))
+    outcome, tickets, others = await peers.ask(replace(one, use_events=True))
     assert (outcome, named(tickets), named(others)) == (PrefixOutcome.FOUND, ["hinted"], ["less", "a"])
     await peers.ask(one)
     assert prefixes.asked == [("hinted", "less", "a"), ("a",)]
@@ -371,32 +371,32 @@ def made() -> PrefixQuestions:
 
 def test_a_request_asks_once(made: PrefixQuestions) -> None:
     made.add("r", KEYS, None)
-    assert made.waits("r", 4)
-    assert made.waits("r", 4)
-    (left,) = made.take()
+    assert made.ask_or_wait("r", 4)
+    assert made.ask_or_wait("r", 4)
+    (left,) = made.take_questions()
     assert left == question("tcp://a:1", request_id="r", cached=4)
-    assert made.take() == []
-    assert made.waits("r", 4)
-    assert made.answered("r", found=True)
-    assert not made.answered("r", found=True)
-    assert not made.waits("r", 0)
+    assert made.take_questions() == []
+    assert made.ask_or_wait("r", 4)
+    assert made.note_answer("r", found=True)
+    assert not made.note_answer("r", found=True)
+    assert not made.ask_or_wait("r", 0)
 
 
 def test_of_prompts_that_begin_alike_one_asks_and_loads_at_a_time(made: PrefixQuestions) -> None:
     """The others see then what is cached: of three, one has enough, and one asks for the rest."""
     for name, keys in (("first", KEYS), ("same", KEYS), ("longer", [*KEYS, *OTHER]), ("other", OTHER)):
         made.add(name, keys, None)
-        assert made.waits(name, 0)
-    assert [one.request_id for one in made.take()] == ["first", "other"]
-    assert made.answered("first", found=True)
-    assert made.waits("same", 0)
-    made.over("other")
-    assert made.waits("longer", 0)
-    assert made.take() == []
-    made.over("first")
-    assert not made.waits("same", 12)
-    assert made.waits("longer", 12)
-    (left,) = made.take()
+        assert made.ask_or_wait(name, 0)
+    assert [one.request_id for one in made.take_questions()] == ["first", "other"]
+    assert made.note_answer("first", found=True)
+    assert made.ask_or_wait("same", 0)
+    made.resume_waiters("other")
+    assert made.ask_or_wait("longer", 0)
+    assert made.take_questions() == []
+    made.resume_waiters("first")
+    assert not made.ask_or_wait("same", 12)
+    assert made.ask_or_wait("longer", 12)
+    (left,) = made.take_questions()
     assert (left.request_id, left.cached_tokens) == ("longer", 12)
 
 
@@ -424,18 +424,18 @@ def test_a_scheduler_asks_and_takes_what_is_found(made: PrefixQuestions) -> None
 def test_what_nobody_has_is_asked_for_once(made: PrefixQuestions) -> None:
     for name in ("first", "same"):
         made.add(name, KEYS, None)
-        assert made.waits(name, 0)
+        assert made.ask_or_wait(name, 0)
     made.add("named", KEYS, "tcp://b:2")
-    assert made.waits("named", 0)
-    assert made.answered("first", found=False)
-    assert not made.waits("same", 0)
-    assert made.waits("named", 0)
-    assert [one.request_id for one in made.take()] == ["first", "named"]
+    assert made.ask_or_wait("named", 0)
+    assert made.note_answer("first", found=False)
+    assert not made.ask_or_wait("same", 0)
+    assert made.ask_or_wait("named", 0)
+    assert [one.request_id for one in made.take_questions()] == ["first", "named"]
     made.add("later", KEYS, None)
-    assert made.waits("later", 0)
-    made.finished("named")
-    assert made.waits("later", 0)
-    assert [one.request_id for one in made.take()] == ["later"]
+    assert made.ask_or_wait("later", 0)
+    made.finish("named")
+    assert made.ask_or_wait("later", 0)
+    assert [one.request_id for one in made.take_questions()] == ["later"]
 
 
 def chat(at: int, blocks: int = 8) -> list[bytes]:
@@ -445,8 +445,8 @@ def chat(at: int, blocks: int = 8) -> list[bytes]:
 
 def asked_now(made: PrefixQuestions, computed: int, *names: str) -> list[str]:
     """Whom the engine's scheduler would ask for with its next step, if it asked about all that wait."""
-    waits = {name: made.waits(name, computed) for name in names}
-    questions = [one.request_id for one in made.take()]
+    waits = {name: made.ask_or_wait(name, computed) for name in names}
+    questions = [one.request_id for one in made.take_questions()]
     assert all(waits[name] for name in questions)
     return questions
 
@@ -461,11 +461,11 @@ def test_those_with_one_system_prompt_ask_in_turn_and_load_side_by_side(
     for nth, name in enumerate(names):
         made.add(name, chat(nth), None)
     assert asked_now(made, cached, *names) == ["r0"]
-    assert made.answered("r0", found=found)
+    assert made.note_answer("r0", found=found)
     assert asked_now(made, cached, *names[1:]) == names[1:], "one answer was waited for, and no more"
     for name in names[1:]:
-        assert made.answered(name, found=True)
-        assert not made.waits(name, cached)
+        assert made.note_answer(name, found=True)
+        assert not made.ask_or_wait(name, cached)
 
 
 def test_a_load_is_waited_for_if_it_brings_more_than_is_left(made: PrefixQuestions) -> None:
@@ -477,12 +477,12 @@ def test_a_load_is_waited_for_if_it_brings_more_than_is_left(made: PrefixQuestio
         ("fork", [*long[:3], *OTHER, *KEYS]),
     ):
         made.add(name, keys, None)
-        made.waits(name, 0)
-    assert [one.request_id for one in made.take()] == ["first"]
-    assert made.answered("first", found=True)
+        made.ask_or_wait(name, 0)
+    assert [one.request_id for one in made.take_questions()] == ["first"]
+    assert made.note_answer("first", found=True)
     assert asked_now(made, 0, "same", "tail", "fork") == ["fork"], "it has three blocks of what is loaded, and six more"
-    made.over("first")
-    assert not made.waits("same", 9 * BLOCK_SIZE)
+    made.resume_waiters("first")
+    assert not made.ask_or_wait("same", 9 * BLOCK_SIZE)
     assert asked_now(made, 9 * BLOCK_SIZE, "tail") == ["tail"]
 
 
@@ -491,9 +491,9 @@ def test_a_load_that_fails_is_not_waited_for_by_one_after_the_other(made: Prefix
     for name in names:
         made.add(name, chat(1), None)
     assert asked_now(made, 0, *names) == ["r0"]
-    assert made.answered("r0", found=True)
+    assert made.note_answer("r0", found=True)
     assert asked_now(made, 0, *names[1:]) == []
-    made.over("r0")
+    made.resume_waiters("r0")
     assert asked_now(made, 0, *names[1:]) == names[1:]
 
 
@@ -503,9 +503,9 @@ def test_a_miss_answers_for_those_that_ask_for_nothing_else_of_the_same_peers(ma
     made.add("longer", chat(1, 9), None)
     made.add("elsewhere", chat(1, 4), "tcp://b:2")
     assert asked_now(made, 0, "first", "shorter", "longer", "elsewhere") == ["first"]
-    assert made.answered("first", found=False)
+    assert made.note_answer("first", found=False)
     assert asked_now(made, 0, "shorter", "longer", "elsewhere") == ["longer", "elsewhere"]
-    assert not made.waits("shorter", 0)
+    assert not made.ask_or_wait("shorter", 0)
 
 
 def test_one_that_is_waited_for_may_end_at_any_time(made: PrefixQuestions) -> None:
@@ -514,11 +514,11 @@ def test_one_that_is_waited_for_may_end_at_any_time(made: PrefixQuestions) -> No
             made.add(name, chat(1), None)
         assert asked_now(made, 0, "first", "second") == ["first"]
         if answered:
-            assert made.answered("first", found=True)
-        made.finished("first")
+            assert made.note_answer("first", found=True)
+        made.finish("first")
         assert asked_now(made, 0, "second") == ["second"]
-        made.finished("second")
-        assert not made._begun
+        made.finish("second")
+        assert not made._active_by_first_key
 
 
 @each(
@@ -538,20 +538,20 @@ def test_one_that_is_waited_for_may_end_at_any_time(made: PrefixQuestions) -> No
 def test_who_is_asked_for_what(
     peers: tuple[str, ...], followed: bool, keys: Sequence[bytes], named: str | None, computed: int, asks: bool
 ) -> None:
-    made = PrefixQuestions(peers, block_tokens=BLOCK_SIZE, tokens_min=8, hinted=followed)
+    made = PrefixQuestions(peers, block_tokens=BLOCK_SIZE, tokens_min=8, use_events=followed)
     made.add("r", keys, named)
-    assert made.waits("r", computed) == asks
+    assert made.ask_or_wait("r", computed) == asks
     whom = (named,) if named else peers
-    assert [(one.peers, one.hinted) for one in made.take()] == [(whom, followed and named is None)] * asks
+    assert [(one.peers, one.use_events) for one in made.take_questions()] == [(whom, followed and named is None)] * asks
 
 
 def test_a_request_that_has_ended_asks_nothing_and_waits_for_nothing(made: PrefixQuestions) -> None:
     made.add("r", KEYS, None)
-    assert made.waits("r", 0)
-    made.finished("r")
-    assert made.take() == []
-    assert not made.answered("r", found=True)
-    assert not made.answered("unknown", found=True)
+    assert made.ask_or_wait("r", 0)
+    made.finish("r")
+    assert made.take_questions() == []
+    assert not made.note_answer("r", found=True)
+    assert not made.note_answer("unknown", found=True)
 
 
 SOURCE: dict[str, Any] = {"kv_request_id": "r", "remote_host": "10.0.0.7", "remote_port": 5600}

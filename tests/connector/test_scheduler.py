@@ -201,7 +201,7 @@ def test_a_ticket_is_used_once() -> None:
 
 def test_a_second_request_with_a_ticket_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another sample, or another try after its lease has ended well: an error would be for nothing."""
-    monkeypatch.setattr("kvflow.connector.consumers._REMEMBERED_MAX", 2)
+    monkeypatch.setattr("kvflow.connector.consumers._USED_TICKETS_MAX", 2)
     connector = scheduler()
     for request_id, ticket in [("a", "one"), ("b", "one"), ("c", "two"), ("d", "three"), ("e", "three"), ("f", "one")]:
         used = pytest.raises(RequestError, match=f"'{request_id}'.*used") if request_id in "be" else nullcontext()
@@ -315,7 +315,7 @@ def test_only_readers_that_wait_elsewhere_are_sent_on() -> None:
         connector, rendezvous = scheduler(), Ticket.rendezvous(known, "name", ttl_s=7.0)
         connector.add(Request("r", 10, producer_params(rendezvous), range(10)))
         step = step_of(connector, ("r", 4))
-        assert [one.at for one in step.decline] == [rendezvous] * sent_on
+        assert [one.waiting_at for one in step.decline] == [rendezvous] * sent_on
         assert [one.instead for one in step.decline] == [Ticket.rendezvous(INTRODUCTION, "name", ttl_s=7.0)] * sent_on
         assert [save.serve_id for save in step.save] == ["name"]
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step) == step
@@ -338,7 +338,7 @@ WAIT, ALL, REST, NOTHING = (None, False), (10, True), (2, True), (0, False)
 def samples(connector: ConnectorScheduler, names: str = "abc") -> None:
     """Requests that share a ticket."""
     for name in names:
-        connector.add(consumer(10, ticket_of(10), name), sharing=Sharing.FIRST)
+        connector.add(consumer(10, ticket_of(10), name), sharing=Sharing.SAMPLES)
 
 
 def matched(connector: ConnectorScheduler, names: str = "abc", computed: int = 0) -> list[tuple[int | None, bool]]:
@@ -421,12 +421,12 @@ def test_a_load_that_fails_sends_the_other_samples_to_try_for_themselves(fails_i
 def test_samples_that_vllm_has_spread_over_engines_do_not_use_the_ticket_twice() -> None:
     """Two engines cannot know of each other what they read: the first sample's has the ticket."""
     connector, other = scheduler(), scheduler()
-    connector.add(consumer(10, ticket_of(10), "a"), sharing=Sharing.FIRST)
-    connector.add(consumer(10, ticket_of(10), "c"), sharing=Sharing.FOLLOWS)
+    connector.add(consumer(10, ticket_of(10), "a"), sharing=Sharing.SAMPLES)
+    connector.add(consumer(10, ticket_of(10), "c"), sharing=Sharing.SAMPLES_ELSEWHERE)
     assert matched(connector, "ac") == [ALL, WAIT]
     for name in "bd":
         with pytest.raises(RequestError, match=f"'{name}': another .* its ticket"):
-            other.add(consumer(10, ticket_of(10), name), sharing=Sharing.FOLLOWS)
+            other.add(consumer(10, ticket_of(10), name), sharing=Sharing.SAMPLES_ELSEWHERE)
 
 
 @each(("before", "told"), [("", True), ("another ticket", True), ("its ticket", False)])
@@ -548,7 +548,7 @@ def test_reports_that_nobody_waits_for_change_nothing() -> None:
 def test_an_id_is_used_once_at_a_time() -> None:
     connector = scheduler()
     connector.add(producer(10))
-    with pytest.raises(UsageError, match="'r': it is there already"):
+    with pytest.raises(UsageError, match="'r': a request with this id has not ended"):
         connector.add(producer(10))
 
 
@@ -681,7 +681,7 @@ class Engine(RuleBasedStateMachine):
             self.offered.add(ticket.request_id)
         for _ in range(samples):
             request = consumer(tokens, ticket, f"c{next(self.ids)}")
-            self.come(request, ticket, Sharing.FIRST if samples > 1 else Sharing.ALONE)
+            self.come(request, ticket, Sharing.SAMPLES if samples > 1 else Sharing.ALONE)
 
     @rule(tokens=st.integers(1, 14))
     def a_prompt_to_receive_while_it_is_computed(self, tokens: int) -> None:
@@ -701,7 +701,7 @@ class Engine(RuleBasedStateMachine):
         states = {self.connector.state_of(name) for name in readers}
         needed = states & {ConsumerState.EXPECTED, ConsumerState.RECEIVING, ConsumerState.ABANDONED}
         with nullcontext() if needed else pytest.raises(RequestError, match="has used its ticket"):
-            self.come(request, job.ticket, Sharing.FOLLOWS)
+            self.come(request, job.ticket, Sharing.SAMPLES_ELSEWHERE)
 
     def sharing(self) -> list[str]:
         """Requests whose ticket is shared and offers something; of those that do not need it any more, too."""

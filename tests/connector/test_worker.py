@@ -18,7 +18,7 @@ from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache,
 
 from kvflow import Config, LeaseOutcome
 from kvflow.blocking import Runtime
-from kvflow.connector.parameters import name_of, params_of_several, producer_params
+from kvflow.connector.parameters import params_of_several, producer_params, runtime_id_of
 from kvflow.connector.prefix_peers import PrefixPeers
 from kvflow.connector.prefix_questions import PrefixOutcome
 from kvflow.connector.scheduler import ConnectorScheduler, SchedulingConfig, Sharing
@@ -173,7 +173,7 @@ class Engine:
                 break
         assert self.scheduler.open_requests == 0
         assert_quiet(self.runtime.statistics())
-        assert not self.worker._readings
+        assert not self.worker._receiving
         assert not self.worker._saved
 
 
@@ -288,15 +288,15 @@ def test_ids_of_any_length_are_handed_over(pair: Pair, flows: bool) -> None:
         pair.prefill.step((theirs, 7))
         pair.prefill.complete(theirs)
     else:
-        assert Ticket.from_params(params).request_id.startswith(name_of(theirs))
+        assert Ticket.from_params(params).request_id.startswith(runtime_id_of(theirs))
     pair.decode.receive(params, [5, 6], ours)
-    assert pair.decode.until_loaded(ours).request_id == name_of(ours)
+    assert pair.decode.until_loaded(ours).request_id == runtime_id_of(ours)
     pair.prefill.until_read(theirs)
 
 
 def test_long_ids_with_the_same_beginning_have_names_of_their_own() -> None:
-    assert name_of("r" * 200) == "r" * 200
-    names = {name_of("r" * 200 + end) for end in ("0", "1", "00")}
+    assert runtime_id_of("r" * 200) == "r" * 200
+    names = {runtime_id_of("r" * 200 + end) for end in ("0", "1", "00")}
     assert len(names) == 3
     assert all(name.startswith("r" * 200) and len(name) < 256 for name in names)
 
@@ -384,7 +384,7 @@ def test_the_time_of_a_lease_begins_when_its_request_has_finished(pair: Pair) ->
     assert Ticket.from_params(prefill.complete()).ttl_s == 0.3
     prefill.step()
     next(None for _ in steps() if offer.sent)
-    assert offer.restart is None, "its time is begun anew although its ticket is out"
+    assert offer.restart_timer is None, "its time is restarted although its ticket is out"
     assert prefill.until(lease_ended) == ("r", LeaseOutcome.EXPIRED)
 
 
@@ -485,7 +485,7 @@ def test_a_load_that_is_abandoned_in_its_first_step_reads_nothing(pair: Pair) ->
 
 def share(engine: Engine, params: dict[str, Any], *names: str) -> None:
     for name in names:
-        engine.scheduler.add(Request(name, 7, params), sharing=Sharing.FIRST)
+        engine.scheduler.add(Request(name, 7, params), sharing=Sharing.SAMPLES)
 
 
 def load_rest(engine: Engine, name: str, blocks: Sequence[int]) -> Happening:
@@ -760,9 +760,9 @@ def test_a_prompt_that_has_come_to_another_rank_than_its_reader_waits_at_is_rece
             pair.decode.assert_filled(5, fill=1.0)
             assert pair.prefill.scheduler.request_finished(name, completed=True).params is not None
             pair.prefill.until_read(name)
-    lines = [line for line in written.texts if "readers are sent on" in line]
+    lines = [line for line in written.texts if "they are redirected" in line]
     assert len(lines) == 1
-    assert "come to 'prefill' (dp_rank 0)" in lines[0]
+    assert "sent to 'prefill' (dp_rank 0)" in lines[0]
     assert "not to 'sibling' (dp_rank 0)" in lines[0]
 
 

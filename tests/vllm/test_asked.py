@@ -103,8 +103,8 @@ def test_pictures_that_vllm_only_numbers_are_not_compared() -> None:
     [
         ("cmpl-7-0-1a2b3c4d", Sharing.ALONE, Sharing.ALONE),
         ("12-1a2b3c4d", Sharing.ALONE, Sharing.ALONE),
-        ("0_cmpl-7-0-1a2b3c4d", Sharing.FIRST, Sharing.FIRST),
-        ("12_cmpl-7-0-1a2b3c4d", Sharing.FIRST, Sharing.FOLLOWS),
+        ("0_cmpl-7-0-1a2b3c4d", Sharing.SAMPLES, Sharing.SAMPLES),
+        ("12_cmpl-7-0-1a2b3c4d", Sharing.SAMPLES, Sharing.SAMPLES_ELSEWHERE),
     ],
 )
 def test_samples_are_known_by_their_ids(request_id: str, alone: Sharing, spread: Sharing) -> None:
@@ -117,7 +117,7 @@ def test_the_ids_of_samples_are_those_that_vllm_makes() -> None:
     core.external_req_id = "cmpl-7"
     parent = ParentRequest(core)
     found = [sharing_of(parent.get_child_info(index)[0], spread=True) for index in range(3)]
-    assert found == [Sharing.FIRST, Sharing.FOLLOWS, Sharing.FOLLOWS]
+    assert found == [Sharing.SAMPLES, Sharing.SAMPLES_ELSEWHERE, Sharing.SAMPLES_ELSEWHERE]
 
 
 def test_samples_of_a_request_wait_for_the_first_load() -> None:

@@ -137,7 +137,7 @@ class Engine:
     def _compute(self, output: SchedulerOutput, writes: list[Any], was_reset: bool = False) -> None:
         assert isinstance(output.kv_connector_metadata, KVFlowMetadata)
         step = output.kv_connector_metadata.step
-        for run in self.prefix_cache.take(step.reused):
+        for run in self.prefix_cache.remove_reused(step.reused):
             self.revoked += 1
             self.reading = [entry for entry in self.reading if entry[0] is not run]
             self.prefix_cache.unpin(run)
