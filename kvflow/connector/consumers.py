@@ -139,8 +139,8 @@ class ConsumingRequests:
             consumer.offered_tokens = ticket.offered_tokens
         elif ticket.num_tokens > most:
             logger.warning(
-                "%s: its prompt is computed here: the ticket of request %r has num_tokens %s, but at most %s tokens of "
-                "this prompt can be loaded",
+                "%s: its prompt is computed here: the ticket of request %r has num_tokens %s, of which this prompt "
+                "can load at most %s",
                 what,
                 ticket.request_id,
                 ticket.num_tokens,

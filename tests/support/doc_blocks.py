@@ -305,9 +305,8 @@ def check_vllm(words: list[str]) -> None:
     assert (ROOT / module.replace(".", "/")).is_dir()
     assert given["kv_connector"] == "KVFlowConnector"
     assert given["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
-    tree = ast.parse(
-        (ROOT / "kvflow" / "vllm" / "extra_config.py").read_text()
-    )  # parsed, because importing it needs vLLM
+    # Parsed, because importing it needs vLLM.
+    tree = ast.parse((ROOT / "kvflow" / "vllm" / "extra_config.py").read_text())
     (extra,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Extra")
     own = {
         node.target.id for node in extra.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
