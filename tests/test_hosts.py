@@ -15,7 +15,7 @@ from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import ConfigError, RequestError
 from kvflow.hosts import HOST_CHARS_MAX, address_at, bracketed, is_host, plain_host, split_address
 from kvflow.ray.llm import worker_settings
-from kvflow.stock.params import read_stock
+from kvflow.stock.params import read_stock_params
 
 SPELLINGS = ["fd00::2", "[fd00::2]", "FD00::2", "[fd00:0:0:0:0:0:0:2]"]
 each = pytest.mark.parametrize
@@ -55,7 +55,7 @@ def test_every_place_that_takes_a_host_takes_all_spellings(host: str) -> None:
     assert PeerAddress(engine_id="e", address=f"tcp://{host}:5600").address == at
     source = {"kv_request_id": "x", "remote_host": host, "remote_port": 5600}
     assert source_in({"remote_kv_source": source}) == at
-    assert read_stock(stock(host), arrived=None, lease_s=30.0, block_ids_max=1000).address == at
+    assert read_stock_params(stock(host), arrived=None, lease_s=30.0, block_ids_max=1000).address == at
     assert split_address(address_at(host, 5600)) == ("fd00::2", 5600)
     assert worker_settings({}, node_ip=host, head="", workers=1)["listen"] == address_at(host, 0)
 
@@ -72,7 +72,7 @@ def stock(host: str) -> dict[str, Any]:
 def test_what_is_no_host_to_connect_to_is_refused_and_shown(host: str) -> None:
     assert not is_host(host)
     with pytest.raises(RequestError, match="remote_host"):
-        read_stock(stock(host), arrived=None, lease_s=30.0, block_ids_max=1000)
+        read_stock_params(stock(host), arrived=None, lease_s=30.0, block_ids_max=1000)
     with pytest.raises(RequestError, match="remote_host"):
         source_in({"remote_kv_source": {"remote_host": host, "remote_port": 5600}})
     with pytest.raises(ConfigError, match="advertise_host"):

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from kvflow import checks
 from kvflow.blocking.handles import Lease, Load, QuarantinedBlocks
-from kvflow.blocking.loop_thread import LoopThread, ResultT, Work, bound, dropped
+from kvflow.blocking.loop_thread import LoopThread, ResultT, Work, checked_timeout, close_dropped
 from kvflow.config import Config
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
@@ -61,8 +61,8 @@ class Runtime:
         runtime = asynchronous.Runtime(config, observers=observers, world=world, parts=parts)
         self._thread = LoopThread(runtime, bound_s)
         self.config = config
-        self._drop = weakref.finalize(self, dropped, self._thread)
-        self._drop.atexit = False
+        self._finalizer = weakref.finalize(self, close_dropped, self._thread)
+        self._finalizer.atexit = False
 
     def __repr__(self) -> str:
         return f"<blocking {self._thread.runtime!r}>"
@@ -107,8 +107,8 @@ class Runtime:
             TimeoutError: `timeout_s` has passed; the closing goes on.
             UsageError: called on the loop's own thread, or `timeout_s` is not a valid time.
         """
-        bound_s = bound(timeout_s)
-        self._drop.detach()
+        bound_s = checked_timeout(timeout_s)
+        self._finalizer.detach()
         self._thread.close(self._closing_s if bound_s is None else bound_s)
 
     def register_kv_caches(
@@ -139,11 +139,11 @@ class Runtime:
 
     def serve_blocks(self, request: ServeRequest) -> Lease:
         """Blocking form of `kvflow.Runtime.serve_blocks`. The lease's `wait` returns how the lease ended."""
-        return Lease(self._thread.ask(lambda rt: rt.serve_blocks(request)), self._thread)
+        return Lease(self._thread.call_now(lambda rt: rt.serve_blocks(request)), self._thread)
 
     def introduce(self) -> Ticket:
         """Blocking form of `kvflow.Runtime.introduce`."""
-        return self._thread.ask(asynchronous.Runtime.introduce)
+        return self._thread.call_now(asynchronous.Runtime.introduce)
 
     def decline(
         self,
@@ -154,7 +154,7 @@ class Runtime:
         instead: Ticket | Mapping[str, Any] | None = None,
     ) -> None:
         """Blocking form of `kvflow.Runtime.decline`."""
-        self._thread.ask(lambda rt: rt.decline(request_id, reason, at=at, instead=instead))
+        self._thread.call_now(lambda rt: rt.decline(request_id, reason, at=at, instead=instead))
 
     def start_load(self, request: LoadRequest) -> Load:
         """Start to read the blocks that a ticket offers. Returns at once.
@@ -192,11 +192,11 @@ class Runtime:
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> Iterator[None]:
         """Blocking form of `kvflow.Runtime.keep_leases`. Leaving the block never waits."""
         kept = contextlib.ExitStack()
-        self._thread.ask(lambda rt: kept.enter_context(rt.keep_leases(ticket)))
+        self._thread.call_now(lambda rt: kept.enter_context(rt.keep_leases(ticket)))
         try:
             yield
         finally:
-            self._thread.tell(kept.close)
+            self._thread.call_soon(kept.close)
 
     def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Blocking form of `kvflow.Runtime.release_blocks`."""
@@ -243,7 +243,7 @@ class Runtime:
         """
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeClosed, RuntimeBroken):  # the loop has ended meanwhile
-                return self._thread.ask(asynchronous.Runtime.statistics)
+                return self._thread.call_now(asynchronous.Runtime.statistics)
         return self._thread.runtime.statistics()
 
     def start(self, work: Work[ResultT]) -> Future[ResultT]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from kvflow import checks
-from kvflow.blocking.loop_thread import LoopThread, bound
+from kvflow.blocking.loop_thread import LoopThread, checked_timeout
 from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.states import LeaseState
@@ -83,7 +83,7 @@ class Lease:
         Returns:
             This lease; `lease.revoke().wait()` returns how it ended, once its blocks may be reused.
         """
-        self._thread.tell(self._lease.revoke)
+        self._thread.call_soon(self._lease.revoke)
         return self
 
     def restart(self, ttl_s: float | None = None) -> None:
@@ -95,23 +95,23 @@ class Lease:
         Raises:
             RequestError: `ttl_s` is not a valid time.
         """
-        self._thread.tell(self._lease.restart, None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
+        self._thread.call_soon(self._lease.restart, None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
 
     def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
         """Blocking form of `kvflow.Lease.advance`."""
-        self._thread.ask(lambda _: self._lease.advance(num_tokens, ready))
+        self._thread.call_now(lambda _: self._lease.advance(num_tokens, ready))
 
     def extend(self, block_ids: GivenBlockIds) -> None:
         """Blocking form of `kvflow.Lease.extend`."""
-        self._thread.ask(lambda _: self._lease.extend(block_ids))
+        self._thread.call_now(lambda _: self._lease.extend(block_ids))
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
         """Blocking form of `kvflow.Lease.complete`."""
-        self._thread.ask(lambda _: self._lease.complete(payload, ready))
+        self._thread.call_now(lambda _: self._lease.complete(payload, ready))
 
     def fail(self, reason: str = "") -> Lease:
         """Blocking form of `kvflow.Lease.fail`."""
-        self._thread.ask(lambda _: self._lease.fail(reason))
+        self._thread.call_now(lambda _: self._lease.fail(reason))
         return self
 
 
@@ -187,14 +187,14 @@ class Load:
             UsageError: as for `result`.
         """
         self._thread.require_another_thread(self._report)
-        return bool(concurrent.futures.wait([self._report], bound(timeout_s)).done)
+        return bool(concurrent.futures.wait([self._report], checked_timeout(timeout_s)).done)
 
     def cancel(self) -> None:
         """Ask the load to end. It then ends within Config.cancel_grace_s.
 
         May be called on any thread, and never waits.
         """
-        self._thread.tell(self._cancel)
+        self._thread.call_soon(self._cancel)
 
     def add_done_callback(self, callback: Callable[[Load], object]) -> None:
         """Call `callback` with this handle once the load is done.
@@ -216,7 +216,7 @@ class Load:
             RuntimeBroken: the loop has ended, and the load's reads were not seen to stop.
             UsageError: as for `result`, unless the load is `safe`.
         """
-        self._thread.settle(self, self._settle, timeout_s)
+        self._thread.wait_safe(self, self._settled, timeout_s)
 
     def __iter__(self) -> Iterator[Progress]:
         """Yield the load's progress whenever more tokens have landed, until the load ends; see `kvflow.Load`.
@@ -264,7 +264,7 @@ class Load:
         if self._load is not None:
             self._load.cancel()
 
-    async def _settle(self, _: asynchronous.Runtime) -> None:
+    async def _settled(self, _: asynchronous.Runtime) -> None:
         if self._load is not None:
             await self._load.settled()
 
@@ -277,13 +277,13 @@ class QuarantinedBlocks:
 
     def __init__(self, held: Quarantine, thread: LoopThread) -> None:
         self.request_id, self.block_ids = held.request_id, held.block_ids
-        self._held = held
+        self._quarantine = held
         self._thread = thread
 
     @property
     def safe(self) -> bool:
         """True once no byte can land in the blocks."""
-        return self._held.safe
+        return self._quarantine.safe
 
     def settled(self, timeout_s: float | None = None) -> None:
         """Wait until no byte can land in the blocks.
@@ -291,7 +291,7 @@ class QuarantinedBlocks:
         TimeoutError if that takes longer than `timeout_s`. RuntimeBroken if the loop has ended, and the reads were not
         seen to stop.
         """
-        self._thread.settle(self, self._settle, timeout_s)
+        self._thread.wait_safe(self, self._settled, timeout_s)
 
-    async def _settle(self, _: asynchronous.Runtime) -> None:
-        await self._held.settled()
+    async def _settled(self, _: asynchronous.Runtime) -> None:
+        await self._quarantine.settled()

@@ -48,7 +48,7 @@ class LoopThread(threading.Thread):
         self._cause: BaseException | None = None
         self._futures: set[Future[Any]] = set()
         """Futures of submitted work that are not done. The end of the thread settles all futures that are left."""
-        self._inherited = False
+        self._in_forked_child = False
         """True in a forked child, which has neither the thread nor the loop."""
 
     def open(self, closing_s: float) -> None:
@@ -63,7 +63,7 @@ class LoopThread(threading.Thread):
         try:
             self._opened.result()
         except BaseException:  # also an interrupt of the calling thread
-            self.tell(self._closing.set)
+            self.call_soon(self._closing.set)
             self.join()
             raise
         # A NIXL agent must not be destroyed by the interpreter's exit while it reads.
@@ -74,25 +74,25 @@ class LoopThread(threading.Thread):
 
         Does not take the lock, since a thread of the parent process may have held it at the fork.
         """
-        self._inherited = True
+        self._in_forked_child = True
 
     def stop(self) -> None:
         """Begin to close the runtime and to end the thread. Returns at once."""
         atexit.unregister(self.close)
-        if self._inherited:
+        if self._in_forked_child:
             return
         if self.ident is None:
             self._ended = True
             self.loop.close()
-        self.tell(self._closing.set)
+        self.call_soon(self._closing.set)
 
     def close(self, timeout_s: float) -> None:
         """Close the runtime and wait at most `timeout_s` until the thread has ended; see `blocking.Runtime.close`."""
-        if self._inherited or self.ident is None:
+        if self._in_forked_child or self.ident is None:
             self.stop()
             return
         self.require_another_thread()
-        self.tell(self._closing.set)
+        self.call_soon(self._closing.set)
         self.join(timeout_s)
         if self.is_alive():
             raise TimeoutError(f"{self.runtime!r} has not closed within {timeout_s} s")
@@ -106,7 +106,7 @@ class LoopThread(threading.Thread):
 
         The future is settled in any case, also if the loop dies. A cancelled future is done at once.
         """
-        if self._inherited:
+        if self._in_forked_child:
             raise UsageError("the runtime belongs to the process that this one was forked from")
         with self._lock:
             if self._ended:
@@ -124,7 +124,7 @@ class LoopThread(threading.Thread):
         After `timeout_s`, cancel the coroutine and raise TimeoutError.
         """
         self.require_another_thread()
-        bound_s = bound(timeout_s)
+        bound_s = checked_timeout(timeout_s)
         future = self.submit(work)
         try:
             return future.result(bound_s)
@@ -134,9 +134,9 @@ class LoopThread(threading.Thread):
     def result_of(self, future: Future[ResultT], timeout_s: float | None) -> ResultT:
         """Return the result of a future that `submit` returned. TimeoutError if it takes longer than `timeout_s`."""
         self.require_another_thread(future)
-        return future.result(bound(timeout_s))
+        return future.result(checked_timeout(timeout_s))
 
-    def ask(self, verb: Callable[[asynchronous.Runtime], ResultT]) -> ResultT:
+    def call_now(self, verb: Callable[[asynchronous.Runtime], ResultT]) -> ResultT:
         """Call `verb` on the loop with the runtime, and return its result. `verb` is a function that never waits."""
 
         async def work(runtime: asynchronous.Runtime) -> ResultT:
@@ -144,7 +144,7 @@ class LoopThread(threading.Thread):
 
         return self.call(work, self.call_timeout_s)
 
-    def tell(self, callback: Callable[..., object], *arguments: object) -> None:
+    def call_soon(self, callback: Callable[..., object], *arguments: object) -> None:
         """Have the loop call `callback` soon, and return at once.
 
         On a closed loop, do nothing: all waiting calls are settled.
@@ -152,7 +152,7 @@ class LoopThread(threading.Thread):
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback, *arguments)
 
-    def settle(self, held: Quarantine, work: Work[None], timeout_s: float | None) -> None:
+    def wait_safe(self, held: Quarantine, work: Work[None], timeout_s: float | None) -> None:
         """Wait until no byte can land in the blocks of `held`, a load or other quarantine.
 
         `work` waits for that on the loop. RuntimeBroken if the loop has ended and the blocks are not safe.
@@ -229,7 +229,7 @@ class LoopThread(threading.Thread):
         return error
 
 
-def dropped(thread: LoopThread) -> None:
+def close_dropped(thread: LoopThread) -> None:
     """Close the runtime of a handle that was dropped without being closed.
 
     Warn with ResourceWarning if its thread is alive.
@@ -239,7 +239,7 @@ def dropped(thread: LoopThread) -> None:
     thread.stop()
 
 
-def bound(timeout_s: float | None) -> float | None:
+def checked_timeout(timeout_s: float | None) -> float | None:
     """Return `timeout_s` in seconds, or None to wait as long as it takes. UsageError if it is not a valid time."""
     found: float | None = checks.checked(timeout_s, "timeout_s", checks.Timeout | None, UsageError)
     return found

@@ -7,9 +7,9 @@ from kvflow.core.protocol.codec import WireError
 from kvflow.doctor.findings import Finding, fail, ok, warn
 from kvflow.errors import KVFlowError
 from kvflow.stock.metadata import ask_rank
-from kvflow.stock.metadata_conversion import unread
-from kvflow.stock.versions import LINES, line_that_shows
-from kvflow.stock.wire import StockAnswer, StockMetadata, agent_of
+from kvflow.stock.metadata_conversion import reasons_not_read
+from kvflow.stock.versions import LINES, line_of_metadata
+from kvflow.stock.wire import StockAnswer, StockMetadata, agent_name_of
 
 _ENGINE, _CACHE, _READ = "stock engine", "stock cache", "reading it"
 
@@ -30,9 +30,9 @@ async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
 def judge_stock(shown: StockAnswer) -> list[Finding]:
     """Return findings about a vLLM engine's version, compatibility hash and cache, and whether kvflow can read it."""
     metadata, lines = shown.metadata, [line.version for line in LINES]
-    like = [line.version for line in LINES if line.metadata == line_that_shows(shown.fields).metadata]
+    like = [line.version for line in LINES if line.metadata == line_of_metadata(shown.fields).metadata]
     try:
-        agent = agent_of(metadata.agent_metadata)
+        agent = agent_name_of(metadata.agent_metadata)
     except WireError as error:
         return [fail(_ENGINE, str(error), "its NIXL is not one that is known")]
     versions = like[0] if len(like) == 1 else f"{like[0]} to {like[-1]}"
@@ -41,7 +41,7 @@ def judge_stock(shown: StockAnswer) -> list[Finding]:
         ok("its compatibility hash", shown.compatibility_hash),
         ok(_CACHE, geometry(metadata)),
     ]
-    problems = unread(metadata)
+    problems = reasons_not_read(metadata)
     if problems:
         return [
             *found,
@@ -50,7 +50,7 @@ def judge_stock(shown: StockAnswer) -> list[Finding]:
     unknown = sorted(shown.fields - set(LINES[-1].metadata))
     if unknown:
         what = f"it shows what vLLM {lines[-1]} does not: {', '.join(unknown)[:200]}"
-        return [*found, warn(_READ, what, "it may be newer than what is spoken with; try it on a test fleet")]
+        return [*found, warn(_READ, what, "it may be newer than the supported versions; try it on a test fleet")]
     return [*found, ok(_READ, "pin its hash (StockPeers.hashes, or stock.hashes of KVFlowConnector)")]
 
 

@@ -46,7 +46,7 @@ class Lifetime(Generic[OpenedT]):
         if self._task is not None:
             raise UsageError(f"{self._name}: a Lifetime is started once")
         opened: asyncio.Future[OpenedT] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._live(opened), name=self._name)
+        self._task = asyncio.create_task(self._hold_open(opened), name=self._name)
         try:
             await asyncio.wait((opened, self._task), return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -82,7 +82,7 @@ class Lifetime(Generic[OpenedT]):
             self._task.result()
             raise UsageError(f"{self._name} was stopped")
 
-    async def _live(self, opened: asyncio.Future[OpenedT]) -> None:
+    async def _hold_open(self, opened: asyncio.Future[OpenedT]) -> None:
         async with self._context as value:
             opened.set_result(value)
             await self._stopping.wait()

@@ -30,7 +30,7 @@ def register() -> None:
     Raises:
         ConfigError: Ray Serve LLM is not installed, or its registry differs from ray 2.60.
     """
-    factory = _internal("factory", "KVConnectorBackendFactory", ("is_registered", "register_backend"))
+    factory = _ray_internal("factory", "KVConnectorBackendFactory", ("is_registered", "register_backend"))
     if not factory.is_registered(NAME):
         factory.register_backend(NAME, f"{__name__}:Backend")
 
@@ -55,8 +55,8 @@ def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, worker
 @cache
 def _backend() -> Any:
     """Return kvflow's backend class for Ray Serve LLM, made on first use, since its base classes are Ray's."""
-    base = _internal("base", "BaseConnectorBackend", ("setup", "kv_transfer_config"))
-    protocol = _internal("base", "DefaultPDProtocolMixin", ("prepare_prefill_request", "prepare_decode_request"))
+    base = _ray_internal("base", "BaseConnectorBackend", ("setup", "kv_transfer_config"))
+    protocol = _ray_internal("base", "DefaultPDProtocolMixin", ("prepare_prefill_request", "prepare_decode_request"))
 
     return type("Backend", (protocol, base), {"__module__": __name__, "setup": _setup})
 
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
     return _backend()
 
 
-def _internal(module: str, name: str, needed: tuple[str, ...]) -> Any:
+def _ray_internal(module: str, name: str, needed: tuple[str, ...]) -> Any:
     try:
         import ray
 

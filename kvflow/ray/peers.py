@@ -48,23 +48,27 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 listed = await list_peers()
-            known = await _renewed(runtime, known, listed)
+            known = await _update_connections(runtime, known, listed)
         except RuntimeUnavailable:
             return
         except (LookupError, RequestError, TimeoutError) as error:
             why = error or f"no answer in {ANSWER_TIMEOUT_S} s"
-            logger.info("engine %s: looks for its peers again: %s", runtime.config.engine_id, why)
+            logger.info(
+                "engine %s: its peers could not be listed, and are listed again later: %s",
+                runtime.config.engine_id,
+                why,
+            )
         await asyncio.sleep(period_s)
 
 
-async def _renewed(
+async def _update_connections(
     runtime: Runtime, known: frozenset[PeerAddress], listed: Sequence[Mapping[str, Any]]
 ) -> frozenset[PeerAddress]:
     """Forget replicas that have stopped, and connect to new ones. Return the replicas that are connected now.
 
     `known` are the replicas that were connected, `listed` the metadata of all present replicas.
     """
-    now = frozenset(_peer(entry) for entry in listed)
+    now = frozenset(_address_of(entry) for entry in listed)
     for gone in known - now:
         await runtime.forget_peer(gone.engine_id)
     come = sorted(now - known, key=lambda peer: peer.engine_id)
@@ -74,7 +78,7 @@ async def _renewed(
     return now - failed.keys()
 
 
-def _peer(entry: Mapping[str, Any]) -> PeerAddress:
+def _address_of(entry: Mapping[str, Any]) -> PeerAddress:
     return PeerAddress(**{name: entry[name] for name in _FIELDS if name in entry})
 
 

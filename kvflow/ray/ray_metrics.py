@@ -30,11 +30,11 @@ class RayMetrics:
 
     def __init__(self, period_s: float = 5.0) -> None:
         self._period_s = period_s
-        self._counted_by = {
+        self._record_counters = {
             name: (serve_metrics.Counter(name, text, tag_keys=(*LABELS, *labels)), (*LABELS, *labels))
             for name, text, labels in RECORD_COUNTERS
         }
-        self._measured_by = {
+        self._histograms = {
             name: (
                 serve_metrics.Histogram(name, text, boundaries=list(buckets), tag_keys=(*LABELS, *labels)),
                 (*LABELS, *labels),
@@ -42,11 +42,11 @@ class RayMetrics:
             for name, text, labels, buckets in HISTOGRAMS
         }
         self._gauges = [
-            (serve_metrics.Gauge(name, text, tag_keys=_keys(label)), label, values_of)
+            (serve_metrics.Gauge(name, text, tag_keys=_label_names(label)), label, values_of)
             for name, text, label, values_of in GAUGES
         ]
         self._counters = [
-            (serve_metrics.Counter(name, text, tag_keys=_keys(label)), label, values_of)
+            (serve_metrics.Counter(name, text, tag_keys=_label_names(label)), label, values_of)
             for name, text, label, values_of in COUNTERS
         ]
         self._counted: dict[tuple[int, str], float] = {}
@@ -69,11 +69,11 @@ class RayMetrics:
 
     def _note(self, record: LoadRecord | LeaseRecord) -> None:
         for name, labels, amount in told_by(record):
-            if name in self._measured_by:
-                histogram, names = self._measured_by[name]
+            if name in self._histograms:
+                histogram, names = self._histograms[name]
                 histogram.observe(amount, tags=dict(zip(names, labels, strict=True)))
             elif amount > 0:  # Ray raises if 0 is added
-                counter, names = self._counted_by[name]
+                counter, names = self._record_counters[name]
                 counter.inc(amount, tags=dict(zip(names, labels, strict=True)))
 
     async def watch(self, runtime: Runtime) -> None:
@@ -84,10 +84,10 @@ class RayMetrics:
         """
         where = dict(zip(LABELS, (runtime.config.engine_id, *map(str, Rank.of(runtime.config))), strict=True))
         while True:
-            self._show(runtime.statistics(), where)
+            self._export(runtime.statistics(), where)
             await asyncio.sleep(self._period_s)
 
-    def _show(self, now: RuntimeStatistics, where: dict[str, str]) -> None:
+    def _export(self, now: RuntimeStatistics, where: dict[str, str]) -> None:
         for gauge, label, values_of in self._gauges:
             for value, amount in values_of(now).items():
                 gauge.set(amount, tags={**where, label: value} if label else where)
@@ -99,5 +99,5 @@ class RayMetrics:
                     counter.inc(more, tags={**where, label: value} if label else where)
 
 
-def _keys(label: str) -> tuple[str, ...]:
+def _label_names(label: str) -> tuple[str, ...]:
     return (*LABELS, label) if label else LABELS

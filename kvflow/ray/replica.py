@@ -158,8 +158,8 @@ class ReplicaRuntime:
         parts: Sequence[Part] = (),
         **settings: Any,
     ) -> None:
-        self._look = this_replica if place is None else lambda: place
-        self.place = self._look()
+        self._find_place = this_replica if place is None else lambda: place
+        self.place = self._find_place()
         config = self.place.config(settings)
         self.drain_deadline_s = self.place.drain_deadline_s(config, drain_deadline_s)
         self.runtime = Runtime(config, observers=observers, world=world, parts=parts)
@@ -191,7 +191,7 @@ class ReplicaRuntime:
         """
         if self.runtime.state not in (RuntimeState.OPEN, RuntimeState.DRAINING):
             return False  # its leases and loads have ended with it
-        left_s = self._look().time_to_drain_s(self.runtime.config)
+        left_s = self._find_place().time_to_drain_s(self.runtime.config)
         return await self.runtime.drain(max(min(self.drain_deadline_s, left_s), _SHORTEST_S))
 
     def metadata(self) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def this_replica() -> ReplicaPlace:
     try:
         context = serve.get_replica_context()
     except RayServeException as error:
-        raise ConfigError(f"ReplicaRuntime: this process is no replica of Ray Serve: {error}") from error
+        raise ConfigError(f"ReplicaRuntime: this process is not a replica of Ray Serve: {error}") from error
     deployment = context._deployment_config  # only this has the replica's shutdown timeout
     return ReplicaPlace(
         app=context.app_name,

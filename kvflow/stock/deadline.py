@@ -92,27 +92,27 @@ class DeadlineProof:
         self.seen_s = -math.inf
         self.bound_s = arrived_s + terms.lease_s - terms.router_s
         """Time on this engine's clock until which the producer holds the blocks, as far as is known."""
-        self._settled_s = arrived_s + terms.settle_s
+        self._known_from_s = arrived_s + terms.settle_s
         self._terms = terms
         self._now_s = now_s
         self._unsent = unsent
         self._unsent_before = unsent()
-        self._beats: list[float] = []
+        self._heartbeats_s: list[float] = []
 
-    def beat(self) -> None:
+    def note_heartbeat(self) -> None:
         """Note that a heartbeat for the request is sent to the rank now."""
         now_s = self._now_s()
-        if now_s >= self._settled_s:
-            self._beats.append(now_s)
+        if now_s >= self._known_from_s:
+            self._heartbeats_s.append(now_s)
 
-    def surely_until_s(self) -> float:
+    def held_until_s(self) -> float:
         """Return the time until which the blocks are surely held, extended by heartbeats that have arrived by now."""
         now_s, terms = self._now_s(), self._terms
         if self._unsent() != self._unsent_before:  # one of the unsent messages may be a heartbeat of this request
-            self._beats.clear()
+            self._heartbeats_s.clear()
             return self.bound_s
-        while self._beats and self._beats[0] + terms.allowance_s <= now_s:
-            sent_s = self._beats.pop(0)
+        while self._heartbeats_s and self._heartbeats_s[0] + terms.allowance_s <= now_s:
+            sent_s = self._heartbeats_s.pop(0)
             if sent_s + terms.allowance_s < self.bound_s:
                 self.bound_s = max(self.bound_s, sent_s + terms.extension_s - terms.allowance_s)
         return self.bound_s
@@ -123,11 +123,11 @@ class DeadlineProof:
 
     def before(self) -> Step:
         """Return POST if a read may begin, since the bound has not passed, else STALE; see `SealProof.before`."""
-        return Step.POST if self._now_s() < self.surely_until_s() else Step.STALE
+        return Step.POST if self._now_s() < self.held_until_s() else Step.STALE
 
     def after(self, read_s: float | None) -> Step:
         """Return FRESH if the bound has not passed now, after the last byte, else STALE; see `SealProof.after`."""
-        return Step.FRESH if self._now_s() < self.surely_until_s() else Step.STALE
+        return Step.FRESH if self._now_s() < self.held_until_s() else Step.STALE
 
     def anew(self) -> DeadlineProof:
         """Return this proof: another read under the same lease has the same bound."""

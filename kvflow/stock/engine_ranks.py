@@ -21,7 +21,7 @@ from kvflow.stock.wire import METADATA_BYTES_MAX, StockMetadata
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
-_ALIKE = ("num_blocks", "block_size", "block_lens", "kv_cache_layout", "region_names", "region_group_ids")
+_EQUAL_FIELDS = ("num_blocks", "block_size", "block_lens", "kv_cache_layout", "region_names", "region_group_ids")
 """Metadata fields that must be equal on all ranks of an engine, since readers look only at the first rank's."""
 
 
@@ -48,10 +48,10 @@ class EngineRanks:
 
     def __init__(self) -> None:
         self._own: _Card | None = None
-        self._shown: Mapping[int, bytes] = {}
+        self._metadata_by_rank: Mapping[int, bytes] = {}
 
     def __repr__(self) -> str:
-        return f"<EngineRanks, {len(self._shown)} shown>"
+        return f"<EngineRanks, metadata of {counted(len(self._metadata_by_rank), 'rank')}>"
 
     @property
     def card(self) -> bytes:
@@ -74,22 +74,25 @@ class EngineRanks:
                 ranks' caches differ.
             UsageError: no cache is registered, or stock readers are not served.
         """
-        own = _read(self.card)
+        own = _decode_card(self.card)
         given = checks.answer(lambda: list(cards))
         if given is None or len(given) > RANKS_MAX:
             raise RequestError(f"stock ranks: expected the cards of 1 to {RANKS_MAX} ranks, got {checks.shown(cards)}")
-        found = [_read(card) for card in given]
+        found = [_decode_card(card) for card in given]
         places = [card.tp_rank for card in found]
         if sorted(places) != list(range(own.tp_size)):
-            raise RequestError(f"stock ranks: cards of tp_ranks {sorted(places)[:16]}, there are {own.tp_size}")
+            expected = f"expected a card of each of {counted(own.tp_size, 'rank')}"
+            raise RequestError(f"stock ranks: {expected}, got tp_ranks {sorted(places)[:16]}")
         for card in found:
             if (card.engine_id, card.tp_size) != (own.engine_id, own.tp_size):
                 theirs = f"engine {card.engine_id[:80]!a} of {counted(card.tp_size, 'rank')}"
-                raise RequestError(f"stock ranks: this is {own.engine_id!r} of {own.tp_size}, a card is of {theirs}")
-        _check_alike(found)
+                raise RequestError(
+                    f"stock ranks: ours is engine {own.engine_id!r} of {own.tp_size}, a card is from {theirs}"
+                )
+        _check_equal_fields(found)
         if own not in found:
-            raise RequestError(f"stock ranks: the card of tp_rank {own.tp_rank} is of another life of it")
-        self._shown = {card.tp_rank: card.metadata for card in found}
+            raise RequestError(f"stock ranks: the card of tp_rank {own.tp_rank} is from another registration")
+        self._metadata_by_rank = {card.tp_rank: card.metadata for card in found}
 
     def begin(self, engine_id: str, tp_rank: int, tp_size: int, metadata: bytes) -> None:
         """Set this rank's metadata, and drop the cards of the other ranks. Only the rank's runtime calls it.
@@ -102,10 +105,10 @@ class EngineRanks:
             tp_size: number of ranks of the engine.
             metadata: this rank's metadata as a reader gets it.
         """
-        self._shown = {}
+        self._metadata_by_rank = {}
         self._own = _Card(engine_id=engine_id, tp_rank=tp_rank, tp_size=tp_size, metadata=metadata)
         if tp_size == 1:
-            self._shown = {0: metadata}
+            self._metadata_by_rank = {0: metadata}
 
     def metadata_of(self, tp_rank: int) -> bytes | None:
         """Return the encoded metadata that stock readers get for a rank of this engine.
@@ -116,19 +119,19 @@ class EngineRanks:
         Returns:
             The metadata; None if there is no such rank, or the cards of all ranks have not been given yet.
         """
-        return self._shown.get(tp_rank)
+        return self._metadata_by_rank.get(tp_rank)
 
 
-def _read(card: bytes) -> _Card:
+def _decode_card(card: bytes) -> _Card:
     if type(card) is not bytes or len(card) > METADATA_BYTES_MAX:
-        raise RequestError(f"stock ranks: expected the cards of ranks, got {checks.shown(card)}")
+        raise RequestError(f"stock ranks: expected the card of a rank, got {checks.shown(card)}")
     return _decoded(card, _Card)
 
 
-def _check_alike(cards: Sequence[_Card]) -> None:
-    """Raise RequestError if a field in `_ALIKE` differs between the ranks of `cards`."""
+def _check_equal_fields(cards: Sequence[_Card]) -> None:
+    """Raise RequestError if a field in `_EQUAL_FIELDS` differs between the ranks of `cards`."""
     shown = [_decoded(card.metadata, StockMetadata) for card in cards]
-    for name in _ALIKE:
+    for name in _EQUAL_FIELDS:
         values = {repr(getattr(one, name)) for one in shown}
         if len(values) > 1:
             raise RequestError(f"stock ranks: {name} of the ranks differ: {', '.join(sorted(values))[:400]}")
@@ -138,4 +141,6 @@ def _decoded(data: bytes, kind: type[StructT]) -> StructT:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.MsgspecError as error:
-        raise RequestError(f"stock ranks: {counted(len(data), 'byte')}, no card: {str(error)[:200]}") from error
+        raise RequestError(
+            f"stock ranks: expected a card, got {counted(len(data), 'byte')}: {str(error)[:200]}"
+        ) from error

@@ -64,7 +64,7 @@ async def ask_rank(
             frames = await _exchange(endpoint, question, bytes_max)
     except TimeoutError:
         hint = loopback_hint(address, "VLLM_NIXL_SIDE_CHANNEL_HOST there")
-        why = f"{where}: no answer within {timeout_s} s: it has ended, stands still, or this is not its address{hint}"
+        why = f"{where}: no answer within {timeout_s} s: it has ended or hangs, or this is not its address{hint}"
         raise PeerUnreachable(why, peer=address, engine_id=engine_id) from None
     except (OSError, ValueError, zmq.ZMQError) as error:
         raise PeerUnreachable(f"{where}: {error}", peer=address, engine_id=engine_id) from error

@@ -35,7 +35,7 @@ from kvflow.stock.wire import StockMetadata
 
 HEADS_FIRST = ("LBHNC", "HND")
 TOKENS_FIRST = ("LBNHC", "NHD")
-SHARED = -1
+SEVERAL_GROUPS = -1
 """Value of `OurRegion.group` for a region with layers of several groups."""
 _LAYOUTS = (*HEADS_FIRST, *TOKENS_FIRST)
 _MEMORY = {"DRAM": "cpu", "VRAM": "cuda"}
@@ -67,8 +67,8 @@ class OurRegion(NamedTuple):
 
     layer: int
     """Number of the region's first layer, which gives the region its name."""
-    at: tuple[int, int]
-    """Where the first layer is in `OurCache.sets`: index of its set, and index of the layer within the set."""
+    set_and_index: tuple[int, int]
+    """Where the first layer is in `OurCache.layer_sets`: index of its set, and index of the layer within the set."""
     group: int
     """Index of the group that all layers in the region belong to, or SHARED."""
 
@@ -81,12 +81,12 @@ class OurRegion(NamedTuple):
 class OurCache(NamedTuple):
     """This rank's cache in the form in which caches of stock ranks are compared with it."""
 
-    sets: tuple[OurLayers, ...]
+    layer_sets: tuple[OurLayers, ...]
     groups: tuple[GroupFacts, ...]
 
     @property
     def layers(self) -> frozenset[int]:
-        return frozenset(layer for one in self.sets for layer in one.share.layers)
+        return frozenset(layer for one in self.layer_sets for layer in one.share.layers)
 
     @property
     def regions(self) -> tuple[OurRegion, ...]:
@@ -96,19 +96,19 @@ class OurCache(NamedTuple):
         """
         found: dict[int, OurRegion] = {}
         for layer, which, nth in sorted(self._layers(), key=_stock_order):
-            group, base = self.sets[which].share.group, self.base_of(which, nth)
+            group, base = self.layer_sets[which].share.group, self.base_of(which, nth)
             known = found.setdefault(base, OurRegion(layer, (which, nth), group))
             if known.group != group:
-                found[base] = known._replace(group=SHARED)
+                found[base] = known._replace(group=SEVERAL_GROUPS)
         return tuple(found.values())
 
     def base_of(self, which: int, nth: int) -> int:
         """Return the address of the first block of the layer with index `nth` in the set with index `which`."""
-        regions = self.sets[which].regions
+        regions = self.layer_sets[which].regions
         return int(regions.bases[nth * len(regions.parts)])
 
     def _layers(self) -> list[tuple[int, int, int]]:
-        sets = enumerate(self.sets)
+        sets = enumerate(self.layer_sets)
         return [(layer, which, nth) for which, one in sets for nth, layer in enumerate(one.share.layers)]
 
 
@@ -123,55 +123,55 @@ def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: 
     """
     what = "stock peers: our cache"
     if any(share.part for share in shares) or any(group.kind is GroupKind.STATE for group in groups):
-        raise ConfigError(f"{what}: state per request is not exchanged with stock engines, attention is")
+        raise ConfigError(f"{what}: state per request is not exchanged with stock engines, only attention is")
     if len(sizes := {group.block_size for group in groups}) > 1:
-        raise ConfigError(f"{what}: groups with block sizes {sorted(sizes)}: stock engines say one size")
+        raise ConfigError(f"{what}: groups have block sizes {sorted(sizes)}, a stock engine has only one")
     if shares[0].pp_size != 1:
         raise ConfigError(f"{what}: pp_size {shares[0].pp_size}: only 1 is exchanged with stock engines")
     return OurCache(tuple(map(OurLayers, shares, regions)), tuple(groups))
 
 
-def metadata_of(at: Address, found: StockMetadata, agent: str, ours: OurCache, *, tp_size: int) -> messages.Metadata:
+def metadata_of(at: Address, stock: StockMetadata, agent: str, ours: OurCache, *, tp_size: int) -> messages.Metadata:
     """Convert a stock rank's metadata to kvflow's form, so that it can be judged like any peer's.
 
     `tp_size` is the number of ranks of the stock engine. PeerIncompatible if the stock cache cannot be read.
     """
-    if problems := unread(found):
+    if problems := reasons_not_read(stock):
         raise at.failure(PeerIncompatible, "; ".join(problems))
-    place_of, device = _places(at, found, ours), _device(at, found, ours)
-    num_blocks, strides = _num_blocks(at, found), found.block_strides or found.block_lens
+    place_of, device = _region_indexes(at, stock, ours), _device(at, stock, ours)
+    num_blocks, strides = _num_blocks(at, stock), stock.block_strides or stock.block_lens
     shares: list[CacheShare] = []
     tables: list[RegionTable] = []
-    for which, one in enumerate(ours.sets):
+    for which, one in enumerate(ours.layer_sets):
         places = [place_of[ours.base_of(which, nth)] for nth in range(len(one.share.layers))]
-        heads = _heads(at, found, one, places)
+        heads = _kv_heads(at, stock, one, places)
         shares.append(
             msgspec.structs.replace(
                 one.share,
                 tp_rank=at.rank.tp,
                 tp_size=tp_size,
                 kv_heads=heads,
-                block_size=found.block_size,
+                block_size=stock.block_size,
             )
         )
         tables.append(
             RegionTable(
-                bases=[found.kv_caches_base_addr[place] for place in places],
+                bases=[stock.kv_caches_base_addr[place] for place in places],
                 strides=[strides[place] for place in places],
-                block=_block(found, one, heads),
+                block=_block(stock, one, heads),
                 parts=one.regions.parts if one.share.latent else ("KV",),
                 num_blocks=num_blocks,
                 device=device,
             )
         )
     return messages.Metadata(
-        engine_id=found.engine_id,
+        engine_id=stock.engine_id,
         incarnation=agent,
         cache_shares=tuple(shares),
-        agent_metadata=found.agent_metadata,
-        agent_metadata_crc32=zlib.crc32(found.agent_metadata),
+        agent_metadata=stock.agent_metadata,
+        agent_metadata_crc32=zlib.crc32(stock.agent_metadata),
         regions=tuple(tables),
-        groups=tuple(msgspec.structs.replace(group, block_size=found.block_size) for group in ours.groups),
+        groups=tuple(msgspec.structs.replace(group, block_size=stock.block_size) for group in ours.groups),
         seals=_NO_SEALS,
         staged=False,
     )
@@ -183,111 +183,111 @@ def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collect
     The first rank's number of heads proves it, unless heads are replicated on several ranks. Sizes in `known` are
     configured.
     """
-    kv_heads, tp_size, model = share.kv_heads, share.tp_size, ours.sets[0].model_kv_heads
+    kv_heads, tp_size, model = share.kv_heads, share.tp_size, ours.layer_sets[0].model_kv_heads
     if tp_size == 1 or tp_size in known:
         return
     if not share.latent and model and kv_heads * tp_size == model:
         return
-    proof = f"a rank with {counted(kv_heads, 'head')} of {model or 'so many'} does not prove it"
-    why = f"tp_size: the parameters say {tp_size}, {proof}: name it among the known ones (stock_tp_sizes)"
+    proof = f"the first rank's {counted(kv_heads, 'head')} of {model or 'unknown'} do not prove it"
+    why = f"tp_size: the parameters say {tp_size}, {proof}: set StockPeers.tp_sizes"
     raise at.failure(PeerIncompatible, why)
 
 
-def unread(found: StockMetadata) -> list[str]:
-    """Return why the cache in `found` is never read from a stock engine; an empty list if it may be read."""
-    layout, split = found.kv_cache_layout, found.physical_blocks_per_logical_kv_block
+def reasons_not_read(stock: StockMetadata) -> list[str]:
+    """Return why the cache in `stock` is never read from a stock engine; an empty list if it may be read."""
+    layout, split = stock.kv_cache_layout, stock.physical_blocks_per_logical_kv_block
     problems = {
-        f"dcp_size {found.dcp_size}, pcp_size {found.pcp_size}: only 1 is read from": found.dcp_size * found.pcp_size
+        f"dcp_size {stock.dcp_size}, pcp_size {stock.pcp_size}: only 1 is read from": stock.dcp_size * stock.pcp_size
         > 1,
-        f"state per request (ssm_sizes {found.ssm_sizes}) is not read from stock engines": (
-            any(found.ssm_sizes) or found.ple_block_len is not None
+        f"state per request (ssm_sizes {stock.ssm_sizes}) is not read from stock engines": (
+            any(stock.ssm_sizes) or stock.ple_block_len is not None
         ),
         f"a block of vLLM's is {counted(split, 'block')} of its kernels: such are not read from stock engines": split
         > 1,
-        "regions of packed layers (region_members) are not read from stock engines": found.packs_layers,
+        "regions of packed layers (region_members) are not read from stock engines": stock.packs_layers,
         f"kv_cache_layout: read are {', '.join(_LAYOUTS)}, theirs is {layout[:40]!a}": layout not in _LAYOUTS,
     }
     return [problem for problem, found_so in problems.items() if found_so]
 
 
-def _places(at: Address, found: StockMetadata, ours: OurCache) -> dict[int, int]:
+def _region_indexes(at: Address, stock: StockMetadata, ours: OurCache) -> dict[int, int]:
     """Return the index of the stock rank's region for each region of this rank, by this rank's base address.
 
     PeerIncompatible unless both ranks lay out their regions alike.
     """
-    regions = _regions_of(at, found, ours.regions)
+    regions = _regions_of(at, stock, ours.regions)
     groups = [region.group for region in regions]
-    shown = found.region_group_ids
+    shown = stock.region_group_ids
     if shown is None and set(groups) != {0}:
-        why = f"groups: ours {len(ours.groups)}, theirs are not said (vLLM before 0.30)"
+        why = f"groups: ours {len(ours.groups)}, theirs are not in the metadata (vLLM before 0.30)"
         raise at.failure(PeerIncompatible, why)
     if shown is not None and shown != groups:
-        raise at.failure(PeerIncompatible, f"groups of regions: ours {_text(groups)}, theirs {_text(shown)}")
-    return {ours.base_of(*region.at): place for place, region in enumerate(regions)}
+        raise at.failure(PeerIncompatible, f"groups of regions: ours {_listed(groups)}, theirs {_listed(shown)}")
+    return {ours.base_of(*region.set_and_index): place for place, region in enumerate(regions)}
 
 
-def _regions_of(at: Address, found: StockMetadata, regions: Sequence[OurRegion]) -> Sequence[OurRegion]:
+def _regions_of(at: Address, stock: StockMetadata, regions: Sequence[OurRegion]) -> Sequence[OurRegion]:
     """Return this rank's counterpart of each of the stock rank's regions, in the stock rank's order.
 
     Regions are matched by the number in the first layer's name; without names, both ranks have the same order.
     PeerIncompatible if the regions do not match.
     """
-    count = len(found.kv_caches_base_addr)
+    count = len(stock.kv_caches_base_addr)
     if count != len(regions):
         raise at.failure(PeerIncompatible, f"layers: ours {len(regions)}, theirs {counted(count, 'region')}")
-    if found.region_names is None:
+    if stock.region_names is None:
         return regions
-    names = [_NUMBER.findall(name) for name in found.region_names]
+    names = [_NUMBER.findall(name) for name in stock.region_names]
     if any(len(one) != 1 for one in names):
-        why = f"layers: {found.region_names[0][:80]!a} and others have not one number each"
+        why = f"layers: {stock.region_names[0][:80]!a} and others: expected exactly one number in each name"
         raise at.failure(PeerIncompatible, why)
     numbers, by_number = [int(one[0]) for one in names], {region.number: region for region in regions}
     if len(by_number) < len(regions) or set(numbers) != by_number.keys():
-        what = f"ours {_text([region.number for region in regions])}, theirs {_text(numbers)}"
+        what = f"ours {_listed([region.number for region in regions])}, theirs {_listed(numbers)}"
         raise at.failure(PeerIncompatible, f"layers: {what}: regions are named by their first layers")
     return [by_number[number] for number in numbers]
 
 
-def _text(numbers: Collection[int]) -> str:
+def _listed(numbers: Collection[int]) -> str:
     return f"{len(numbers)} ({few(numbers, 16)})"
 
 
-def _heads(at: Address, found: StockMetadata, ours: OurLayers, places: Sequence[int]) -> int:
+def _kv_heads(at: Address, stock: StockMetadata, ours: OurLayers, places: Sequence[int]) -> int:
     """Return how many KV heads a stock rank has, computed from the block sizes of its regions at the indexes `places`.
 
     PeerIncompatible if the regions differ, or do not hold a whole number of heads.
     """
-    sizes = {found.block_lens[place] for place in places}
+    sizes = {stock.block_lens[place] for place in places}
     if len(sizes) > 1:
-        why = f"block_lens: theirs {sorted(sizes)[:8]} for layers that are alike here"
+        why = f"block_lens: theirs {sorted(sizes)[:8]} for layers that have one size here"
         raise at.failure(PeerIncompatible, why)
     (size,) = sizes
-    heads, rest = divmod(size, found.block_size * ours.head_bytes)
+    heads, rest = divmod(size, stock.block_size * ours.head_bytes)
     if rest or not heads:
         what = f"ours {counted(ours.head_bytes, 'byte')} for a head of a token, theirs {size} for a block"
-        raise at.failure(PeerIncompatible, f"block_len: {what} of {counted(found.block_size, 'token')}")
+        raise at.failure(PeerIncompatible, f"block_len: {what} of {counted(stock.block_size, 'token')}")
     return heads
 
 
-def _block(found: StockMetadata, ours: OurLayers, heads: int) -> BlockShape:
-    tokens, run = found.block_size, ours.head_bytes
-    if found.kv_cache_layout in HEADS_FIRST or heads == 1:
+def _block(stock: StockMetadata, ours: OurLayers, heads: int) -> BlockShape:
+    tokens, run = stock.block_size, ours.head_bytes
+    if stock.kv_cache_layout in HEADS_FIRST or heads == 1:
         return BlockShape(tokens, heads, run, run, tokens * run)
     return BlockShape(tokens, heads, run, heads * run, run)
 
 
-def _num_blocks(at: Address, found: StockMetadata) -> int:
-    counts = set(found.region_num_blocks or [found.num_blocks])
+def _num_blocks(at: Address, stock: StockMetadata) -> int:
+    counts = set(stock.region_num_blocks or [stock.num_blocks])
     if len(counts) != 1:
-        why = f"region_num_blocks: theirs {sorted(counts)[:8]}: all are equal where they are read"
+        why = f"region_num_blocks: theirs {sorted(counts)[:8]}, expected one number for all regions"
         raise at.failure(PeerIncompatible, why)
     return counts.pop()
 
 
-def _device(at: Address, found: StockMetadata, ours: OurCache) -> Device:
-    here = ours.sets[0].regions.device.kind
-    kinds = {_MEMORY.get(kind, kind[:20]) for kind in found.region_mem_types or ()} or {here}
+def _device(at: Address, stock: StockMetadata, ours: OurCache) -> Device:
+    here = ours.layer_sets[0].regions.device.kind
+    kinds = {_MEMORY.get(kind, kind[:20]) for kind in stock.region_mem_types or ()} or {here}
     if len(kinds) != 1:
         raise at.failure(PeerIncompatible, f"regions in several kinds of memory: {sorted(kinds)}")
     kind = kinds.pop()
-    return Device(kind, found.device_id if kind == "cuda" else 0)
+    return Device(kind, stock.device_id if kind == "cuda" else 0)

@@ -20,8 +20,8 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.hosts import PORT_MAX, is_host, plain_host
 from kvflow.stock.deadline import Arrival
-from kvflow.stock.texts import can_be_told
-from kvflow.stock.versions import LINES, least_line, line_of
+from kvflow.stock.texts import fits_text
+from kvflow.stock.versions import LINES, line_of, line_of_params
 
 _Block: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
@@ -34,7 +34,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     """
 
     def __post_init__(self) -> None:
-        """Check nothing, since the groups are not known; `read_stock` has checked the fields."""
+        """Check nothing, since the groups are not known; `read_stock_params` has checked the fields."""
 
     least_line: str
     """Version of the oldest vLLM release line that makes parameters with these keys."""
@@ -78,14 +78,14 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True):
     transfer_mode: Annotated[str, Meta(pattern=r"\Apull\Z")] = "pull"
 
 
-def is_stock(params: Mapping[str, Any]) -> bool:
+def is_stock_params(params: Mapping[str, Any]) -> bool:
     """Return True if `params` ask for a load from a stock engine."""
     request_id = params.get("remote_request_id")
     ours = params.get("kvflow") is not None or (isinstance(request_id, str) and MARK in request_id)
     return not ours and "remote_block_ids" in params
 
 
-def read_stock(
+def read_stock_params(
     params: Mapping[str, Any], *, arrived: Arrival | None, lease_s: float, block_ids_max: int, left: int = 0
 ) -> StockTicket:
     """Return a stock producer's parameters as a ticket for all offered tokens but the last `left`.
@@ -95,32 +95,32 @@ def read_stock(
     given = checks.mapping(params, "stock params")
     if isinstance(given.get("remote_port"), float):
         given = checks.without_doubles(given)
-    line, left = least_line(given), checks.whole(left, "stock params: left", least=0)
+    line, left = line_of_params(given), checks.whole(left, "stock params: left", least=0)
     try:
-        told = msgspec.convert(given, _Params)
+        fields = msgspec.convert(given, _Params)
     except Exception as error:
         raise RequestError(f"stock params: {checks.refusal(error, given)}") from error
-    tables, num_tokens, host = told.remote_block_ids, told.remote_num_tokens, plain_host(told.remote_host)
+    tables, num_tokens, host = fields.remote_block_ids, fields.remote_num_tokens, plain_host(fields.remote_host)
     if (found := sum(map(len, tables))) > block_ids_max:
         most = f"at most {block_ids_max} (limits.block_ids_max)"
         raise RequestError(f"stock params: remote_block_ids: {counted(found, 'block id')}, {most}")
     for name, value, fits in (
-        ("do_remote_prefill", told.do_remote_prefill, told.do_remote_prefill),
-        ("remote_engine_id", told.remote_engine_id, is_name(told.remote_engine_id, ENGINE_ID_CHARS_MAX)),
-        ("remote_request_id", told.remote_request_id, can_be_told(told.remote_request_id)),
-        ("remote_host", told.remote_host, host is not None and is_host(host)),
+        ("do_remote_prefill", fields.do_remote_prefill, fields.do_remote_prefill),
+        ("remote_engine_id", fields.remote_engine_id, is_name(fields.remote_engine_id, ENGINE_ID_CHARS_MAX)),
+        ("remote_request_id", fields.remote_request_id, fits_text(fields.remote_request_id)),
+        ("remote_host", fields.remote_host, host is not None and is_host(host)),
         ("remote_num_tokens, of some blocks,", num_tokens, num_tokens or not found),
     ):
         if not fits:
             raise RequestError(f"stock params: {name} cannot be {shown(value)}")
     return StockTicket(
-        engine_id=told.remote_engine_id,
-        request_id=told.remote_request_id,
+        engine_id=fields.remote_engine_id,
+        request_id=fields.remote_request_id,
         block_ids=tables[0],
         more_block_ids=tables[1:],
         num_tokens=max(num_tokens - left, 0),
         ttl_s=lease_s,
-        tp_size=told.tp_size,
+        tp_size=fields.tp_size,
         pp_size=1,
         dp_rank=0,
         block_size=1,
@@ -129,7 +129,7 @@ def read_stock(
         fixed_ports=False,
         traceparent="",
         prompt_digest="",
-        ranks=(RankLease.unasked(Rank(0, 0, 0), "stock", str(host), told.remote_port),),
+        ranks=(RankLease.unasked(Rank(0, 0, 0), "stock", str(host), fields.remote_port),),
         least_line=line.version,
         arrived=_arrival(arrived),
         params={key: value for key, value in given.items() if key in LINES[-1].params},
@@ -157,13 +157,13 @@ def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts]) -> tuple[tu
             filled = f"{counted(end, 'block')} of {size} for {counted(tokens + ticket.left, 'token')}"
             needs = f"there are {filled}, needed from block {first} on"
             raise RequestError(f"{what}: {counted(len(ids), 'block id')} of group {facts.name!r}, but {needs}")
-        if (lost := lost_block(ticket, facts, ids)) is not None:
-            raise RequestError(f"{what}: group {facts.name!r}: block {lost} is null, but needed")
+        if (freed := freed_block(ticket, facts, ids)) is not None:
+            raise RequestError(f"{what}: group {facts.name!r}: block {freed} is null, but needed")
         found.append(tuple(kept))
     return tuple(found)
 
 
-def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> int | None:
+def freed_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> int | None:
     """Return the index, in the prompt, of the first needed block that the producer has freed, or None.
 
     `ids` is the ticket's block table of the group `facts`. None also if its length does not fit the group's block size:
@@ -187,7 +187,7 @@ def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> S
     return ids[first - behind : -(-tokens // size) - behind]
 
 
-def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:
+def make_stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:
     """Return `ticket` as parameters of a stock producer of `version`, with the key "kvflow" for kvflow's own readers.
 
     The content of "kvflow" is also appended to the request id, for routers that drop the key: without both, a kvflow
@@ -202,12 +202,16 @@ def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, An
     checks.instance(ticket, Ticket, "stock params: ticket")
     line = line_of(checks.text(version, "stock params: version"))
     left = checks.whole(left, "stock params: left", least=0)
-    if not can_be_told(ticket.request_id):
-        raise RequestError(f"ticket: no stock reader can name the request {ticket.request_id[:80]!a}")
+    if not fits_text(ticket.request_id):
+        raise RequestError(
+            f"ticket: a stock reader's notification cannot contain request id {ticket.request_id[:80]!a}"
+        )
     if ticket.pp_size != 1:
         raise RequestError(f"ticket: pp_size {ticket.pp_size}: stock readers (vLLM's pull mode) read from one stage")
     if ticket.first.block_ids is not None:
-        raise RequestError("ticket: of host buffers, each rank's its own: stock readers take one table for all")
+        raise RequestError(
+            "ticket: each rank offers its own host buffers, stock readers take one block table for all ranks"
+        )
     groups, tables, num_tokens = _groups(ticket), [], ticket.num_tokens + left
     if len(groups) != len(ticket.block_tables):
         given = counted(len(ticket.block_tables), "block table")
@@ -216,7 +220,9 @@ def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, An
     for facts, ids in zip(groups, ticket.block_tables, strict=True):
         if facts.kind is GroupKind.STATE or facts.block_size != ticket.block_size:
             what = f"{facts.kind} with blocks of {facts.block_size}"
-            raise RequestError(f"ticket: group {facts.name!r}: {what}: stock readers are served attention of one size")
+            raise RequestError(
+                f"ticket: group {facts.name!r}: {what}: stock readers are served only attention, with one block size"
+            )
         needed = facts.blocks_needed(ticket.num_tokens)
         if len(ids) != needed or (padding and not ids):
             wanted = f"num_tokens {ticket.num_tokens} needs {needed} of {facts.block_size}"

@@ -24,7 +24,7 @@ from kvflow.runtime.assembly import RegisteredCache
 from kvflow.stock.engine_ranks import EngineRanks
 from kvflow.stock.metadata_conversion import OurCache, our_cache
 from kvflow.stock.texts import decode_text, is_text
-from kvflow.stock.versions import Line
+from kvflow.stock.versions import ReleaseLine
 from kvflow.stock.wire import StockMetadata, decode_question, encode_answer, encode_metadata
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 
-_TOLD_MAX = 1 << 14
+_REPORTED_MAX = 1 << 14
 _NAME_CHARS_SHOWN = 200
 _WARN_AGAIN_S = 1.0
-_NOBODYS = "f" * LEASE_ID_CHARS
+_UNKNOWN_LEASE_ID = "f" * LEASE_ID_CHARS
 _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
@@ -56,9 +56,9 @@ class StockService:
         self._warned_s = -math.inf
         local, config = cache.local, cache.config
         ours = our_cache(local.cache_shares, local.regions, local.groups)
-        shown = encode_metadata(shown_of(ours, cache.metadata, stock), stock.serve_line)
+        shown = encode_metadata(metadata_for_readers(ours, cache.metadata, stock), stock.serve_line)
         self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
-        self._told = BoundedMap[str, tuple[int, int]](_TOLD_MAX)
+        self._reports = BoundedMap[str, tuple[int, int]](_REPORTED_MAX)
         """For each lease that some but not all of its stock readers have reported as read, by lease id: how many
         readers the reports say that it has, and how many have reported."""
         self.refused = 0
@@ -97,7 +97,7 @@ class StockService:
         All requests without a lease are counted together as one late notification, since a heartbeat may name
         thousands.
         """
-        leased = {self._leases.lease_id_of(request_id) or _NOBODYS for request_id in request_ids}
+        leased = {self._leases.lease_id_of(request_id) or _UNKNOWN_LEASE_ID for request_id in request_ids}
         for lease_id in leased:
             self._leases.on_notification(codec.encode(Renew(lease_ids=(lease_id,), reader="stock")))
 
@@ -108,19 +108,21 @@ class StockService:
         """
         lease_id = self._leases.lease_id_of(request_id)
         if lease_id is None:
-            self._note_late(request_id)
-        known, told = self._told.pop(lease_id or "", (readers, 0))
-        told += known == readers
-        if lease_id is not None and told < known:
-            self._told[lease_id] = known, told
+            self._note_late_read(request_id)
+        known, reports = self._reports.pop(lease_id or "", (readers, 0))
+        reports += known == readers
+        if lease_id is not None and reports < known:
+            self._reports[lease_id] = known, reports
         if known != readers:
             self.refused += 1
-            logger.info("stock readers of one request say that they are %s, and %s", known, readers)
+            logger.info("stock readers of one request report different numbers of readers: %s and %s", known, readers)
             return
-        message = ReadDone(lease_ids=(lease_id or _NOBODYS,), reader=f"stock {told}", numerator=1, denominator=readers)
+        message = ReadDone(
+            lease_ids=(lease_id or _UNKNOWN_LEASE_ID,), reader=f"stock {reports}", numerator=1, denominator=readers
+        )
         self._leases.on_notification(codec.encode(message))
 
-    def _note_late(self, request_id: str) -> None:
+    def _note_late_read(self, request_id: str) -> None:
         """Warn of a report about a request without a lease: its stock reader may have read another prompt's blocks.
 
         A stock reader checks nothing itself. It may also have given up the request unread. Under many late reports,
@@ -145,30 +147,36 @@ class StockService:
                     logger.error("on_late_read failed", exc_info=error)
 
 
-def shown_of(ours: OurCache, metadata: messages.Metadata, stock: StockPeers) -> StockMetadata:
+def metadata_for_readers(ours: OurCache, metadata: messages.Metadata, stock: StockPeers) -> StockMetadata:
     """Return this rank's metadata in the form for stock readers. ConfigError if stock readers cannot read the cache."""
-    for one in ours.sets:
+    for one in ours.layer_sets:
         if one.regions.parts not in (("KV",), ("latent",)):
             parts = one.regions.parts
-            raise ConfigError(f"stock serve_version: stock readers take K and V together, ours are apart: {parts}")
-    if len(counts := {one.regions.num_blocks for one in ours.sets}) > 1:
-        raise ConfigError(f"stock serve_version: blocks by group: {sorted(counts)}: stock readers take one number")
+            raise ConfigError(
+                f"stock serve_version: stock readers need K and V in one tensor, ours are separate: {parts}"
+            )
+    if len(counts := {one.regions.num_blocks for one in ours.layer_sets}) > 1:
+        raise ConfigError(
+            f"stock serve_version: num_blocks of the groups: {sorted(counts)}, stock readers take one number"
+        )
     regions, layers = ours.regions, sorted(ours.layers)
     if stock.region_names and len(stock.region_names) != len(layers):
         raise ConfigError(
             f"stock region_names: {len(stock.region_names)}, expected one for each of {counted(len(layers), 'layer')}"
         )
     names = dict(zip(layers, stock.region_names, strict=False))
-    tables = [ours.sets[which].regions for which, _ in (region.at for region in regions)]
-    first = ours.sets[0].regions
+    tables = [ours.layer_sets[which].regions for which, _ in (region.set_and_index for region in regions)]
+    first = ours.layer_sets[0].regions
     return StockMetadata(
         engine_id=metadata.engine_id,
         agent_metadata=metadata.agent_metadata,
-        kv_caches_base_addr=[ours.base_of(*region.at) for region in regions],
+        kv_caches_base_addr=[ours.base_of(*region.set_and_index) for region in regions],
         device_id=first.device.number,
         num_blocks=first.num_blocks,
         block_lens=[table.block_size_bytes for table in tables],
-        block_strides=[int(table.strides[region.at[1]]) for table, region in zip(tables, regions, strict=True)],
+        block_strides=[
+            int(table.strides[region.set_and_index[1]]) for table, region in zip(tables, regions, strict=True)
+        ],
         kv_cache_layout=_layout_name(first, stock.serve_line),
         block_size=first.block.tokens,
         ssm_sizes=(0, 0),
@@ -181,7 +189,7 @@ def shown_of(ours: OurCache, metadata: messages.Metadata, stock: StockPeers) -> 
     )
 
 
-def _layout_name(regions: Regions, line: Line) -> str:
+def _layout_name(regions: Regions, line: ReleaseLine) -> str:
     """Return vLLM's name, in release line `line`, for the order of heads and tokens inside a block."""
     block: BlockShape = regions.block
     heads_first = block.head_stride >= block.token_stride

@@ -22,15 +22,15 @@ from kvflow.stock.metadata import ask_rank
 from kvflow.stock.metadata_conversion import check_tp_size, metadata_of, our_cache
 from kvflow.stock.params import StockTicket
 from kvflow.stock.stock_leases import StockConnection, StockLeases
-from kvflow.stock.versions import line_that_shows
-from kvflow.stock.wire import StockAnswer, agent_of
+from kvflow.stock.versions import line_of_metadata
+from kvflow.stock.wire import StockAnswer, agent_name_of
 from kvflow.transport.base import AgentName
 
 if TYPE_CHECKING:
     from kvflow.stock.stock_peers import StockPeers
 
 _MARK = "stock+"
-_LOOK_AGAIN_S = 2.0  # no engine restarts faster
+_ASK_AGAIN_S = 2.0  # no engine restarts faster
 
 
 def peer_address(ticket: StockTicket, rank: Rank) -> Address:
@@ -69,18 +69,18 @@ class StockHandshakes:
             raise peer.at.failure(ProtocolError, "a stock engine is asked for its metadata, and nothing else")
         return await self._own.ask(peer, request, timeout_s)
 
-    async def lives(self, peer: Peer, connection: StockConnection) -> bool:
+    async def has_same_agent(self, peer: Peer, connection: StockConnection) -> bool:
         """Return whether a stock rank still has the agent of `connection`, so that it has not restarted.
 
         A rank that was seen alive in the last 2 s is not asked. Raises a PeerError if the rank does not answer.
         Cancelling gives up the question.
         """
         asked_s = self._clock.now_s()
-        if asked_s - connection.seen_s < _LOOK_AGAIN_S:
+        if asked_s - connection.alive_s < _ASK_AGAIN_S:
             return True
         if _agent(peer, await self._ask(peer)) != connection.agent:
             return False
-        connection.seen_s = max(connection.seen_s, asked_s)
+        connection.alive_s = max(connection.alive_s, asked_s)
         return True
 
     async def _connect(self, peer: Peer) -> Connection:
@@ -88,8 +88,8 @@ class StockHandshakes:
         shown = await self._ask(peer)
         agent = _agent(peer, shown)
         if life_of(agent, at.engine_id) is not None:
-            lost = "its parameters have lost all that kvflow writes into them"
-            why = f"it is of our own make, but {lost}: the router has to pass remote_request_id on as it is"
+            lost = "a router has removed from its parameters all that kvflow writes into them"
+            why = f"it is a kvflow engine, but {lost}: the router must pass remote_request_id on unchanged"
             raise at.failure(PeerIncompatible, why)
         if (theirs := shown.compatibility_hash) not in self._hashes:
             pinned = ", ".join(one[:12] for one in self._hashes)
@@ -99,14 +99,14 @@ class StockHandshakes:
         check_tp_size(at, metadata.cache_shares[0], self.ours, self._tp_sizes)
         regions = judge(at, metadata, self._local)
         connection = StockConnection(agent, metadata, regions, self._local, self.leases)
-        connection.told, connection.seen_s = metadata, asked_s
+        connection.stock_metadata, connection.alive_s = metadata, asked_s
         connection.reporters = self._reporters(metadata, shown)
         known = await self._own.agents.find(agent)
         if known is None:
             await self._own.agents.add(at, connection, metadata.agent_metadata)
             return connection
-        if not isinstance(known, StockConnection) or known.told != metadata:
-            raise at.failure(ProtocolError, f"agent {agent!r} is that of {known!r}, which is another rank")
+        if not isinstance(known, StockConnection) or known.stock_metadata != metadata:
+            raise at.failure(ProtocolError, f"agent {agent!r} belongs to another rank, {known!r}")
         return known
 
     async def _ask(self, peer: Peer) -> StockAnswer:
@@ -118,7 +118,7 @@ class StockHandshakes:
         )
 
     def _reporters(self, metadata: messages.Metadata, shown: StockAnswer) -> int:
-        if line_that_shows(shown.fields).counts_engine:
+        if line_of_metadata(shown.fields).reports_tp_size:
             return self._local.cache_shares[0].tp_size
         pairs = topology.in_common(self._local.cache_shares, metadata.cache_shares)
         sources = (topology.source_at(mine, theirs) for _, _, mine, theirs in pairs)
@@ -127,6 +127,6 @@ class StockHandshakes:
 
 def _agent(peer: Peer, shown: StockAnswer) -> AgentName:
     try:
-        return AgentName(agent_of(shown.metadata.agent_metadata))
+        return AgentName(agent_name_of(shown.metadata.agent_metadata))
     except WireError as error:
         raise peer.at.failure(ProtocolError, str(error)) from error

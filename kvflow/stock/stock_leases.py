@@ -24,8 +24,8 @@ from kvflow.stock.texts import heartbeat_texts, read_text
 _Key: TypeAlias = tuple[str, str, str]  # engine, address, request
 StockRequest: TypeAlias = tuple[float, dict[Rank, DeadlineProof]]
 """Time at which the parameters of a request arrived, and a DeadlineProof for each rank of its producer."""
-_SEEN_MAX = 1 << 16
-_MET_MAX = 1 << 14
+_REQUESTS_MAX = 1 << 16
+_AGENTS_MAX = 1 << 14
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -51,9 +51,9 @@ class StockConnection(Connection):
 
     reporters: int
     """Number of readers that notifications to the rank state, so that the rank knows how many reports to expect."""
-    seen_s: float
+    alive_s: float
     """Time at which the rank was last known to be alive."""
-    told: messages.Metadata
+    stock_metadata: messages.Metadata
     """The rank's metadata, converted to kvflow's form."""
 
 
@@ -69,10 +69,10 @@ class StockLeases:
         self._machine = machine_id()
         self._clock = cache.clock
         self._transport = cache.transport
-        self._seen = BoundedMap[_Key, StockRequest | None](_SEEN_MAX)
+        self._requests = BoundedMap[_Key, StockRequest | None](_REQUESTS_MAX)
         """The latest requests, by engine, address and request id. None for a request with a producer that was notified
         that it was read, or is not needed."""
-        self._met = BoundedMap[tuple[str, str, Rank], tuple[str, float]](_MET_MAX)
+        self._agents = BoundedMap[tuple[str, str, Rank], tuple[str, float]](_AGENTS_MAX)
         """For each rank, by engine, address and rank, its agent, and the time at which the agent took the place of
         another agent; -inf for the first agent."""
 
@@ -83,12 +83,12 @@ class StockLeases:
         read here before, or if the arrival is by another machine's clock.
         """
         key = (ticket.engine_id, ticket.address, ticket.request_id)
-        if key not in self._seen:
-            self._seen[key] = self._arrived_s(ticket), {}
-        self._seen.move_to_end(key)
-        request = self._seen[key]
+        if key not in self._requests:
+            self._requests[key] = self._arrived_s(ticket), {}
+        self._requests.move_to_end(key)
+        request = self._requests[key]
         if request is None:
-            raise _expired(ticket, "its producer was told that it has been read")
+            raise _expired(ticket, "its producer was notified that it was read")
         return request
 
     def proof_of(self, request: StockRequest, ticket: StockTicket, peer: Peer, agent: str) -> DeadlineProof:
@@ -99,9 +99,9 @@ class StockLeases:
         """
         arrived_s, proofs = request
         if peer.rank in proofs and proofs[peer.rank].agent != agent:
-            raise _expired(ticket, f"{peer.label} has restarted since its parameters came")
-        if arrived_s < self._met_s(ticket, peer, agent) + self.terms.router_s:
-            raise _expired(ticket, f"{peer.label} has restarted: its parameters may be of before")
+            raise _expired(ticket, f"{peer.label} has restarted since its parameters arrived")
+        if arrived_s < self._replaced_s(ticket, peer, agent) + self.terms.router_s:
+            raise _expired(ticket, f"{peer.label} has restarted: its parameters may be from before the restart")
         if peer.rank not in proofs:
             clock, name = self._clock.now_s, ticket.request_id
             proofs[peer.rank] = DeadlineProof(arrived_s, self.terms, clock, self._unsent, request_id=name, agent=agent)
@@ -114,7 +114,7 @@ class StockLeases:
         """
         proofs = {proof.request_id: proof for proof in map(_proof, sources)}
         for proof in proofs.values():
-            proof.beat()
+            proof.note_heartbeat()
         for text in heartbeat_texts(proofs):
             self._transport.notify(sources[0].connection.agent, text)
         return len(proofs)
@@ -122,20 +122,20 @@ class StockLeases:
     def read(self, source: Source) -> None:
         """Notify a source's rank that its request was read, and allow no further read of it (`LeaseNotifier.read`)."""
         connection, request_id = source.connection, _proof(source).request_id
-        assert isinstance(connection, StockConnection), "it is told so"
-        self._seen[source.peer.engine_id, source.lease.address, request_id] = None
+        assert isinstance(connection, StockConnection), "a stock source has a StockConnection"
+        self._requests[source.peer.engine_id, source.lease.address, request_id] = None
         self._transport.notify(connection.agent, read_text(request_id, connection.reporters))
 
-    def _met_s(self, ticket: StockTicket, peer: Peer, agent: str) -> float:
+    def _replaced_s(self, ticket: StockTicket, peer: Peer, agent: str) -> float:
         """Return when a restarted peer rank came back as `agent`, by the runtime's clock.
 
         -inf if no earlier agent of the rank is known.
         """
         key = (ticket.engine_id, peer.address, peer.rank)
-        known, met_s = self._met.get(key, (agent, -math.inf))
+        known, met_s = self._agents.get(key, (agent, -math.inf))
         if known != agent:
             met_s = self._clock.now_s()
-        self._met[key] = agent, met_s
+        self._agents[key] = agent, met_s
         return met_s
 
     def _unsent(self) -> int:
@@ -146,12 +146,12 @@ class StockLeases:
         if ticket.arrived is None:
             return now_s
         if ticket.arrived.machine != self._machine:
-            raise _expired(ticket, "when it came is known by the clock of another machine only")
+            raise _expired(ticket, "its arrival time is by the clock of another machine")
         return min(ticket.arrived.now_s, now_s)
 
 
 def _proof(source: Source) -> DeadlineProof:
-    assert isinstance(source.proof, DeadlineProof), "of a stock rank"
+    assert isinstance(source.proof, DeadlineProof), "a stock source has a DeadlineProof"
     return source.proof
 
 

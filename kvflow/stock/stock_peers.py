@@ -20,7 +20,7 @@ from kvflow.stock.engine_ranks import EngineRanks
 from kvflow.stock.service import StockService
 from kvflow.stock.stock_handshake import StockHandshakes
 from kvflow.stock.stock_resolver import StockResolver
-from kvflow.stock.versions import HASH, Line, line_of
+from kvflow.stock.versions import HASH, ReleaseLine, line_of
 
 Hashes: TypeAlias = Annotated[
     tuple[Annotated[str, Meta(pattern=rf"\A{HASH.pattern}\Z")], ...], Meta(max_length=1 << 10)
@@ -68,7 +68,7 @@ class StockPeers(Foreign):
             line_of(self.serve_version, ConfigError)
 
     @property
-    def serve_line(self) -> Line:
+    def serve_line(self) -> ReleaseLine:
         """Release line of vLLM that `serve_version` belongs to."""
         return line_of(self.serve_version, ConfigError)
 
@@ -119,8 +119,8 @@ class StockPeers(Foreign):
         if not self.serve_version:
             return None
         if cache.metadata.staged or config.curve_secret_key_file is not None:
-            why = "a cache that peers read itself, and no CURVE: vLLM's readers have none"
-            raise ConfigError(f"stock serve_version: stock readers are served with {why}")
+            why = "a cache that peers read directly, and without CURVE, which vLLM does not have"
+            raise ConfigError(f"stock serve_version: stock readers need {why}")
         if config.tp_size > 1 and self.ranks is None:
             why = f"tp_size is {config.tp_size}: one rank answers for all, so StockPeers needs `ranks` (EngineRanks)"
             raise ConfigError(f"stock serve_version: {why}")

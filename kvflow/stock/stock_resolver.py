@@ -16,7 +16,7 @@ from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.peers.peer import Peer, Source
-from kvflow.stock.params import StockTicket, is_stock, needed_blocks, read_stock
+from kvflow.stock.params import StockTicket, is_stock_params, needed_blocks, read_stock_params
 from kvflow.stock.stock_handshake import StockHandshakes, peer_address
 from kvflow.stock.stock_leases import StockConnection, StockRequest
 
@@ -38,11 +38,11 @@ class StockResolver:
         """
         lease_s, most = self._leases.terms.lease_s, self._block_ids_max
         if not isinstance(ticket, StockTicket):
-            if not isinstance(ticket, Mapping) or not is_stock(ticket):
+            if not isinstance(ticket, Mapping) or not is_stock_params(ticket):
                 return self._own.read_ticket(ticket)
-            return read_stock(ticket, arrived=None, lease_s=lease_s, block_ids_max=most)
+            return read_stock_params(ticket, arrived=None, lease_s=lease_s, block_ids_max=most)
         params, arrived, left = ticket.params, ticket.arrived, ticket.left
-        return read_stock(params, arrived=arrived, lease_s=lease_s, block_ids_max=most, left=left)
+        return read_stock_params(params, arrived=arrived, lease_s=lease_s, block_ids_max=most, left=left)
 
     def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:
         """See `TicketResolver.reach_at_once`.
@@ -91,7 +91,7 @@ class StockResolver:
         peer = self._peers.get(at)
         connection = await self._peers.connect(peer, None)
         assert isinstance(connection, StockConnection), "by its address"
-        if not await self._handshakes.lives(peer, connection):
+        if not await self._handshakes.has_same_agent(peer, connection):
             self._peers.failed(connection, "it has restarted")
             connection = await self._peers.connect(self._peers.get(at), None)
             assert isinstance(connection, StockConnection), "by its address"

@@ -22,10 +22,10 @@ _PUSHED = "PUSH_REG:"
 _ARRAYS = range(0x90, 0xA0)
 TEXT_BYTES_MAX = 1 << 14
 """Largest size of a notification that is sent, in bytes."""
-HEARD_BYTES_MAX = 1 << 22
+RECEIVED_BYTES_MAX = 1 << 22
 """Largest size of a notification that is accepted, in bytes. A stock reader's heartbeat names all requests that wait
 for one producer, by ids that have a copy of kvflow's parameters appended."""
-_HEARD_IDS_MAX = 1 << 14
+_HEARTBEAT_IDS_MAX = 1 << 14
 
 
 class ReaderText(NamedTuple):
@@ -44,7 +44,7 @@ def is_text(payload: bytes) -> bool:
     return not payload or payload[0] not in _ARRAYS
 
 
-def can_be_told(request_id: str) -> bool:
+def fits_text(request_id: str) -> bool:
     """Return True if a text can contain this request id, so that a stock producer takes it for no other request."""
     plain = request_id.isprintable() and request_id.isascii() and 0 < len(request_id) <= REQUEST_ID_CHARS_MAX
     return plain and "," not in request_id and not request_id.startswith((_HEARTBEAT, _PUSHED))
@@ -55,8 +55,8 @@ def read_text(request_id: str, readers: int) -> bytes:
 
     ValueError if the notification would crash the producer's engine.
     """
-    if not can_be_told(request_id) or not 1 <= readers <= RANKS_MAX:
-        raise ValueError(f"no notification can say {request_id[:80]!a}:{readers}")
+    if not fits_text(request_id) or not 1 <= readers <= RANKS_MAX:
+        raise ValueError(f"no notification can contain {request_id[:80]!a}:{readers}")
     return f"{request_id}:{readers}".encode()
 
 
@@ -68,8 +68,8 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
     some: list[str] = []
     size = 0
     for request_id in request_ids:
-        if not can_be_told(request_id):
-            raise ValueError(f"no heartbeat can name {request_id[:80]!a}")
+        if not fits_text(request_id):
+            raise ValueError(f"no heartbeat can contain {request_id[:80]!a}")
         if some and size + len(request_id) + 1 > TEXT_BYTES_MAX - len(_HEARTBEAT):
             yield (_HEARTBEAT + ",".join(some)).encode()
             some, size = [], 0
@@ -82,27 +82,27 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
 def decode_text(payload: bytes) -> ReaderText:
     """Decode a stock reader's notification. WireError if it is not valid.
 
-    From each id, the copy of kvflow's parameters that `stock_params` has appended is removed.
+    From each id, the copy of kvflow's parameters that `make_stock_params` has appended is removed.
     """
-    if len(payload) > HEARD_BYTES_MAX:
-        raise WireError(f"a text of {counted(len(payload), 'byte')}, at most {HEARD_BYTES_MAX}")
+    if len(payload) > RECEIVED_BYTES_MAX:
+        raise WireError(f"a text of {counted(len(payload), 'byte')}, at most {RECEIVED_BYTES_MAX}")
     try:
         text = payload.decode("ascii")
     except UnicodeDecodeError as error:
-        raise WireError(f"no text of a stock reader, {counted(len(payload), 'byte')}: {error}") from error
+        raise WireError(f"expected a stock reader's text, got {counted(len(payload), 'byte')}: {error}") from error
     if text.startswith(_PUSHED):
         raise WireError("a reader that wants blocks pushed (NixlPushConnector)")
     if text.startswith(_HEARTBEAT):
-        ids = text.removeprefix(_HEARTBEAT).split(",", _HEARD_IDS_MAX)
-        if len(ids) > _HEARD_IDS_MAX:
-            raise WireError(f"a heartbeat for more than {_HEARD_IDS_MAX} requests")
+        ids = text.removeprefix(_HEARTBEAT).split(",", _HEARTBEAT_IDS_MAX)
+        if len(ids) > _HEARTBEAT_IDS_MAX:
+            raise WireError(f"a heartbeat for more than {_HEARTBEAT_IDS_MAX} requests")
         names = tuple(dict.fromkeys(map(bare_id, ids)))
-        if not all(map(can_be_told, names)):
-            raise WireError(f"a heartbeat that cannot be, for {counted(len(names), 'request')}")
+        if not all(map(fits_text, names)):
+            raise WireError(f"a heartbeat for {counted(len(names), 'request')}, one of them with an invalid id")
         return ReaderText(names)
-    told, separator, count = text.rpartition(":")
-    request_id = bare_id(told)
+    encoded_id, separator, count = text.rpartition(":")
+    request_id = bare_id(encoded_id)
     plain = separator and count.isdigit() and len(count) <= len(str(RANKS_MAX))
-    if not plain or not can_be_told(request_id) or not 1 <= int(count) <= RANKS_MAX:
-        raise WireError(f"{text[:80]!a} says not what was read, and by how many")
+    if not plain or not fits_text(request_id) or not 1 <= int(count) <= RANKS_MAX:
+        raise WireError(f"{text[:80]!a} does not say which request was read, and by how many readers")
     return ReaderText((request_id,), int(count))

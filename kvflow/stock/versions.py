@@ -18,11 +18,11 @@ HASH = re.compile("[0-9a-f]{64}")
 """Form of a compatibility hash: a digest of everything that two stock engines must have in common."""
 
 
-class Line(NamedTuple):
+class ReleaseLine(NamedTuple):
     """One release line of vLLM, such as 0.32, and the fields that its engines send."""
 
     version: str
-    counts_engine: bool
+    reports_tp_size: bool
     """Meaning of the count in a reader's notification that it has read. If True, the number of tensor-parallel ranks of
     the reader's engine. If False, the number of readers of the producer rank that gets the notification."""
     metadata: tuple[str, ...]
@@ -56,44 +56,46 @@ _PARAMS_28: _Names = (*_PARAMS_26, "transfer_mode")
 _PARAMS_29: _Names = (*_PARAMS_28, "dcp_size", "pp_size")
 
 LINES = (
-    Line("0.26", True, _METADATA_26, _PARAMS_26),
-    Line("0.27", True, _METADATA_26, _PARAMS_26),
-    Line("0.28", True, _METADATA_26, _PARAMS_28),
-    Line("0.29", False, _METADATA_29, _PARAMS_29),
-    Line("0.30", False, _METADATA_30, _PARAMS_29),
-    Line("0.31", False, (*_METADATA_30, *_MEMBERS), _PARAMS_29),
-    Line("0.32", False, _METADATA_32, _PARAMS_29),
-    Line("0.33", False, _METADATA_32, (*_PARAMS_29, "remote_registration_generation")),
+    ReleaseLine("0.26", True, _METADATA_26, _PARAMS_26),
+    ReleaseLine("0.27", True, _METADATA_26, _PARAMS_26),
+    ReleaseLine("0.28", True, _METADATA_26, _PARAMS_28),
+    ReleaseLine("0.29", False, _METADATA_29, _PARAMS_29),
+    ReleaseLine("0.30", False, _METADATA_30, _PARAMS_29),
+    ReleaseLine("0.31", False, (*_METADATA_30, *_MEMBERS), _PARAMS_29),
+    ReleaseLine("0.32", False, _METADATA_32, _PARAMS_29),
+    ReleaseLine("0.33", False, _METADATA_32, (*_PARAMS_29, "remote_registration_generation")),
 )
-SPOKEN = f"vLLM {LINES[0].version} to {LINES[-1].version}"
+SUPPORTED = f"vLLM {LINES[0].version} to {LINES[-1].version}"
 
 
-def line_of(version: str, error: ErrorKind = RequestError) -> Line:
+def line_of(version: str, error: ErrorKind = RequestError) -> ReleaseLine:
     """Return the release line of a vLLM version, for example "0.32.0+cpu". Raise `error` if the table lacks it."""
     number = version.partition("+")[0].split(".")
     found = next((line for line in LINES if line.version.split(".") == number[:2]), None)
     if found is None:
-        raise error(f"stock version: vLLM {version[:80]!a} is not spoken with: {SPOKEN} are")
+        raise error(f"stock version: vLLM {version[:80]!a} is not supported: {SUPPORTED} are")
     return found
 
 
-def least_line(params: Collection[str]) -> Line:
+def line_of_params(params: Collection[str]) -> ReleaseLine:
     """Return the oldest release line that makes parameters with the keys `params`.
 
     RequestError for parameters of a line before the table: its listener would crash on kvflow's question.
     """
     if "remote_blocks_expiry_time" not in params:
-        what = "parameters without 'remote_blocks_expiry_time' are of vLLM before 0.26"
-        raise RequestError(f"stock params: {what}, whose listener takes no question of ours: {SPOKEN} are spoken with")
-    return _last_with(lambda line: line.params, params)
+        what = "parameters without 'remote_blocks_expiry_time' are from vLLM before 0.26"
+        raise RequestError(
+            f"stock params: {what}, whose listener crashes on kvflow's question: {SUPPORTED} are supported"
+        )
+    return _line_alike(lambda line: line.params, params)
 
 
-def line_that_shows(metadata: Collection[str]) -> Line:
+def line_of_metadata(metadata: Collection[str]) -> ReleaseLine:
     """Return the oldest release line with metadata that has the fields `metadata`."""
-    return _last_with(lambda line: line.metadata, metadata)
+    return _line_alike(lambda line: line.metadata, metadata)
 
 
-def _last_with(names_of: Callable[[Line], tuple[str, ...]], found: Collection[str]) -> Line:
+def _line_alike(names_of: Callable[[ReleaseLine], tuple[str, ...]], found: Collection[str]) -> ReleaseLine:
     """Return the newest line that has no other fields than `found`; of lines with the same fields, the oldest.
 
     `names_of` returns the names of a line's fields, of the kind that is compared.

@@ -17,9 +17,9 @@ from kvflow.config import ENGINE_ID_CHARS_MAX, RANKS_MAX
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
 from kvflow.core.protocol.codec import WireError
 from kvflow.core.protocol.messages import REGIONS_MAX
-from kvflow.stock.versions import HASH, Line
+from kvflow.stock.versions import HASH, ReleaseLine
 
-_ASKED = b"get_meta_msg"
+_QUESTION_NAME = b"get_meta_msg"
 _AGENT = b"nixlSerDes|Agent"
 _AGENT_CHARS_MAX = 512
 METADATA_BYTES_MAX = 4 << 20
@@ -68,7 +68,7 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def packs_layers(self) -> bool:
         """True if a region holds several layers, each in a part of every block."""
-        return bool(self.packed_member_layouts) or not all(map(_is_one, self.region_members))
+        return bool(self.packed_member_layouts) or not all(map(_has_one_name, self.region_members))
 
 
 class StockAnswer(NamedTuple):
@@ -80,7 +80,7 @@ class StockAnswer(NamedTuple):
     """Names of all fields in the metadata, also of fields that kvflow does not know."""
 
 
-_One = Annotated[list[Name], Meta(max_length=1)]
+_OneName = Annotated[list[Name], Meta(max_length=1)]
 _Fields = Annotated[dict[str, msgspec.Raw], Meta(max_length=_FIELDS_MAX)]
 
 
@@ -96,7 +96,7 @@ def encode_question(pp_rank: int, tp_rank: int) -> bytes:
     """
     if not (0 <= pp_rank < RANKS_MAX and 0 <= tp_rank < RANKS_MAX):
         raise ValueError(f"no rank: pp {pp_rank}, tp {tp_rank}")
-    return msgspec.msgpack.encode((_ASKED, pp_rank, tp_rank))
+    return msgspec.msgpack.encode((_QUESTION_NAME, pp_rank, tp_rank))
 
 
 def decode_question(frame: bytes) -> tuple[int, int]:
@@ -104,12 +104,12 @@ def decode_question(frame: bytes) -> tuple[int, int]:
     if len(frame) > QUESTION_BYTES_MAX:
         raise WireError(f"a question of {counted(len(frame), 'byte')}, at most {QUESTION_BYTES_MAX}")
     asked, pp_rank, tp_rank = _decode(frame, tuple[bytes, Count, Count], "a question")
-    if asked != _ASKED:
+    if asked != _QUESTION_NAME:
         raise WireError(f"a question for {asked[:40]!r}")
     return pp_rank, tp_rank
 
 
-def encode_metadata(metadata: StockMetadata, line: Line) -> bytes:
+def encode_metadata(metadata: StockMetadata, line: ReleaseLine) -> bytes:
     """Return the metadata encoded with the fields that readers of release line `line` expect."""
     return msgspec.msgpack.encode({name: getattr(metadata, name) for name in line.metadata})
 
@@ -135,14 +135,14 @@ def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> S
     if not HASH.fullmatch(payload.compatibility_hash):
         raise WireError(f"compatibility hash {payload.compatibility_hash[:80]!a} is not 64 hexadecimal digits")
     if not math.isfinite(clock_s):
-        raise WireError(f"its clock shows {clock_s}")
+        raise WireError(f"its clock is {clock_s}, expected a finite number")
     fields = _decode(payload.agent_metadata_bytes, _Fields, "its metadata")
     metadata = _decode(payload.agent_metadata_bytes, StockMetadata, "its metadata")
     _check(metadata)
     return StockAnswer(payload.compatibility_hash, metadata, frozenset(fields))
 
 
-def agent_of(agent_metadata: bytes) -> str:
+def agent_name_of(agent_metadata: bytes) -> str:
     """Return the name of the NIXL agent that made `agent_metadata`. A stock worker has another agent after each start.
 
     WireError if the metadata is not in NIXL's form.
@@ -156,7 +156,7 @@ def agent_of(agent_metadata: bytes) -> str:
     try:
         text = name.decode()
     except UnicodeDecodeError as error:
-        raise WireError("the name of its NIXL agent is no text") from error
+        raise WireError("the name of its NIXL agent is not UTF-8") from error
     if not is_name(text, _AGENT_CHARS_MAX):
         raise WireError(f"the name of its NIXL agent is {text[:80]!a}")
     return text
@@ -166,7 +166,7 @@ def _check(metadata: StockMetadata) -> None:
     """Raise WireError if the metadata contradicts itself: tables of different lengths, or impossible regions."""
     count = len(metadata.kv_caches_base_addr)
     if not is_name(metadata.engine_id, ENGINE_ID_CHARS_MAX):
-        raise WireError(f"engine_id {metadata.engine_id[:80]!a} is no name")
+        raise WireError(f"engine_id {metadata.engine_id[:80]!a} is not a valid name")
     tables = ("block_lens", "block_strides", "region_num_blocks", "region_group_ids", "region_names")
     for name in (*tables, "region_mem_types"):
         table = getattr(metadata, name)
@@ -185,10 +185,10 @@ def _check(metadata: StockMetadata) -> None:
             )
 
 
-def _is_one(names: msgspec.Raw) -> bool:
+def _has_one_name(names: msgspec.Raw) -> bool:
     """Return True if `names`, an encoded list, has at most one name."""
     try:
-        msgspec.msgpack.decode(names, type=_One)
+        msgspec.msgpack.decode(names, type=_OneName)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
     return True

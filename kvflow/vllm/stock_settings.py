@@ -17,7 +17,7 @@ from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError
 from kvflow.stock import EngineRanks, StockPeers, Terms, arrival
-from kvflow.stock.params import is_stock, lost_block, read_stock, stock_params
+from kvflow.stock.params import freed_block, is_stock_params, make_stock_params, read_stock_params
 from kvflow.vllm.extra_config import Extra
 
 if TYPE_CHECKING:
@@ -60,21 +60,21 @@ def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Di
     left = int(scheduling.leaves_last_token)
 
     def read_ticket(params: Mapping[str, Any]) -> Ticket:
-        if not is_stock(params):
+        if not is_stock_params(params):
             return Ticket.from_params(params)
-        ticket = read_stock(params, arrived=arrival(), lease_s=lease_s, block_ids_max=ids_max, left=left)
+        ticket = read_stock_params(params, arrived=arrival(), lease_s=lease_s, block_ids_max=ids_max, left=left)
         if len(ticket.block_tables) != len(groups):
             theirs = counted(len(ticket.block_tables), "group")
             raise RequestError(f"stock params: {theirs} of blocks, ours are {len(groups)}")
         for group, table in zip(groups, ticket.block_tables, strict=True):
-            if (lost := lost_block(ticket, group, table)) is not None:
+            if (freed := freed_block(ticket, group, table)) is not None:
                 raise RequestError(
-                    f"stock params: block {lost} of group {group.name!r} is null: its window has moved on"
+                    f"stock params: block {freed} of group {group.name!r} is null: its window has moved on"
                 )
         return ticket
 
     def params_of(ticket: Ticket) -> dict[str, Any]:
-        return stock_params(ticket, version, left=left)
+        return make_stock_params(ticket, version, left=left)
 
     return Dialect(read_ticket, params_of, lambda request_id: _UNTELLABLE.sub("_", request_id))
 

@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from kvflow import Lease, ServeRequest
-from kvflow.stock.params import stock_params
+from kvflow.stock.params import make_stock_params
 from tests.endurance.caches import Cache
 from tests.endurance.homes import STOCK_LEASE_S, Event, Home, Homes
 from tests.endurance.plans import STOCK_WIRE, End, Plan, draw, prompt_of, tables_upto
@@ -100,7 +100,7 @@ class Producer:
             asyncio.get_running_loop().call_later(plan.soon_s, lease.revoke)
         self._open[plan.producer].add(lease)
         self._keep(self._until_over(plan, home, tables, now, lease, ready))
-        return stock_params(lease.ticket, "0.32.0") if plan.producer == "stock" else lease.ticket.to_params()
+        return make_stock_params(lease.ticket, "0.32.0") if plan.producer == "stock" else lease.ticket.to_params()
 
     async def do_decline(self, number: int) -> None:
         plan = draw(self._seed, number)

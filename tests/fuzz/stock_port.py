@@ -34,7 +34,7 @@ from kvflow import Lease, LeaseOutcome, LoadRequest, Runtime, ServeRequest
 from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.runtime.channel.listening import REQUEST_BYTES_MAX
 from kvflow.stock import StockPeers, ask_rank
-from kvflow.stock.params import stock_params
+from kvflow.stock.params import make_stock_params
 from kvflow.testing import assert_quiet
 from tests.fuzz.attackers import send_messages, send_streams
 from tests.fuzz.mutants import mutant, stock_text
@@ -59,7 +59,7 @@ class Producer:
     def offer(self, name: str, block_ids: list[int]) -> tuple[Lease, dict[str, Any]]:
         request_id = f"{name}#{self._rng.randbytes(16).hex()}"
         lease = self.runtime.serve_blocks(ServeRequest(request_id, block_ids, len(block_ids) * TOKENS))
-        return lease, stock_params(lease.ticket, VERSION)
+        return lease, make_stock_params(lease.ticket, VERSION)
 
 
 def check(cache: dict[str, torch.Tensor], params: dict[str, Any]) -> None:

@@ -40,4 +40,4 @@ def test_addresses_of_version_6_keep_brackets() -> None:
 
 def test_without_rays_internals_it_says_what_it_is_written_for() -> None:
     with pytest.raises(ConfigError, match=r"Ray Serve LLM: .*written for ray 2\.60"):
-        llm._internal("nowhere", "Nobody", ())
+        llm._ray_internal("nowhere", "Nobody", ())

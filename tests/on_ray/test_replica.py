@@ -111,7 +111,7 @@ async def test_a_drain_keeps_to_the_time_that_is_left_now() -> None:
     async with replica() as opened:
         assert opened.drain_deadline_s == pytest.approx(14.95)
         await opened.runtime.register_kv_caches(*small_cache())
-        opened._look = lambda: replace(PLACE, shutdown_timeout_s=1.0)
+        opened._find_place = lambda: replace(PLACE, shutdown_timeout_s=1.0)
         lease = opened.runtime.serve_blocks(ServeRequest("r", block_ids=[1], num_tokens=4))
         assert not await opened.drain()
         assert await lease is LeaseOutcome.REVOKED

@@ -225,7 +225,7 @@ BUGS: dict[str, Bug] = {
         ("tests/stock/test_deadline.py",),
     ),
     "a stock read counts as fresh after its deadline": Bug(
-        "return Step.FRESH if self._now_s() < self.surely_until_s() else Step.STALE",
+        "return Step.FRESH if self._now_s() < self.held_until_s() else Step.STALE",
         "return Step.FRESH",
         (
             "tests/stock/test_deadline.py",
@@ -238,8 +238,8 @@ BUGS: dict[str, Bug] = {
         ("tests/stock/test_wire.py", STOCK + "hostile_producers.py"),
     ),
     "one stock reader ends a lease of two": Bug(
-        'reader=f"stock {told}", numerator=1, denominator=readers',
-        'reader=f"stock {told}", numerator=1, denominator=1',
+        'reader=f"stock {reports}", numerator=1, denominator=readers',
+        'reader=f"stock {reports}", numerator=1, denominator=1',
         (STOCK + "serving.py::test_of_two_readers_both_are_waited_for",),
     ),
     # --- side channel

@@ -82,7 +82,7 @@ def test_serve_llm_knows_where_the_connectors_workers_listen(fleet: Fleet) -> No
 
     llm.register()
     llm.register()
-    factory = llm._internal("factory", "KVConnectorBackendFactory", ())
+    factory = llm._ray_internal("factory", "KVConnectorBackendFactory", ())
     transfer: dict[str, Any] = {"kv_connector": "KVFlowConnector", "kv_connector_extra_config": {"lease_ttl_s": 9.0}}
     config = SimpleNamespace(engine_kwargs={"kv_transfer_config": transfer})
     backend = factory.create_backend("KVFlowConnector", config)

@@ -15,7 +15,7 @@ from wrong_values import Hostile, HostileDict, HostileList
 from kvflow import blocking
 from kvflow.errors import InvalidInput, RequestError
 from kvflow.stock import Arrival, EngineRanks, StockPeers, Terms, ask_rank
-from kvflow.stock.params import read_stock, stock_params
+from kvflow.stock.params import make_stock_params, read_stock_params
 
 PARAMS: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -54,7 +54,7 @@ def wrong() -> list[Any]:
 
 
 def read(arrived: Any = None, left: Any = 0, **params: Any) -> Any:
-    return read_stock({**PARAMS, **params}, arrived=arrived, lease_s=30.0, block_ids_max=100, left=left)
+    return read_stock_params({**PARAMS, **params}, arrived=arrived, lease_s=30.0, block_ids_max=100, left=left)
 
 
 def ask(**given: Any) -> Any:
@@ -71,9 +71,12 @@ def show(cards: Any) -> None:
 VERBS: dict[str, tuple[Callable[..., Any], set[str]]] = {
     "StockPeers": (lambda **given: StockPeers(**{**PEERS, **given}), set(PEERS)),
     "Terms": (Terms, {"lease_s", "router_s", "settle_s", "allowance_s"}),
-    "read_stock": (read, {"arrived", "left", *PARAMS} - ANY),
-    "stock_params": (lambda **given: stock_params(**{"ticket": TICKET, "version": "0.32.0", **given}), {"ticket"}),
-    "stock_params of a version": (lambda **given: stock_params(TICKET, **given), {"version"}),
+    "read_stock_params": (read, {"arrived", "left", *PARAMS} - ANY),
+    "make_stock_params": (
+        lambda **given: make_stock_params(**{"ticket": TICKET, "version": "0.32.0", **given}),
+        {"ticket"},
+    ),
+    "stock_params of a version": (lambda **given: make_stock_params(TICKET, **given), {"version"}),
     "ask_rank": (ask, {"address", "pp_rank", "tp_rank", "timeout_s", "engine_id"}),
     "EngineRanks.show": (show, {"cards"}),
 }

@@ -24,11 +24,11 @@ class Watch:
 
     def beat(self, *times_s: float) -> None:
         for self.now_s in times_s:
-            self.proof.beat()
+            self.proof.note_heartbeat()
 
     def until_s(self, now_s: float) -> float:
         self.now_s = now_s
-        return self.proof.surely_until_s()
+        return self.proof.held_until_s()
 
 
 def test_without_heartbeats_it_is_the_lease_without_the_routers_share() -> None:
@@ -94,7 +94,7 @@ def test_it_never_outlives_what_the_producer_holds(
                 held_until_s = max(held_until_s, arrives_s + TERMS.extension_s)
         if deadline.after(0.0) is Step.FRESH:
             assert watch.now_s < held_until_s
-        assert deadline.surely_until_s() <= max([held_until_s, *(at + TERMS.extension_s for at in on_the_way)])
-        deadline.beat()
+        assert deadline.held_until_s() <= max([held_until_s, *(at + TERMS.extension_s for at in on_the_way)])
+        deadline.note_heartbeat()
         on_the_way.append(watch.now_s + delay_s)
         on_the_way.sort()

@@ -12,12 +12,12 @@ import pytest
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.protocol.codec import WireError, decode_notification
 from kvflow.errors import RequestError
-from kvflow.stock.params import is_stock, needed_blocks, read_stock
+from kvflow.stock.params import is_stock_params, needed_blocks, read_stock_params
 from kvflow.stock.texts import ReaderText, decode_text, heartbeat_texts, is_text, read_text
 from kvflow.stock.versions import line_of
 from kvflow.stock.wire import (
     StockMetadata,
-    agent_of,
+    agent_name_of,
     decode_answer,
     decode_question,
     encode_answer,
@@ -71,8 +71,8 @@ def test_texts() -> None:
 def test_params() -> None:
     params = GOLDEN["params"]
     assert tuple(sorted(params)) == tuple(sorted(line_of("0.32").params))
-    assert is_stock(params)
-    ticket = read_stock(params, arrived=None, lease_s=30.0, block_ids_max=100)
+    assert is_stock_params(params)
+    ticket = read_stock_params(params, arrived=None, lease_s=30.0, block_ids_max=100)
     assert ticket.block_tables == ((4, 9, 2),)
     assert (ticket.num_tokens, ticket.offered_tokens, ticket.tp_size) == (300, 300, 1)
     assert ticket.address == "tcp://10.0.0.7:5600"
@@ -93,7 +93,7 @@ def in_doubles(value: Any) -> Any:
 @pytest.mark.parametrize("name", ["params", "group_params"])
 def test_params_whose_numbers_have_become_doubles(name: str) -> None:
     plain, doubled = (
-        read_stock(given, arrived=None, lease_s=30.0, block_ids_max=100)
+        read_stock_params(given, arrived=None, lease_s=30.0, block_ids_max=100)
         for given in (GOLDEN[name], in_doubles(GOLDEN[name]))
     )
     assert doubled == plain
@@ -106,12 +106,12 @@ def test_params_whose_numbers_have_become_doubles(name: str) -> None:
 )
 def test_doubles_that_are_no_whole_numbers_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
-        read_stock({**in_doubles(GOLDEN["params"]), **wrong}, arrived=None, lease_s=30.0, block_ids_max=100)
+        read_stock_params({**in_doubles(GOLDEN["params"]), **wrong}, arrived=None, lease_s=30.0, block_ids_max=100)
 
 
 def test_params_of_several_groups() -> None:
     """Of a window of 100 tokens in blocks of 64 a stock scheduler lists three, be they null or not."""
-    ticket = read_stock(GOLDEN["group_params"], arrived=None, lease_s=30.0, block_ids_max=100)
+    ticket = read_stock_params(GOLDEN["group_params"], arrived=None, lease_s=30.0, block_ids_max=100)
     assert ticket.block_tables == ((4, 9, 2, 11, 5), (0, 21, 22))
     full = GroupFacts(name="full", block_size=64)
     window = GroupFacts(name="window", block_size=64, kind=GroupKind.SLIDING, window=99)
@@ -119,4 +119,4 @@ def test_params_of_several_groups() -> None:
 
 
 def test_the_agent_is_named_in_its_metadata() -> None:
-    assert agent_of(METADATA.agent_metadata) == "abcd"
+    assert agent_name_of(METADATA.agent_metadata) == "abcd"

@@ -18,7 +18,7 @@ from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.errors import ConfigError, KVFlowError, LeaseExpired, PeerIncompatible, RequestError
 from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.stock import Arrival, StockPeers, arrival, ask_rank
-from kvflow.stock.params import is_stock, lost_block, needed_blocks, read_stock, stock_params
+from kvflow.stock.params import freed_block, is_stock_params, make_stock_params, needed_blocks, read_stock_params
 from kvflow.testing import assert_quiet
 
 CONFIG = Config(engine_id="ours", listen="tcp://127.0.0.1:0", model="/m", drain_timeout_s=1.0)
@@ -106,7 +106,7 @@ async def test_a_deadline_holds_for_all_groups() -> None:
         for late_s, fresh in ((5.0, True), (25.0, False)):
             params = producer.offer(f"late {late_s}", [[3, 9], [7, 2]], 2 * TOKENS)
             came = Arrival(now.machine, now.now_s - late_s)
-            ticket = read_stock(params, arrived=came, lease_s=30.0, block_ids_max=100)
+            ticket = read_stock_params(params, arrived=came, lease_s=30.0, block_ids_max=100)
             if fresh:
                 assert (await ours.load(ticket, full=[10, 11], window=[6, 8])).freshness == "deadline"
             else:
@@ -154,10 +154,10 @@ async def test_tables_that_cannot_be_are_refused() -> None:
 
 
 def stock_ticket(tables: list[list[int]], num_tokens: int, left: int) -> Any:
-    ticket = stock_params(two_groups(9), "0.32.0")
+    ticket = make_stock_params(two_groups(9), "0.32.0")
     params = {key: value for key, value in ticket.items() if key != "kvflow"}
     params |= {"remote_block_ids": tables, "remote_num_tokens": num_tokens}
-    return read_stock(params, arrived=None, lease_s=30.0, block_ids_max=100, left=left)
+    return read_stock_params(params, arrived=None, lease_s=30.0, block_ids_max=100, left=left)
 
 
 def test_every_length_needs_what_its_tokens_see() -> None:
@@ -181,10 +181,10 @@ def test_a_window_that_has_moved_on_is_seen_before_anybody_is_asked() -> None:
     first = max(4 * TOKENS - WINDOW, 0) // TOKENS
     assert 0 < first < 3
     held = [0] * first + [7] * (4 - first)
-    assert lost_block(ticket, SLIDING, held) is None
-    assert lost_block(ticket, SLIDING, [*held[:first], 0, *held[first + 1 :]]) == first
-    assert lost_block(ticket, FULL, [0] * 4) is None
-    assert lost_block(ticket, SLIDING, [0] * 9) is None  # blocks of another size: nobody knows yet
+    assert freed_block(ticket, SLIDING, held) is None
+    assert freed_block(ticket, SLIDING, [*held[:first], 0, *held[first + 1 :]]) == first
+    assert freed_block(ticket, FULL, [0] * 4) is None
+    assert freed_block(ticket, SLIDING, [0] * 9) is None  # blocks of another size: nobody knows yet
 
 
 def two_groups(num_tokens: int) -> Ticket:
@@ -200,7 +200,7 @@ def test_stock_readers_find_room_for_the_whole_prompt(left: int) -> None:
     """A stock reader dies of a table that is shorter than what it has made room for, and reads from the end."""
     for num_tokens in range(1, 30):
         ticket = two_groups(num_tokens)
-        params = stock_params(ticket, "0.32.0", left=left)
+        params = make_stock_params(ticket, "0.32.0", left=left)
         prompt = num_tokens + left
         assert params["remote_num_tokens"] == prompt
         full, window = params["remote_block_ids"]
@@ -214,8 +214,11 @@ def test_stock_readers_find_room_for_the_whole_prompt(left: int) -> None:
         known = {key: value for key, value in params.items() if key != "kvflow"}
         assert Ticket.from_params(known) == ticket
         foreign = {**known, "remote_request_id": ticket.request_id}
-        assert is_stock(foreign)
-        assert read_stock(foreign, arrived=None, lease_s=30.0, block_ids_max=100, left=left).num_tokens == num_tokens
+        assert is_stock_params(foreign)
+        assert (
+            read_stock_params(foreign, arrived=None, lease_s=30.0, block_ids_max=100, left=left).num_tokens
+            == num_tokens
+        )
 
 
 def test_what_stock_readers_would_die_of_is_not_made() -> None:
@@ -230,7 +233,7 @@ def test_what_stock_readers_would_die_of_is_not_made() -> None:
         {"pp_size": 2},
     ):
         with pytest.raises(RequestError):
-            stock_params(msgspec.structs.replace(ticket, **wrong), "0.32.0")
+            make_stock_params(msgspec.structs.replace(ticket, **wrong), "0.32.0")
 
 
 async def test_stock_readers_are_shown_what_their_own_rank_has() -> None:
@@ -248,7 +251,7 @@ async def test_a_stock_engine_reads_a_group() -> None:
     async with engine(filled=True) as ours:
         request = ServeRequest("both", {"full": [3, 9], "window": [7, 2]}, 2 * TOKENS)
         lease = ours.runtime.serve_blocks(request)
-        params = stock_params(lease.ticket, "0.32.0")
+        params = make_stock_params(lease.ticket, "0.32.0")
         assert params["remote_block_ids"] == [[3, 9], [7, 2]]
         consumer = StockConsumer()
         try:
@@ -267,5 +270,5 @@ async def test_groups_of_other_sizes_are_refused_at_the_start() -> None:
         for at, size in enumerate((TOKENS, 2 * TOKENS)):
             layers = {f"layers.{at}": torch.zeros(16, MODEL_HEADS, size, HEAD)}
             groups.append(CacheGroup(f"g{at}", layers, CacheLayout.infer(layers, order="HND", block_size=size)))
-        with pytest.raises(ConfigError, match="stock peers: our cache: groups with block sizes"):
+        with pytest.raises(ConfigError, match="stock peers: our cache: groups have block sizes"):
             await runtime.register_kv_caches(groups)

@@ -12,7 +12,7 @@ import torch
 from stock_engines import LAYERS, TOKENS, stock_producer
 
 from kvflow.errors import KVFlowError
-from kvflow.stock.wire import agent_of
+from kvflow.stock.wire import agent_name_of
 from tests.fuzz.mutants import packed_bent, torn
 from tests.stock.test_reading import CONFIG, Reader, reader
 
@@ -75,7 +75,7 @@ async def test_an_agent_that_is_another_peers_is_refused_and_that_peer_keeps_its
         for stolen in (honest.agents[0].native.getLocalMD(), cache.metadata.agent_metadata):
             liar.change = {"agent_metadata": bytes(stolen)}
             with pytest.raises(KVFlowError, match="stock-x"):
-                await ours.load(liar.offer(agent_of(bytes(stolen)), [3], TOKENS), [1])
+                await ours.load(liar.offer(agent_name_of(bytes(stolen)), [3], TOKENS), [1])
         assert untouched(ours, 0)
         await ours.load(honest.offer("second", [5], TOKENS), [0])
         ours.assert_holds([0], [5])

@@ -87,7 +87,7 @@ async def test_what_has_lost_its_spare_is_refused_and_what_has_it_is_read() -> N
     async with producer() as theirs, reader(PEERS, engine_id="second") as ours:
         for turn in range(2):
             lease, params = theirs.offer(f"lost-{turn}#secret", [turn], TOKENS)
-            with pytest.raises(PeerIncompatible, match=r"of our own make.*remote_request_id") as caught:
+            with pytest.raises(PeerIncompatible, match=r"is a kvflow engine.*remote_request_id") as caught:
                 await ours.load(bare(params), [turn])
             assert theirs.runtime.address in str(caught.value)
             assert not any(torch.count_nonzero(one[turn]) for one in ours.cache.values())

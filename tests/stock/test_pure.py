@@ -21,7 +21,7 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.doctor.stock_engine import geometry
 from kvflow.errors import ConfigError, PeerIncompatible, RequestError
 from kvflow.stock.metadata_conversion import OurCache, OurLayers, check_tp_size, our_cache
-from kvflow.stock.params import is_stock, read_stock, stock_params
+from kvflow.stock.params import is_stock_params, make_stock_params, read_stock_params
 from kvflow.stock.versions import LINES
 from kvflow.stock.wire import StockMetadata
 
@@ -53,20 +53,20 @@ def offered(num_tokens: int) -> Ticket:
 @pytest.mark.parametrize("line", LINES, ids=[line.version for line in LINES])
 def test_params_have_what_their_line_has_and_ours(line: Any) -> None:
     ticket = offered(7)
-    params = stock_params(ticket, f"{line.version}.0")
+    params = make_stock_params(ticket, f"{line.version}.0")
     assert set(params) == {*line.params, "kvflow"}
     assert params["remote_block_ids"] == [list(ticket.block_ids)]
     assert Ticket.from_params(params) == ticket
-    assert not is_stock(params), "a reader of ours takes the seal"
+    assert not is_stock_params(params), "a reader of ours takes the seal"
     known = {key: value for key, value in params.items() if key != "kvflow"}
-    assert not is_stock(known), "whatever a router drops"
+    assert not is_stock_params(known), "whatever a router drops"
     assert Ticket.from_params(known) == ticket
-    assert not is_stock({**params, "kvflow": None})
-    assert not is_stock({**known, "kvflow": None})
+    assert not is_stock_params({**params, "kvflow": None})
+    assert not is_stock_params({**known, "kvflow": None})
     foreign = {**known, "remote_request_id": "secret"}
-    assert is_stock(foreign)
-    assert is_stock({**foreign, "kvflow": None})
-    read = read_stock(foreign, arrived=None, lease_s=30.0, block_ids_max=100)
+    assert is_stock_params(foreign)
+    assert is_stock_params({**foreign, "kvflow": None})
+    read = read_stock_params(foreign, arrived=None, lease_s=30.0, block_ids_max=100)
     assert (read.block_ids, read.num_tokens, read.request_id) == (ticket.block_ids, 7, "secret")
 
 
@@ -75,10 +75,10 @@ def test_a_ticket_without_room_for_its_spare_is_no_stock_one() -> None:
     ticket = offered(7)
     ranks = tuple(msgspec.structs.replace(ticket.first, tp_rank=rank) for rank in range(64))
     wide = msgspec.structs.replace(ticket, tp_size=64, ranks=ranks, fixed_ports=True)
-    params = stock_params(wide, "0.32.0")
+    params = make_stock_params(wide, "0.32.0")
     assert Ticket.from_params(params) == wide
     del params["kvflow"]
-    assert not is_stock(params)
+    assert not is_stock_params(params)
     assert Ticket.from_params(params) == msgspec.structs.replace(wide, ranks=ranks[:1])
 
 
@@ -86,24 +86,26 @@ def test_a_ticket_without_room_for_anything_is_refused_rather_than_believed() ->
     groups = tuple(GroupFacts(name=str(at) * 40, block_size=2) for at in range(64))
     tables = [(0,)] * len(groups)
     many = msgspec.structs.replace(any_ticket(block_size=2), groups=groups, more_block_ids=((),) * 63)
-    params = stock_params(many.without_leases(request_id="secret", block_ids=tables, num_tokens=2, ttl_s=9.0), "0.32.0")
+    params = make_stock_params(
+        many.without_leases(request_id="secret", block_ids=tables, num_tokens=2, ttl_s=9.0), "0.32.0"
+    )
     assert len(Ticket.from_params(params).groups) == 64
     del params["kvflow"]
-    assert not is_stock(params)
+    assert not is_stock_params(params)
     with pytest.raises(RequestError):
         Ticket.from_params(params)
 
 
 def test_many_block_ids_are_refused_before_they_are_read() -> None:
-    params = stock_params(offered(7), "0.32.0")
+    params = make_stock_params(offered(7), "0.32.0")
     foreign = {**params, "remote_request_id": "secret"}
     with pytest.raises(RequestError, match="at most 1"):
-        read_stock(foreign, arrived=None, lease_s=30.0, block_ids_max=1)
+        read_stock_params(foreign, arrived=None, lease_s=30.0, block_ids_max=1)
 
 
 def test_other_versions_are_refused_by_name() -> None:
     with pytest.raises(RequestError, match=r"0\.25"):
-        stock_params(offered(7), "0.25.0")
+        make_stock_params(offered(7), "0.25.0")
 
 
 @each(
@@ -130,7 +132,7 @@ def test_a_size_is_believed_where_heads_prove_it(heads: int, tp_size: int, known
 
 def test_of_mla_no_head_proves_anything() -> None:
     share = msgspec.structs.replace(SHARE, latent=True, kv_heads=1, model_kv_heads=0)
-    latent, two = OURS._replace(sets=(OurLayers(share, REGIONS),)), msgspec.structs.replace(share, tp_size=2)
+    latent, two = OURS._replace(layer_sets=(OurLayers(share, REGIONS),)), msgspec.structs.replace(share, tp_size=2)
     check_tp_size(AT, share, latent, ())
     check_tp_size(AT, two, latent, (2,))
     with pytest.raises(PeerIncompatible):

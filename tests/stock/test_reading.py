@@ -33,7 +33,7 @@ from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.records import LoadRecord
 from kvflow.stock import StockPeers, Terms, arrival
 from kvflow.stock.deadline import Arrival, DeadlineProof
-from kvflow.stock.params import read_stock
+from kvflow.stock.params import read_stock_params
 from kvflow.testing import assert_quiet
 
 CONFIG = Config(engine_id="ours", listen="tcp://127.0.0.1:0", model="/m", drain_timeout_s=1.0)
@@ -102,7 +102,7 @@ async def test_params_are_used_once_and_then_their_name_is_remembered(producer: 
     for number in range(8):
         params = producer.offer(f"cmpl-{number}-0-aabbccdd", [3], TOKENS)
         await ours.load(params, [7])
-        with pytest.raises(LeaseExpired, match="was told that it has been read") as caught:
+        with pytest.raises(LeaseExpired, match="was notified that it was read") as caught:
             await ours.load(params, [1])
         assert caught.value.request_id == "req", "the load's, not the ticket's"
     await producer.until(lambda: len(producer.freed[0]) == 8)
@@ -135,7 +135,9 @@ async def test_records_and_metrics_tell_what_vouches() -> None:
         with ours.runtime._observers.one_more(metrics), ours.runtime._observers.one_more(observer):
             await ours.load(producer.offer("fresh", [3], TOKENS), [0])
             late = Arrival(now.machine, now.now_s - 1e6)
-            ticket = read_stock(producer.offer("late", [3], TOKENS), arrived=late, lease_s=30.0, block_ids_max=100)
+            ticket = read_stock_params(
+                producer.offer("late", [3], TOKENS), arrived=late, lease_s=30.0, block_ids_max=100
+            )
             with pytest.raises(LeaseExpired):
                 await ours.load(ticket, [0])
             await ours.load(producer.offer("hit", [3], TOKENS), [])
@@ -227,13 +229,13 @@ async def test_params_that_came_too_long_ago_are_refused(producer: StockProducer
     for late_s, fresh in ((5.0, True), (25.0, False), (1e6, False)):
         params = producer.offer(f"late {late_s}", [3], TOKENS)
         came = Arrival(now.machine, now.now_s - late_s)
-        ticket = read_stock(params, arrived=came, lease_s=30.0, block_ids_max=100)
+        ticket = read_stock_params(params, arrived=came, lease_s=30.0, block_ids_max=100)
         if fresh:
             await ours.load(ticket, [0])
         else:
             with pytest.raises(LeaseExpired, match="later than its producer is known to hold"):
                 await ours.load(ticket, [0])
-    elsewhere = read_stock(params, arrived=Arrival("other", 0.0), lease_s=30.0, block_ids_max=100)
+    elsewhere = read_stock_params(params, arrived=Arrival("other", 0.0), lease_s=30.0, block_ids_max=100)
     elsewhere = replace_id(elsewhere, "elsewhere")
     with pytest.raises(LeaseExpired, match="another machine"):
         await ours.load(elsewhere, [0])
@@ -242,7 +244,7 @@ async def test_params_that_came_too_long_ago_are_refused(producer: StockProducer
 
 def replace_id(ticket: Any, request_id: str) -> Any:
     params = {**ticket.params, "remote_request_id": request_id}
-    return read_stock(params, arrived=ticket.arrived, lease_s=30.0, block_ids_max=100)
+    return read_stock_params(params, arrived=ticket.arrived, lease_s=30.0, block_ids_max=100)
 
 
 async def test_a_restarted_producer_is_another_one(producer: StockProducer, ours: Reader) -> None:
@@ -256,7 +258,7 @@ async def test_a_restarted_producer_is_another_one(producer: StockProducer, ours
         stale(ours)
         with pytest.raises((LeaseExpired, TransferFailed)):
             await ours.load(params, [1])
-    with pytest.raises(LeaseExpired, match="has restarted: its parameters may be of before"):
+    with pytest.raises(LeaseExpired, match="has restarted: its parameters may be from before"):
         await ours.load(producer.offer("soon", [5], TOKENS), [2])
 
 
@@ -268,7 +270,7 @@ async def test_what_a_life_before_has_offered_and_came_after_its_end_is_not_read
         late = producer.offer("late", [4], TOKENS)
         producer.restart()
         stale(ours)
-        with pytest.raises(LeaseExpired, match="may be of before"):
+        with pytest.raises(LeaseExpired, match="may be from before"):
             await ours.load(late, [1])
         assert all(not torch.count_nonzero(one[1]) for one in ours.cache.values())
         for attempt in itertools.count():
@@ -287,7 +289,7 @@ def stale(ours: Reader) -> None:
     """Let what is known of its peers be old."""
     for peer in ours.runtime._supervisor.cache.peers.known.values():  # type: ignore[union-attr]
         if peer.current is not None:
-            peer.current.seen_s = -1e9  # type: ignore[attr-defined]
+            peer.current.alive_s = -1e9  # type: ignore[attr-defined]
 
 
 WRONG_METADATA: dict[str, Any] = {

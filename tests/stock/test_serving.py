@@ -24,7 +24,7 @@ from kvflow.errors import ConfigError, PeerUnreachable, RequestError, UsageError
 from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.stock import EngineRanks, StockPeers, ask_rank
-from kvflow.stock.params import stock_params
+from kvflow.stock.params import make_stock_params
 from kvflow.stock.wire import encode_question
 from kvflow.testing import assert_quiet
 from tests.fuzz.mutants import torn
@@ -44,7 +44,7 @@ class Producer:
         return lease, self.written(lease)
 
     def written(self, lease: Any, **more: Any) -> dict[str, Any]:
-        return stock_params(lease.ticket, "0.32.0", **more)
+        return make_stock_params(lease.ticket, "0.32.0", **more)
 
 
 @asynccontextmanager
@@ -74,7 +74,7 @@ class Engine:
     def offer(self, request_id: str, block_ids: list[int], num_tokens: int) -> tuple[list[Any], dict[str, Any]]:
         request = ServeRequest(request_id, block_ids, num_tokens)
         leases = [rank.runtime.serve_blocks(request) for rank in self.ranks]
-        return leases, stock_params(merge_tickets([lease.ticket for lease in leases]), "0.32.0")
+        return leases, make_stock_params(merge_tickets([lease.ticket for lease in leases]), "0.32.0")
 
 
 @asynccontextmanager
@@ -119,7 +119,7 @@ async def test_a_stock_engine_reads_and_its_text_ends_the_lease(consumer: StockC
     await consumer.read(params, [5, 6])
     assert await lease is LeaseOutcome.READ
     service: Any = ours.runtime._supervisor.cache.strangers  # type: ignore[union-attr]
-    assert not service._told, "nobody is left to tell of it"
+    assert not service._reports, "nobody is left to tell of it"
     for layer, tensor in enumerate(consumer.cache.values()):
         for mine, theirs in ((5, 9), (6, 4)):
             assert tensor[mine, 2, 1, 0].item() == pytest.approx(value_of(layer, theirs, 2) + 0.01)
@@ -346,7 +346,7 @@ async def test_what_a_stock_reader_would_die_of_is_not_offered(ours: Producer) -
         {"pp_size": 2},
     ):
         with pytest.raises(RequestError):
-            stock_params(msgspec.structs.replace(ticket, **wrong), "0.32.0")
+            make_stock_params(msgspec.structs.replace(ticket, **wrong), "0.32.0")
     lease.revoke()
     await lease
 

@@ -14,11 +14,11 @@ from kvflow.core.protocol.codec import WireError, encode
 from kvflow.core.protocol.notifications import ReadDone, Renew
 from kvflow.core.protocol.spare import MARK, bare_id
 from kvflow.stock.texts import (
-    HEARD_BYTES_MAX,
+    RECEIVED_BYTES_MAX,
     TEXT_BYTES_MAX,
     ReaderText,
-    can_be_told,
     decode_text,
+    fits_text,
     heartbeat_texts,
     is_text,
     read_text,
@@ -37,7 +37,7 @@ def as_stock_reads(payload: bytes) -> tuple[str, int] | list[str]:
 
 @each("request_id", ["", "a,b", "HB:x", "PUSH_REG:x", "\n", "é", "x" * 1025, "\ud800"])
 def test_an_id_that_no_text_can_name_is_never_sent(request_id: str) -> None:
-    assert not can_be_told(request_id)
+    assert not fits_text(request_id)
     with pytest.raises(ValueError, match="can"):
         read_text(request_id, 1)
     with pytest.raises(ValueError, match="can"):
@@ -52,12 +52,12 @@ def test_a_number_of_readers_that_cannot_be_is_never_sent(readers: int) -> None:
 
 @given(st.text(max_size=40), st.integers(-5, 2000))
 def test_whatever_is_sent_is_read_by_a_stock_producer_as_it_was_meant(request_id: str, readers: int) -> None:
-    if can_be_told(request_id) and 1 <= readers <= RANKS_MAX:
+    if fits_text(request_id) and 1 <= readers <= RANKS_MAX:
         assert as_stock_reads(read_text(request_id, readers)) == (request_id, readers)
         assert decode_text(read_text(request_id, readers)) == ReaderText((request_id,), readers)
 
 
-@given(st.lists(st.text("abc-:0#", min_size=1, max_size=900).filter(can_be_told), max_size=60, unique=True))
+@given(st.lists(st.text("abc-:0#", min_size=1, max_size=900).filter(fits_text), max_size=60, unique=True))
 def test_heartbeats_name_all_of_many_in_bounded_texts(names: list[str]) -> None:
     texts = list(heartbeat_texts(names))
     assert all(len(text) <= TEXT_BYTES_MAX for text in texts)
@@ -68,7 +68,7 @@ def test_heartbeats_name_all_of_many_in_bounded_texts(names: list[str]) -> None:
 
 NO_READS = ["", "no colon", ":1", "id:", "id:x", "id:-1", "id:0", "id:1.0", "id:9999999", "id:٣"]
 NO_BEATS = ["HB:", "HB:a,,b", "HB:" + "a," * 100_000 + "a"]
-NO_TEXTS = [b"\xff:1", b"PUSH_REG:\x80", b"x" * (HEARD_BYTES_MAX - 1) + b":1"]
+NO_TEXTS = [b"\xff:1", b"PUSH_REG:\x80", b"x" * (RECEIVED_BYTES_MAX - 1) + b":1"]
 
 
 @each("payload", [*map(str.encode, NO_READS + NO_BEATS), *NO_TEXTS])
@@ -101,7 +101,7 @@ def test_noise_is_refused_or_read() -> None:
             found = decode_text(bytes(payload))
         except WireError:
             continue
-        assert all(map(can_be_told, found.request_ids))
+        assert all(map(fits_text, found.request_ids))
 
 
 def test_what_is_written_behind_an_id_is_taken_off() -> None:

@@ -15,7 +15,7 @@ from tests_support import until
 
 from kvflow.errors import LeaseExpired
 from kvflow.stock import Arrival, Terms, arrival
-from kvflow.stock.params import read_stock
+from kvflow.stock.params import read_stock_params
 from tests.stock.test_reading import PEERS, Reader, reader
 
 TRIES = 200
@@ -53,7 +53,7 @@ def now_s() -> float:
 
 
 async def ours_reads(ours: Reader, params: dict[str, Any], came: Arrival, block: int) -> str:
-    ticket = read_stock(params, arrived=came, lease_s=LEASE_S, block_ids_max=100)
+    ticket = read_stock_params(params, arrived=came, lease_s=LEASE_S, block_ids_max=100)
     try:
         await ours.load(ticket, [1])
     except LeaseExpired:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvflow.errors import RequestError
-from kvflow.stock.versions import LINES, least_line, line_of, line_that_shows
+from kvflow.stock.versions import LINES, line_of, line_of_metadata, line_of_params
 
 VERSIONS = [line.version for line in LINES]
 
@@ -35,18 +35,18 @@ def test_other_versions_are_refused_by_name(version: str) -> None:
 @pytest.mark.parametrize("line", LINES, ids=VERSIONS)
 def test_what_a_line_says_tells_it_as_far_as_that_matters(line: object) -> None:
     known = next(one for one in LINES if one is line)
-    for found in (least_line([*known.params, "kvflow"]), line_that_shows([*known.metadata, "later"])):
+    for found in (line_of_params([*known.params, "kvflow"]), line_of_metadata([*known.metadata, "later"])):
         assert found.number <= known.number
-        assert found.counts_engine == known.counts_engine or found.version == "0.26"
-    assert line_that_shows(known.metadata).metadata == known.metadata
-    assert least_line(known.params).params == known.params
+        assert found.reports_tp_size == known.reports_tp_size or found.version == "0.26"
+    assert line_of_metadata(known.metadata).metadata == known.metadata
+    assert line_of_params(known.params).params == known.params
 
 
 def test_readers_are_counted_in_two_ways() -> None:
-    assert [line.version for line in LINES if line.counts_engine] == ["0.26", "0.27", "0.28"]
+    assert [line.version for line in LINES if line.reports_tp_size] == ["0.26", "0.27", "0.28"]
 
 
 def test_parameters_of_before_are_refused_by_name() -> None:
     older = [key for key in LINES[0].params if key != "remote_blocks_expiry_time"]
-    with pytest.raises(RequestError, match=r"before 0\.26, whose listener takes no question"):
-        least_line(older)
+    with pytest.raises(RequestError, match=r"before 0\.26, whose listener crashes"):
+        line_of_params(older)

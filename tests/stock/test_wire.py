@@ -15,12 +15,12 @@ from tests_support import each
 
 from kvflow.core.protocol.codec import WireError
 from kvflow.runtime.channel import connections
-from kvflow.stock.versions import LINES, Line, line_that_shows
+from kvflow.stock.versions import LINES, ReleaseLine, line_of_metadata
 from kvflow.stock.wire import (
     METADATA_BYTES_MAX,
     StockAnswer,
     StockMetadata,
-    agent_of,
+    agent_name_of,
     decode_answer,
     decode_question,
     encode_answer,
@@ -42,10 +42,10 @@ def answer_with(**values: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize("line", LINES, ids=[line.version for line in LINES])
-def test_metadata_of_every_line_is_read(line: Line) -> None:
+def test_metadata_of_every_line_is_read(line: ReleaseLine) -> None:
     shown = decode_answer(encode_answer(HASH, encode_metadata(METADATA, line), 2.5))
     assert shown.fields == set(line.metadata)
-    assert line_that_shows(shown.fields).metadata == line.metadata
+    assert line_of_metadata(shown.fields).metadata == line.metadata
     assert shown.metadata.kv_caches_base_addr == METADATA.kv_caches_base_addr
     assert (shown.metadata.block_strides is None) == (line.number < (0, 29))
     assert (shown.metadata.region_names is None) == (line.number < (0, 30))
@@ -164,7 +164,7 @@ def test_frames_that_are_no_answer_are_refused(frames: list[bytes]) -> None:
 )
 def test_metadata_of_no_agent_is_refused(blob: bytes) -> None:
     with pytest.raises(WireError):
-        agent_of(blob)
+        agent_name_of(blob)
 
 
 def test_hostile_answers_are_refused_or_read() -> None:
