@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import ValidationError, convert
 
 from kvflow.checks import counted, whole_numbers
 from kvflow.core.cache.regions import Device, UInt64Array
@@ -106,11 +107,11 @@ def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> 
     if type(block_ids) in (list, tuple) and len(block_ids) > num_blocks:  # before any id is looked at
         given = counted(len(block_ids), "block id")
         raise RequestError(f"{what}: {given}, but the cache has {counted(num_blocks, 'block')}")
+    if type(block_ids) in (list, tuple) and len(block_ids) >= _MANY:
+        return _many_ids(block_ids, num_blocks, what)
     if type(block_ids) in (list, tuple) and set(map(type, block_ids)) <= {int}:
         if not block_ids:
             return np.empty(0, dtype=np.int64)
-        if len(block_ids) >= _MANY:
-            return _many_ids(block_ids, num_blocks, what)
         # Built-in functions: for few ids and with cold caches they are faster than array operations.
         if min(block_ids) >= 0 and max(block_ids) < num_blocks and len(set(block_ids)) == len(block_ids):
             return np.array(block_ids, dtype=np.int64)
@@ -119,8 +120,9 @@ def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> 
 
 def _many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
     try:
-        ids = np.array(block_ids, dtype=np.int64)
-    except OverflowError:
+        convert(block_ids, list[int])  # the fastest way to find out whether all are of type int
+        ids = np.fromiter(block_ids, np.int64, len(block_ids))
+    except (ValidationError, OverflowError):
         return _judge_block_ids(block_ids, num_blocks, what)
     return _judge_block_ids(ids, num_blocks, what)
 

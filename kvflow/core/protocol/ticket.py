@@ -358,10 +358,12 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         Returns:
             A new dict of JSON types, which any router can carry.
         """
-        kvflow = _unpack(_pack(self))  # JSON types: lists, no tuples
+        fields = msgspec.to_builtins(self)
+        ids, *more = [list(fields.pop("block_ids")), *map(list, fields.pop("more_block_ids", ()))]
+        kvflow = _unpack(_pack(fields))  # lists in place of tuples; without the block ids, which may be many
         for rank, digest in zip(kvflow["ranks"], _digests(self), strict=True):
             rank["digest"] = digest
-        first, ids, more = kvflow["ranks"][0], kvflow.pop("block_ids"), kvflow.pop("more_block_ids", None)
+        first = kvflow["ranks"][0]
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
