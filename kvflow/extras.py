@@ -7,7 +7,7 @@ import shlex
 from importlib.metadata import PackageNotFoundError, requires
 
 
-def install_line(extra: str) -> str:
+def install_command(extra: str) -> str:
     """Return the command that installs the packages of `extra`, without kvflow, which may be on no index."""
     try:
         needed = [one.partition(";") for one in requires("kvflow") or ()]

@@ -12,7 +12,7 @@ import weakref
 from typing import Any, Protocol
 
 
-class Inherited(Protocol):
+class ForkAware(Protocol):
     """An object that a forked child must not use, because it has threads, sockets or a loop of the parent."""
 
     def forked(self) -> None:
@@ -22,10 +22,10 @@ class Inherited(Protocol):
         """
 
 
-_LIVE: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
-def watch(one: Inherited) -> None:
+def watch(one: ForkAware) -> None:
     """Arrange that `one.forked()` is called in each forked child while `one` exists. Keep only a weak reference."""
     _LIVE.add(one)
 

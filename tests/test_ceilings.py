@@ -175,7 +175,7 @@ async def test_what_reaching_connected_ranks_meets() -> None:
         assert cache is not None
         ticket = cache.resolver.read_ticket(lease.ticket)
         with trace.on():
-            reached = cache.resolver.reach_at_once(ticket, found.append)
+            reached = cache.resolver.resolve_nowait(ticket, found.append)
         assert reached == found
         assert [source.lease for source in found] == list(ticket.ranks)
         lease.revoke()

@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 
 from kvflow.doctor.version import version_lines
-from kvflow.extras import install_line
+from kvflow.extras import install_command
 
 _MODULES = ("typer", "rich")
 
@@ -26,7 +26,7 @@ def main() -> None:
         return
     missing = missing_modules()
     if missing:
-        sys.exit(f"kvflow: the command line needs {' and '.join(missing)}; install it with: {install_line('cli')}")
+        sys.exit(f"kvflow: the command line needs {' and '.join(missing)}; install it with: {install_command('cli')}")
     from kvflow.cli.app import app
 
     app()

@@ -21,7 +21,7 @@ from kvflow.errors import ConfigError, KVFlowError, PeerRefused, PeerUnreachable
 from kvflow.hosts import plain_address
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.clock import SystemClock
-from kvflow.runtime.peers.handshake import problems_of
+from kvflow.runtime.peers.handshake import incompatibilities
 from kvflow.runtime.peers.peer import LocalRank
 
 _READER = "kvflow-doctor"
@@ -108,7 +108,7 @@ def judge_pair(prefill: _Shown, decode: _Shown) -> list[Finding]:
         groups=metadata.groups,
     )
     found = facts.differences(their_facts)
-    found += problems_of(their_at.rank, theirs, all_regions_from_wire(theirs.regions), ours)
+    found += incompatibilities(their_at.rank, theirs, all_regions_from_wire(theirs.regions), ours)
     if found:
         return [fail("hand-over", problem, _FIX) for problem in dict.fromkeys(found)]
     return [ok("hand-over", "no rule says no; whether they reach each other only the two can find out")]

@@ -123,7 +123,7 @@ class Attempts:
 
     def _next(self) -> Ticket:
         """Take out and return the best waiting ticket. Tickets of peers in back-off come last."""
-        ticket = min(self._waiting, key=self._cache.peers.backs_off)
+        ticket = min(self._waiting, key=self._cache.peers.in_back_off)
         self._waiting.remove(ticket)
         return ticket
 

@@ -24,7 +24,7 @@ from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Matched, known_so_far
-from kvflow.runtime.peers.peer import Source, words
+from kvflow.runtime.peers.peer import Source, peer_text
 
 _PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for more tokens
 
@@ -88,7 +88,7 @@ class FollowedLease:
         if over and self.unknown and self.known_tokens < self.num_tokens:
             self.source.proof.heard(None, -math.inf)  # as if the seal was found wiped: it may never be fetched again
         if news.state is LeaseAnswerState.FAILED:
-            why = words(news.reason) or "it does not say why"
+            why = peer_text(news.reason) or "it does not say why"
             self.failed = f"its producer could not compute the prompt: {why}"
         if news.state is not LeaseAnswerState.OPEN and not self.end.done():
             self.end.set_result(news.state)
@@ -198,7 +198,7 @@ class LeaseQuestions:
                 missing_max=one.missing_max,
             )
             try:
-                answer = await self._cache.peers.ask_until(peer, question)
+                answer = await self._cache.peers.ask_until_answered(peer, question)
                 one.take(answer)
                 state = answer.state
             except PeerError as error:

@@ -41,8 +41,8 @@ from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import check_met
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.load.steps import carry
-from kvflow.runtime.peers.peer import Peer, Source, check_parallelism, words
-from kvflow.runtime.peers.ticket_resolver import VISITS_AT_ONCE_MAX, lease_told
+from kvflow.runtime.peers.peer import Peer, Source, check_parallelism, peer_text
+from kvflow.runtime.peers.ticket_resolver import VISITS_AT_ONCE_MAX, lease_from_answer
 
 logger = logger_of(__name__)
 
@@ -64,7 +64,7 @@ class PendingTickets:
         self._spawn = cache.spawn
         self._limits = cache.config.limits
         self._local = cache.local
-        self._reach = cache.own_reach
+        self._resolver = cache.kvflow_resolver
         self._remote_leases = cache.remote_leases
 
     async def carry(self, load: Load) -> LoadReport:
@@ -175,7 +175,7 @@ class PendingTickets:
         room: dict[Address, tuple[int, ...]] = {}
 
         async def visit(at: Address) -> _Offered | None:
-            peer, connection = await self._reach.connected(ticket, at)
+            peer, connection = await self._resolver.connected(ticket, at)
             check_parallelism(ticket, peer, connection)
             if connection.report_share.numerator == 0:
                 return None
@@ -186,16 +186,16 @@ class PendingTickets:
                 raise too_many(count, most, f"request {ticket.request_id!r}: the offer of {at}")
             lease = None
             if opened is not None:
-                lease = lease_told(at, opened)
+                lease = lease_from_answer(at, opened)
                 tables = lease.block_tables or offer.block_ids
-                found(self._reach.told(ticket, peer, connection, lease, tables), offer.ttl_s)
+                found(self._resolver.told(ticket, peer, connection, lease, tables), offer.ttl_s)
             elif any(offer.block_ids) or offer.extends:
                 raise at.failure(ProtocolError, "an offer of blocks without a lease")
             room[at] = connection.num_blocks
             return at, offer, lease
 
-        await self._reach.check(ticket)
-        offers = await self._reach.walk(ticket, visit)
+        await self._resolver.check(ticket)
+        offers = await self._resolver.walk(ticket, visit)
         agreed = self._agreed(ticket, [one for one in offers if one is not None])
         for at, counts in room.items():
             if any(total > count for total, count in zip(agreed.block_counts, counts, strict=True)):
@@ -208,13 +208,13 @@ class PendingTickets:
     ) -> tuple[messages.Offer, RankLease | None]:
         """Wait for a rank's offer. Return the offer and the rank's lease, which is None if the offer has no blocks."""
         question = messages.LeaseRequest(reader=self._local.reader, target=peer.at, request_id=ticket.request_id)
-        answer = await self._peers.ask_until(peer, question, give_up_s)
+        answer = await self._peers.ask_until_answered(peer, question, give_up_s)
         match answer.state:
             case LeaseAnswerState.FAILED if answer.instead:
                 sent_on.append((peer.at, answer.instead))
-                raise _failure(PrefillFailed, ticket, peer, words(answer.reason))
+                raise _failure(PrefillFailed, ticket, peer, peer_text(answer.reason))
             case LeaseAnswerState.FAILED:
-                raise _failure(PrefillFailed, ticket, peer, f"it will not serve it: {words(answer.reason)}")
+                raise _failure(PrefillFailed, ticket, peer, f"it will not serve it: {peer_text(answer.reason)}")
             case LeaseAnswerState.ENDED:
                 raise _failure(LeaseExpired, ticket, peer, "its lease has ended: compute the prompt again")
             case LeaseAnswerState.WAITING:

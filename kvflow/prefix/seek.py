@@ -29,8 +29,8 @@ from kvflow.prefix.load_rates import LoadRates
 from kvflow.prefix.prefix_requests import GivenPeer, PrefixOffer, PrefixRequest, token_size_bytes
 from kvflow.prefix.search import Search
 from kvflow.prefix.seek_request import KEYS_MAX, PREFIX_OF, SeekRequest
-from kvflow.runtime.peers.peer import Connection, words
-from kvflow.runtime.peers.ticket_resolver import lease_told
+from kvflow.runtime.peers.peer import Connection, peer_text
+from kvflow.runtime.peers.ticket_resolver import lease_from_answer
 
 if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
@@ -61,7 +61,7 @@ class PrefixQuestions:
         self._cache = cache
         self._local = cache.local
         self._token_bytes = token_size_bytes(cache.local)
-        self._reach = cache.own_reach
+        self._resolver = cache.kvflow_resolver
         self._peers = cache.peers
         self._remote_leases = cache.remote_leases
         self._rates = rates
@@ -154,10 +154,10 @@ class PrefixQuestions:
             )
             answer = await self._peers.find_lease(self._peers.get(at), question)
             if answer.state is messages.LeaseAnswerState.FAILED:  # the rank cannot say what it has
-                raise at.failure(PeerRefused, words(answer.reason))
+                raise at.failure(PeerRefused, peer_text(answer.reason))
             if answer.offer is None or answer.lease is None:
                 return None
-            return _within(question, (at, answer.offer, lease_told(at, answer.lease)))
+            return _within(question, (at, answer.offer, lease_from_answer(at, answer.lease)))
 
         replies = await asyncio.gather(*map(one, ranks), return_exceptions=True)
         took_s = asyncio.get_running_loop().time() - begun_s
@@ -209,7 +209,7 @@ class PrefixQuestions:
         """
         peer, lease = self._peers.get(at), ticket.find(at.rank)
         if peer.current is not None and lease is not None:
-            self._reach.told(ticket, peer, peer.current, lease, lease.block_tables or ticket.block_tables)
+            self._resolver.told(ticket, peer, peer.current, lease, lease.block_tables or ticket.block_tables)
 
     async def _found(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
         """Connect to an engine, and find which ranks have blocks for this reader. Raise a KVFlowError if that fails."""
@@ -217,11 +217,11 @@ class PrefixQuestions:
             peer = self._names.get(peer) or await self._who(peer)
         fixed = isinstance(peer, PeerAddress)
         if isinstance(peer, PeerAddress):
-            ranks = await self._reach.ranks_at(peer, every_rank=request.every_rank)
+            ranks = await self._resolver.ranks_at(peer, every_rank=request.every_rank)
         else:
-            ticket = self._reach.read_ticket(peer)
-            await self._reach.check(ticket)
-            ranks, fixed = self._reach.whereabouts(ticket), ticket.fixed_ports
+            ticket = self._resolver.read_ticket(peer)
+            await self._resolver.check(ticket)
+            ranks, fixed = self._resolver.addresses_of(ticket), ticket.fixed_ports
             if request.every_rank:
                 every = ticket.parallelism.ranks(ticket.dp_rank)
                 ranks = [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in every]
@@ -326,7 +326,7 @@ def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block
             kv_heads=cut.kv_heads,
             model_kv_heads=cut.model_kv_heads,
             more_kinds=cut.more,
-            groups=connection.told_groups,
+            groups=connection.ticket_groups,
             fixed_ports=engine.fixed_ports,
             traceparent="",
             prompt_digest="",

@@ -37,7 +37,7 @@ from kvflow import checks
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
 from kvflow.errors import ConfigError, RuntimeBroken
-from kvflow.extras import install_line
+from kvflow.extras import install_command
 from kvflow.hosts import address_at
 from kvflow.runtime.part import Part
 from kvflow.runtime.records import Observer
@@ -253,7 +253,7 @@ def this_replica() -> ReplicaPlace:
         from ray import serve
         from ray.serve.exceptions import RayServeException
     except ImportError as error:
-        raise ConfigError(f"ReplicaRuntime needs Ray Serve: {install_line('ray')} ({error})") from error
+        raise ConfigError(f"ReplicaRuntime needs Ray Serve: {install_command('ray')} ({error})") from error
     try:
         context = serve.get_replica_context()
     except RayServeException as error:

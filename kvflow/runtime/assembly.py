@@ -32,7 +32,7 @@ from kvflow.runtime.load.flight_resources import FlightResources, LoadThrottle, 
 from kvflow.runtime.load.leases import LeaseIdNotifier, RemoteLeases
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.memory import BlockCopier, HostBlocks, RankMemory
-from kvflow.runtime.part import Ending, Part, foreign_of
+from kvflow.runtime.part import Ending, Part, stock_part_of
 from kvflow.runtime.peers.handshake import Agents, Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.table import Peers
@@ -99,18 +99,18 @@ class RegisteredCache:
         self.throttle = LoadThrottle(resources.poller)
         self.pools = [one.pool for one in memory.staging]
         """The pool of host blocks of each group and, once scratch memory is in use, the pool of its buffers."""
-        foreign = foreign_of(runtime.parts)
-        self.telling = LeaseIdNotifier(self)
+        stock = stock_part_of(runtime.parts)
+        self.lease_notifier = LeaseIdNotifier(self)
         """Sends notifications about leases to producers that run kvflow."""
         self.agents = Agents(self)
-        self.peers = Peers(self, foreign.handshakes(self, Handshakes(self, self.telling)))
-        self.own_reach = TicketResolver(self)
+        self.peers = Peers(self, stock.handshakes(self, Handshakes(self, self.lease_notifier)))
+        self.kvflow_resolver = TicketResolver(self)
         """The resolver of kvflow tickets. `resolver` may also resolve tickets of stock peers (vLLM's NixlConnector)."""
-        self.resolver = foreign.resolver(self)
+        self.resolver = stock.resolver(self)
         self.remote_leases = RemoteLeases(self)
         self.loader = Loader(self)
         self.serving = Serving(self)
-        self.strangers = foreign.service(self)
+        self.stock_service = stock.service(self)
         """The service that answers stock readers (vLLM's own NixlConnector); None if they are not served."""
         self.readers = Goodbyes(self)
         self.begun: list[Part] = []
@@ -121,8 +121,8 @@ class RegisteredCache:
             messages.ReleaseRequest: self.serving.release,
             messages.DigestRequest: lambda question: self.part("verify", "a question for digests").answer(question),
             messages.LeaseRequest: self.serving.news.answer,
-            messages.DeclineRequest: self.serving.news.came_elsewhere,
-            messages.Goodbye: self._said_goodbye,
+            messages.DeclineRequest: self.serving.news.redirect,
+            messages.Goodbye: self._on_goodbye,
         }
         for one in runtime.parts:
             self._answers.update(one.answers)
@@ -172,8 +172,8 @@ class RegisteredCache:
         except (codec.WireError, RequestError) as error:
             return refusal(str(error))
 
-    def _said_goodbye(self, goodbye: messages.Goodbye) -> messages.Ack:
-        self.peers.said_goodbye(goodbye)
+    def _on_goodbye(self, goodbye: messages.Goodbye) -> messages.Ack:
+        self.peers.on_goodbye(goodbye)
         return messages.Ack(incarnation=self.incarnation)
 
     async def begin_parts(self, runtime: Supervisor) -> None:
@@ -227,7 +227,7 @@ class RegisteredCache:
             what = f"bytes may still land of {loads}, leases of {_some(serving.open_requests)}"
             logger.warning("engine %r: still open after another %s s: %s", self.config.engine_id, bound_s, what)
 
-    async def copies_ended(self) -> str:
+    async def wait_for_copies(self) -> str:
         """Wait until no copy between the cache and buffers runs.
 
         Return "" if nothing uses the cache now, else a text for an error that says what still uses it.

@@ -20,7 +20,7 @@ from kvflow.core.protocol.proof import HOST
 from kvflow.transport.device.cache_device import CacheDevice
 
 
-async def granted(queue: FairQueue, permit: Permit) -> None:
+async def wait_granted(queue: FairQueue, permit: Permit) -> None:
     """Wait until `queue` grants `permit`. If cancelled, give up the permit, or its place in the queue."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     permit.on_grant = lambda: None if waiter.done() else waiter.set_result(None)
@@ -64,7 +64,7 @@ class Pool:
         assert 0 < count <= self.size, f"{count} of {self.size}"
         permit = self._queue.ask((count,))
         if permit.state is PermitState.WAITING:
-            await granted(self._queue, permit)
+            await wait_granted(self._queue, permit)
         return self._pop(permit)
 
     def give_back(self, numbers: BlockIds) -> None:

@@ -1,9 +1,9 @@
 """Parts: optional features, given to a runtime as a list. They begin and end in the order of the list.
 
-If some engines of a fleet do not run kvflow (stock peers, which run vLLM's own NixlConnector), a rank gets a `Foreign`
-part, such as `kvflow.stock.StockPeers`. Its `Resolver` resolves the tickets of both kinds of engines. Each handshake
-chooses how the peer is notified about its leases (`LeaseNotifier`), and by which proof (`Proof`) bytes read from the
-peer count as fresh. Peers, loads and leases are the same classes for both kinds.
+If some engines of a fleet do not run kvflow (stock peers, which run vLLM's own NixlConnector), a rank gets a
+`StockPart`, such as `kvflow.stock.StockPeers`. Its `Resolver` resolves the tickets of both kinds of engines. Each
+handshake chooses how the peer is notified about its leases (`LeaseNotifier`), and by which proof (`Proof`) bytes read
+from the peer count as fresh. Peers, loads and leases are the same classes for both kinds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvflow.runtime.channel.protocol import Answered
     from kvflow.runtime.peers.handshake import Handshakes
     from kvflow.runtime.peers.peer import Resolver
-    from kvflow.runtime.peers.table import Handshaking
+    from kvflow.runtime.peers.table import HandshakeClient
     from kvflow.runtime.supervisor import Supervisor
 
 
@@ -131,31 +131,31 @@ class PartOwner:
         return self._runtime.require_cache()
 
 
-class Service(Protocol):
+class StockReaderService(Protocol):
     """Answers stock readers (vLLM's own NixlConnector) on the side channel, and applies their notifications."""
 
     def answer(self, question: bytes) -> list[bytes] | None:
         """Return the frames of the answer to a stock reader's question, or None to send none. Never waits or raises."""
 
-    def hears(self, payload: bytes) -> bool:
+    def apply_notification(self, payload: bytes) -> bool:
         """Handle a notification from a reader with vLLM's own NixlConnector.
 
         Return False, and change nothing, if another sender sent it.
         """
 
 
-class Foreign(Part):
+class StockPart(Part):
     """Base of the part that serves and reads stock peers, which do not run kvflow. This class itself supports none."""
 
-    def handshakes(self, cache: RegisteredCache, own: Handshakes) -> Handshaking:
+    def handshakes(self, cache: RegisteredCache, own: Handshakes) -> HandshakeClient:
         """Return an object that shakes hands with stock peers, and with kvflow peers by `own`."""
         return own
 
     def resolver(self, cache: RegisteredCache) -> Resolver:
         """Return a resolver of kvflow tickets and of stock peers' tickets."""
-        return cache.own_reach
+        return cache.kvflow_resolver
 
-    def service(self, cache: RegisteredCache) -> Service | None:
+    def service(self, cache: RegisteredCache) -> StockReaderService | None:
         """Return the service that answers stock readers, or None if they are not served.
 
         Raises:
@@ -164,6 +164,6 @@ class Foreign(Part):
         return None
 
 
-def foreign_of(parts: Sequence[Part]) -> Foreign:
-    """Return the first of `parts` that is a `Foreign`; if none is, a `Foreign` that supports no stock peers."""
-    return next((part for part in parts if isinstance(part, Foreign)), Foreign())
+def stock_part_of(parts: Sequence[Part]) -> StockPart:
+    """Return the first of `parts` that is a `StockPart`; if none is, a `StockPart` that supports no stock peers."""
+    return next((part for part in parts if isinstance(part, StockPart)), StockPart())

@@ -3,7 +3,7 @@
 A record does not change. Observers run on the event loop, in the step that ends the load or lease, so they must be
 quick. An error of an observer is logged and has no other effect. If an observer fails repeatedly, its 1st, 2nd, 4th,
 8th ... error is logged, with the number of errors that were not. In tests closing the runtime also raises the first
-error (`World.forgives`).
+error (`World.logs_observer_errors`).
 """
 
 from __future__ import annotations

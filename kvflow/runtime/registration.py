@@ -50,7 +50,7 @@ class Registration:
     def run(self) -> None:
         """Start the task of the poller, which receives the transport's events. Raises RuntimeClosed."""
         poller = self.spawn(self.poller.run(), name="kvflow-poller")
-        self._runtime_tasks.must_last(poller, "poller", lambda: self._over)
+        self._runtime_tasks.break_if_cancelled(poller, "poller", lambda: self._over)
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
         """Start a task that is cancelled at the end of the registration.
@@ -103,5 +103,5 @@ class Registration:
     def _on_notification(self, payload: bytes) -> None:
         if self.cache is None:
             self.early_notifications += 1
-        elif self.cache.strangers is None or not self.cache.strangers.hears(payload):
+        elif self.cache.stock_service is None or not self.cache.stock_service.apply_notification(payload):
             self.cache.serving.on_notification(payload)

@@ -65,7 +65,7 @@ class Runtime:
     ) -> None:
         checks.instance(config, Config, "config", error=ConfigError)
         world = World() if world is None else checks.instance(world, World, "world", error=ConfigError)
-        self._observers = Observers(observers, forgiven=world.forgives)
+        self._observers = Observers(observers, forgiven=world.logs_observer_errors)
         self._supervisor = Supervisor(config, self._observers, world, _checked(parts))
         self._drop = weakref.finalize(self, _dropped, self._supervisor)
         self._drop.atexit = False
@@ -249,7 +249,7 @@ class Runtime:
         if at is None:
             cache.serving.decline(wanted, why)
             return
-        places = [cache.own_reach.read_ticket(one) for one in (at, instead) if one is not None]
+        places = [cache.kvflow_resolver.read_ticket(one) for one in (at, instead) if one is not None]
         for ticket in places:
             if not ticket.awaited or ticket.request_id != wanted:
                 raise RequestError(f"{what}: expected a rendezvous of it, got a ticket of {ticket.request_id[:80]!r}")
@@ -355,7 +355,7 @@ class Runtime:
             For each engine, in order: None if all ranks that loads need are connected, else the error.
         """
         cache = self._require_cache("prewarm")
-        return await prewarm(cache.own_reach, cache.peers, engines)
+        return await prewarm(cache.kvflow_resolver, cache.peers, engines)
 
     async def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
         """Forget the connections, failures and back-off of all ranks of an engine, or of the rank at one address.

@@ -40,11 +40,11 @@ from kvflow.runtime.assembly import RegisteredCache, register
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.memory import BlockCopier
 from kvflow.runtime.open_files import ReaderAdmission
-from kvflow.runtime.part import Ending, Foreign, Part
+from kvflow.runtime.part import Ending, Part, StockPart
 from kvflow.runtime.records import Observers
 from kvflow.runtime.registration import Registration
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics, totals
-from kvflow.runtime.tasks import Tasks, require_loop, to_its_end
+from kvflow.runtime.tasks import Tasks, require_loop, retry_if_cancelled
 from kvflow.runtime.world import World
 
 logger = logger_of(__name__)
@@ -117,8 +117,8 @@ class Supervisor:
         try:
             kinds = codec.requests_with(kind for part in self.parts for kind in part.answers)
             self.listener = await self.side_channel.listen(self._answer, kinds)
-            if any(isinstance(part, Foreign) for part in self.parts):
-                self.listener.strangers = self._answer_stranger
+            if any(isinstance(part, StockPart) for part in self.parts):
+                self.listener.answer_stock = self._answer_stock
         except BaseException:
             await first.transport.aclose(self.config.limits.transport_close_timeout_s)
             raise
@@ -138,7 +138,7 @@ class Supervisor:
         """Start the tasks of the poller, which receives the transport's events, and of the side channel's listener."""
         assert self.registration is not None, "made with the supervisor"
         self.registration.run()
-        self.tasks.must_last(self.tasks.spawn(self.listener.serve(), name="kvflow-listener"), "listener")
+        self.tasks.break_if_cancelled(self.tasks.spawn(self.listener.serve(), name="kvflow-listener"), "listener")
 
     async def aclose(self) -> None:
         """See `Runtime.aclose`."""
@@ -300,11 +300,11 @@ class Supervisor:
         registration = self.registration
         if registration is None:
             return  # making a new one failed
-        await to_its_end(self._end_work)
+        await retry_if_cancelled(self._end_work)
         registration.poller.wait_for_transport()  # flights go on waiting for their reads
-        problem = await to_its_end(registration.aclose)
+        problem = await retry_if_cancelled(registration.aclose)
         if (cache := registration.cache) is not None:
-            problem = problem or await to_its_end(cache.copies_ended)
+            problem = problem or await retry_if_cancelled(cache.wait_for_copies)
         if problem and cache is not None:
             self.tasks.break_down(RuntimeBroken(f"the cache could not be unregistered: {problem}"))
             raise RuntimeBroken(f"unregistering the cache of {self}: {problem}")
@@ -322,12 +322,12 @@ class Supervisor:
         """
         hurry = self._hurry
         try:
-            await to_its_end(lambda: self.tasks.over("kvflow-unregister"), hurry)
+            await retry_if_cancelled(lambda: self.tasks.over("kvflow-unregister"), hurry)
             drained = self.cache is not None
-            await to_its_end(lambda: self._end_work(drained=drained), hurry)
-            await to_its_end(self.tasks.stop, hurry)
-            problem = "" if self.registration is None else await to_its_end(self.registration.aclose, hurry)
-            problem = await to_its_end(self._end_copies, hurry) or problem
+            await retry_if_cancelled(lambda: self._end_work(drained=drained), hurry)
+            await retry_if_cancelled(self.tasks.stop, hurry)
+            problem = "" if self.registration is None else await retry_if_cancelled(self.registration.aclose, hurry)
+            problem = await retry_if_cancelled(self._end_copies, hurry) or problem
         finally:
             self.listener.close()
             self.side_channel.close()
@@ -353,7 +353,7 @@ class Supervisor:
             await cache.drain(self.config.drain_timeout_s)
         else:
             await cache.end(broken=self.tasks.cause is not None)
-        await cache.readers.tell()
+        await cache.readers.send_all()
 
     async def _end_copies(self) -> str:
         bound_s = self.config.limits.transport_close_timeout_s
@@ -370,12 +370,12 @@ class Supervisor:
             return refusal(f"engine {engine_id!r} takes no new reader: {why}", transient=True)
         return cache.answer(header, request, draining=self.state is not RuntimeState.OPEN)
 
-    def _answer_stranger(self, question: bytes) -> list[bytes] | None:
+    def _answer_stock(self, question: bytes) -> list[bytes] | None:
         """Return the frames of the answer to a stock reader (vLLM's own NixlConnector), or None to send no answer."""
         cache = self.cache
-        if cache is None or cache.strangers is None or self.state is not RuntimeState.OPEN or self._no_new_reader():
+        if cache is None or cache.stock_service is None or self.state is not RuntimeState.OPEN or self._no_new_reader():
             return None
-        return cache.strangers.answer(question)
+        return cache.stock_service.answer(question)
 
     def _no_new_reader(self) -> str:
         """Return why no new reader may connect to this rank now. If one may, return "" and count it as connecting."""

@@ -5,7 +5,7 @@ outside the runtime cancels it. Any other task dies if it raises.
 
 Work that must finish even if its caller is cancelled, for example closing, is a task outside the group (`carried`). A
 program that ends cancels all tasks of the loop, also a carried one. So each step of carried work is run again if it is
-cancelled (`to_its_end`); every step is bounded, and may be run again.
+cancelled (`retry_if_cancelled`); every step is bounded, and may be run again.
 
 A runtime, its leases and its loads belong to the event loop that opened the runtime, and to that loop's thread
 (`require_loop`).
@@ -119,7 +119,7 @@ class Tasks:
         task.add_done_callback(lambda _: body.close())  # if cancelled before its first step, the body never starts
         return task
 
-    def must_last(self, task: asyncio.Task[None], what: str, over: Callable[[], bool] = lambda: False) -> None:
+    def break_if_cancelled(self, task: asyncio.Task[None], what: str, over: Callable[[], bool] = lambda: False) -> None:
         """Break the runtime if `task`, the task of a service, is cancelled before its time.
 
         Its time has come once `stop` was called or `over` returns True. `what` is the service's name, for the error.
@@ -225,7 +225,9 @@ async def for_each(
     return [results[at] for at in range(len(items))]
 
 
-async def to_its_end(step: Callable[[], Awaitable[ResultT]], on_cancel: Callable[[], None] = lambda: None) -> ResultT:
+async def retry_if_cancelled(
+    step: Callable[[], Awaitable[ResultT]], on_cancel: Callable[[], None] = lambda: None
+) -> ResultT:
     """Await `step`, a step of work that `Tasks.carried` runs, and return its result even if the task is cancelled.
 
     Each time the task is cancelled, call `on_cancel` and run the step again.

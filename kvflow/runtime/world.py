@@ -54,7 +54,7 @@ class World:
     For incarnations, lease ids and random delays.
     """
     copier: Callable[[str], CopyThread] = CopyThread
-    forgives: bool = True
+    logs_observer_errors: bool = True
     """True if errors that observers raise are only logged. If False, as in tests, closing the runtime also raises the
     first of these errors.
     """

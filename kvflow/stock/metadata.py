@@ -60,7 +60,7 @@ async def ask_rank(
     where = f"stock engine {engine_id!r} at {address}" if engine_id else f"stock engine at {address}"
     try:
         async with asyncio.timeout(timeout_s):
-            endpoint = address_at(await Lookups().find(host), port)
+            endpoint = address_at(await Lookups().find_address(host), port)
             frames = await _exchange(endpoint, question, bytes_max)
     except TimeoutError:
         hint = loopback_hint(address, "VLLM_NIXL_SIDE_CHANNEL_HOST there")

@@ -40,7 +40,7 @@ _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class StockService:
-    """The `runtime.part.Service` for stock readers.
+    """The `runtime.part.StockReaderService` for stock readers.
 
     Answers questions about all ranks of the engine, and takes notifications about leases of its own rank.
     """
@@ -76,7 +76,7 @@ class StockService:
             return None
         return encode_answer(self._hash, metadata, self._clock.now_s())
 
-    def hears(self, payload: bytes) -> bool:
+    def apply_notification(self, payload: bytes) -> bool:
         if not is_text(payload):
             return False
         try:

@@ -39,7 +39,7 @@ def peer_address(ticket: StockTicket, rank: Rank) -> Address:
 
 
 class StockHandshakes:
-    """One rank's handshakes with both kvflow peers and stock peers; see `runtime.peers.table.Handshaking`."""
+    """One rank's handshakes with both kvflow peers and stock peers; see `runtime.peers.table.HandshakeClient`."""
 
     def __init__(self, cache: RegisteredCache, own: Handshakes, stock: StockPeers) -> None:
         """ConfigError if this rank's cache cannot be exchanged with stock engines."""

@@ -13,7 +13,7 @@ from kvflow.core.bounds import Name, RankCount
 from kvflow.core.cache.tensors import NAMED_LAYERS_MAX
 from kvflow.errors import ConfigError
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.part import Foreign, Service
+from kvflow.runtime.part import StockPart, StockReaderService
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.stock.deadline import Terms
 from kvflow.stock.engine_ranks import EngineRanks
@@ -29,7 +29,7 @@ Names: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=NAMED_LAYERS_MAX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StockPeers(Foreign):
+class StockPeers(StockPart):
     """Lets a runtime read from stock engines and serve stock readers: an item of `Runtime(parts=[...])`.
 
     The exchange is as safe as between stock engines: neither side proves which engine it is, and a read from a stock
@@ -75,7 +75,7 @@ class StockPeers(Foreign):
     def handshakes(self, cache: RegisteredCache, own: Handshakes) -> StockHandshakes:
         """Return the handshakes with kvflow peers, by `own`, and with peers that run vLLM's NixlConnector.
 
-        Called by the runtime: see `runtime.part.Foreign`.
+        Called by the runtime: see `runtime.part.StockPart`.
 
         Args:
             cache: the rank's cache, which is being registered.
@@ -90,7 +90,7 @@ class StockPeers(Foreign):
         return StockHandshakes(cache, own, self)
 
     def resolver(self, cache: RegisteredCache) -> StockResolver:
-        """Return the resolver of tickets of both kinds. Called by the runtime: see `runtime.part.Foreign`.
+        """Return the resolver of tickets of both kinds. Called by the runtime: see `runtime.part.StockPart`.
 
         Args:
             cache: the rank's cache, which is being registered.
@@ -102,8 +102,8 @@ class StockPeers(Foreign):
         assert isinstance(handshakes, StockHandshakes), "as they were given"
         return StockResolver(cache, handshakes)
 
-    def service(self, cache: RegisteredCache) -> Service | None:
-        """Return the service that answers stock readers. Called by the runtime: see `runtime.part.Foreign`.
+    def service(self, cache: RegisteredCache) -> StockReaderService | None:
+        """Return the service that answers stock readers. Called by the runtime: see `runtime.part.StockPart`.
 
         Args:
             cache: the rank's cache, which is being registered.

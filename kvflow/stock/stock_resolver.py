@@ -27,7 +27,7 @@ class StockResolver:
     def __init__(self, cache: RegisteredCache, handshakes: StockHandshakes) -> None:
         self._block_ids_max = cache.config.limits.block_ids_max
         self._peers = cache.peers
-        self._own = cache.own_reach
+        self._own = cache.kvflow_resolver
         self._leases = handshakes.leases
         self._handshakes = handshakes
 
@@ -44,20 +44,20 @@ class StockResolver:
         params, arrived, left = ticket.params, ticket.arrived, ticket.left
         return read_stock_params(params, arrived=arrived, lease_s=lease_s, block_ids_max=most, left=left)
 
-    def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:
-        """See `TicketResolver.reach_at_once`.
+    def resolve_nowait(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:
+        """See `TicketResolver.resolve_nowait`.
 
         Return None for a stock ticket: its ranks have to be asked first whether they have restarted.
         """
-        return None if isinstance(ticket, StockTicket) else self._own.reach_at_once(ticket, found)
+        return None if isinstance(ticket, StockTicket) else self._own.resolve_nowait(ticket, found)
 
-    async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
-        """Return the ranks that a load with `ticket` reads from or reports to; see `TicketResolver.reach`.
+    async def resolve(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
+        """Return the ranks that a load with `ticket` reads from or reports to; see `TicketResolver.resolve`.
 
         Also raises LeaseExpired for a stock request that was read here before.
         """
         if not isinstance(ticket, StockTicket):
-            return await self._own.reach(ticket, found)
+            return await self._own.resolve(ticket, found)
         request = self._leases.request_of(ticket)
         sources: list[Source] = []
         ranks = [Rank(0, 0, 0)]

@@ -76,14 +76,14 @@ class InprocCluster:
         """
         if self._conditions is not None:
             world = make_world(self._simulation, lambda config: self._host(config.engine_id), clock)
-            return replace(world, transport=self._make, forgives=False)
+            return replace(world, transport=self._make, logs_observer_errors=False)
         return World(
             transport=self._make,
             side_channel=lambda config: InprocSideChannel(self._exchange, config),
             clock=clock,
             copier=InlineCopier,
             own_host=own_host,
-            forgives=False,
+            logs_observer_errors=False,
         )
 
     def transport(self, engine_id: str, rank: Rank = _FIRST_RANK) -> InprocTransport:

@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvflow.extras import install_line
+from kvflow.extras import install_command
 
 try:
     import pytest_asyncio
 except ModuleNotFoundError as missing:
-    needed = f"kvflow.testing.fixtures needs {missing.name}: {install_line('testing')}"
+    needed = f"kvflow.testing.fixtures needs {missing.name}: {install_command('testing')}"
     raise ModuleNotFoundError(needed, name=missing.name) from missing
 
 from kvflow.testing.cluster import InprocCluster

@@ -273,7 +273,7 @@ async def open_engine(
         made.append(make(config, agent_name))
         return made[-1]
 
-    strict = replace(world, transport=make_and_keep, forgives=False)
+    strict = replace(world, transport=make_and_keep, logs_observer_errors=False)
     async with Runtime(config, observers=observers, world=strict, parts=parts) as runtime:
         await runtime.register_kv_caches(kv_caches, cache.layout)
         yield Engine(runtime=runtime, transports=made, kv_caches=kv_caches, layout=cache.layout, cache=cache)

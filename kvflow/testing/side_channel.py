@@ -13,7 +13,7 @@ from kvflow.config import Config
 from kvflow.core.protocol import codec, messages
 from kvflow.errors import ConfigError, PeerUnreachable, ProtocolError
 from kvflow.hosts import address_at
-from kvflow.runtime.channel.protocol import Answer, AnswerStranger, ListenerStatistics, refusal
+from kvflow.runtime.channel.protocol import Answer, AnswerStock, ListenerStatistics, refusal
 
 Frames = list[bytes]
 Reply = Callable[[Frames], None]
@@ -59,7 +59,7 @@ class InprocListener:
 
     def __init__(self, exchange: Exchange, address: str, port: int, answer: Answer, kinds: Any) -> None:
         self.port = port
-        self.strangers: AnswerStranger | None = None
+        self.answer_stock: AnswerStock | None = None
         self.context = copy_context()
         """Context in which the listener was made. Questions arrive in it, so they belong to the same simulated process
         (`SimProcess`)."""

@@ -162,7 +162,7 @@ async def open_engine(engine_id: str, side: Side, make: Any, parts: Sequence[Par
     config = limited(
         replace(PATIENT, engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc"), **side.limits
     )
-    world = World(transport=make, forgives=False)
+    world = World(transport=make, logs_observer_errors=False)
     async with Runtime(replace(config, **side.settings), world=world, parts=parts) as runtime:
         copier = EngineCopier(kv_caches, side.style) if side.engine_copies else None
         await runtime.register_kv_caches(kv_caches, layout, copy_blocks=copier)

@@ -34,7 +34,7 @@ def test_a_checkout_that_is_not_installed_is_told_what_to_install(monkeypatch: p
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(extras, "requires", unknown)
-    assert extras.install_line("ray") == "pip install '.[ray]'"
+    assert extras.install_command("ray") == "pip install '.[ray]'"
 
 
 def output_of(code: str) -> str:

@@ -517,7 +517,7 @@ async def test_giving_up_what_is_not_offered_ends_with_either_engine(closes: str
 @in_virtual_time
 async def test_questions_of_strangers_keep_no_honest_one_from_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     world = InprocCluster().world()
-    for name, most in (("WAITING_MAX", 8), ("OF_REQUEST_MAX", 2), ("OF_READER_MAX", 4)):
+    for name, most in (("WAITING_MAX", 8), ("WAITING_OF_REQUEST_MAX", 2), ("WAITING_OF_READER_MAX", 4)):
         monkeypatch.setattr(lease_answers, name, most)
     async with inproc_pair(config=CONFIG, producer_world=world, consumer_world=world) as pair:
         waits = [isinstance(ask(pair, "evil/0.0.0#1", f"x{at}"), asyncio.Future) for at in range(6)]

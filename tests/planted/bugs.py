@@ -168,7 +168,7 @@ BUGS: dict[str, Bug] = {
         within="growing/pending_tickets.py",
     ),
     "any number of questions may wait": Bug(
-        "        if not room or self._of_reader[reader] >= OF_READER_MAX or not question.wait_s:",
+        "        if not room or self._of_reader[reader] >= WAITING_OF_READER_MAX or not question.wait_s:",
         "        if not question.wait_s:",
         ("tests/growing/test_rendezvous.py::test_questions_of_strangers_keep_no_honest_one_from_its_answer",),
     ),

@@ -487,8 +487,8 @@ async def test_a_kept_connection_does_not_wake_the_loop(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(KeptConnection, name, look)
 
-    counted("_look")
-    counted("_look_at_monitor")
+    counted("_receive_answers")
+    counted("_receive_events")
     loop = asyncio.get_running_loop()
     async with listening(PLAIN) as listener:
         with asking() as channel:

@@ -257,6 +257,6 @@ async def test_readers_are_remembered_up_to_a_limit_and_only_if_they_can_be() ->
         for port in (1, 2, 3, 3):
             readers.remember(reader_at(f"tcp://127.0.0.1:{port}"))
         assert readers.count == 2
-        await readers.tell()
+        await readers.send_all()
         assert readers.count == 0
         assert sides.goodbyes == 2

@@ -129,7 +129,7 @@ async def test_kv_events_of_a_name_that_has_ipv6_alone_are_followed_there(monkey
     async def found(_: lookups.Lookups, host: str) -> str:
         return {"localhost": "::1"}[host]
 
-    monkeypatch.setattr(lookups.Lookups, "find", found)
+    monkeypatch.setattr(lookups.Lookups, "find_address", found)
     async with Publisher("tcp://*:0") as publisher:
         port = publisher.endpoint.rpartition(":")[2]
         source = EventSource(holder="engine", endpoint=f"tcp://localhost:{port}")

@@ -22,12 +22,12 @@ SOURCE = cast(
     Source,
     SimpleNamespace(
         peer=SimpleNamespace(leases_kept=0),
-        connection=SimpleNamespace(telling=SimpleNamespace(heartbeat_s=None)),
+        connection=SimpleNamespace(lease_notifier=SimpleNamespace(heartbeat_s=None)),
     ),
 )
 
 
-class LateReach:
+class LateResolver:
     """One of several ranks is found while the search for them is being cancelled."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class LateReach:
     def read_ticket(self, ticket: Ticket) -> Ticket:
         return ticket
 
-    async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
+    async def resolve(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
         self.searching.set()
         try:
             return await asyncio.get_running_loop().create_future()
@@ -56,20 +56,20 @@ class AnyTicket:
 
 async def test_a_lease_that_is_found_too_late_is_not_kept() -> None:
     """Nobody would ever forget it."""
-    reach = LateReach()
+    resolver = LateResolver()
     tasks: list[asyncio.Task[None]] = []
 
     def spawn(body: Any, *, name: str) -> asyncio.Task[None]:
         tasks.append(asyncio.create_task(body, name=name))
         return tasks[-1]
 
-    cache = SimpleNamespace(config=Config(engine_id="any"), clock=SystemClock(), spawn=spawn, resolver=reach)
+    cache = SimpleNamespace(config=Config(engine_id="any"), clock=SystemClock(), spawn=spawn, resolver=resolver)
     leases = RemoteLeases(cast(RegisteredCache, cache))
     with leases.keep_while(cast(Ticket, AnyTicket())):
-        await reach.searching.wait()
+        await resolver.searching.wait()
     await asyncio.wait(tasks)
     assert tasks[0].cancelled()
-    assert (reach.found, leases._kept) == (1, {})
+    assert (resolver.found, leases._kept) == (1, {})
     leases.close()
 
 

@@ -63,7 +63,7 @@ async def until_asked(resolver: Resolver, count: int) -> None:
     ],
 )
 async def test_a_host_is_found_by_name_or_is_numbers_already(resolver: Resolver, host: str, found: str) -> None:
-    assert await Lookups().find(host) == found
+    assert await Lookups().find_address(host) == found
     assert resolver.asked == ([] if found == host else [host])
 
 
@@ -72,22 +72,22 @@ async def test_of_a_name_with_both_versions_one_is_taken_that_the_host_has_a_rou
 ) -> None:
     """A host with IPv6 alone looks up names of others that have both."""
     monkeypatch.setattr(lookups, "_has_route", lambda entry: entry[0] == socket.AF_INET6)
-    assert await Lookups().find("node-7") == "fd00::7"
+    assert await Lookups().find_address("node-7") == "fd00::7"
     monkeypatch.setattr(lookups, "_has_route", lambda entry: False)
-    assert await Lookups().find("node-7") == "10.0.0.7"  # connecting will say why it fails
+    assert await Lookups().find_address("node-7") == "10.0.0.7"  # connecting will say why it fails
 
 
 async def test_a_host_that_nobody_knows_is_an_error_each_time(resolver: Resolver) -> None:
     looking = Lookups()
     for _ in range(2):
         with pytest.raises(OSError, match="not known"):
-            await looking.find("unknown")
+            await looking.find_address("unknown")
     assert resolver.asked == ["unknown"] * 2
 
 
 async def test_names_that_hang_take_a_bounded_number_of_threads_and_none_of_the_programs(resolver: Resolver) -> None:
     looking, most = Lookups(), lookups._NEW_AT_ONCE_MAX
-    hanging = [asyncio.create_task(looking.find(f"slow-{at}")) for at in range(most + 20)]
+    hanging = [asyncio.create_task(looking.find_address(f"slow-{at}")) for at in range(most + 20)]
     await until_asked(resolver, most)
     assert await asyncio.to_thread(lambda: 7) == 7
     assert len(resolver.asked) == most
@@ -99,11 +99,11 @@ async def test_names_that_hang_take_a_bounded_number_of_threads_and_none_of_the_
 
 async def test_a_name_that_was_found_before_does_not_wait_for_names_that_hang(resolver: Resolver) -> None:
     looking, most = Lookups(), lookups._NEW_AT_ONCE_MAX
-    assert await looking.find("node-7") == "10.0.0.7"
-    hanging = [asyncio.create_task(looking.find(f"slow-{at}")) for at in range(most)]
+    assert await looking.find_address("node-7") == "10.0.0.7"
+    hanging = [asyncio.create_task(looking.find_address(f"slow-{at}")) for at in range(most)]
     await until_asked(resolver, most + 1)
-    assert await looking.find("node-7") == "10.0.0.7"
-    new = asyncio.create_task(looking.find("node-8"))
+    assert await looking.find_address("node-7") == "10.0.0.7"
+    new = asyncio.create_task(looking.find_address("node-8"))
     await turns(10)
     assert not new.done()
     resolver.go_on.set()
@@ -115,7 +115,7 @@ async def test_a_thread_is_free_again_only_when_the_resolver_has_answered(resolv
     """Giving up does not make room for more threads."""
     looking, most = Lookups(), lookups._NEW_AT_ONCE_MAX
     for _ in range(3):
-        hanging = [asyncio.create_task(looking.find(f"slow-{at}")) for at in range(most)]
+        hanging = [asyncio.create_task(looking.find_address(f"slow-{at}")) for at in range(most)]
         await until_asked(resolver, most)
         for task in hanging:
             task.cancel()
@@ -127,8 +127,8 @@ async def test_only_so_many_names_are_remembered(resolver: Resolver, monkeypatch
     monkeypatch.setattr(lookups, "_KNOWN_MAX", 2)
     looking = Lookups()
     for name in ("one", "two", "one", "three"):
-        await looking.find(name)
-    assert list(looking._found) == ["one", "three"]
+        await looking.find_address(name)
+    assert list(looking._known_hosts) == ["one", "three"]
 
 
 async def test_no_more_threads_is_an_error_of_that_name(resolver: Resolver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,5 +139,5 @@ async def test_no_more_threads_is_an_error_of_that_name(resolver: Resolver, monk
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_more)
         with pytest.raises(OSError, match="cannot look node-7 up: can't start new thread"):
-            await looking.find("node-7")
-    assert await looking.find("node-7") == "10.0.0.7"
+            await looking.find_address("node-7")
+    assert await looking.find_address("node-7") == "10.0.0.7"

@@ -229,7 +229,7 @@ async def test_a_peer_that_falls_silent_is_asked_a_few_things_only_and_fails_all
 
     pair.scripted.channel.ask = say_nothing  # type: ignore[method-assign]
     peer = peers.get(Address("producer", Rank(0, 0, 0), ticket.address))
-    find = cache_of(pair.reader).own_reach.find_lease
+    find = cache_of(pair.reader).kvflow_resolver.find_lease
     asking = [asyncio.create_task(find(ticket, peer)) for _ in range(100)]
     await turns(10)
     assert asked == 8

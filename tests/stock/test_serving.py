@@ -118,7 +118,7 @@ async def test_a_stock_engine_reads_and_its_text_ends_the_lease(consumer: StockC
     await consumer.shake_hands(params)
     await consumer.read(params, [5, 6])
     assert await lease is LeaseOutcome.READ
-    service: Any = ours.runtime._supervisor.cache.strangers  # type: ignore[union-attr]
+    service: Any = ours.runtime._supervisor.cache.stock_service  # type: ignore[union-attr]
     assert not service._reports, "nobody is left to tell of it"
     for layer, tensor in enumerate(consumer.cache.values()):
         for mine, theirs in ((5, 9), (6, 4)):
@@ -201,7 +201,7 @@ async def test_of_two_readers_both_are_waited_for(consumer: StockConsumer, ours:
     await consumer.shake_hands(params)
     await consumer.read(params, [1], readers=2)
     consumer.say(b"two:3")
-    await wait_for(lambda: ours.runtime._supervisor.cache.strangers.refused == 1)  # type: ignore[union-attr]
+    await wait_for(lambda: ours.runtime._supervisor.cache.stock_service.refused == 1)  # type: ignore[union-attr]
     assert not lease.done
     await consumer.read(params, [2], readers=2)
     assert await lease is LeaseOutcome.READ

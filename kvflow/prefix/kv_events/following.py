@@ -153,7 +153,7 @@ class _Follower:
         """
         host = host_in(self._endpoint)
         try:
-            if not host or is_v6(host) or not is_v6(await Lookups().find(host)):
+            if not host or is_v6(host) or not is_v6(await Lookups().find_address(host)):
                 return
         except (OSError, ValueError):  # the host has no address yet
             return

@@ -24,7 +24,7 @@ from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, ProtocolError
 from kvflow.hosts import WILDCARDS, address_at, loopback_hint, split_address
-from kvflow.runtime.channel.connections import Connections, ListenerWay
+from kvflow.runtime.channel.connections import Connections, ListenerRoute
 from kvflow.runtime.channel.listening import ZmqListener
 from kvflow.runtime.channel.lookups import Lookups
 from kvflow.runtime.channel.protocol import Answer
@@ -40,12 +40,12 @@ REFUSALS_MAX = 2
 """How often a question is sent again after its connection was refused: a listener that drops all connections has no
 bound port for a moment."""
 
-ASK_AGAIN = BackOff(first_s=0.01, most_s=0.2)
+RETRY_PAUSES = BackOff(first_s=0.01, most_s=0.2)
 """Pauses between the attempts of a question: a listener that dropped its connections must not get all back at once."""
 
-_SILENT = "its process stands still or is very busy, or a firewall drops what is sent there"
+_NO_ANSWER_HINT = "its process stands still or is very busy, or a firewall drops what is sent there"
 
-_CLOSED = (zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
+_CLOSED_BY_PEER = (zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
 """ZeroMQ's monitor events for a connection that the peer closed. The second also comes if only one side uses CURVE."""
 
 
@@ -60,7 +60,7 @@ class ZmqSideChannel:
         self._connections = Connections(config.limits)
 
     async def listen(self, answer: Answer, kinds: Any = messages.CoreRequest) -> ZmqListener:
-        host, keyring = await self._own_host(), await self._keys()
+        host, keyring = await self._own_host(), await self._get_keyring()
         return ZmqListener(self._config, host, keyring, answer, self._now_s, kinds)
 
     async def ask(
@@ -71,10 +71,10 @@ class ZmqSideChannel:
             timeout_s = self._config.handshake_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                way = await self._way(at)
-                return _decode(at, await self._exchange(way, request, fingerprint))
+                route = await self._route_to(at)
+                return _decode(at, await self._exchange(route, request, fingerprint))
         except TimeoutError:
-            raise at.failure(PeerUnreachable, f"no answer within {timeout_s} s: {_SILENT}") from None
+            raise at.failure(PeerUnreachable, f"no answer within {timeout_s} s: {_NO_ANSWER_HINT}") from None
         except (zmq.ZMQError, OSError) as error:  # for example too few open files
             raise at.failure(PeerUnreachable, error.strerror or str(error)) from error
 
@@ -94,11 +94,11 @@ class ZmqSideChannel:
             return host
         try:
             async with asyncio.timeout(self._config.handshake_timeout_s):
-                return await self._lookups.find(host)
+                return await self._lookups.find_address(host)
         except (OSError, ValueError):  # TimeoutError is an OSError
             return host
 
-    async def _keys(self) -> Keyring | None:
+    async def _get_keyring(self) -> Keyring | None:
         """Return this engine's key pair and allowlist, or None without CURVE. The first call reads the files."""
         config, secret, peers = self._config, self._config.curve_secret_key_file, self._config.curve_peers_dir
         if self._keyring is None and secret is not None and peers is not None:
@@ -107,13 +107,13 @@ class ZmqSideChannel:
             self._keyring = await Keyring.read(config.engine_id, Path(secret), Path(peers), self._now_s)
         return self._keyring
 
-    async def _way(self, at: Address) -> ListenerWay:
+    async def _route_to(self, at: Address) -> ListenerRoute:
         """Return the numeric endpoint of the listener at `at`, and the keys for a connection to that listener.
 
         Raises PeerRefused if the allowlist has no key of the peer's engine, PeerUnreachable if no address is found for
         the peer's host name.
         """
-        keyring = await self._keys()
+        keyring = await self._get_keyring()
         server_key = b""
         if keyring is not None:
             known_key = await keyring.key_of(at.engine_id)
@@ -121,12 +121,12 @@ class ZmqSideChannel:
                 why = f"CURVE: {keyring.folder} has no key of engine {at.engine_id!r}"
                 raise at.failure(PeerRefused, why)
             server_key = known_key
-        with _explained(at):
+        with _translate_errors(at):
             host, port = split_address(at.address, what="peer")
-            endpoint = address_at(await self._lookups.find(host), port)
-        return ListenerWay(endpoint, server_key, None if keyring is None else keyring.own)
+            endpoint = address_at(await self._lookups.find_address(host), port)
+        return ListenerRoute(endpoint, server_key, None if keyring is None else keyring.own)
 
-    async def _exchange(self, way: ListenerWay, request: messages.Request, fingerprint: bytes) -> list[bytes]:
+    async def _exchange(self, route: ListenerRoute, request: messages.Request, fingerprint: bytes) -> list[bytes]:
         """Send a question and return the frames of its answer.
 
         If the connection closes before the answer comes, send the question again over a new connection; asking any
@@ -134,28 +134,28 @@ class ZmqSideChannel:
         listener drops all connections, and new connections are refused until the listener binds its port again.
         """
         body, at = codec.encode(request), request.target
-        shared, heard = self._connections.shared(way), None
+        shared, heard = self._connections.find_shared(route), None
         if shared is not None:
-            with self._connections.asking(shared, fingerprint, body) as question:
-                heard = await question.heard.get()
+            with self._connections.open_question(shared, fingerprint, body) as question:
+                heard = await question.arrivals.get()
         attempts = refusals = 0
         while not isinstance(heard, list):
             if attempts:
-                await asyncio.sleep(delay_s(attempts, ASK_AGAIN, random.random()))
-            with self._connections.asking(self._connections.open(way), fingerprint, body) as question:
-                heard = await question.heard.get()
+                await asyncio.sleep(delay_s(attempts, RETRY_PAUSES, random.random()))
+            with self._connections.open_question(self._connections.open(route), fingerprint, body) as question:
+                heard = await question.arrivals.get()
                 while heard == zmq.Event.CONNECT_RETRIED:
-                    with _explained(at):
-                        bound = await _probe(way.endpoint, final=refusals == REFUSALS_MAX)
+                    with _translate_errors(at):
+                        bound = await _probe(route.endpoint, final=refusals == REFUSALS_MAX)
                     refusals += not bound
-                    heard = await question.heard.get() if bound else zmq.Event.DISCONNECTED
+                    heard = await question.arrivals.get() if bound else zmq.Event.DISCONNECTED
             attempts += 1
-            if isinstance(heard, zmq.Event) and (heard not in _CLOSED or attempts == ATTEMPTS_MAX):
-                raise _failure(heard, at, self._config.engine_id, curve=way.own is not None)
+            if isinstance(heard, zmq.Event) and (heard not in _CLOSED_BY_PEER or attempts == ATTEMPTS_MAX):
+                raise _connection_error(heard, at, self._config.engine_id, curve=route.own is not None)
         return heard
 
 
-def _failure(event: zmq.Event, at: Address, ours: str, *, curve: bool) -> PeerError:
+def _connection_error(event: zmq.Event, at: Address, ours: str, *, curve: bool) -> PeerError:
     """Return the error for a connection to `at` that ended with `event`. `ours` is the id of this engine."""
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
         why = f"CURVE: the peer does not accept our key: has its curve_peers_dir our {ours}.public?"
@@ -188,7 +188,7 @@ async def _probe(endpoint: str, *, final: bool) -> bool:
 
 
 @contextmanager
-def _explained(at: Address) -> Iterator[None]:
+def _translate_errors(at: Address) -> Iterator[None]:
     try:
         yield
     except ConnectionRefusedError as error:

@@ -6,7 +6,7 @@ the last answer. If all shared connections to a listener are full, one more is o
 the question with its number; if that question has ended, the answer is dropped. If a listener does not number its
 answers, every question has a connection to itself.
 
-After a question has timed out or was cancelled, its connection gets no new questions (`spent`); the questions that
+After a question has timed out or was cancelled, its connection gets no new questions (`unanswered`); the questions that
 still wait on the connection may be answered. So a connection that died in silence costs one question, as it would if no
 connection was kept.
 
@@ -45,8 +45,8 @@ KEPT_IDLE_S = 5.0
 """Seconds that an unused connection is kept open for the next question."""
 KEPT_MAX = 32
 """Maximum number of unused connections to keep; the least recently used is closed first. Each has four open files."""
-_TAKEN_AT_ONCE = 2 * QUESTIONS_MAX
-_NOTICED = (
+_RECEIVED_AT_ONCE = 2 * QUESTIONS_MAX
+_MONITORED_EVENTS = (
     zmq.Event.CONNECT_RETRIED
     | zmq.Event.HANDSHAKE_FAILED_AUTH
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -57,13 +57,13 @@ _NOTICED = (
 _MONITORS = itertools.count()
 """Counter for the endpoint names of monitor sockets. No name is used twice, since ZeroMQ frees a closed one late."""
 
-Heard: TypeAlias = "list[bytes] | zmq.Event"
+Arrival: TypeAlias = "list[bytes] | zmq.Event"
 """An item in a question's queue: the frames of the answer, or an event of the connection. Every event but
 CONNECT_RETRIED ends the connection."""
 
 
 @dataclass(frozen=True, slots=True)
-class ListenerWay:
+class ListenerRoute:
     """The numeric endpoint of a peer's listener and, with CURVE, the peer's public key and this engine's key pair."""
 
     endpoint: str
@@ -76,7 +76,7 @@ class OpenQuestion:
     """A question that was sent: its number, and the queue on which its answer or an event of the connection arrives."""
 
     number: int
-    heard: asyncio.Queue[Heard] = field(default_factory=asyncio.Queue)
+    arrivals: asyncio.Queue[Arrival] = field(default_factory=asyncio.Queue)
     answered: bool = False
     """True once an answer with this question's number has come."""
 
@@ -87,7 +87,7 @@ class KeptConnection:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        way: ListenerWay,
+        route: ListenerRoute,
         answer_bytes_max: int,
         over: Callable[[KeptConnection], None],
     ) -> None:
@@ -95,15 +95,15 @@ class KeptConnection:
 
         `over` is called with this object if the connection ends in any way but by `close`.
         """
-        self.way = way
+        self.route = route
         self.waiting: dict[int, OpenQuestion] = {}
-        self.spent = False
+        self.unanswered = False
         """True once a question on this connection ended without an answer; further questions use other connections."""
         self.closed = False
         self._answer_bytes_max = min(answer_bytes_max, INT64_MAX)
-        self._over = over
+        self._on_end = over
         self._numbers = itertools.count(1)
-        self._asked = 0
+        self._sent_count = 0
         self._loop = asyncio.get_running_loop()
         self._socket = context.socket(zmq.DEALER)
         try:
@@ -112,28 +112,28 @@ class KeptConnection:
             self._socket.close(linger=0)
             raise
         try:
-            self._set_up(way, self._answer_bytes_max)
+            self._set_up(route, self._answer_bytes_max)
         except BaseException:
             self._close_sockets()
             raise
         self._files = [int(socket.getsockopt(zmq.FD)) for socket in (self._socket, self._monitor)]
-        for file, look in zip(self._files, (self._look, self._look_at_monitor), strict=True):
+        for file, look in zip(self._files, (self._receive_answers, self._receive_events), strict=True):
             self._loop.add_reader(file, look)
         forks.watch(self)
-        self._loop.call_soon(self._look_at_monitor)  # the loop may not notice messages that came before
+        self._loop.call_soon(self._receive_events)  # the loop may not notice messages that came before
 
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
         """Send the encoded question `body` and return the question. Raises ZMQError.
 
-        The answer, or the event that ends the connection, arrives in the `heard` queue of the question.
+        The answer, or the event that ends the connection, arrives in the `arrivals` queue of the question.
         """
         question = OpenQuestion(next(self._numbers))
         header = codec.encode(codec.our_header(fingerprint, question.number, self._answer_bytes_max))
         with suppress(zmq.Again):  # it has failed, and the monitor is about to say how
             self._socket.send_multipart([header, body], flags=zmq.NOBLOCK)
-        self._asked += 1
+        self._sent_count += 1
         self.waiting[question.number] = question
-        self._look()  # sending resets the file descriptor that says that messages have come
+        self._receive_answers()  # sending resets the file descriptor that says that messages have come
         return question
 
     def forked(self) -> None:
@@ -150,68 +150,68 @@ class KeptConnection:
                 self._loop.remove_reader(file)
         self._close_sockets()
 
-    def _set_up(self, way: ListenerWay, answer_bytes_max: int) -> None:
+    def _set_up(self, route: ListenerRoute, answer_bytes_max: int) -> None:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.RCVHWM, 0),  # see `listening`
             (zmq.SNDHWM, 0),
             (zmq.MAXMSGSIZE, answer_bytes_max),
-            (zmq.IPV6, int("[" in way.endpoint)),
+            (zmq.IPV6, int("[" in route.endpoint)),
         ):
             self._socket.setsockopt(option, value)
-        if way.own is not None:
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, way.server_key)
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, way.own.public)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, way.own.secret)
+        if route.own is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, route.server_key)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, route.own.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, route.own.secret)
         told = f"inproc://failures-{next(_MONITORS)}"
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would block ZeroMQ's thread, and then `close`
-        self._socket.monitor(told, _NOTICED)
+        self._socket.monitor(told, _MONITORED_EVENTS)
         self._monitor.connect(told)
-        self._socket.connect(way.endpoint)
+        self._socket.connect(route.endpoint)
 
     def _close_sockets(self) -> None:
         self._socket.disable_monitor()  # before its other end closes, else ZeroMQ waits for that to receive
         self._socket.close(linger=0)
         self._monitor.close(linger=0)
 
-    def _look(self) -> None:
+    def _receive_answers(self) -> None:
         """Receive all messages that wait, since ZeroMQ signals them only once. Many take several turns of the loop."""
-        for _ in range(_TAKEN_AT_ONCE):
-            frames = None if self.closed else _received(self._socket)
+        for _ in range(_RECEIVED_AT_ONCE):
+            frames = None if self.closed else _receive_message(self._socket)
             if frames is None:
                 return
-            self._take(frames)
-        self._loop.call_soon(self._look)
+            self._on_message(frames)
+        self._loop.call_soon(self._receive_answers)
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _on_message(self, frames: list[bytes]) -> None:
         number = _number_of(frames)
         if number:
             question = self.waiting.get(number)
             if question is not None:  # else the question has ended
                 question.answered = True
-                question.heard.put_nowait(frames)
-        elif self._asked > 1:
-            self._end(zmq.Event.DISCONNECTED)  # no number says which question is answered: each is asked again alone
+                question.arrivals.put_nowait(frames)
+        elif self._sent_count > 1:
+            self._end_with(zmq.Event.DISCONNECTED)  # unknown which question is answered: each is asked again alone
         else:
-            self._tell(frames)
+            self._put_to_all(frames)
 
-    def _look_at_monitor(self) -> None:
-        while not self.closed and (frames := _received(self._monitor)) is not None:
+    def _receive_events(self) -> None:
+        while not self.closed and (frames := _receive_message(self._monitor)) is not None:
             event = zmq.Event(parse_monitor_message(frames)["event"])
             if event == zmq.Event.CONNECT_RETRIED:
-                self._tell(event)
+                self._put_to_all(event)
             else:
-                self._look()  # an answer and the end of the connection may come together
-                self._end(event)
+                self._receive_answers()  # an answer and the end of the connection may come together
+                self._end_with(event)
 
-    def _end(self, event: zmq.Event) -> None:
+    def _end_with(self, event: zmq.Event) -> None:
         self.close()
-        self._tell(event)
-        self._over(self)
+        self._put_to_all(event)
+        self._on_end(self)
 
-    def _tell(self, heard: Heard) -> None:
+    def _put_to_all(self, heard: Arrival) -> None:
         for question in self.waiting.values():
-            question.heard.put_nowait(heard)
+            question.arrivals.put_nowait(heard)
 
 
 def answer_bytes_max(limits: Limits) -> int:
@@ -226,21 +226,21 @@ class Connections:
         self._answer_bytes_max = answer_bytes_max(limits)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._open: set[KeptConnection] = set()
-        self._shared: dict[ListenerWay, dict[KeptConnection, None]] = {}
+        self._shared: dict[ListenerRoute, dict[KeptConnection, None]] = {}
         """Connections that several questions may use at once, by listener; the first with room is used."""
         self._idle: OrderedDict[KeptConnection, float] = OrderedDict()
         """Kept connections on which no question waits, with the loop time at which that began, oldest first."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def shared(self, way: ListenerWay) -> KeptConnection | None:
+    def find_shared(self, route: ListenerRoute) -> KeptConnection | None:
         """Return a shared connection to this listener that has room for a question, or None."""
-        for found in self._shared.get(way, ()):
+        for found in self._shared.get(route, ()):
             if len(found.waiting) < QUESTIONS_MAX:
                 return found
         return None
 
-    def open(self, way: ListenerWay) -> KeptConnection:
+    def open(self, route: ListenerRoute) -> KeptConnection:
         """Open a connection for one question. Raises OSError if too few open files are left, or ZMQError."""
         if why := open_files.asking_shortage(first=self._context is None):  # ZeroMQ would abort the process
             raise OSError(errno.EMFILE, why)
@@ -248,15 +248,15 @@ class Connections:
             self._context = zmq.Context()
             self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         try:
-            connection = KeptConnection(self._context, way, self._answer_bytes_max, self._forget)
+            connection = KeptConnection(self._context, route, self._answer_bytes_max, self._forget)
         except BaseException:
-            self._end_if_done()
+            self._end_context_if_done()
             raise
         self._open.add(connection)
         return connection
 
     @contextmanager
-    def asking(self, connection: KeptConnection, fingerprint: bytes, body: bytes) -> Iterator[OpenQuestion]:
+    def open_question(self, connection: KeptConnection, fingerprint: bytes, body: bytes) -> Iterator[OpenQuestion]:
         """Return a context manager that sends a question over `connection` and yields the question. Raises ZMQError.
 
         At the end of the `with` body the question is withdrawn, and the connection is shared, kept or closed.
@@ -269,14 +269,14 @@ class Connections:
         finally:
             if question is not None:
                 del connection.waiting[question.number]
-            self._ended(connection, answered=question is not None and question.answered)
+            self._after_question(connection, answered=question is not None and question.answered)
 
     def close(self) -> None:
         """Close unused connections now, and each connection in use after its last question."""
         self._closed = True
         for connection in list(self._idle):
             self._drop(connection)
-        self._end_if_done()
+        self._end_context_if_done()
 
     def abandon(self) -> None:
         """Close all connections at once, when the event loop no longer runs."""
@@ -285,21 +285,21 @@ class Connections:
             connection.close()
             self._forget(connection)
 
-    def _ended(self, connection: KeptConnection, *, answered: bool) -> None:
+    def _after_question(self, connection: KeptConnection, *, answered: bool) -> None:
         """After a question on `connection` has ended, share or keep the connection for further questions, or close it.
 
         `answered`: the question got an answer that carries its number.
         """
-        way = connection.way
+        route = connection.route
         if not answered:
-            connection.spent = True
-        if connection.spent or connection.closed:
-            self._share_no_more(connection)
-        elif not self._closed and self.shared(way) is None:
-            self._shared.setdefault(way, {})[connection] = None
+            connection.unanswered = True
+        if connection.unanswered or connection.closed:
+            self._unshare(connection)
+        elif not self._closed and self.find_shared(route) is None:
+            self._shared.setdefault(route, {})[connection] = None
         if connection.waiting:
             return
-        if self._closed or connection not in self._shared.get(way, ()):
+        if self._closed or connection not in self._shared.get(route, ()):
             self._drop(connection)
             return
         self._idle[connection] = asyncio.get_running_loop().time()
@@ -315,16 +315,16 @@ class Connections:
         """Drop all references to a closed connection."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
-        self._share_no_more(connection)
-        self._end_if_done()
+        self._unshare(connection)
+        self._end_context_if_done()
 
-    def _share_no_more(self, connection: KeptConnection) -> None:
-        shared = self._shared.get(connection.way, {})
+    def _unshare(self, connection: KeptConnection) -> None:
+        shared = self._shared.get(connection.route, {})
         shared.pop(connection, None)
         if not shared:
-            self._shared.pop(connection.way, None)
+            self._shared.pop(connection.route, None)
 
-    def _end_if_done(self) -> None:
+    def _end_context_if_done(self) -> None:
         """If `close` was called and no connection is open, end ZeroMQ's context with its threads."""
         if not self._closed or self._open:
             return
@@ -339,9 +339,9 @@ class Connections:
         if self._timer is None and self._idle:
             since_s = next(iter(self._idle.values()))
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(since_s + KEPT_IDLE_S, self._look_at_idle)
+            self._timer = loop.call_at(since_s + KEPT_IDLE_S, self._close_idle)
 
-    def _look_at_idle(self) -> None:
+    def _close_idle(self) -> None:
         """Close the connections that have been unused for `KEPT_IDLE_S`."""
         self._timer = None
         over_s = asyncio.get_running_loop().time() - KEPT_IDLE_S
@@ -352,7 +352,7 @@ class Connections:
         self._set_timer()
 
 
-def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+def _receive_message(socket: zmq.Socket[bytes]) -> list[bytes] | None:
     """Return the frames of the next message, or None if no message waits."""
     try:
         return socket.recv_multipart(flags=zmq.NOBLOCK)

@@ -33,7 +33,7 @@ _SECRET, _PUBLIC = ".secret", ".public"
 _KEY_CHARS = 40
 _FILE_BYTES_MAX = 4096
 _FILES_MAX = 1 << 14
-_READ_AGAIN_S = 1.0
+_REREAD_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +84,12 @@ class Keyring:
         return self._allowlist.engines.get(key)
 
     async def _refresh(self) -> None:
-        """Read the folder again if the last reading is older than `_READ_AGAIN_S`.
+        """Read the folder again if the last reading is older than `_REREAD_AFTER_S`.
 
         Until the new keys are read, other lookups use the old keys.
         """
         now_s = self._now_s()
-        if now_s - self._read_at_s < _READ_AGAIN_S:
+        if now_s - self._read_at_s < _REREAD_AFTER_S:
             return
         self._read_at_s = now_s
         try:

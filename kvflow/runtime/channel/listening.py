@@ -41,7 +41,7 @@ from kvflow.hosts import ANY, ANY_V6, address_at, is_v6
 from kvflow.logs import logger_of
 from kvflow.runtime import open_files
 from kvflow.runtime.channel.connections import answer_bytes_max
-from kvflow.runtime.channel.protocol import QUESTIONS_MAX, Answer, Answered, AnswerStranger, ListenerStatistics, refusal
+from kvflow.runtime.channel.protocol import QUESTIONS_MAX, Answer, Answered, AnswerStock, ListenerStatistics, refusal
 
 if TYPE_CHECKING:
     from kvflow.runtime.channel.keyring import Keyring
@@ -56,16 +56,16 @@ _HEADER_BYTES_MAX = 256
 _RATED_PEERS_MAX = 1 << 10
 _LOG_LINES_PER_S = 10
 _C_INT_MAX = (1 << 31) - 1
-_KEY_PROPERTY = "User-Id"  # set by `_check_keys`: the key in hexadecimal
+_KEY_PROPERTY = "User-Id"  # set by `_answer_key_requests`: the key in hexadecimal
 _ZAP = "inproc://zeromq.zap.01"
 _MONITOR = "inproc://kvflow-connections"
-_LOOK_S = 1.0  # no event says that open files are used up
-_FEW_CONNECTIONS = 4  # dropping so few would free too few files
+_FILES_CHECK_S = 1.0  # no event says that open files are used up
+_DROP_ABOVE_CONNECTIONS = 4  # dropping so few would free too few files
 _REJECTIONS: dict[int, str] = {
     zmq.Event.HANDSHAKE_FAILED_AUTH: "its CURVE key is in no file of curve_peers_dir",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it speaks no ZeroMQ, or only one side uses CURVE, or it expects another key",
 }
-_WATCHED = sum(_REJECTIONS, zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED)
+_MONITORED_EVENTS = sum(_REJECTIONS, zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED)
 
 
 class ZmqListener:
@@ -92,10 +92,10 @@ class ZmqListener:
         self._log_lines = RateLimiter(requests_per_s=_LOG_LINES_PER_S, peers_max=1)
         self._counts = dict.fromkeys(("answered", "refused", "dropped", "over_rate", "rejected", "recycled"), 0)
         self._connections = 0
-        self._dropping = ""
+        self._drop_reason = ""
         """Reason why all connections are being dropped while the port is unbound; "" otherwise."""
         self._bound = True
-        self._inherited = False
+        self._in_forked_child = False
         """True in a forked child, where the sockets belong to the parent."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -109,7 +109,7 @@ class ZmqListener:
             raise ConfigError(f"listen: cannot bind {address}: {error}") from error
         self.port = int(self._endpoint.rpartition(":")[2])
         forks.watch(self)
-        self.strangers: AnswerStranger | None = None
+        self.answer_stock: AnswerStock | None = None
 
     @property
     def statistics(self) -> ListenerStatistics:
@@ -117,7 +117,7 @@ class ZmqListener:
 
     def forked(self) -> None:
         """In a forked child, neither receive on the sockets nor close them. See `forks`."""
-        self._inherited = True
+        self._in_forked_child = True
         for socket in (self._monitor, self._zap, self._socket):
             forks.silence(socket)
 
@@ -129,7 +129,7 @@ class ZmqListener:
         Task `kvflow-listener`: from the opening to the closing of the runtime, with a task each for `-requests`,
         `-connections`, `-files` and, with CURVE, `-keys`. If one dies, the runtime breaks.
         """
-        if self._inherited:
+        if self._in_forked_child:
             return
         try:
             async with asyncio.TaskGroup() as group:
@@ -137,13 +137,13 @@ class ZmqListener:
                 group.create_task(self._watch_connections(), name="kvflow-listener-connections")
                 group.create_task(self._watch_files(), name="kvflow-listener-files")
                 if self._keyring is not None:
-                    group.create_task(self._check_keys(self._keyring), name="kvflow-listener-keys")
+                    group.create_task(self._answer_key_requests(self._keyring), name="kvflow-listener-keys")
         except ExceptionGroup as problems:
             raise problems.exceptions[0] from problems
 
     def close(self) -> None:
         """Close the sockets at once. Closing twice is fine."""
-        if self._inherited:
+        if self._in_forked_child:
             return
         for socket in (self._monitor, self._zap, self._socket):
             socket.close(linger=0)
@@ -168,7 +168,7 @@ class ZmqListener:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keyring.own.secret)
             socket.setsockopt(zmq.ZAP_DOMAIN, b"kvflow")
-        socket.monitor(_MONITOR, _WATCHED)
+        socket.monitor(_MONITOR, _MONITORED_EVENTS)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would block ZeroMQ's thread, and then `close`
         self._monitor.connect(_MONITOR)
         # The wildcard of ZeroMQ listens to both IP versions, or to IPv4 alone if the host has no IPv6.
@@ -178,7 +178,7 @@ class ZmqListener:
         return endpoint.decode().rstrip("\0")
 
     async def _serve_requests(self) -> None:
-        while not self._inherited:
+        while not self._in_forked_child:
             frames = await self._socket.recv_multipart(copy=False)
             await self._handle(frames)
             await asyncio.sleep(0)  # neither receiving nor sending yields while messages wait
@@ -186,16 +186,16 @@ class ZmqListener:
     async def _handle(self, frames: Sequence[zmq.Frame]) -> None:
         peer = _property(frames[-1], "Peer-Address" if self._keyring is None else _KEY_PROPERTY)
         if peer is None:
-            self._drop("it says not whom it is from")
+            self._count_dropped("it says not whom it is from")
             return
         if not self._rates.allows(peer, self._now_s()):
             self._counts["over_rate"] += 1
             return
         if len(frames) != 3 or len(frames[1]) > _HEADER_BYTES_MAX:
-            self._drop(f"{counted(len(frames), 'frame')}")
+            self._count_dropped(f"{counted(len(frames), 'frame')}")
             return
-        if self.strangers is not None and len(frames[1]) == 0:  # a REQ socket's delimiter; our header is never empty
-            self._answer_stranger(self.strangers, frames[0].bytes, frames[2].bytes)
+        if self.answer_stock is not None and len(frames[1]) == 0:  # a REQ socket's delimiter; our header is never empty
+            self._answer_stock(self.answer_stock, frames[0].bytes, frames[2].bytes)
             return
         engine = None
         if self._keyring is not None:
@@ -204,18 +204,18 @@ class ZmqListener:
         try:
             header = codec.decode_header(header_frame)
         except codec.WireError as error:
-            self._drop(str(error))
+            self._count_dropped(str(error))
             return
         if self._keyring is not None and engine is None:  # kept connections outlive their keys
             reply: Answered = refusal("your CURVE key has left our curve_peers_dir")
         else:
             reply = self._reply_to(header, body_frame, engine)
         if isinstance(reply, asyncio.Future):
-            reply.add_done_callback(partial(self._send_late, sender, header))
+            reply.add_done_callback(partial(self._send_when_done, sender, header))
         else:
             self._send(sender, header, reply)
 
-    def _send_late(self, sender: bytes, asked: codec.Header, reply: asyncio.Future[messages.Reply]) -> None:
+    def _send_when_done(self, sender: bytes, asked: codec.Header, reply: asyncio.Future[messages.Reply]) -> None:
         """Send the reply to `asked`, which is the result of a future that is done."""
         if not reply.cancelled() and not self._socket.closed:
             self._send(sender, asked, reply.result())
@@ -228,34 +228,36 @@ class ZmqListener:
         outcome = "answered"
         if isinstance(reply, messages.Refusal):
             outcome = "refused"
-            self._log(logging.INFO, f"refused a peer's request: {reply.reason}")
+            self._log_limited(logging.INFO, f"refused a peer's request: {reply.reason}")
         header = codec.our_header(b"", asked.question)
         frames = codec.encode_frames(header, reply)
         most = asked.answer_bytes_max or self._answer_bytes_max  # a reader closes the connection on a larger answer
         if (size := sum(map(len, frames))) > most:
             outcome, why = "refused", f"its answer takes {counted(size, 'byte')}, the reader takes at most {most}"
-            self._log(logging.WARNING, f"refused a peer's request: {why} (its limits.block_ids_max raises that)")
-            frames = codec.encode_frames(header, _too_large(reply, why))
-        self._post([sender, *frames], outcome)
+            self._log_limited(
+                logging.WARNING, f"refused a peer's request: {why} (its limits.block_ids_max raises that)"
+            )
+            frames = codec.encode_frames(header, _reply_instead(reply, why))
+        self._send_frames([sender, *frames], outcome)
 
-    def _answer_stranger(self, answer: AnswerStranger, sender: bytes, question: bytes) -> None:
+    def _answer_stock(self, answer: AnswerStock, sender: bytes, question: bytes) -> None:
         """Answer a question of another protocol, that of vLLM's own NixlConnector, by `answer`.
 
         If `answer` returns None, send nothing: a kvflow reply could crash the reader.
         """
         frames = answer(question)
         if frames is None:
-            self._drop("a question of another make that has no answer")
+            self._count_dropped("a question of another make that has no answer")
             return
-        self._post([sender, b"", *frames], "answered")
+        self._send_frames([sender, b"", *frames], "answered")
 
-    def _post(self, frames: list[bytes], outcome: str) -> None:
+    def _send_frames(self, frames: list[bytes], outcome: str) -> None:
         """Send an answer and count it under `outcome`. If the connection is full, drop it and count it as dropped."""
         sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         assert isinstance(sent, asyncio.Future), "and it is done: nothing waits to be sent"
         problem = sent.exception()
         if isinstance(problem, zmq.Again):
-            self._drop("an answer to a reader that takes none")
+            self._count_dropped("an answer to a reader that takes none")
             return
         gone = isinstance(problem, zmq.ZMQError) and problem.errno == zmq.EHOSTUNREACH
         if problem is not None and not gone:
@@ -276,18 +278,18 @@ class ZmqListener:
             return refusal(str(error))
         return self._answer(header, request)
 
-    def _drop(self, why: str) -> None:
+    def _count_dropped(self, why: str) -> None:
         self._counts["dropped"] += 1
-        self._log(logging.INFO, f"dropped a message on the side channel: {why}")
+        self._log_limited(logging.INFO, f"dropped a message on the side channel: {why}")
 
-    def _log(self, level: int, text: str) -> None:
+    def _log_limited(self, level: int, text: str) -> None:
         """Log an event that a peer caused. All peers together cause at most `_LOG_LINES_PER_S` lines a second."""
         if self._log_lines.allows("", self._now_s()):
             logger.log(level, "%s", text)
 
-    async def _check_keys(self, keyring: Keyring) -> None:
+    async def _answer_key_requests(self, keyring: Keyring) -> None:
         """Answer ZeroMQ's ZAP requests, each of which asks whether a client's key is in the allowlist."""
-        while not self._inherited:
+        while not self._in_forked_child:
             _, request_id, *_, key = await self._zap.recv_multipart()
             known = await keyring.engine_of(key) is not None
             verdict = (b"200", b"OK", key.hex().encode()) if known else (b"400", b"unknown key", b"")
@@ -296,23 +298,23 @@ class ZmqListener:
 
     async def _watch_connections(self) -> None:
         """Count open connections, and drop all if there are too many. Readers that wait for an answer ask again."""
-        while not self._inherited:
+        while not self._in_forked_child:
             event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             match event:
                 case zmq.Event.ACCEPTED:
                     self._connections += 1
-                    self._drop_too_many()
+                    self._drop_all_if_needed()
                 case zmq.Event.DISCONNECTED:
                     self._connections = max(self._connections - 1, 0)  # it may be a connection that was dropped
                 case zmq.Event.CLOSED:
-                    told = (self._endpoint, self._connections, self._dropping)
+                    told = (self._endpoint, self._connections, self._drop_reason)
                     logger.warning("side channel at %s: dropped all %s connections: %s", *told)
                     self._counts["recycled"] += 1
                     self._connections, self._bound = 0, False
                     self._bind_again()
                 case _:
                     self._counts["rejected"] += 1
-                    self._log(logging.WARNING, f"rejected a connection: {_REJECTIONS[event]}")
+                    self._log_limited(logging.WARNING, f"rejected a connection: {_REJECTIONS[event]}")
             await asyncio.sleep(0)
 
     async def _watch_files(self) -> None:
@@ -321,24 +323,24 @@ class ZmqListener:
         If few are left, drop all connections by unbinding the port. Once enough are free again, bind the port again. A
         timer is needed, since without a free file no connection is accepted, so no event reports that.
         """
-        while not self._inherited:
-            await asyncio.sleep(_LOOK_S)
+        while not self._in_forked_child:
+            await asyncio.sleep(_FILES_CHECK_S)
             if self._bound:
-                self._drop_too_many()
+                self._drop_all_if_needed()
             else:
                 self._bind_again()
 
-    def _drop_too_many(self) -> None:
+    def _drop_all_if_needed(self) -> None:
         """If there are too many connections, or few open files are left, drop all connections by unbinding the port."""
-        if not self._dropping and (why := self._too_many()):
-            self._dropping = why
+        if not self._drop_reason and (why := self._why_drop_all()):
+            self._drop_reason = why
             self._socket.unbind(self._endpoint)
 
-    def _too_many(self) -> str:
+    def _why_drop_all(self) -> str:
         """Return why all connections must be dropped now, or "" if they may stay."""
         if self._connections > self._config.limits.side_channel_connections_max:
             return "too many at once"
-        if self._connections > _FEW_CONNECTIONS:
+        if self._connections > _DROP_ABOVE_CONNECTIONS:
             return open_files.shortage(open_files.SIDE_CHANNEL_STOPS_AT)
         return open_files.shortage(1)
 
@@ -352,7 +354,7 @@ class ZmqListener:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             return
-        self._dropping, self._bound = "", True
+        self._drop_reason, self._bound = "", True
 
 
 def _property(frame: zmq.Frame, name: str) -> str | None:
@@ -366,7 +368,7 @@ def _property(frame: zmq.Frame, name: str) -> str | None:
         return None
 
 
-def _too_large(reply: messages.Reply, why: str) -> messages.Reply:
+def _reply_instead(reply: messages.Reply, why: str) -> messages.Reply:
     """Return the answer to send instead of `reply`, which is larger than the reader accepts. `why` says so in words."""
     if isinstance(reply, messages.LeaseAnswer) and reply.offer is not None:
         given = counted(sum(map(len, reply.offer.block_ids)), "block id")

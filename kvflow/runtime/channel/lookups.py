@@ -32,11 +32,11 @@ class Lookups:
     """Lookups of host addresses by name, each in a thread. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._new = asyncio.Semaphore(_NEW_AT_ONCE_MAX)
-        self._known = asyncio.Semaphore(_KNOWN_AT_ONCE_MAX)
-        self._found: BoundedMap[str, None] = BoundedMap(_KNOWN_MAX)
+        self._new_slots = asyncio.Semaphore(_NEW_AT_ONCE_MAX)
+        self._known_slots = asyncio.Semaphore(_KNOWN_AT_ONCE_MAX)
+        self._known_hosts: BoundedMap[str, None] = BoundedMap(_KNOWN_MAX)
 
-    async def find(self, host: str) -> str:
+    async def find_address(self, host: str) -> str:
         """Return the numeric address of `host`, preferably an IPv4 address to which this machine has a route.
 
         Raises OSError or ValueError if the lookup fails. If cancelled, stop waiting; the thread ends once the resolver
@@ -45,24 +45,26 @@ class Lookups:
         try:
             ip_address(host)
         except ValueError:
-            return await self._look_up(host)
+            return await self._find(host)
         return host
 
-    async def _look_up(self, host: str) -> str:
-        room = self._known if host in self._found else self._new
-        await room.acquire()
+    async def _find(self, host: str) -> str:
+        slots = self._known_slots if host in self._known_hosts else self._new_slots
+        await slots.acquire()
         found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         try:
-            threading.Thread(target=_run, args=(host, room, found), name=f"kvflow-lookup {host}", daemon=True).start()
+            threading.Thread(
+                target=_look_up, args=(host, slots, found), name=f"kvflow-lookup {host}", daemon=True
+            ).start()
         except RuntimeError as error:  # no thread can be started
-            room.release()
+            slots.release()
             raise OSError(f"cannot look {host} up: {error}") from error
         numbers = await found
-        self._found[host] = None
+        self._known_hosts[host] = None
         return numbers
 
 
-def _chosen(entries: Sequence[tuple[Any, ...]]) -> str:
+def _preferred_address(entries: Sequence[tuple[Any, ...]]) -> str:
     """Return an address from the results of `getaddrinfo`.
 
     First choice is an IPv4 address to which this host has a route, then any address with a route, then any address.
@@ -78,27 +80,29 @@ def _has_route(entry: tuple[Any, ...]) -> bool:
     """
     family, address = entry[0], entry[4]
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as asking:
-            asking.connect((address[0], 9, *address[2:]))
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address[0], 9, *address[2:]))
     except OSError:
         return False
     return True
 
 
-def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[str]) -> None:
-    """Look `host` up; then, on the event loop, release `room` and set the result or error of `found`. Body of a thread.
+def _look_up(host: str, slots: asyncio.Semaphore, found: asyncio.Future[str]) -> None:
+    """Look `host` up; then, on the event loop, release `slots` and set the result or error of `found`.
+
+    Body of a thread.
 
     Thread `kvflow-lookup <host>`: begun by a question to a host that is given by name. Ends when the resolver
     answers. The question gets its error.
     """
     outcome: str | Exception
     try:
-        outcome = _chosen(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
+        outcome = _preferred_address(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))
     except Exception as error:  # noqa: BLE001 - the future raises it
         outcome = error
 
     def end() -> None:
-        room.release()
+        slots.release()
         if not found.done():
             if isinstance(outcome, Exception):
                 found.set_exception(outcome)
@@ -115,7 +119,7 @@ def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[str]) -> None
 Target: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 # Addresses reserved for documentation: only a default route leads to them. The port is never used.
-_ANYWHERE: dict[socket.AddressFamily, tuple[Any, ...]] = {
+_DISTANT_ADDRESSES: dict[socket.AddressFamily, tuple[Any, ...]] = {
     socket.AF_INET: ("198.51.100.1", 9),
     socket.AF_INET6: ("2001:db8::1", 9),
 }
@@ -142,9 +146,9 @@ async def own_host(config: Config) -> str:
         return config.listen_host if toward is not None else config.advertise_host or config.listen_host
     families = _FAMILIES[config.listen_host]
     problems: list[OSError] = []
-    for family, address in await _targets(config, toward, families):
+    for family, address in await _target_addresses(config, toward, families):
         try:
-            return _source_of(family, address)
+            return _local_address_toward(family, address)
         except OSError as error:
             problems.append(error)
     whereto = f"to {toward!r}" if toward else "that is a default one"
@@ -154,13 +158,13 @@ async def own_host(config: Config) -> str:
     )
 
 
-async def _targets(config: Config, toward: str, families: Sequence[socket.AddressFamily]) -> list[Target]:
+async def _target_addresses(config: Config, toward: str, families: Sequence[socket.AddressFamily]) -> list[Target]:
     """Return the addresses of the host `toward`, in the order of `families`.
 
     If `toward` is empty, return one address of some distant host for each family. Raises ConfigError.
     """
     if not toward:
-        return [(family, _ANYWHERE[family]) for family in families]
+        return [(family, _DISTANT_ADDRESSES[family]) for family in families]
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(config.handshake_timeout_s):
@@ -171,15 +175,15 @@ async def _targets(config: Config, toward: str, families: Sequence[socket.Addres
     return [(family, address) for wanted in families for family, *_, address in found if family is wanted]
 
 
-def _source_of(family: socket.AddressFamily, address: tuple[Any, ...]) -> str:
+def _local_address_toward(family: socket.AddressFamily, address: tuple[Any, ...]) -> str:
     """Return the address of this host from which packets to `address` are sent.
 
     Raises OSError if this host has no route to `address`, or peers could not connect to the address found.
     """
-    with socket.socket(family, socket.SOCK_DGRAM) as asking:
-        asking.setblocking(False)
-        asking.connect(address)
-        source = str(asking.getsockname()[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.setblocking(False)
+        probe.connect(address)
+        source = str(probe.getsockname()[0])
     if source in _UNSPECIFIED or "%" in source:  # a link-local address means nothing on another host
         raise OSError(f"{source or 'no address'} is none that peers can connect to")
     return source

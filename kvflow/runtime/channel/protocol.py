@@ -30,7 +30,7 @@ def refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
     return messages.Refusal(reason=why, version=codec.PROTOCOL_VERSION, transient=transient)
 
 
-AnswerStranger: TypeAlias = Callable[[bytes], "list[bytes] | None"]
+AnswerStock: TypeAlias = Callable[[bytes], "list[bytes] | None"]
 """Function that takes a question of another protocol, which is one frame, and returns the frames of the answer.
 
 It returns None if no answer is to be sent.
@@ -61,7 +61,7 @@ class ListenerStatistics:
 class Listener(Protocol):
     """The end of a rank's side channel that is bound to a port and answers peers. `port` is never 0."""
 
-    strangers: AnswerStranger | None
+    answer_stock: AnswerStock | None
     """Callback that answers questions of another protocol (vLLM's own NixlConnector). None: these are handled like any
     malformed message.
     """

@@ -2,7 +2,7 @@
 
 A posted read cannot be taken back (NIXL: releasing a handle does not stop the bytes). So a load that ends early waits
 here for its posted reads, up to a bound. After that bound its blocks are quarantined, and the flight outlives the load
-until no further byte can land in the blocks (invariant I1). Blocks, connections and the words of host memory for seals
+until no further byte can land in the blocks (invariant I1). Blocks, connections and the slots for seals in host memory
 are given back in one place, `_give_back`.
 
 Most reads go straight into the cache. The others go through buffers, in copy groups (`CopyGroup`): reads from one or
@@ -11,7 +11,7 @@ back either, so it counts as a read.
 
 Every read needs a permit before it is posted, and keeps the permit until the read has stopped, quarantined or not. This
 cannot deadlock: a permit is requested only when its read can be posted at once, so the holder of a permit waits for
-nothing. And no holder of a permit asks for words or buffers, which a load may hold while it waits.
+nothing. And no holder of a permit asks for seal slots or buffers, which a load may hold while it waits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, Step, fetch_seal
 from kvflow.errors import BlocksBusy, RuntimeBroken
 from kvflow.runtime.copy_thread import CopyFailed
 from kvflow.runtime.load.flight_resources import FlightResources
-from kvflow.runtime.memory import granted
+from kvflow.runtime.memory import wait_granted
 from kvflow.runtime.peers.peer import Source
 from kvflow.runtime.tasks import require_loop
 from kvflow.transport.base import ReadEnded, TransportError
@@ -93,7 +93,7 @@ class Flight:
     ) -> None:
         """Make the flight of a load.
 
-        `sources` have taken words of host memory (`SealSlots`), which the flight gives back.
+        `sources` have taken slots in host memory (`SealSlots`), which the flight gives back.
         """
         try:
             resources.ledger.begin_load(ids)
@@ -166,7 +166,7 @@ class Flight:
     def head(self, source: Source) -> Piece:
         """Return the read of the seal of `source`: local address, address at the producer, and size."""
         slots = self._resources.seal_slots
-        return Piece(slots.address + source.word * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
+        return Piece(slots.address + source.seal_slot * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
 
     async def fly(self, reads: Iterable[Read]) -> bool:
         """Post `reads`, which go straight into the cache, and wait for all of them.
@@ -357,10 +357,10 @@ class Flight:
             running.begun_s = min(running.begun_s, now_s)
 
     async def _permitted(self, permit: Permit) -> None:
-        """Wait until `permit` is granted, and add the time of the wait to `queued_s`."""
+        """Wait until `permit` is wait_granted, and add the time of the wait to `queued_s`."""
         since_s, self.waits = self._resources.clock.now_s(), True
         try:
-            await granted(self._resources.queue, permit)
+            await wait_granted(self._resources.queue, permit)
             self.waits = False
         finally:
             self.queued_s += self._resources.clock.now_s() - since_s
@@ -391,7 +391,9 @@ class Flight:
             if self._error is None:
                 self._error, self.failed = event.error, source
         elif fetches_seal:
-            source.proof.heard(resources.seal_slots.table.tokens_missing(source.word, source.lease.lease_id), posted_s)
+            source.proof.heard(
+                resources.seal_slots.table.tokens_missing(source.seal_slot, source.lease.lease_id), posted_s
+            )
         if running is not None:
             self._ended(running, intact=not failed)
         self.nudge()
@@ -470,8 +472,8 @@ class Flight:
         for source in self._sources:
             connection = source.connection
             connection.users -= 1
-            if not connection.users and connection.left is not None:
-                connection.left.set()
+            if not connection.users and connection.unused is not None:
+                connection.unused.set()
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
         if self.on_safe is not None:

@@ -115,7 +115,7 @@ class Poller:
 
 
 class SealSlots:
-    """Words of host memory into which seals are fetched, and the queue of loads that wait for free words.
+    """Slots in host memory into which seals are fetched, and the queue of loads that wait for free slots.
 
     A load may begin when each rank that it reads from has a word. A load with a smaller priority goes first, loads of
     equal priority in order of arrival. No load overtakes the first of the queue.
@@ -123,7 +123,7 @@ class SealSlots:
 
     def __init__(self, count: int) -> None:
         self.table = SealTable(count)
-        """The words, each with the seal that was last fetched to it."""
+        """The slots, each with the seal that was last fetched into it."""
         self.address = self.table.address(0)
         """Address of the first word."""
         self._free = list(range(count - 1, -1, -1))
@@ -133,7 +133,7 @@ class SealSlots:
 
     @property
     def waiting(self) -> int:
-        """Number of loads that wait for words."""
+        """Number of loads that wait for slots."""
         return sum(not turn.done() for *_, turn in self._queue)
 
     @property
@@ -141,15 +141,15 @@ class SealSlots:
         return self.table.count - len(self._free)
 
     def take(self, sources: Sequence[Source]) -> bool:
-        """Give each source a word. Return False, and do nothing, if too few words are free or another load waits."""
+        """Give each source a slot. Return False, and do nothing, if too few slots are free or another load waits."""
         if self._queue or len(self._free) < len(sources):
             return False
         for source in sources:
-            source.word = self._free.pop()
+            source.seal_slot = self._free.pop()
         return True
 
     async def wait(self, sources: Sequence[Source], priority: int) -> None:
-        """Wait until each source has a word. If cancelled, give back the words, or leave the queue."""
+        """Wait until each source has a slot. If cancelled, give back the slots, or leave the queue."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (priority, next(self._numbers), sources, turn))
         try:
@@ -162,10 +162,10 @@ class SealSlots:
             raise
 
     def give_back(self, sources: Sequence[Source]) -> None:
-        """Take the words of `sources` back, wipe them, and admit loads that wait."""
+        """Take the slots of `sources` back, wipe them, and admit loads that wait."""
         for source in sources:
-            self.table.words[source.word] = 0
-            self._free.append(source.word)
+            self.table.words[source.seal_slot] = 0
+            self._free.append(source.seal_slot)
         if self._queue:
             self._admit()
 
@@ -176,7 +176,7 @@ class SealSlots:
                 if len(self._free) < len(sources):
                     return
                 for source in sources:
-                    source.word = self._free.pop()
+                    source.seal_slot = self._free.pop()
                 turn.set_result(None)
             heapq.heappop(self._queue)
 

@@ -1,8 +1,8 @@
 """Leases that other engines hold open for this rank: renewed while they are needed, then given back.
 
 *Keeping* a lease is renewing it: one notification per peer names the leases that are still needed. The first renewal is
-sent a moment after a lease is needed, the next ones every third of its ttl, so that two in a row may be lost. An
-engine with vLLM's own NixlConnector gets heartbeats instead (`Connection.telling`). Leases are kept for loads under
+sent a moment after a lease is needed, the next ones every third of its ttl, so that two in a row may be lost. An engine
+with vLLM's own NixlConnector gets heartbeats instead (`Connection.lease_notifier`). Leases are kept for loads under
 way, and for requests that wait for their load. Most loads take a millisecond and renew nothing: each costs one entry in
 a dict, and one timer serves all.
 
@@ -35,7 +35,7 @@ from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, R
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.peers.peer import Source, check_parallelism
-from kvflow.runtime.peers.ticket_resolver import lease_told
+from kvflow.runtime.peers.ticket_resolver import lease_from_answer
 from kvflow.transport.base import AgentName
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class RemoteLeases:
 
     def keep(self, owner: object, ttl_s: float, source: Source) -> None:
         """Renew the lease of `source`, with time to live `ttl_s`, until `forget(owner)` is called."""
-        now_s, pause_s = self._clock.now_s(), source.connection.telling.heartbeat_s
+        now_s, pause_s = self._clock.now_s(), source.connection.lease_notifier.heartbeat_s
         if pause_s is None:
             pause_s = max(ttl_s / 3, _PAUSE_LEAST_S)
             due_s = now_s + min(pause_s, _FIRST_AFTER_S)
@@ -142,7 +142,7 @@ class RemoteLeases:
     def tell(self, sources: Sequence[Source]) -> None:
         """Notify the rank of each source that this rank has finished with the lease there, read or not."""
         for source in sources:
-            source.connection.telling.read(source)
+            source.connection.lease_notifier.read(source)
 
     async def release(self, given: Ticket | Mapping[str, Any]) -> bool:
         """Give the leases of a ticket back, unread. Return whether every rank that holds a lease was notified.
@@ -257,11 +257,11 @@ class RemoteLeases:
                 told = False
             return told
 
-        return len(await self._cache.own_reach.walk(ticket, visit)) > 0 and told
+        return len(await self._cache.kvflow_resolver.walk(ticket, visit)) > 0 and told
 
     async def _release_unasked(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         try:
-            self.tell(await self._resolver.reach(ticket, lambda _: None))
+            self.tell(await self._resolver.resolve(ticket, lambda _: None))
         except KVFlowError as error:
             problems.append(error)
             return False
@@ -282,7 +282,7 @@ class RemoteLeases:
             async with asyncio.timeout(bound_s):
                 if ticket.awaited:
                     ticket = await self._meet(ticket, lambda source, ttl_s: self.keep(owner, ttl_s, source))
-                await self._resolver.reach(ticket, partial(self.keep, owner, ticket.ttl_s))
+                await self._resolver.resolve(ticket, partial(self.keep, owner, ticket.ttl_s))
             await asyncio.get_running_loop().create_future()
         except (KVFlowError, TimeoutError) as error:
             what = f"request {ticket.request_id} from {ticket.engine_id}: its leases could not be kept"
@@ -300,7 +300,7 @@ class RemoteLeases:
                 kept.source.peer.used_s = now_s  # the peer is not idle, so its connection stays
                 kept.due_s = now_s + kept.pause_s
         for sources in due.values():
-            self.sent += sources[0].connection.telling.needed(sources)
+            self.sent += sources[0].connection.lease_notifier.needed(sources)
         self._alarm.set(min((kept.due_s for leases in self._kept.values() for kept in leases), default=math.inf))
 
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:
@@ -314,13 +314,13 @@ class RemoteLeases:
         if peer.current is not None:
             check_parallelism(ticket, peer, peer.current)
             if lease is not None and peer.current.incarnation == lease.incarnation:
-                self._cache.telling.report(peer.current.agent, lease.lease_id, *peer.current.report_share)
+                self._cache.lease_notifier.report(peer.current.agent, lease.lease_id, *peer.current.report_share)
                 return True
         if lease is None:
-            answer = await self._cache.own_reach.standing(ticket, peer)
+            answer = await self._cache.kvflow_resolver.ask_about_lease(ticket, peer)
             if answer.lease is None:
                 return answer.state is not messages.LeaseAnswerState.WAITING  # it has ended: nothing to release
-            lease = lease_told(at, answer.lease)
+            lease = lease_from_answer(at, answer.lease)
         word = messages.ReleaseRequest(
             reader=local.reader,
             target=at,

@@ -53,10 +53,10 @@ async def carry(cache: RegisteredCache, load: Load) -> LoadReport:
     if not len(load.entries) or not (ticket.block_ids or ticket.has_blocks):
         return await _carry_empty(cache, load)
     keep = partial(cache.remote_leases.keep, load, ticket.ttl_s)
-    sources = cache.resolver.reach_at_once(ticket, keep)
+    sources = cache.resolver.resolve_nowait(ticket, keep)
     if sources is None:
         load.enter("handshake")
-        sources = await cache.resolver.reach(ticket, keep)
+        sources = await cache.resolver.resolve(ticket, keep)
     load.enter("plan")
     if load.seconds["handshake"] > TURN_S:  # many loads may have waited for the same handshake
         await cache.throttle.come(request.priority, again=True)
@@ -94,7 +94,7 @@ async def _carry_empty(cache: RegisteredCache, load: Load) -> LoadReport:
         told = not load.request.keep_offer and await cache.remote_leases.release(ticket)
         return load.report(notified=told)
     load.enter("handshake")
-    sources = await cache.resolver.reach(ticket, partial(cache.remote_leases.keep, load, ticket.ttl_s))
+    sources = await cache.resolver.resolve(ticket, partial(cache.remote_leases.keep, load, ticket.ttl_s))
     load.enter("wire")
     _growing(cache, load).follow(load, sources, {})
     return await _tell(cache, load, sources)
@@ -115,7 +115,7 @@ def _plan(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> Plan
 def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None:
     """Plan a load of a few whole blocks from one rank, in one slice. Return None for any other load."""
     connection, lease, ticket, count = source.connection, source.lease, load.ticket, len(load.entries)
-    limits, pairs = cache.config.limits, connection.alike
+    limits, pairs = cache.config.limits, connection.region_map
     if pairs is None or count > FEW or source.proof.grows or ticket.extends or lease.payload:
         return None
     if count * pairs.chunk_size_bytes > limits.slice_bytes_max or count * pairs.pieces > limits.slice_descriptors_max:
@@ -128,10 +128,10 @@ def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None
 
 
 async def _admitted(cache: RegisteredCache, load: Load) -> None:
-    """Wait for the request's event `after`, then for a free word of host memory for the seal of each rank.
+    """Wait for the request's event `after`, then for a free slot in host memory for the seal of each rank.
 
-    Overloaded if too many loads wait for words already. The connections are held meanwhile, so that a broken connection
-    is not removed before this load finds out.
+    Overloaded if too many loads wait for seal slots already. The connections are held meanwhile, so that a broken
+    connection is not removed before this load finds out.
     """
     request, slots, waiting_max = load.request, cache.resources.seal_slots, cache.config.loads_waiting_max
     ranks, ranks_max = len(load.sources), cache.config.limits.source_ranks_max
@@ -163,7 +163,7 @@ def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, source
         load.enter("wire")
         (source,) = sources
         head = flight.head(source) if source.connection.carries_seals and not source.proof.asked else None
-        return flight.fly((Read(source, read_few(source.connection.alike, plan.few, head), head is not None),))
+        return flight.fly((Read(source, read_few(source.connection.region_map, plan.few, head), head is not None),))
     grows = payload = False
     for source in sources:
         grows, payload = grows or source.proof.grows, payload or source.lease.payload
@@ -223,7 +223,7 @@ def _growing(cache: RegisteredCache, load: Load) -> Any:
 def through_buffers(cache: RegisteredCache, load: Load, plan: Plan) -> Any:
     """Return the `Buffered` of this cache, to read through buffers; None if the load goes straight into the cache."""
     for source in plan.sources:
-        if not source.connection.straight and not _takes_straight(cache, source.connection):
+        if not source.connection.reads_directly and not _takes_straight(cache, source.connection):
             return cache.part("staging", f"request {load.request_id!r}: a load through buffers")
     return None
 
@@ -238,13 +238,13 @@ def _drawn(cache: RegisteredCache) -> bool:
 
 def _takes_straight(cache: RegisteredCache, connection: Connection) -> bool:
     """Return whether every read from a rank goes straight into the cache. The connection remembers the answer."""
-    if connection.straight is None:
+    if connection.reads_directly is None:
         pieces = any(in_pieces(cache, one) for one in connection.block_maps)
-        connection.straight = not pieces and not cache.memory.staging
-        plain = cache.local.groups[0].whole and connection.told_groups == () and not cache.config.verify_share
-        if connection.straight and plain and len(connection.block_maps) == 1:
-            connection.alike = alike(connection.block_maps[0])
-    return connection.straight
+        connection.reads_directly = not pieces and not cache.memory.staging
+        plain = cache.local.groups[0].whole and connection.ticket_groups == () and not cache.config.verify_share
+        if connection.reads_directly and plain and len(connection.block_maps) == 1:
+            connection.region_map = alike(connection.block_maps[0])
+    return connection.reads_directly
 
 
 def in_pieces(cache: RegisteredCache, block_map: BlockMap) -> bool:

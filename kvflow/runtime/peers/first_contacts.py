@@ -40,7 +40,7 @@ class FirstContacts:
         self._config = config
         self._patience_s = patience_s(config)
         self._contacts = Contacts(config.limits.first_contacts_max, self._patience_s)
-        self._bounds: dict[Contact, asyncio.Timeout] = {}
+        self._timeouts: dict[Contact, asyncio.Timeout] = {}
         self._granted: dict[Contact, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -60,10 +60,10 @@ class FirstContacts:
         bound = asyncio.timeout(None)
         try:
             async with bound:
-                self._bounds[contact] = bound
+                self._timeouts[contact] = bound
                 if contact.state is ContactState.WAITING:
                     bound.reschedule(loop.time() + self._config.handshake_timeout_s)
-                    await self._wait(contact)
+                    await self._wait_for_turn(contact)
                 begin(contact)
                 return await question()
         except TimeoutError:
@@ -77,8 +77,8 @@ class FirstContacts:
             why = f"no turn to ask it within {self._config.handshake_timeout_s} s: {others}"
             raise overloaded(peer, why) from None
         finally:
-            del self._bounds[contact]
-            self._end(contact)
+            del self._timeouts[contact]
+            self._end_contact(contact)
 
     def look(self) -> None:
         """End a first contact that has had its time, if another waits for a turn.
@@ -87,11 +87,11 @@ class FirstContacts:
         """
         now_s = asyncio.get_running_loop().time()
         leaving = self._contacts.make_way(now_s)
-        if leaving is not None and not self._bounds[leaving].expired():
-            self._bounds[leaving].reschedule(now_s)
-        self._look_later(now_s)
+        if leaving is not None and not self._timeouts[leaving].expired():
+            self._timeouts[leaving].reschedule(now_s)
+        self._set_timer(now_s)
 
-    async def _wait(self, contact: Contact) -> None:
+    async def _wait_for_turn(self, contact: Contact) -> None:
         granted = self._granted[contact] = asyncio.get_running_loop().create_future()
         self.look()
         try:
@@ -99,17 +99,17 @@ class FirstContacts:
         finally:
             del self._granted[contact]
 
-    def _end(self, contact: Contact) -> None:
+    def _end_contact(self, contact: Contact) -> None:
         next_one = self._contacts.end(contact, asyncio.get_running_loop().time())
         if next_one is not None:
-            bound, granted = self._bounds[next_one], self._granted[next_one]
+            bound, granted = self._timeouts[next_one], self._granted[next_one]
             if not bound.expired():  # else its wait has just timed out, and its task will give the turn back
                 bound.reschedule(None)
             if not granted.done():
                 granted.set_result(None)
         self.look()
 
-    def _look_later(self, now_s: float) -> None:
+    def _set_timer(self, now_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -33,7 +33,7 @@ from kvflow.hosts import loopback_hint
 from kvflow.logs import logger_of
 from kvflow.runtime import open_files
 from kvflow.runtime.peers.first_contacts import overloaded
-from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LeaseNotifier, LocalRank, Peer, words
+from kvflow.runtime.peers.peer import PEER_TEXT_CHARS_MAX, Connection, LeaseNotifier, LocalRank, Peer, peer_text
 from kvflow.transport.base import BY_SOME_BUILDS, DEVICES, AgentName, PeerGone, TransportError
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ _DIFFERENCES_MAX = 2000
 class Handshakes:
     """Shakes hands with kvflow peers, and asks them questions, for one registered cache."""
 
-    def __init__(self, cache: RegisteredCache, telling: LeaseNotifier) -> None:
+    def __init__(self, cache: RegisteredCache, lease_notifier: LeaseNotifier) -> None:
         self._config = cache.config
         self._side_channel = cache.side_channel
         self._local = cache.local
-        self.telling = telling
+        self.lease_notifier = lease_notifier
         """Sends notifications about leases to a producer. Every new connection refers to this object."""
         self.agents = cache.agents
 
@@ -74,7 +74,7 @@ class Handshakes:
             known = await self.agents.find(agent)
             if known is not None:
                 return known
-            connection = Connection(agent, reply, regions, self._local, self.telling)
+            connection = Connection(agent, reply, regions, self._local, self.lease_notifier)
             if why := open_files.shortage(open_files.READERS_STOP_AT):
                 raise overloaded(at, why)
             await self.agents.add(at, connection, reply.agent_metadata)
@@ -85,7 +85,7 @@ class Handshakes:
         fingerprint = self._local.compatibility.fingerprint()
         reply = await self._side_channel.ask(request, fingerprint=fingerprint, timeout_s=timeout_s)
         if isinstance(reply, messages.Refusal):
-            raise _refused(peer.at, reply, self._local)
+            raise _refusal_error(peer.at, reply, self._local)
         return reply
 
 
@@ -137,7 +137,7 @@ class Agents:
         if name != agent:
             if name not in self._open and name not in self._changing:
                 await self._transport.remove_peer(name)
-            raise at.failure(ProtocolError, f"agent name: expected {agent!r}, got {words(name)!r}")
+            raise at.failure(ProtocolError, f"agent name: expected {agent!r}, got {peer_text(name)!r}")
 
     def leave(self, connection: Connection) -> None:
         """Begin to remove the connection's agent, which leaves the transport once no load holds the connection."""
@@ -179,28 +179,28 @@ class Agents:
         change.set_result(None)
 
 
-def _refused(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerError:
+def _refusal_error(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerError:
     """Return the error to raise for a refusal by `peer`: its class depends on the reason."""
     if refusal.compatibility is not None:
-        differences = ours.compatibility.differences(refusal.compatibility) or [words(refusal.reason)]
+        differences = ours.compatibility.differences(refusal.compatibility) or [peer_text(refusal.reason)]
         if refusal.cache_shares:
             try:
                 check_cache_shares(refusal.cache_shares)
             except codec.WireError as error:
                 return peer.failure(ProtocolError, str(error))
             differences += topology.differences(ours.cache_shares, refusal.cache_shares)
-        return _incompatible(peer, list(dict.fromkeys(differences)))
+        return _incompatible_error(peer, list(dict.fromkeys(differences)))
     if refusal.version != codec.PROTOCOL_VERSION:
         versions = f"kvflow protocol version: ours {codec.PROTOCOL_VERSION}, theirs {refusal.version}"
         return peer.failure(PeerIncompatible, versions)
     if refusal.transient:
-        return peer.failure(PeerNotReady, f"refused: {words(refusal.reason)}")
+        return peer.failure(PeerNotReady, f"refused: {peer_text(refusal.reason)}")
     hint = loopback_hint(peer.address) if refusal.reason.startswith(UNKNOWN_ENGINE) else ""
-    return peer.failure(PeerRefused, f"refused: {words(refusal.reason)}{hint}")
+    return peer.failure(PeerRefused, f"refused: {peer_text(refusal.reason)}{hint}")
 
 
-def _incompatible(peer: Address, differences: list[str]) -> PeerIncompatible:
-    shown = words("; ".join(differences), _DIFFERENCES_MAX)
+def _incompatible_error(peer: Address, differences: list[str]) -> PeerIncompatible:
+    shown = peer_text("; ".join(differences), _DIFFERENCES_MAX)
     return peer.failure(PeerIncompatible, f"it is not compatible: {shown}")
 
 
@@ -210,10 +210,10 @@ def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[
     Raises PeerRefused, PeerIncompatible or ProtocolError.
     """
     if metadata.engine_id != peer.engine_id:
-        who = f"expected engine {peer.engine_id!r}, found {words(metadata.engine_id)!r}"
+        who = f"expected engine {peer.engine_id!r}, found {peer_text(metadata.engine_id)!r}"
         raise peer.failure(PeerRefused, f"{who}{loopback_hint(peer.address)}")
-    if not is_name(metadata.incarnation, WORDS_MAX):
-        raise peer.failure(ProtocolError, f"incarnation {words(metadata.incarnation, 80)!r} is no name")
+    if not is_name(metadata.incarnation, PEER_TEXT_CHARS_MAX):
+        raise peer.failure(ProtocolError, f"incarnation {peer_text(metadata.incarnation, 80)!r} is no name")
     actual = zlib.crc32(metadata.agent_metadata)
     if actual != metadata.agent_metadata_crc32:
         sums = f"computed {actual:#010x}, sent {metadata.agent_metadata_crc32:#010x}"
@@ -223,28 +223,30 @@ def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[
         check_sets(metadata.cache_shares, regions, metadata.groups)
     except codec.WireError as error:
         raise peer.failure(ProtocolError, str(error)) from error
-    found = problems_of(peer.rank, metadata, regions, ours)
+    found = incompatibilities(peer.rank, metadata, regions, ours)
     if found:
-        raise _incompatible(peer, found)
+        raise _incompatible_error(peer, found)
     return regions
 
 
-def problems_of(rank: Rank, metadata: messages.Metadata, regions: Sequence[Regions], ours: LocalRank) -> list[str]:
+def incompatibilities(
+    rank: Rank, metadata: messages.Metadata, regions: Sequence[Regions], ours: LocalRank
+) -> list[str]:
     """Return the reasons why blocks of the peer `rank` cannot be read into this rank's cache: one text for each.
 
     Empty if they can be read. `regions` are the decoded regions of `metadata`.
     """
     first = metadata.cache_shares[0]
     found = topology.differences(ours.cache_shares, metadata.cache_shares)
-    found += _different("rank (pp, tp)", rank[1:], (first.pp_rank, first.tp_rank))
+    found += _difference("rank (pp, tp)", rank[1:], (first.pp_rank, first.tp_rank))
     for at, where, share, _ in topology.in_common(ours.cache_shares, metadata.cache_shares):
         mine, theirs = ours.regions[at], regions[where]
-        found += _different("bytes of a head", _head_bytes(mine), _head_bytes(theirs))
+        found += _difference("bytes of a head", _head_bytes(mine), _head_bytes(theirs))
         if share.part:
-            found += _different(f"rows of {share.part}", len(mine.parts), len(theirs.parts))
+            found += _difference(f"rows of {share.part}", len(mine.parts), len(theirs.parts))
         elif not share.plain:
-            found += _different(
-                "opaque blocks (kv_format)", *(_opaque(side, share.kv_format) for side in (mine, theirs))
+            found += _difference(
+                "opaque blocks (kv_format)", *(_opaque_block_text(side, share.kv_format) for side in (mine, theirs))
             )
     reachable = {kind for kind, reached in DEVICES.items() if reached} | {*BY_SOME_BUILDS}
     if regions[0].device.kind not in reachable:
@@ -252,11 +254,11 @@ def problems_of(rank: Rank, metadata: messages.Metadata, regions: Sequence[Regio
     return list(dict.fromkeys(found))
 
 
-def _different(name: str, ours: object, theirs: object) -> list[str]:
+def _difference(name: str, ours: object, theirs: object) -> list[str]:
     return [] if ours == theirs else [f"{name}: ours {ours}, theirs {theirs}"]
 
 
-def _opaque(regions: Regions, kv_format: str) -> str:
+def _opaque_block_text(regions: Regions, kv_format: str) -> str:
     """Return a text that both sides must have in common if their blocks are opaque, or can be split into heads only.
 
     The text describes the shape of a block. Two ranks can exchange these blocks only if their texts are equal.

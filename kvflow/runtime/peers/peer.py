@@ -34,7 +34,7 @@ logger = logger_of(__name__)
 T = TypeVar("T")
 
 INCARNATIONS_MAX = 64
-WORDS_MAX = 300
+PEER_TEXT_CHARS_MAX = 300
 _ERROR_CHARS_MAX = 500
 _QUESTIONS_AT_ONCE_MAX = 8
 _DIGESTS_AT_ONCE_MAX = 4  # half of what a producer accepts from one reader by default
@@ -68,7 +68,7 @@ class Connection:
         metadata: messages.Metadata,
         regions: Sequence[Regions],
         local: LocalRank,
-        telling: LeaseNotifier,
+        lease_notifier: LeaseNotifier,
     ) -> None:
         self.agent = agent
         self.incarnation = metadata.incarnation
@@ -76,7 +76,7 @@ class Connection:
         self.cache_shares = metadata.cache_shares
         self.parallelism = parallelism_of(metadata.cache_shares)
         self.groups = metadata.groups
-        self.told_groups = told_groups(metadata.groups)
+        self.ticket_groups = ticket_groups(metadata.groups)
         of_group = {share.group: one.num_blocks for share, one in zip(metadata.cache_shares, regions, strict=True)}
         self.num_blocks = tuple(of_group[at] for at in range(len(self.groups)))
         """Number of blocks in the peer's cache, for each group of layers."""
@@ -98,19 +98,19 @@ class Connection:
             and block_maps[0].local.device == block_maps[0].remote.device == HOST
         )
         self.seals_address, self.seal_count = metadata.seals.address, metadata.seals.count
-        self.telling = telling
+        self.lease_notifier = lease_notifier
         self.users = 0
         """Number of loads that hold the connection; until it is 0 the peer's agent stays in the transport."""
-        self.left: asyncio.Event | None = None
+        self.unused: asyncio.Event | None = None
         """Event that is set when `users` becomes 0; None until a task waits for that."""
         self.complete_with: Sequence[Connection] = ()
         """Connections, beginning with this one, that were last found to have all layers of this rank together."""
-        self.straight: bool | None = None
+        self.reads_directly: bool | None = None
         """True if every read from the peer lands in the cache, without buffers; None until this is computed."""
-        self.alike: RegionMap | None = None
+        self.region_map: RegionMap | None = None
         """The region map by which the fast planner `match_few` plans small loads from the peer; None if it cannot.
 
-        Set at the same time as `straight`.
+        Set at the same time as `reads_directly`.
         """
 
     def __repr__(self) -> str:
@@ -119,9 +119,9 @@ class Connection:
     async def idle(self) -> None:
         """Wait until no load holds the connection."""
         while self.users:
-            if self.left is None or self.left.is_set():
-                self.left = asyncio.Event()
-            await self.left.wait()
+            if self.unused is None or self.unused.is_set():
+                self.unused = asyncio.Event()
+            await self.unused.wait()
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +161,7 @@ class Peer:
         self.handshake: Handshake | None = None
         self.circuit = NEVER_FAILED
         self.last_error = ""
-        self.last_kind: type[PeerError] = PeerUnreachable
+        self.last_error_type: type[PeerError] = PeerUnreachable
         """Class of the last failure that began a back-off; loads that fail during the back-off raise it again."""
         self.delivered = False
         """True once a load has read fresh bytes from the peer."""
@@ -221,7 +221,7 @@ class Source:
     """Block ids of the producer that the lease offers, for each group; empty if no block is read."""
     chunks: dict[BlockMap, list[Chunks]] = field(default_factory=dict)
     """Chunks to read for each block map; their remote block ids are the producer's."""
-    word: int = -1
+    seal_slot: int = -1
     """Index of the local seal slot that the lease's seal is read into; -1 if none is taken yet."""
 
 
@@ -235,8 +235,8 @@ def held(sources: Sequence[Source]) -> Iterator[None]:
     finally:
         for source in sources:
             source.connection.users -= 1
-            if not source.connection.users and source.connection.left is not None:
-                source.connection.left.set()
+            if not source.connection.users and source.connection.unused is not None:
+                source.connection.unused.set()
 
 
 ReadTicket: TypeAlias = Callable[[Ticket | Mapping[str, Any]], Ticket]
@@ -251,9 +251,9 @@ class Resolver(Protocol):
     @property
     def read_ticket(self) -> ReadTicket: ...
 
-    def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None: ...
+    def resolve_nowait(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None: ...
 
-    async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]: ...
+    async def resolve(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]: ...
 
 
 class LeaseNotifier(Protocol):
@@ -300,19 +300,19 @@ def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[
                 yield found
 
 
-def told_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:
+def ticket_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:
     """Return `groups` as a ticket lists them: an empty tuple if the only group has full attention, else all."""
     return () if len(groups) == 1 and groups[0].whole else groups
 
 
-def words(text: str, chars_max: int = WORDS_MAX) -> str:
+def peer_text(text: str, chars_max: int = PEER_TEXT_CHARS_MAX) -> str:
     """Return a peer's text made fit for this rank's errors and logs: printable, and cut to `chars_max` characters."""
     return printable(text, chars_max)
 
 
 def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> None:
     """Raise PeerIncompatible if the parallelism or the groups of the connected rank differ from the ticket's."""
-    if ticket.groups != connection.told_groups:
+    if ticket.groups != connection.ticket_groups:
         told, has = ([f"{one.name} ({one.kind})" for one in groups] for groups in (ticket.groups, connection.groups))
         raise peer.at.failure(PeerIncompatible, f"groups: the ticket says {shown(told)}, the rank {shown(has)}")
     said, true = ticket.parallelism, connection.parallelism
@@ -322,7 +322,7 @@ def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> Non
         raise peer.at.failure(PeerIncompatible, f"{name}: the ticket says {mine}, the rank {theirs}")
 
 
-def expendable(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:
+def peer_to_evict(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:
     """Return the peer to evict so that a new peer has room, or None if all must stay.
 
     First choice is the oldest peer that was never connected and has no handshake under way. Second choice is a peer
@@ -331,10 +331,10 @@ def expendable(peers: Collection[Peer], *, asked_before_s: float, used_before_s:
     evicted only if it was last used before `used_before_s`: a load that was just given its connection may not hold it
     yet.
     """
-    strangers = [peer for peer in peers if not peer.met]
-    asked = ((one, one.handshake) for one in strangers if one.handshake)
+    never_met = [peer for peer in peers if not peer.met]
+    asked = ((one, one.handshake) for one in never_met if one.handshake)
     silent = (one for one, handshake in asked if not handshake.waiters or handshake.since_s < asked_before_s)
-    found = next((one for one in strangers if one.handshake is None), None) or next(silent, None)
+    found = next((one for one in never_met if one.handshake is None), None) or next(silent, None)
     if found is not None:
         return found
     unused = [one for one in peers if one.met and not one.busy and (one.current is None or one.used_s <= used_before_s)]

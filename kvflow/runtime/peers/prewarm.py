@@ -19,29 +19,29 @@ _AT_ONCE_MAX = 16
 
 
 async def prewarm(
-    reach: TicketResolver, peers: Peers, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
+    resolver: TicketResolver, peers: Peers, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
 ) -> tuple[KVFlowError | None, ...]:
     """See `Runtime.prewarm`."""
     listed = None if isinstance(engines, str | bytes | Mapping) else answer(lambda: tuple(engines))
     if listed is None:
         raise RequestError(f"prewarm: expected PeerAddresses and tickets, got {shown(engines)}")
     # Decode engines that start together have the same list. Each begins at another place, to spread their handshakes.
-    start = reach.spread % len(listed) if len(listed) > _AT_ONCE_MAX else 0
+    start = resolver.list_offset % len(listed) if len(listed) > _AT_ONCE_MAX else 0
     in_turn = (*listed[start:], *listed[:start])
-    found = await for_each(in_turn, partial(_prewarm_one, reach, peers), _AT_ONCE_MAX)
+    found = await for_each(in_turn, partial(_prewarm_one, resolver, peers), _AT_ONCE_MAX)
     return (*found[len(listed) - start :], *found[: len(listed) - start])
 
 
 async def _prewarm_one(
-    reach: TicketResolver, peers: Peers, engine: PeerAddress | Ticket | Mapping[str, Any]
+    resolver: TicketResolver, peers: Peers, engine: PeerAddress | Ticket | Mapping[str, Any]
 ) -> KVFlowError | None:
     try:
         if isinstance(engine, PeerAddress):
-            wanted = await reach.ranks_at(engine)
+            wanted = await resolver.ranks_at(engine)
         else:
-            ticket = reach.read_ticket(engine)
-            await reach.check(ticket)
-            wanted = reach.whereabouts(ticket)
+            ticket = resolver.read_ticket(engine)
+            await resolver.check(ticket)
+            wanted = resolver.addresses_of(ticket)
             peer = peers.get(first_to_ask(ticket, wanted))
             check_parallelism(ticket, peer, await peers.connect(peer, None))
         for address in wanted:  # one after another; the first failure ends it

@@ -45,16 +45,16 @@ from kvflow.limits import QUESTION_WAIT_S
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.peers.first_contacts import FirstContacts, overloaded, patience_s
-from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, Source, expendable
+from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, Source, peer_to_evict
 
 if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
 
 logger = logger_of(__name__)
 
-_PAUSE_FIRST_S, _PAUSE_MOST_S = 0.005, 0.2
+_FIRST_PAUSE_S, _PAUSE_MAX_S = 0.005, 0.2
 _UNREACHABLE_MAX = 3  # failures in a row: a listener that has too many connections drops all
-_MISFITS_MAX = 1024
+_LOGGED_INCOMPATIBLE_MAX = 1024
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class PeerStatistics:
     """True once a handshake has succeeded. Until then the peer may not exist, since a ticket can name any address."""
 
 
-class Handshaking(Protocol):
+class HandshakeClient(Protocol):
     """Shakes hands with peers and asks them questions. For kvflow peers this is `handshake.Handshakes`."""
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection: ...
@@ -88,7 +88,7 @@ class Handshaking(Protocol):
 class Peers:
     """All peers of one registered cache: their connections, questions, back-off and eviction."""
 
-    def __init__(self, cache: RegisteredCache, handshakes: Handshaking) -> None:
+    def __init__(self, cache: RegisteredCache, handshakes: HandshakeClient) -> None:
         config = cache.config
         self._config = config
         self._back_off = BackOff(config.limits.peer_backoff_first_s, config.limits.peer_backoff_max_s)
@@ -100,9 +100,9 @@ class Peers:
         self._contacts = FirstContacts(config)
         self.known: dict[tuple[str, Rank, str], Peer] = {}
         """All peers by `Address`. Other modules may read this dict but not change it."""
-        self._misfits: BoundedMap[tuple[str, str], None] = BoundedMap(_MISFITS_MAX)
+        self._logged_incompatible: BoundedMap[tuple[str, str], None] = BoundedMap(_LOGGED_INCOMPATIBLE_MAX)
         """Pairs of address and error text for which `note_incompatible` has logged its warning."""
-        self._sweep_alarm = Alarm(cache.clock, self._sweep)
+        self._sweep_alarm = Alarm(cache.clock, self._evict_idle)
         self._closed = False
 
     @property
@@ -132,7 +132,7 @@ class Peers:
             self._make_room(at)
             peer = self.known[at] = Peer(at, self._clock.now_s())
             if self._sweep_alarm.due_s == math.inf and not self._closed:
-                self._sweep_later()
+                self._set_sweep_alarm()
         return peer
 
     async def connect(self, peer: Peer, incarnation: str | None, request_id: str | None = None) -> Connection:
@@ -183,7 +183,7 @@ class Peers:
                     self.failed(connection, str(error))
                 raise
 
-    async def ask_until(
+    async def ask_until_answered(
         self, peer: Peer, question: messages.LeaseRequest, give_up_s: float = math.inf
     ) -> messages.LeaseAnswer:
         """Repeat a question about a lease until the state in the answer is not WAITING, and return that answer.
@@ -191,7 +191,7 @@ class Peers:
         At loop time `give_up_s` return the last answer even if its state is WAITING. Raises a PeerError;
         PeerUnreachable if the last question, or several in a row, had no answer. Cancelling stops the questions.
         """
-        loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
+        loop, pause_s, unreachable = asyncio.get_running_loop(), _FIRST_PAUSE_S, 0
         while True:
             begun_s = loop.time()
             wait_s = min(max(give_up_s - begun_s, 0.0), QUESTION_WAIT_S)
@@ -209,16 +209,16 @@ class Peers:
                     return answer
             if loop.time() - begun_s < wait_s / 2:
                 await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_MOST_S)
+                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
             else:
-                pause_s = _PAUSE_FIRST_S
+                pause_s = _FIRST_PAUSE_S
 
     async def _ask(self, peer: Peer, question: messages.Request, *kinds: type[T], timeout_s: float | None = None) -> T:
         """Ask `peer` a question and return the answer, which must be of one of `kinds`.
 
         A peer that was never connected waits for a turn first. Raises a PeerError, or Overloaded.
         """
-        reply = await self._in_turn(peer, partial(self.handshakes.ask, peer, question, timeout_s))
+        reply = await self._ask_in_turn(peer, partial(self.handshakes.ask, peer, question, timeout_s))
         if not isinstance(reply, kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise peer.at.failure(ProtocolError, f"expected {names}, got {type(reply).__name__}")
@@ -229,7 +229,7 @@ class Peers:
 
         Raises a PeerError, or Overloaded.
         """
-        self.check_wait(peer, None)
+        self.check_back_off(peer, None)
         async with peer.questions:
             return await self._ask(peer, word, messages.Ack)
 
@@ -253,7 +253,7 @@ class Peers:
             source.peer.circuit, source.peer.used_s = NEVER_FAILED, now_s
             source.peer.delivered |= fresh
 
-    def backs_off(self, ticket: Ticket) -> bool:
+    def in_back_off(self, ticket: Ticket) -> bool:
         """Return True if a rank that the ticket names is in back-off, so that a load would fail at once."""
         now_s = self._clock.now_s()
         places = (((ticket.dp_rank, one.pp_rank, one.tp_rank), one.address) for one in ticket.ranks)
@@ -269,13 +269,13 @@ class Peers:
 
         Further calls for the same connection change nothing: its other reads fail, too.
         """
-        for peer in self._users_of(connection):
-            waits = self._counted(peer, after_failed_read) > 0
-            peer.last_kind = PeerUnreachable
+        for peer in self._peers_with(connection):
+            waits = self._count_failure(peer, after_failed_read) > 0
+            peer.last_error_type = PeerUnreachable
             peer.note_error(why)
             self._disconnect(peer, "back_off" if waits else "break", why)
 
-    def said_goodbye(self, goodbye: messages.Goodbye) -> None:
+    def on_goodbye(self, goodbye: messages.Goodbye) -> None:
         """Drop the connection to the rank that has sent `goodbye`, unless the connection is to another incarnation."""
         for peer in self.known.values():
             connection = peer.current
@@ -306,13 +306,13 @@ class Peers:
             self._drop(peer, "closing")
 
     def _start_handshake(self, peer: Peer, incarnation: str | None, request_id: str | None) -> Handshake:
-        self.check_wait(peer, incarnation)
+        self.check_back_off(peer, incarnation)
         handshake = Handshake(asyncio.get_running_loop().create_future(), self._clock.now_s())
         body = self._run_handshake(peer, incarnation, request_id, handshake)
         handshake.task = self._spawn(body, name=f"kvflow-handshake {peer.address}")
         # Not in the task's body, which never runs if the task is cancelled before its first step.
         handshake.task.add_done_callback(
-            lambda _: self._no_handshake(
+            lambda _: self._fail_handshake(
                 peer, handshake, RuntimeClosed("the runtime closed, or its cache was unregistered")
             )
         )
@@ -322,7 +322,7 @@ class Peers:
             peer.tried_incarnations.add(incarnation)
         return handshake
 
-    def check_wait(self, peer: Peer, incarnation: str | None) -> None:
+    def check_back_off(self, peer: Peer, incarnation: str | None) -> None:
         """Raise an error of the class of the peer's last failure if the peer is in back-off.
 
         Do not raise if `incarnation`, from a ticket, is new: then the peer has restarted after that failure.
@@ -333,9 +333,9 @@ class Peers:
         if wait_s > 0 and not may_try:
             failures = f"failures in a row: {peer.circuit.failures}, the last: {peer.last_error}"
             why = f"it is not asked for another {wait_s:.3g} s ({failures})"
-            raise peer.at.failure(peer.last_kind, why, retry_after_s=wait_s)
+            raise peer.at.failure(peer.last_error_type, why, retry_after_s=wait_s)
 
-    async def _in_turn(
+    async def _ask_in_turn(
         self, peer: Peer, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None] = lambda _: None
     ) -> T:
         """Await `question` and return its result.
@@ -357,23 +357,23 @@ class Peers:
         """
         try:
             shake_hands = partial(self.handshakes.connect, peer, request_id)
-            connection = await self._in_turn(peer, shake_hands, handshake.begin)
+            connection = await self._ask_in_turn(peer, shake_hands, handshake.begin)
         except KVFlowError as problem:
-            self._no_handshake(peer, handshake, problem)
+            self._fail_handshake(peer, handshake, problem)
         except TimeoutError:
             bound = f"handshake not done within {self._config.handshake_timeout_s} s (handshake_timeout_s)"
-            self._no_handshake(peer, handshake, peer.at.failure(PeerUnreachable, bound))
+            self._fail_handshake(peer, handshake, peer.at.failure(PeerUnreachable, bound))
         except Exception as bug:
             error = RuntimeBroken("the handshake task died")
             error.__cause__ = bug
-            self._no_handshake(peer, handshake, error)
+            self._fail_handshake(peer, handshake, error)
             raise
         else:
             peer.handshake = None
-            self._connected(peer, connection, incarnation)
+            self._set_connection(peer, connection, incarnation)
             handshake.future.set_result(connection)
 
-    def _no_handshake(self, peer: Peer, handshake: Handshake, error: KVFlowError) -> None:
+    def _fail_handshake(self, peer: Peer, handshake: Handshake, error: KVFlowError) -> None:
         """Complete the future of a failed handshake with `error`, and record the failure.
 
         No effect if the future is done.
@@ -382,7 +382,7 @@ class Peers:
         if future.done():
             return
         peer.handshake = None
-        self._not_connected(peer, error)
+        self._note_failed_handshake(peer, error)
         future.set_exception(error)
         future.exception()  # retrieved here, since every waiter may have given up
 
@@ -394,17 +394,17 @@ class Peers:
         if handshake.waiters or handshake.future.done():
             return
         if not peer.met and handshake.contact is None:
-            self._give_up(peer, handshake, "nobody waited any more")
+            self._cancel_handshake(peer, handshake, "nobody waited any more")
         else:
             self._contacts.look()
 
-    def _give_up(self, peer: Peer, handshake: Handshake, why: str) -> None:
+    def _cancel_handshake(self, peer: Peer, handshake: Handshake, why: str) -> None:
         """Cancel a handshake, for the reason `why`, without counting a failure of the peer."""
-        self._no_handshake(peer, handshake, overloaded(peer.at, why))
+        self._fail_handshake(peer, handshake, overloaded(peer.at, why))
         if handshake.task is not None:
             handshake.task.cancel()
 
-    def _connected(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
+    def _set_connection(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
         """Make `connection` the current connection of `peer`.
 
         `incarnation` comes from the ticket that led to the handshake. If it, or the last connection's incarnation, is
@@ -421,9 +421,9 @@ class Peers:
         if not connection.block_maps:  # no read will ever reset its failures
             peer.circuit = NEVER_FAILED
         if before is not None and before is not connection:
-            self._leave(before)
+            self._leave_connection(before)
 
-    def _not_connected(self, peer: Peer, error: KVFlowError) -> None:
+    def _note_failed_handshake(self, peer: Peer, error: KVFlowError) -> None:
         """Record that a handshake failed with `error`.
 
         A PeerError other than PeerNotReady counts as a failure of the peer and begins a back-off.
@@ -431,8 +431,8 @@ class Peers:
         event: PeerEvent = "postpone"
         if isinstance(error, PeerError) and not isinstance(error, PeerNotReady):
             event = "back_off"
-            error.retry_after_s = self._counted(peer, after_failed_handshake)
-            peer.last_kind = type(error)
+            error.retry_after_s = self._count_failure(peer, after_failed_handshake)
+            peer.last_error_type = type(error)
         if isinstance(error, PeerIncompatible):
             self.note_incompatible(error)
         peer.note_error(str(error))
@@ -441,17 +441,17 @@ class Peers:
     def note_incompatible(self, error: PeerIncompatible) -> None:
         """Log, once for each address and reason, that no load can read from an incompatible peer."""
         known = (str(error.peer), str(error))
-        if known not in self._misfits:
+        if known not in self._logged_incompatible:
             logger.warning("%s; every load from it fails until the configuration of one side is changed", error)
-        self._misfits[known] = None
+        self._logged_incompatible[known] = None
 
-    def _counted(self, peer: Peer, after: Callable[..., Circuit]) -> float:
+    def _count_failure(self, peer: Peer, after: Callable[..., Circuit]) -> float:
         """Count a failure of `peer` by `after`, a function of `core.policy.circuit`. Return the back-off in seconds."""
         now_s, chance = self._clock.now_s(), int(self._token_hex(4), 16) / (1 << 32)
         peer.circuit = after(peer.circuit, self._back_off, now_s=now_s, chance=chance)
         return peer.circuit.wait_s(now_s)
 
-    def _users_of(self, connection: Connection) -> list[Peer]:
+    def _peers_with(self, connection: Connection) -> list[Peer]:
         """Return the peers with this connection: several if several addresses lead to one rank."""
         return [peer for peer in self.known.values() if peer.current is connection]
 
@@ -464,10 +464,10 @@ class Peers:
         if peer.handshake is None:
             peer.fire(event, why)
         if connection is not None:
-            self._leave(connection)
+            self._leave_connection(connection)
 
-    def _leave(self, connection: Connection) -> None:
-        if not self._users_of(connection):
+    def _leave_connection(self, connection: Connection) -> None:
+        if not self._peers_with(connection):
             self._agents.leave(connection)
 
     def _drop(self, peer: Peer, why: str) -> None:
@@ -484,22 +484,22 @@ class Peers:
             return
         now_s = self._clock.now_s()
         asked_s, used_s = now_s - patience_s(self._config), now_s - self._config.handshake_timeout_s
-        peer = expendable(self.known.values(), asked_before_s=asked_s, used_before_s=used_s)
+        peer = peer_to_evict(self.known.values(), asked_before_s=asked_s, used_before_s=used_s)
         if peer is None:
             raise overloaded(newcomer, f"no room for it: {counted(len(self.known), 'peer')} in use (limits.peers_max)")
         why = f"it made room for another of {counted(len(self.known), 'peer')} (limits.peers_max)"
         if peer.handshake is not None:
-            self._give_up(peer, peer.handshake, why)
+            self._cancel_handshake(peer, peer.handshake, why)
         self._drop(peer, why)
 
-    def _sweep_later(self) -> None:
+    def _set_sweep_alarm(self) -> None:
         self._sweep_alarm.set(self._clock.now_s() + self._config.limits.peer_idle_s / 4)
 
-    def _sweep(self) -> None:
+    def _evict_idle(self) -> None:
         """Forget the peers that are not busy and were last used `Limits.peer_idle_s` ago. Called by the alarm."""
         now_s, idle_s = self._clock.now_s(), self._config.limits.peer_idle_s
         for peer in list(self.known.values()):
             if not peer.busy and peer.used_s <= now_s - idle_s:
                 self._drop(peer, f"not used for {idle_s} s")
         if self.known:
-            self._sweep_later()
+            self._set_sweep_alarm()

@@ -43,7 +43,7 @@ from kvflow.errors import (
 )
 from kvflow.hosts import PORT_MAX, address_at, loopback_hint, split_address
 from kvflow.logs import logger_of
-from kvflow.runtime.peers.peer import Connection, Peer, ReadTicket, Source, check_parallelism, words
+from kvflow.runtime.peers.peer import Connection, Peer, ReadTicket, Source, check_parallelism, peer_text
 from kvflow.runtime.tasks import for_each
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ _PLANS_MAX = 256
 
 
 @lru_cache(maxsize=_PLANS_MAX)
-def _compared(
+def _compare_layers(
     ours: tuple[int, ...], stages: tuple[tuple[int, ...], ...], *, whole: bool
 ) -> tuple[str, Collection[int], Collection[int]]:
     """Compare `ours`, the layers of this rank, with the layers of a producer's pipeline stages.
@@ -74,10 +74,10 @@ def _compared(
 
 
 ResultT = TypeVar("ResultT")
-Found = Callable[[Source], None]
+OnSource = Callable[[Source], None]
 
 
-_Reached: TypeAlias = tuple[Peer, Connection, Source | None]
+_ConnectedRank: TypeAlias = tuple[Peer, Connection, Source | None]
 """A connected producer rank, and the load's source at that rank if its lease is needed and known."""
 
 
@@ -93,13 +93,13 @@ class TicketResolver:
         self._local = local
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
-        self.spread = zlib.crc32(local.reader.encode())
+        self.list_offset = zlib.crc32(local.reader.encode())
         """A number that differs between ranks and incarnations. By it each rank starts a list of peers elsewhere."""
         self._plans: BoundedMap[tuple[Parallelism, int], RankPlan] = BoundedMap(_PLANS_MAX)
-        self._lacking_drafts: BoundedMap[tuple[str, str], None] = BoundedMap(_PLANS_MAX)
+        self._warned_of_drafts: BoundedMap[tuple[str, str], None] = BoundedMap(_PLANS_MAX)
         """Pairs of engine id and address for which `_warn_of_drafts` has logged its warning."""
 
-    async def reach(self, ticket: Ticket, found: Found) -> list[Source]:
+    async def resolve(self, ticket: Ticket, found: OnSource) -> list[Source]:
         """Connect the ranks of a checked ticket. Return a source for each rank that its load reads from or reports to.
 
         The ranks together have all layers of this rank. `found` is called with each source as soon as it is known.
@@ -109,7 +109,7 @@ class TicketResolver:
         way go on.
         """
 
-        async def visit(at: Address) -> _Reached:
+        async def visit(at: Address) -> _ConnectedRank:
             lease, source = ticket.find(at.rank), None
             peer, connection = await self.connected(ticket, at)
             check_parallelism(ticket, peer, connection)
@@ -121,7 +121,7 @@ class TicketResolver:
                     self._check_incarnation(ticket, peer, connection, lease.incarnation)
             return peer, connection, source
 
-        async def complete(reached: _Reached) -> _Reached:
+        async def complete(reached: _ConnectedRank) -> _ConnectedRank:
             peer, connection, source = reached
             if source is None and connection.report_share.numerator > 0:
                 lease = await self.find_lease(ticket, peer)
@@ -135,8 +135,8 @@ class TicketResolver:
         self._check_layers(ticket, [(peer, connection) for peer, connection, _ in reached])
         return [source for *_, source in reached if source is not None]
 
-    def reach_at_once(self, ticket: Ticket, found: Found) -> list[Source] | None:
-        """Return the same as `reach`, without waiting. Return None if that is not possible.
+    def resolve_nowait(self, ticket: Ticket, found: OnSource) -> list[Source] | None:
+        """Return the same as `resolve`, without waiting. Return None if that is not possible.
 
         It is possible if the ticket names the lease of every rank and all ranks are connected. If not, or if anything
         in the ticket is wrong, return None without a call of `found`. Raises PeerIncompatible if the ranks do not have
@@ -156,7 +156,7 @@ class TicketResolver:
             connection = peer.current
             if connection is None or connection.incarnation != lease.incarnation:
                 return None
-            cut_alike = connection.parallelism == parallelism and connection.told_groups == ticket.groups
+            cut_alike = connection.parallelism == parallelism and connection.ticket_groups == ticket.groups
             if not cut_alike or not 0 <= lease.seal_index < connection.seal_count:
                 return None
             reached.append((peer, connection))
@@ -182,9 +182,9 @@ class TicketResolver:
             theirs = []
             for layers in stages.values():
                 theirs.append(layers.get(part, ()))
-            problem, of_ours, of_theirs = _compared(ours, tuple(theirs), whole=self._config.pp_size == 1)
+            problem, of_ours, of_theirs = _compare_layers(ours, tuple(theirs), whole=self._config.pp_size == 1)
             if problem:
-                raise self._incompatible(ticket, [f"{part}: {problem}" if part else problem])
+                raise self._incompatible_error(ticket, [f"{part}: {problem}" if part else problem])
             if of_ours or of_theirs:
                 self._warn_of_drafts(ticket, of_ours, of_theirs)
 
@@ -194,9 +194,9 @@ class TicketResolver:
         `ours` are layers that only this rank has, `theirs` layers that only the producer has.
         """
         known = (ticket.engine_id, ticket.address)
-        if known in self._lacking_drafts:
+        if known in self._warned_of_drafts:
             return
-        self._lacking_drafts[known] = None
+        self._warned_of_drafts[known] = None
         logger.warning(
             "engine %r at %s: layers of a draft model (%d of ours, %d of its own) are on one side only and are left out"
             " of loads: texts stay right, but what a draft guesses about prompts that came without its layers is"
@@ -204,14 +204,14 @@ class TicketResolver:
             *(*known, len(ours), len(theirs)),
         )
 
-    async def standing(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
+    async def ask_about_lease(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
         """Ask a producer rank for the lease of the ticket's request, and return the answer. Raises a PeerError.
 
         The rank answers the first question at once; few of these questions run at a time. If the lease is not open yet,
         ask again: the rank holds these questions until the lease is open. After `limits.lease_wait_s` in all return the
         last answer.
         """
-        self._peers.check_wait(peer, None)
+        self._peers.check_back_off(peer, None)
         give_up_s = asyncio.get_running_loop().time() + self._config.limits.lease_wait_s
         question = messages.LeaseRequest(
             reader=self._local.reader,
@@ -224,7 +224,7 @@ class TicketResolver:
         return (
             answer
             if answer.state is not LeaseAnswerState.WAITING
-            else await self._peers.ask_until(peer, question, give_up_s)
+            else await self._peers.ask_until_answered(peer, question, give_up_s)
         )
 
     async def find_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
@@ -232,31 +232,31 @@ class TicketResolver:
 
         Raises a PeerError, LeaseExpired or PrefillFailed.
         """
-        answer = await self.standing(ticket, peer)
+        answer = await self.ask_about_lease(ticket, peer)
         who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
         if answer.state is LeaseAnswerState.FAILED:
-            what = f"request {ticket.request_id!r}: {who} will not compute the prompt: {words(answer.reason)}"
+            what = f"request {ticket.request_id!r}: {who} will not compute the prompt: {peer_text(answer.reason)}"
             raise PrefillFailed(what, request_id=ticket.request_id, peer=peer.address)
         if answer.state is LeaseAnswerState.WAITING:
             within = f"none within {self._config.limits.lease_wait_s} s (limits.lease_wait_s)"
-            raise expired(ticket, peer, f"{who} has no lease for it: {within}")
+            raise expired_error(ticket, peer, f"{who} has no lease for it: {within}")
         if answer.state is LeaseAnswerState.ENDED or answer.lease is None:
-            raise expired(ticket, peer, f"{who} has no lease for it: it has ended")
-        lease = lease_told(peer.at, answer.lease)
+            raise expired_error(ticket, peer, f"{who} has no lease for it: it has ended")
+        lease = lease_from_answer(peer.at, answer.lease)
         try:
             check_lease(lease, ticket)
         except RequestError as error:
-            raise wrong_lease(peer.at, error) from error
+            raise wrong_lease_error(peer.at, error) from error
         return lease
 
     async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
         """Await `visit` with the address of each rank that a load of a checked ticket may need.
 
-        Return the results in the order of `whereabouts`. A rank that the ticket names goes first, then the other ranks,
-        a few at a time. If a visit raises, cancel the visits under way and begin no other. Raises what `whereabouts` or
-        `visit` raises. Cancelling cancels the visits under way.
+        Return the results in the order of `addresses_of`. A rank that the ticket names goes first, then the other
+        ranks, a few at a time. If a visit raises, cancel the visits under way and begin no other. Raises what
+        `addresses_of` or `visit` raises. Cancelling cancels the visits under way.
         """
-        ranks = self.whereabouts(ticket)
+        ranks = self.addresses_of(ticket)
         if not ranks:
             return []
         first = first_to_ask(ticket, ranks)
@@ -265,7 +265,7 @@ class TicketResolver:
             results |= zip(others, await for_each(others, visit, VISITS_AT_ONCE_MAX), strict=True)
         return [results[at] for at in ranks]
 
-    def whereabouts(self, ticket: Ticket) -> list[Address]:
+    def addresses_of(self, ticket: Ticket) -> list[Address]:
         """Compute the addresses of the ranks that a load with a checked ticket may need, without asking any rank.
 
         So some ranks may turn out to share no layer with this rank. Empty if the ticket's engine is not compatible.
@@ -337,7 +337,7 @@ class TicketResolver:
                 check_block_ids(ids, num_blocks=count, what="block_ids")
             return self.source(ticket, peer, connection, lease)
         except RequestError as error:
-            raise wrong_lease(peer.at, error) from error
+            raise wrong_lease_error(peer.at, error) from error
 
     async def check(self, ticket: Ticket) -> None:
         """Raise PeerIncompatible if ranks of the ticket's parallelism cannot fill this rank's cache.
@@ -346,10 +346,10 @@ class TicketResolver:
         differences between the engines.
         """
         plan = self._plan(ticket.parallelism, ticket.dp_rank)
-        if plan.problems and not plan.impossible:  # `whereabouts` refuses what is impossible
+        if plan.problems and not plan.impossible:  # `addresses_of` refuses what is impossible
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
             await self.connected(ticket, Address(ticket.engine_id, first, ticket.address))  # names all differences
-            raise self._incompatible(ticket, plan.problems)
+            raise self._incompatible_error(ticket, plan.problems)
 
     def _plan(self, parallelism: Parallelism, dp_rank: int) -> RankPlan:
         """Return the plan of which ranks to connect at a producer engine of this parallelism. Plans are cached."""
@@ -369,12 +369,12 @@ class TicketResolver:
             lives = f"the ticket is of incarnation {wanted}, the engine is {connection.incarnation}"
             if connection.agent == self._local.reader:
                 back = f"its address {peer.address} leads back to this engine, which has the same name"
-                raise expired(
+                raise expired_error(
                     ticket, peer, f"engine {ticket.engine_id!r}: {back}{loopback_hint(peer.address)}: {lives}"
                 )
-            raise expired(ticket, peer, f"engine {ticket.engine_id!r} has restarted or slept: {lives}")
+            raise expired_error(ticket, peer, f"engine {ticket.engine_id!r} has restarted or slept: {lives}")
 
-    def _incompatible(self, ticket: Ticket, problems: Sequence[str]) -> PeerIncompatible:
+    def _incompatible_error(self, ticket: Ticket, problems: Sequence[str]) -> PeerIncompatible:
         what = f"engine {ticket.engine_id!r} at {ticket.address}: it is not compatible"
         error = PeerIncompatible(f"{what}: {'; '.join(problems)}", peer=ticket.address, engine_id=ticket.engine_id)
         self._peers.note_incompatible(error)
@@ -391,25 +391,27 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
     return Source(peer, connection, lease, address, proof)
 
 
-def lease_told(at: Address, lease: RankLease) -> RankLease:
+def lease_from_answer(at: Address, lease: RankLease) -> RankLease:
     """Return a copy of the `lease` in a peer's answer, with the peer's rank and address filled in from `at`.
 
     Raises ProtocolError if the lease is malformed.
     """
     if not lease.lease_id or not is_name(lease.incarnation, INCARNATION_CHARS_MAX):
-        what = f"lease_id of {counted(len(lease.lease_id), 'character')}, incarnation {words(lease.incarnation, 80)!r}"
-        raise at.failure(ProtocolError, f"the lease that it tells of cannot be right: {what}")
+        what = (
+            f"lease_id of {counted(len(lease.lease_id), 'character')}, incarnation {peer_text(lease.incarnation, 80)!r}"
+        )
+        raise at.failure(ProtocolError, f"the lease in its answer is impossible: {what}")
     host, port = split_address(at.address, what="peer")
     place = {"pp_rank": at.rank.pp, "tp_rank": at.rank.tp, "host": host, "port": port}
     return msgspec.structs.replace(lease, **place)
 
 
-def wrong_lease(at: Address, error: RequestError) -> PeerError:
+def wrong_lease_error(at: Address, error: RequestError) -> PeerError:
     """Return the ProtocolError for the rank at `at`, which sent an impossible lease. `error` says what is wrong."""
-    return at.failure(ProtocolError, f"the lease that it tells of cannot be right: {error}")
+    return at.failure(ProtocolError, f"the lease in its answer is impossible: {error}")
 
 
-def expired(ticket: Ticket, peer: Peer, why: str) -> LeaseExpired:
+def expired_error(ticket: Ticket, peer: Peer, why: str) -> LeaseExpired:
     what = f"request {ticket.request_id!r}"
     return LeaseExpired(f"{what}: {why}", request_id=ticket.request_id, peer=peer.address)
 

@@ -83,7 +83,7 @@ class HeldBlocks:
     """How many tokens were computed when; None if all tokens were computed when the lease was opened."""
     on_error: OnError | None = None
     """Called with the error if the missing tokens will never be readable."""
-    on_there: Callable[[], None] | None = None
+    on_readable: Callable[[], None] | None = None
     """Called when peers can read more tokens than before."""
     on_free: Callable[[], None] | None = None
     """Called when the blocks are free. `OfferedBlocks.give_back` sets this; before that it is None."""
@@ -278,8 +278,8 @@ class OfferedBlocks:
             held.history.note(held.computed)
         if not held.closed:
             self._seals.seal(held.seal_index, held.lease_id, held.missing)
-            if held.on_there is not None:
-                held.on_there()
+            if held.on_readable is not None:
+                held.on_readable()
             if held.host_tables is not None:
                 self._stage_next(held, held.host_tables)
 

@@ -37,24 +37,24 @@ class Goodbyes:
         self._incarnation = cache.incarnation
         self._local = cache.local
         self._who = f"engine {cache.config.engine_id!r} ({cache.rank})"
-        self._callers: BoundedMap[Address, None] = BoundedMap(cache.config.limits.readers_max)
+        self._readers: BoundedMap[Address, None] = BoundedMap(cache.config.limits.readers_max)
 
     @property
     def count(self) -> int:
-        return len(self._callers)
+        return len(self._readers)
 
     def remember(self, caller: Address) -> None:
-        """Remember a reader, so that `tell` sends a goodbye to its address.
+        """Remember a reader, so that `send_all` sends a goodbye to its address.
 
         If more than `Limits.readers_max` readers are remembered, forget the reader that asked least recently. No effect
         if `caller` has an impossible address.
         """
-        if not _could_be(caller):
+        if not _is_possible(caller):
             logger.info("reader not remembered: goodbyes cannot be sent to %.100r", caller)
             return
-        self._callers[caller] = None
+        self._readers[caller] = None
 
-    async def tell(self) -> None:
+    async def send_all(self) -> None:
         """Send a goodbye to every remembered reader, within `Limits.goodbye_timeout_s` in all.
 
         Forget readers that do not answer.
@@ -62,11 +62,11 @@ class Goodbyes:
         bound_s = self._config.limits.goodbye_timeout_s
         try:
             async with asyncio.timeout(bound_s):
-                await for_each(list(self._callers), self._tell, _AT_ONCE_MAX)
+                await for_each(list(self._readers), self._send, _AT_ONCE_MAX)
         except TimeoutError:
             logger.info("%s: not all readers were told within %s s that it closes", self._who, bound_s)
 
-    async def _tell(self, caller: Address) -> None:
+    async def _send(self, caller: Address) -> None:
         """Send a goodbye to one reader. If that fails, forget the reader."""
         own, fingerprint = self._local.caller, self._local.compatibility.fingerprint()
         goodbye = messages.Goodbye(target=caller, sender=own, incarnation=self._incarnation)
@@ -74,10 +74,10 @@ class Goodbyes:
             await self._side_channel.ask(goodbye, fingerprint=fingerprint)
         except PeerError as error:
             logger.info("%s: a reader was not told that it closes: %s", self._who, error)
-            self._callers.pop(caller, None)
+            self._readers.pop(caller, None)
 
 
-def _could_be(caller: Address) -> bool:
+def _is_possible(caller: Address) -> bool:
     try:
         host, port = split_address(caller.address, what="reader")
     except ConfigError:

@@ -180,7 +180,7 @@ class Lease:
         return f"<Lease {self.request_id} {self.state}, {counted(self.readers_done, 'reader')} done>"
 
     def __await__(self) -> Generator[Any, None, LeaseOutcome]:
-        self._require_here("awaiting it")
+        self._require_loop("awaiting it")
         return asyncio.shield(self._outcome).__await__()
 
     @property
@@ -234,7 +234,7 @@ class Lease:
         Raises:
             UsageError: off the runtime's loop.
         """
-        self._require_here("revoke()")
+        self._require_loop("revoke()")
         self._serving.revoke(self._entry)
         return self
 
@@ -254,7 +254,7 @@ class Lease:
             RequestError: `reason` is not a text.
             UsageError: off the runtime's loop.
         """
-        self._require_here("fail()")
+        self._require_loop("fail()")
         self._serving.fail(self._entry, checks.text(reason, f"request {self.request_id!r}: fail: reason"))
         return self
 
@@ -274,7 +274,7 @@ class Lease:
                 of the lease hold (see `extend`); or `ready` is not an event.
             UsageError: off the runtime's loop.
         """
-        self._require_here("advance()")
+        self._require_loop("advance()")
         self._serving.growing(self.request_id).advance(self._opened, num_tokens, ready)
 
     def extend(self, block_ids: GivenBlockIds) -> None:
@@ -293,7 +293,7 @@ class Lease:
             HostBlocksBusy: with host staging, too few host blocks are free. The lease is unchanged.
             UsageError: off the runtime's loop.
         """
-        self._require_here("extend()")
+        self._require_loop("extend()")
         self._serving.growing(self.request_id).extend(self._opened, block_ids)
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
@@ -311,7 +311,7 @@ class Lease:
             RequestError: `payload` was not promised, is too large, or differs from an earlier one; or as `advance`.
             UsageError: off the runtime's loop.
         """
-        self._require_here("complete()")
+        self._require_loop("complete()")
         self._serving.growing(self.request_id).complete(self._opened, payload, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
@@ -327,11 +327,11 @@ class Lease:
             RequestError: `ttl_s` is not a valid number of seconds.
             UsageError: off the runtime's loop.
         """
-        self._require_here("restart()")
+        self._require_loop("restart()")
         self._serving.restart(
             self._entry, None if ttl_s is None else checks.seconds(ttl_s, f"request {self.request_id!r}: ttl_s")
         )
 
-    def _require_here(self, what: str) -> None:
+    def _require_loop(self, what: str) -> None:
         if asyncio._get_running_loop() is not self._outcome.get_loop():  # fewer steps: engines advance often
             require_loop(self._outcome.get_loop(), f"lease of request {self.request_id!r}: {what}")

@@ -44,8 +44,8 @@ from kvflow.runtime.producer.lease import OpenLease
 
 WAITING_MAX = 1 << 14
 """Maximum number of waiting questions. Any further question is answered at once, and the reader asks again later."""
-OF_READER_MAX = 1 << 12
-OF_REQUEST_MAX = 256
+WAITING_OF_READER_MAX = 1 << 12
+WAITING_OF_REQUEST_MAX = 256
 _NOTES_MAX = 1 << 12
 _REASON_CHARS_MAX = 500
 _ENDED = messages.LeaseAnswer(state=LeaseAnswerState.ENDED)
@@ -119,7 +119,7 @@ class LeaseAnswers:
         """Answer waiting and later questions about a request: its prompt will not be computed, because of `reason`."""
         self._note(request_id, _failed(reason))
 
-    def came_elsewhere(self, question: messages.DeclineRequest) -> messages.Ack:
+    def redirect(self, question: messages.DeclineRequest) -> messages.Ack:
         """Answer waiting and later questions about a request with the pending ticket of another engine.
 
         That engine has sent `question`: a router has sent the request to it, while readers wait at this rank. Changes
@@ -203,8 +203,8 @@ class LeaseAnswers:
         """
         reader = messages.asked_by(question)
         others = self._of_request.get(question.request_id, ())
-        room = self.waiting < WAITING_MAX and len(others) < OF_REQUEST_MAX
-        if not room or self._of_reader[reader] >= OF_READER_MAX or not question.wait_s:
+        room = self.waiting < WAITING_MAX and len(others) < WAITING_OF_REQUEST_MAX
+        if not room or self._of_reader[reader] >= WAITING_OF_READER_MAX or not question.wait_s:
             return messages.NOTHING_YET
         waiting = _Question(question, asyncio.get_running_loop().create_future())
         ending = partial(self._end, waiting, messages.NOTHING_YET)

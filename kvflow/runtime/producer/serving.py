@@ -47,7 +47,7 @@ from kvflow.errors import RequestError, UsageError
 from kvflow.logs import logger_of
 from kvflow.parts import part
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.peers.peer import blocks_by_group, told_groups
+from kvflow.runtime.peers.peer import blocks_by_group, ticket_groups
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, OpenLease, ServeRequest, ServingStatistics
 from kvflow.runtime.producer.lease_answers import LeaseAnswers
@@ -149,7 +149,7 @@ class Serving:
         self._all_ended.clear()
         held.on_error = partial(self._not_there, entry)
         self._blocks.grow(held)
-        held.on_there = partial(self.news.tell, request.request_id)
+        held.on_readable = partial(self.news.tell, request.request_id)
         nothing = len(held.entries) == 0 and not held.extends and not request.payload
         self.news.opened(opened, nothing=nothing)
         if nothing:
@@ -439,6 +439,6 @@ def _ticket_facts(cache: RegisteredCache) -> dict[str, Any]:
         "kv_heads": kinds.kv_heads,
         "model_kv_heads": kinds.model_kv_heads,
         "more_kinds": kinds.more,
-        "groups": told_groups(cache.local.groups),
+        "groups": ticket_groups(cache.local.groups),
         "fixed_ports": config.listen_port > 0,
     }

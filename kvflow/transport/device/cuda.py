@@ -64,7 +64,7 @@ def make_current(number: int) -> None:
 
     torch.cuda.set_device(number)
     torch.cuda.synchronize(number)
-    driver().leave_captures_alone()
+    driver().relax_capture_mode()
 
 
 class DriverError(RuntimeError):
@@ -127,7 +127,7 @@ class CudaDriver:
         ordering, options = self._attribute(_WRITES_ORDERING, number), self._attribute(_FLUSH_OPTIONS, number)
         return ordering < WRITES_ORDERING_OWNER and bool(options & _FLUSH_BY_HOST)
 
-    def leave_captures_alone(self) -> None:
+    def relax_capture_mode(self) -> None:
         """Let this thread query events and allocate memory while another thread captures a CUDA graph.
 
         Otherwise these calls, on any thread, break a capture in the default mode ("global").

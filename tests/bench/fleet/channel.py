@@ -15,7 +15,7 @@ from functools import partial
 from kvflow.config import Config
 from kvflow.core.policy.circuit import delay_s
 from kvflow.limits import Limits
-from kvflow.runtime.channel.asking import ASK_AGAIN, ATTEMPTS_MAX
+from kvflow.runtime.channel.asking import ATTEMPTS_MAX, RETRY_PAUSES
 from kvflow.runtime.channel.connections import KEPT_IDLE_S, KEPT_MAX
 from kvflow.testing.side_channel import Exchange, Frames, InprocSideChannel, settle
 
@@ -168,7 +168,7 @@ class _Asker:
         if question.answered.done():
             return
         if question.attempts < ATTEMPTS_MAX:
-            pause_s = delay_s(question.attempts, ASK_AGAIN, self._wires.rng.random())
+            pause_s = delay_s(question.attempts, RETRY_PAUSES, self._wires.rng.random())
             self._loop.call_later(pause_s, self._ask, question)
         else:
             question.answered.set_exception(ConnectionResetError("the peer closed the connection without an answer"))

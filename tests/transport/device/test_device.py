@@ -74,7 +74,7 @@ def test_memory_from_the_driver() -> None:
     assert driver.allocate(512) == 0x7000
     driver.free(0x7000)
     driver.flush()
-    driver.leave_captures_alone()
+    driver.relax_capture_mode()
     assert library.calls == [
         ("cuMemAlloc_v2", "*", "512"),
         ("cuMemFree_v2", str(0x7000)),
