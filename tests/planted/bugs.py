@@ -174,7 +174,7 @@ BUGS: dict[str, Bug] = {
     ),
     "a payload is told before the prompt is complete": Bug(
         "            if one.source.lease.payload:\n                if await asyncio.shield(one.end)"
-        " is not Told.COMPLETE:\n                    return None\n",
+        " is not LeaseAnswerState.COMPLETE:\n                    return None\n",
         "            if one.source.lease.payload:\n",
         (
             RUNTIME + "turns.py::test_both_turns_of_a_conversation",
