@@ -51,7 +51,7 @@ from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import ConfigError, PromptMismatch, RequestError
 from kvflow.logs import logger_of
-from kvflow.parts import needing
+from kvflow.parts import importing_part
 from kvflow.runtime.part import Part
 from kvflow.transport.device.cache_device import record_event
 from kvflow.vllm.engine_requests import engine_request_of, names_pictures, sharing_of, spreads_samples
@@ -166,13 +166,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._spreads_samples = spreads_samples(vllm_config)
             dialect = OWN_DIALECT
             if extra.stock_peers:
-                with needing("stock", "stock_peers", ConfigError):
+                with importing_part("stock", "stock_peers", ConfigError):
                     from kvflow.vllm import stock_settings
 
                 config = config_of(vllm_config, tp_rank=0, pp_rank=0)
                 dialect = stock_settings.dialect_of(extra, config, self._scheduling)
             if extra.uses_prefixes:
-                with needing("prefix", _PREFIX_SETTINGS, ConfigError):
+                with importing_part("prefix", _PREFIX_SETTINGS, ConfigError):
                     from kvflow.vllm.prefix import RequestPrefixes
 
                 self._prefixes = RequestPrefixes(extra, self._scheduling, self._groups, vllm_config, kv_cache_config)
@@ -188,7 +188,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
         parts, self._late_reads = list[Part](), deque[str]()
         if extra.stock_peers:
-            with needing("stock", "stock_peers", ConfigError):
+            with importing_part("stock", "stock_peers", ConfigError):
                 from kvflow.vllm import stock_settings
 
             stock_peers = stock_settings.peers_of(vllm_config, extra, self._late_reads.append)
@@ -196,7 +196,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             parts.append(stock_peers)
         peers = None
         if extra.uses_prefixes:
-            with needing("prefix", _PREFIX_SETTINGS, ConfigError):
+            with importing_part("prefix", _PREFIX_SETTINGS, ConfigError):
                 from kvflow.vllm import prefix
 
             peers = prefix.prefix_peers_of(vllm_config, extra)
