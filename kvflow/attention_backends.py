@@ -42,7 +42,7 @@ class BackendLayout:
     """How a layer holds K and V, as in `CacheLayout.style`."""
     project: str
     """Project of the backend, such as "vLLM"."""
-    read: str
+    source_version: str
     """Version or commit of the source that was read."""
     file: str
     """File in the project's repository that defines the shape."""
@@ -57,7 +57,7 @@ class BackendLayout:
     byte_formats: tuple[str, ...]
     """Possible formats of tensors of dtype uint8 or int8; if empty, `kv_formats` applies to these dtypes too."""
     since: Version | None
-    """First version of the project with this layout; None if only the commit in `read` is known."""
+    """First version of the project with this layout; None if only the commit in `source_version` is known."""
     until: Version | None
     """Last version with this layout; None: all later versions."""
     view: str
@@ -70,7 +70,7 @@ class BackendLayout:
     def versions(self) -> str:
         first, last = ("" if v is None else f"{v[0]}.{v[1]}" for v in (self.since, self.until))
         if not first:
-            return f"{self.project} at {self.read[:12]}"
+            return f"{self.project} at {self.source_version[:12]}"
         return f"{self.project} {first}{f' to {last}' if last else ' and later'}"
 
     def covers(self, version: Version) -> bool:
@@ -119,14 +119,14 @@ def _rows(project: str, folder: str, text: str) -> Iterator[BackendLayout]:
     `folder`: the path of the files within the repository. A file that begins with "/" lies in the repository's root.
     """
     for line in text.strip().splitlines():
-        backend, versions, style, order, strides, formats, view, read, file = line.split()
+        backend, versions, style, order, strides, formats, view, source_version, file = line.split()
         kv_formats, byte_formats = _FORMATS[formats]
         since, _, until = versions.partition("-")
         yield BackendLayout(
             backend=backend,
             style=KVStyle(style),
             project=project,
-            read=read,
+            source_version=source_version,
             file=file.removeprefix("/") if file.startswith("/") else folder + file,
             order=order,
             memory_orders=("NHD", "HND") if strides == "any" else (strides,),
@@ -307,11 +307,11 @@ def layout_for_backend(
     misfits: list[LayoutError] = []
     for row in rows:
         try:
-            fitting.append((row, _read(kv_caches, row, block_size, num_kv_heads, layer_indices)))
+            fitting.append((row, _layout_by_row(kv_caches, row, block_size, num_kv_heads, layer_indices)))
         except LayoutError as error:
             misfits.append(error)
     if not fitting:
-        raise _misfit(rows, misfits) from misfits[-1]
+        raise _mismatch_error(rows, misfits) from misfits[-1]
     if len(fitting) > 1:
         raise LayoutError(
             f"backend {rows[0].backend}: the tensors fit {' and '.join(str(row) for row, _ in fitting)}; "
@@ -321,7 +321,7 @@ def layout_for_backend(
     return replace(layout, kv_format=_choose_format(row, layout.dtype, kv_format))
 
 
-def _read(
+def _layout_by_row(
     kv_caches: KVCaches,
     row: BackendLayout,
     block_size: int,
@@ -345,7 +345,7 @@ def _read(
     return layout
 
 
-def _misfit(rows: Sequence[BackendLayout], errors: Sequence[LayoutError]) -> LayoutError:
+def _mismatch_error(rows: Sequence[BackendLayout], errors: Sequence[LayoutError]) -> LayoutError:
     reasons = (
         f"{row}: {error}" + (f" [{row.view}]" if row.view else "") for row, error in zip(rows, errors, strict=True)
     )

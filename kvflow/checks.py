@@ -41,34 +41,34 @@ ValueT = TypeVar("ValueT")
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 SECONDS_MAX = 1e9
-GIVEN_ID_CHARS_MAX = 512
+LOCAL_REQUEST_ID_CHARS_MAX = 512
 """Maximum length of a request id from a local caller, in characters. Peers may send longer ids
 (`limits.REQUEST_ID_CHARS_MAX`)."""
-_SHOWN_CHARS = 80
-_SAID_CHARS = 400
-_KNOWN_SHOWN = 12  # known names in an error about an unknown name that is close to none
+_REPR_CHARS_MAX = 80
+_ERROR_TEXT_CHARS_MAX = 400
+_KNOWN_NAMES_MAX = 12  # known names in an error about an unknown name that is close to none
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # step of a path in msgspec's messages, such as `$.ranks[0].port`
 
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _SHOWN_CHARS
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _REPR_CHARS_MAX
 _SHORT.maxlevel = 3
 
 
-def answer(ask: Callable[[], ValueT]) -> ValueT | None:
-    """Call `ask`, which runs code of a caller's object. Return its result, or None if it raises an Exception."""
+def try_call(call: Callable[[], ValueT]) -> ValueT | None:
+    """Call `call`, which runs code of a caller's object. Return its result, or None if it raises an Exception."""
     try:
-        return ask()
+        return call()
     except Exception:  # noqa: BLE001 - the object's own code may raise anything
         return None
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """Return a short text that shows `value` in a message, even if the `repr` of the value is huge or raises."""
-    text = answer(lambda: _SHORT.repr(value))
+    text = try_call(lambda: _SHORT.repr(value))
     if text is None:
-        return f"a {type(value).__name__[:_SHOWN_CHARS]}"
+        return f"a {type(value).__name__[:_REPR_CHARS_MAX]}"
     line = text.replace("\n", " ")
-    return line if len(line) <= _SHOWN_CHARS else line[: _SHOWN_CHARS - 3] + "..."
+    return line if len(line) <= _REPR_CHARS_MAX else line[: _REPR_CHARS_MAX - 3] + "..."
 
 
 def printable(text: str, chars_max: int) -> str:
@@ -83,16 +83,16 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
-def few(values: Collection[object], most: int) -> str:
+def first_few(values: Collection[object], most: int) -> str:
     """Return the first `most` values, each shortened, as a text; "..." stands for further values."""
-    first = (str(value)[:_SHOWN_CHARS] for value in islice(values, most))
+    first = (str(value)[:_REPR_CHARS_MAX] for value in islice(values, most))
     return ", ".join(first) + (", ..." if len(values) > most else "")
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the text of an exception that a caller's code raised, made printable and short for messages and logs."""
-    text = answer(lambda: str(error))
-    return "it does not say why" if text is None else printable(text, _SAID_CHARS)
+    text = try_call(lambda: str(error))
+    return "it does not say why" if text is None else printable(text, _ERROR_TEXT_CHARS_MAX)
 
 
 def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError) -> Any:
@@ -103,33 +103,33 @@ def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError
     Raises:
         InvalidInput: of class `error`, if the value is not of that type or out of bounds.
     """
-    plain = value if type(value) in _OWN else _plain(value)
+    plain = value if type(value) in _PLAIN_TYPES else _plain(value)
     try:
         texts = (plain,) if isinstance(plain, str) else plain if isinstance(plain, tuple | list) else ()
-        if texts and not all(encodes(one) for one in texts if type(one) is str):
+        if texts and not all(is_utf8(one) for one in texts if type(one) is str):
             raise ValidationError("Expected a text that UTF-8 can carry")
-        return convert({"value": plain}, kind if type(kind) is StructMeta else _held(kind)).value
+        return convert({"value": plain}, kind if type(kind) is StructMeta else _struct_with(kind)).value
     except InvalidInput:  # raised for a nested field
         raise
     except Exception as refused:
         size = f"{len(plain)}: " if isinstance(plain, str) and "length" in str(refused) else ""
-        raise error(f"{what}: {_expected(refused)}, got {size}{shown(value)}") from refused
+        raise error(f"{what}: {_expected(refused)}, got {size}{short_repr(value)}") from refused
 
 
 @lru_cache
-def _held(kind: Any) -> Any:
+def _struct_with(kind: Any) -> Any:
     """Return a struct type with one field of type `kind`. msgspec caches its analysis of a type only for structs."""
     return defstruct("Held", [("value", kind)])
 
 
-_OWN = {int, float, bool, str, bytes, tuple, list, dict, NoneType}
-_OWN_OF: tuple[tuple[Any, Any], ...] = ((numbers.Integral, int), (numbers.Real, float), (str, str.__str__))
+_PLAIN_TYPES = {int, float, bool, str, bytes, tuple, list, dict, NoneType}
+_PLAIN_TYPE_OF: tuple[tuple[Any, Any], ...] = ((numbers.Integral, int), (numbers.Real, float), (str, str.__str__))
 
 
 def _plain(value: Any) -> object:
     """Return a number or text of any class as int, float or str. For others return an object that fits no type."""
-    own = next((own for kind, own in _OWN_OF if isinstance(value, kind)), None)
-    found = None if own is None else answer(partial(own, value))
+    own = next((own for kind, own in _PLAIN_TYPE_OF if isinstance(value, kind)), None)
+    found = None if own is None else try_call(partial(own, value))
     return object() if found is None else found
 
 
@@ -185,17 +185,17 @@ def text(value: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = 
     return str(checked(value, what, _of(str, max_length=most), error))
 
 
-def request_id(value: object, most: int = GIVEN_ID_CHARS_MAX) -> str:
+def request_id(value: object, most: int = LOCAL_REQUEST_ID_CHARS_MAX) -> str:
     """Return `value` as str. Raise RequestError unless it is a request id: text of 1 to `most` characters."""
     return str(checked(value, "request_id", _of(str, min_length=1, max_length=most)))
 
 
-def encodes(value: str) -> bool:
+def is_utf8(value: str) -> bool:
     """Return True if UTF-8 can encode the text.
 
     UTF-8 cannot encode half of a surrogate pair, which JSON may contain.
     """
-    return value.isascii() or answer(value.encode) is not None
+    return value.isascii() or try_call(value.encode) is not None
 
 
 def is_name(value: object, chars_max: int) -> bool:
@@ -208,7 +208,7 @@ def name(value: object, what: str, *, most: int, error: ErrorKind = RequestError
     plain = text(value, what, error=error)
     if not is_name(plain, most):
         expected = f"a name without spaces, of at most {counted(most, 'printable character')}"
-        raise error(f"{what}: expected {expected}, got {len(plain)}: {shown(plain)}")
+        raise error(f"{what}: expected {expected}, got {len(plain)}: {short_repr(plain)}")
     return plain
 
 
@@ -220,15 +220,15 @@ def _is_printable(value: str) -> bool:
 def instance(value: object, kind: type[ValueT], what: str, *, error: ErrorKind = RequestError) -> ValueT:
     """Return `value` unchanged. Raise `error` unless it is an instance of `kind`."""
     if not isinstance(value, kind):
-        raise error(f"{what}: expected a {kind.__name__}, got {shown(value)}")
+        raise error(f"{what}: expected a {kind.__name__}, got {short_repr(value)}")
     return value
 
 
 def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Mapping[str, object]:
     """Return a copy of `value` as a dict. Raise `error` unless it is a mapping with texts as keys."""
-    items = answer(lambda: dict(value)) if isinstance(value, Mapping) else None
+    items = try_call(lambda: dict(value)) if isinstance(value, Mapping) else None
     if items is None or not all(isinstance(key, str) for key in items):
-        raise error(f"{what}: expected a dict with texts as keys, got {shown(value)}")
+        raise error(f"{what}: expected a dict with texts as keys, got {short_repr(value)}")
     return items
 
 
@@ -238,9 +238,9 @@ def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind 
     Raise `error` unless it is a list or similar collection of at most `most` entries.
     """
     plain = type(values) is list or type(values) is tuple
-    found = len(values) if plain else answer(lambda: len(values))  # type: ignore[arg-type]
+    found = len(values) if plain else try_call(lambda: len(values))  # type: ignore[arg-type]
     if found is None or (not plain and isinstance(values, str | bytes | Mapping)):
-        raise error(f"{what}: expected a list, got {shown(values)}")
+        raise error(f"{what}: expected a list, got {short_repr(values)}")
     if found > most:
         raise error(f"{what}: expected at most {counted(most, 'entry', 'entries')}, got {found}")
     return found
@@ -262,15 +262,15 @@ def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
 
 def whole_numbers(values: object, what: str, *, error: ErrorKind = RequestError) -> npt.NDArray[np.int64]:
     """Return `values`, a flat list of whole numbers or an array of any package, as a new int64 array."""
-    array = answer(lambda: _array_of(values))
+    array = try_call(lambda: _array_of(values))
     if array is not None and array.ndim == 1 and not isinstance(values, bytearray):
         if not len(array):
             return np.empty(0, dtype=np.int64)
-        kinds = answer(lambda: set(map(type, values))) if isinstance(values, list | tuple) else set()
+        kinds = try_call(lambda: set(map(type, values))) if isinstance(values, list | tuple) else set()
         fits = array.dtype.kind == "i" or (array.dtype.kind == "u" and array.max() <= INT64_MAX)
         if fits and kinds is not None and not kinds & {bool, np.bool_}:
             return array.astype(np.int64)
-    raise error(f"{what}: expected a flat list of whole numbers of 64 bits, got {shown(values)}")
+    raise error(f"{what}: expected a flat list of whole numbers of 64 bits, got {short_repr(values)}")
 
 
 def _array_of(values: object) -> npt.NDArray[Any]:
@@ -284,13 +284,15 @@ def one_of(value: object, what: str, *, known: Iterable[str], error: ErrorKind =
     plain, words = text(value, what, error=error), tuple(map(str, known))
     if plain not in words:
         *most, last = map(repr, words)
-        raise error(f"{what}: expected {', '.join(most)} or {last}, got {shown(value)}{did_you_mean(plain, words)}")
+        raise error(
+            f"{what}: expected {', '.join(most)} or {last}, got {short_repr(value)}{did_you_mean(plain, words)}"
+        )
     return plain
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?", to append to a message, with a known word close to `given`; "" if none is close."""
-    close = difflib.get_close_matches(given[:_SHOWN_CHARS], known, n=1)
+    close = difflib.get_close_matches(given[:_REPR_CHARS_MAX], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -301,13 +303,15 @@ def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint:
     """
     names = sorted(known)
     if unknown := sorted({*given} - {*names}):
-        short = [name if name.isidentifier() and len(name) <= _SHOWN_CHARS else shown(name) for name in unknown[:9]]
-        listed = few(short, 8)
-        meant = did_you_mean(unknown[0], names) or f"; known are {few(names, _KNOWN_SHOWN)}"
+        short = [
+            name if name.isidentifier() and len(name) <= _REPR_CHARS_MAX else short_repr(name) for name in unknown[:9]
+        ]
+        listed = first_few(short, 8)
+        meant = did_you_mean(unknown[0], names) or f"; known are {first_few(names, _KNOWN_NAMES_MAX)}"
         raise ConfigError(f"{where}: unknown: {listed}{hint}{meant}")
 
 
-def refusal(error: Exception, given: object) -> str:
+def refused_value_text(error: Exception, given: object) -> str:
     """Return the message of a msgspec error with the refused value, looked up in `given`. Lease ids, which are secret,
     are left out.
     """
@@ -316,8 +320,8 @@ def refusal(error: Exception, given: object) -> str:
         return str(error)
     found: Any = given
     for name, index in steps:
-        found = answer(partial(operator.getitem, found, name or int(index)))
-    return f"{error}, got {shown(found)}"
+        found = try_call(partial(operator.getitem, found, name or int(index)))
+    return f"{error}, got {short_repr(found)}"
 
 
 # --- dataclasses: the annotation of a field defines its check
@@ -330,20 +334,20 @@ Timeout: TypeAlias = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 
 
-def settle(given: object, error: ErrorKind, where: str = "") -> None:
+def normalize_fields(given: object, error: ErrorKind, where: str = "") -> None:
     """Check each field of `given`, a frozen dataclass, and set the field to the value in Python's own type."""
     for name, _, check in _fields_of(type(given), error):  # type: ignore[arg-type]
         object.__setattr__(given, name, check(getattr(given, name), f"{where}{name}"))
 
 
-def settled_request(given: object, kind: type[DataT], verb: str, block_ids_max: int) -> DataT:
+def normalize_request(given: object, kind: type[DataT], verb: str, block_ids_max: int) -> DataT:
     """Check all fields of the request `given`. Return it with values in Python's own types.
 
     RequestError names the request and the invalid field.
     """
     known: Any = given if type(given) is kind else instance(given, kind, verb)
     name, ids, changes = known.request_id, known.block_ids, dict[str, Any]()
-    if type(name) is not str or not name.isascii() or not 0 < len(name) <= GIVEN_ID_CHARS_MAX:
+    if type(name) is not str or not name.isascii() or not 0 < len(name) <= LOCAL_REQUEST_ID_CHARS_MAX:
         changes["request_id"] = name = request_id(name)
     try:
         is_flat = type(ids) in (list, tuple) and (not ids or type(ids[0]) is int)
@@ -357,8 +361,8 @@ def settled_request(given: object, kind: type[DataT], verb: str, block_ids_max: 
                     changes[field] = plain
     except RequestError as error:
         raise RequestError(f"request {name!r}: {error}") from error
-    settled: DataT = replace(known, **changes) if changes else known
-    return settled
+    normalized: DataT = replace(known, **changes) if changes else known
+    return normalized
 
 
 @lru_cache(maxsize=64)
@@ -378,13 +382,13 @@ def _check_of(hint: Any, error: Any) -> Check | None:
     kind, *marks = get_args(one) if get_origin(one) is Annotated else (one,)
     check: Any = marks[0] if marks and callable(marks[0]) else None
     if check is None and not others and (kind in (int, float, str, bool) or get_origin(kind) is tuple):
-        return partial(checked, kind=_held(Int64 if hint is int else hint), error=error)
+        return partial(checked, kind=_struct_with(Int64 if hint is int else hint), error=error)
     if check is None and not others and isinstance(kind, type):
         check = lambda value, name: instance(value, kind, name, error=error)  # noqa: E731
     return check if check is None or one is hint else lambda value, name: None if value is None else check(value, name)
 
 
-def naming_unknown(kind: type[ValueT]) -> type[ValueT]:
+def refuse_unknown_arguments(kind: type[ValueT]) -> type[ValueT]:
     """Decorate a dataclass: its constructor raises ConfigError for an unknown argument, and suggests a similar name."""
     made, known = kind.__init__, [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
 

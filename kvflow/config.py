@@ -15,10 +15,10 @@ from typing import Annotated, TypeAlias, cast
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import Count, Seconds, Share, Size, is_name, shown
+from kvflow.checks import Count, Seconds, Share, Size, is_name, short_repr
 from kvflow.errors import ConfigError
 from kvflow.hosts import PORT_MAX, WILDCARDS, is_host, plain_address, plain_host, split_address
-from kvflow.limits import ByDevice, Limits, by_device
+from kvflow.limits import ByDevice, Limits, with_device_defaults
 
 ENGINE_ID_CHARS_MAX = 256
 RANKS_MAX = 1 << 10
@@ -54,7 +54,7 @@ def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_si
     return (dp_rank * pp_size + pp_rank) * tp_size + tp_rank
 
 
-@checks.naming_unknown
+@checks.refuse_unknown_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """Settings of one rank of an engine.
@@ -147,7 +147,7 @@ class Config:
     """Bounds that are seldom changed: a `Limits`, or a dict of its fields."""
 
     def __post_init__(self) -> None:
-        checks.settle(self, ConfigError)
+        checks.normalize_fields(self, ConfigError)
         _check_together(self)
 
     @property
@@ -187,12 +187,12 @@ class Config:
         return port + self.listen_port_offset if port else 0
 
 
-def config_on(config: Config, kind: str) -> Config:
+def config_for_device(config: Config, kind: str) -> Config:
     """Return `config` with the defaults for a device of `kind`, such as "cuda", in place of bounds that are 0.
 
     Only bounds in `limits.BY_DEVICE` are replaced.
     """
-    return replace(by_device(config, kind), limits=by_device(config.limits, kind))
+    return replace(with_device_defaults(config, kind), limits=with_device_defaults(config.limits, kind))
 
 
 def params_of(config: Config, backend: str) -> Mapping[str, str]:
@@ -225,11 +225,11 @@ def _backends(value: object, name: str) -> str:
     plain = checks.text(value, name, error=ConfigError)
     names = plain.split(",")
     if len(set(names)) < len(names) or not all(_BACKEND.fullmatch(one) for one in names):
-        raise ConfigError(f"{name}: expected names separated by commas, got {shown(value)}")
+        raise ConfigError(f"{name}: expected names separated by commas, got {short_repr(value)}")
     for one in names:
         meant = "" if one in NIXL_BACKENDS else checks.did_you_mean(one.upper(), NIXL_BACKENDS)
         if meant:
-            raise ConfigError(f"{name}: {shown(one)} is no backend that NIXL comes with{meant}")
+            raise ConfigError(f"{name}: {short_repr(one)} is no backend that NIXL comes with{meant}")
     if names == [STORE_BACKEND]:
         raise ConfigError(f"{name}: {STORE_BACKEND} reaches files only, no peers: it is what kvflow.storage uses")
     return plain
@@ -237,16 +237,16 @@ def _backends(value: object, name: str) -> str:
 
 def _path(value: object, name: str) -> object:
     """Return a path unchanged. ConfigError if the system cannot use it as a path."""
-    path = checks.answer(lambda: fspath(cast("PathLike[str]", value)))
+    path = checks.try_call(lambda: fspath(cast("PathLike[str]", value)))
     plain = checks.text(path, name, error=ConfigError) if isinstance(path, str) else "\0"
     if "\0" in plain:
-        raise ConfigError(f"{name}: expected a path, got {shown(value)}")
+        raise ConfigError(f"{name}: expected a path, got {short_repr(value)}")
     return plain if isinstance(value, str) else value
 
 
 def _texts(value: object, name: str) -> Mapping[str, str]:
     given = checks.mapping(value, name, error=ConfigError)
-    return {key: checks.text(entry, f"{name}[{shown(key)}]", error=ConfigError) for key, entry in given.items()}
+    return {key: checks.text(entry, f"{name}[{short_repr(key)}]", error=ConfigError) for key, entry in given.items()}
 
 
 def _limits(value: object, name: str) -> Limits:
@@ -267,7 +267,7 @@ def _check_together(config: Config) -> None:
         if rank >= size:
             raise ConfigError(f"{rank_name}: expected 0 <= {rank_name} < {size_name}, got {rank} and {size}")
     if (config.curve_secret_key_file is None) != (config.curve_peers_dir is None):
-        both = f"{shown(config.curve_secret_key_file)} and {shown(config.curve_peers_dir)}"
+        both = f"{short_repr(config.curve_secret_key_file)} and {short_repr(config.curve_peers_dir)}"
         raise ConfigError(f"curve_secret_key_file, curve_peers_dir: expected both or none, got {both}")
     if config.curve_peers_dir is not None and not is_key_name(config.engine_id):
         raise ConfigError(f"engine_id: {config.engine_id[:80]!r} cannot name key files, as curve_peers_dir needs")
@@ -275,7 +275,9 @@ def _check_together(config: Config) -> None:
     for key in config.nixl_backend_params:
         whose, dot, _ = key.partition(".")
         if dot and whose not in known:
-            raise ConfigError(f"nixl_backend_params: {shown(key)} is for {shown(whose)}, there are {', '.join(known)}")
+            raise ConfigError(
+                f"nixl_backend_params: {short_repr(key)} is for {short_repr(whose)}, there are {', '.join(known)}"
+            )
     host, port = split_address(config.listen)
     if port and port + config.listen_port_offset > PORT_MAX:
         raise ConfigError(f"listen: port {port} + rank offset {config.listen_port_offset} is above {PORT_MAX}")

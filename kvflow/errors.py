@@ -179,7 +179,7 @@ class KVFlowError(Exception):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.__copy__()
 
-    def _retold(self, message: str, **attributes: str) -> Self:
+    def _with_message(self, message: str, **attributes: str) -> Self:
         """Return a copy of this error with another `message` and other `attributes`. Its `__cause__` is this error."""
         error = self.__copy__()
         error.args = (shortened(message),)
@@ -226,7 +226,7 @@ class RequestError(InvalidInput):
         """Return this error if its message names the request or a ticket field, else a copy that names the request."""
         what = f"request {request_id!r}"
         names_it = str(self).startswith((what, "ticket: "))
-        return self if names_it else self._retold(f"{what} from {engine_id!r}: {self}")
+        return self if names_it else self._with_message(f"{what} from {engine_id!r}: {self}")
 
 
 class BlocksBusy(RequestError):
@@ -321,7 +321,7 @@ class PeerError(KVFlowError):
     def of_request(self, request_id: str, engine_id: str) -> Self:
         """Return a copy of this error for one request: loads that share a handshake each raise their own error."""
         known = "" if self.engine_id else f" from {engine_id!r}"  # if the error has the id, its message has it
-        return self._retold(f"request {request_id!r}{known}: {self}", request_id=request_id, engine_id=engine_id)
+        return self._with_message(f"request {request_id!r}{known}: {self}", request_id=request_id, engine_id=engine_id)
 
 
 class PeerUnreachable(PeerError):
@@ -376,7 +376,7 @@ class LoadError(KVFlowError):
     def of_request(self, request_id: str, engine_id: str) -> Self:
         """Return this error if it is about the request, else a copy that names the request."""
         what = f"request {request_id!r}"
-        return self if self.request_id == request_id else self._retold(f"{what}: {self}", request_id=request_id)
+        return self if self.request_id == request_id else self._with_message(f"{what}: {self}", request_id=request_id)
 
 
 class LeaseExpired(LoadError):

@@ -97,7 +97,7 @@ def meant_address(given: str) -> str:
 def loopback_hint(address: str, setting: str = "advertise_host") -> str:
     """Return a hint to append to a message if `address` is a loopback address, which no other host can use; else ""."""
     host = plain_host(address.removeprefix("tcp://").rpartition(":")[0]) or ""
-    if host != "localhost" and not checks.answer(lambda: ip_address(host).is_loopback):
+    if host != "localhost" and not checks.try_call(lambda: ip_address(host).is_loopback):
         return ""
     return f"; {host} is this host itself: an engine on another one has to advertise an address of its own ({setting})"
 

@@ -39,7 +39,7 @@ BY_DEVICE: Mapping[str, Mapping[str, int]] = {
 
 REQUEST_ID_CHARS_MAX = 1024
 """Maximum length of a request id from a peer, in characters. Ids from local callers are shorter
-(`checks.GIVEN_ID_CHARS_MAX`)."""
+(`checks.LOCAL_REQUEST_ID_CHARS_MAX`)."""
 SEALS_MAX = 1 << 24
 SEAL_HOLD_S_MAX = 60.0
 WAIT_S_MAX = 3600.0
@@ -58,7 +58,7 @@ ByDevice: TypeAlias = Count
 """Type of a bound for which 0 means the default of the cache's device (`BY_DEVICE`)."""
 
 
-def by_device(given: T, kind: str) -> T:
+def with_device_defaults(given: T, kind: str) -> T:
     """Return `given`, Limits or a Config, with the defaults for a device of `kind` in place of bounds that are 0.
 
     Caches on a device that is not in `BY_DEVICE` are copied through the host, so they get the defaults of "cpu".
@@ -67,7 +67,7 @@ def by_device(given: T, kind: str) -> T:
     return replace(given, **{name: value for name, value in defaults.items() if getattr(given, name, None) == 0})
 
 
-@checks.naming_unknown
+@checks.refuse_unknown_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Bounds that are seldom changed. ConfigError names an unknown or invalid limit."""
@@ -139,4 +139,4 @@ class Limits:
     """Interval between polls for readers' notifications; ten times longer after a while without any."""
 
     def __post_init__(self) -> None:
-        checks.settle(self, ConfigError)
+        checks.normalize_fields(self, ConfigError)

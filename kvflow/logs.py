@@ -12,7 +12,7 @@ import logging
 import traceback
 from types import TracebackType
 
-from kvflow.checks import answer, counted, printable
+from kvflow.checks import counted, printable, try_call
 from kvflow.errors import ERROR_CHARS_MAX, shortened
 
 _CHARS_MAX = ERROR_CHARS_MAX - 100  # leaves room for the time, level and logger that a handler adds
@@ -44,7 +44,7 @@ def _plain(value: object) -> object:
     """Return a number unchanged, and any other argument as text of one line."""
     if type(value) in (int, float, bool):
         return value
-    text = answer(lambda: str(value))
+    text = try_call(lambda: str(value))
     return f"a {type(value).__name__}" if text is None else shortened(printable(text, 4 * _CHARS_MAX), _CHARS_MAX)
 
 

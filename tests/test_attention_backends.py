@@ -65,7 +65,7 @@ def test_every_row_reads_tensors_of_its_shape(row: BackendLayout, with_version: 
 @each("row", BACKEND_LAYOUTS)
 def test_every_row_is_sound_and_names_its_source(row: BackendLayout) -> None:
     assert row.project in ("vLLM", "SGLang", "TensorRT-LLM")
-    assert all((row.read, row.memory_orders, row.kv_formats))
+    assert all((row.source_version, row.memory_orders, row.kv_formats))
     assert row.file.endswith(".py")
     assert {row.order, *row.memory_orders} <= {"NHD", "HND"}
     assert row.until is None or (row.since is not None and row.since <= row.until)

@@ -41,7 +41,7 @@ from tests.support.tests_support import each
     ],
 )
 def test_any_value_can_be_shown_in_a_line(value: object) -> None:
-    text = checks.shown(value)
+    text = checks.short_repr(value)
     assert 0 < len(text) <= 100
     text.encode()
     assert "\n" not in text
@@ -50,7 +50,7 @@ def test_any_value_can_be_shown_in_a_line(value: object) -> None:
 @given(st.text() | st.integers() | st.floats() | st.lists(st.integers()))
 def test_short_values_are_shown_as_they_are(value: object) -> None:
     if len(repr(value)) <= 30:
-        assert checks.shown(value) == repr(value)
+        assert checks.short_repr(value) == repr(value)
 
 
 # --- each rule
@@ -133,7 +133,7 @@ def test_the_lists_of_wrong_values_hold_what_is_wrong_only() -> None:
 )
 def test_words_of_others_are_one_bounded_line(text: str, shown: str) -> None:
     assert checks.printable(text, 20) == shown
-    assert checks.said(ValueError(text)) == checks.printable(text, 400)
+    assert checks.error_text(ValueError(text)) == checks.printable(text, 400)
 
 
 @pytest.mark.parametrize(

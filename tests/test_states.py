@@ -29,8 +29,8 @@ from kvflow.core.policy.states import (
     PeerState,
     TransferEvent,
     TransferState,
+    allows,
     fire,
-    knows,
     transfer_blocks_safe,
 )
 from tests.support.tests_support import each
@@ -95,10 +95,10 @@ def test_an_event_that_the_table_does_not_know_raises_and_changes_nothing(machin
     for state in machine.states:
         for event in machine.events:
             if (state, event) in before:
-                assert knows(machine.table, state, event)
+                assert allows(machine.table, state, event)
                 assert fire(machine.table, state, event) is before[state, event]
             else:
-                assert not knows(machine.table, state, event)
+                assert not allows(machine.table, state, event)
                 with pytest.raises(IllegalTransition, match=f"{type(state).__name__} {state}.*{event}"):
                     fire(machine.table, state, event)
     assert dict(machine.table) == before
@@ -122,7 +122,7 @@ def ways(table: Mapping[tuple[Any, Any], Any], is_one: Callable[[Any, Any, Any],
 
 
 def test_a_peer_is_ready_only_by_a_handshake_of_which_it_has_one_at_a_time_also_when_it_was_broken() -> None:
-    idle = {state for state in PeerState if knows(PEER_TABLE, state, "connect")}
+    idle = {state for state in PeerState if allows(PEER_TABLE, state, "connect")}
     assert idle == set(PeerState) - {PeerState.CONNECTING, PeerState.CLOSED}
     connected = (PeerState.CONNECTING, "connected", PeerState.READY)
     assert ways(PEER_TABLE, lambda state, event, after: after is PeerState.READY) == {connected}

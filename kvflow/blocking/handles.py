@@ -241,7 +241,7 @@ class Load:
             return await self._load.progressed(tokens)
 
         config = self._thread.runtime.config
-        asked_s = checks.answer(lambda: self._request.deadline_s)
+        asked_s = checks.try_call(lambda: self._request.deadline_s)
         deadline_s = config.load_deadline_s if asked_s is None else checks.seconds(asked_s, "deadline_s")
         try:
             return self._thread.call(progressed, deadline_s + config.cancel_grace_s + self._thread.call_timeout_s)

@@ -11,7 +11,7 @@ from rich.console import Console
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.engine import EngineConsumer, EngineProducer, open_pair
 from kvflow.bench.loads import Fabric, scattered_loads
-from kvflow.checks import counted, few
+from kvflow.checks import counted, first_few
 
 BLOCKS_MAX = 128
 _SHAPE = CacheShape(layers=8, blocks=BLOCKS_MAX, kv_heads=4, head_size=64)
@@ -25,7 +25,7 @@ def hand_over(blocks: int, transport: Fabric, console: Console) -> None:
     (load,) = scattered_loads("selftest", BLOCKS_MAX, [blocks])
     with open_pair(_SHAPE, transport.environment) as (prefill, decode):
         tickets = prefill.run(EngineProducer.offer, [load])
-        theirs, ours = few(load.remote_ids, 4), few(load.local_ids, 4)
+        theirs, ours = first_few(load.remote_ids, 4), first_few(load.local_ids, 4)
         console.print(f"prefill-0 (process {prefill.pid}) offers {counted(blocks, 'block')}: {theirs}")
         (report,) = decode.run(EngineConsumer.load, [load], tickets)
         console.print(f"decode-0 (process {decode.pid}) has loaded them over {transport} into {ours}:")

@@ -25,10 +25,10 @@ from kvflow.connector.scheduling_config import SchedulingConfig
 from kvflow.connector.step import EngineRequest, GivenTables, Matched, Receive, Release, Sharing, Step
 from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.policy.states import (
+    allows,
     fire,
-    knows,
 )
-from kvflow.core.protocol.prompts import check_alike, check_prompt, marks_of
+from kvflow.core.protocol.prompts import check_prompt, check_same_prompt, marks_of
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import TOKENS, PromptMismatch, RequestError, UsageError
 from kvflow.logs import logger_of
@@ -282,7 +282,7 @@ class ConsumingRequests:
         """Note that these requests' loads have ended, successfully or not. Ids of other requests change nothing."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
-            if request is not None and knows(CONSUMER_TABLE, request.state, "received"):
+            if request is not None and allows(CONSUMER_TABLE, request.state, "received"):
                 self._fire(request, "received")
 
     def finish(self, request_id: str) -> bool:
@@ -302,7 +302,7 @@ class ConsumingRequests:
         """Read all tickets from `params`. RequestError if one is invalid, PromptMismatch if their prompts differ."""
         first, *others = map(self._dialect.read_ticket, (params, *other_params_in(params)))
         for other in others:
-            check_alike(first, other, what)
+            check_same_prompt(first, other, what)
         return (first, *others)
 
     def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _TicketUse) -> _Consumer:

@@ -103,7 +103,7 @@ def other_params_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     if given is None:
         return ()
     if not isinstance(given, list | tuple) or len(given) > _OTHERS_MAX:
-        raise RequestError(f"ticket: others: expected at most {_OTHERS_MAX} dicts, got {checks.shown(given)}")
+        raise RequestError(f"ticket: others: expected at most {_OTHERS_MAX} dicts, got {checks.short_repr(given)}")
     return [checks.mapping(one, "ticket: others") for one in given]
 
 

@@ -45,7 +45,7 @@ class PluginSettings:
         try:
             return msgspec.convert({name: given[name] for name in given if name in self.own}, kind)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{self.where}: {checks.refusal(error, given)}") from error
+            raise ConfigError(f"{self.where}: {checks.refused_value_text(error, given)}") from error
 
     def config(self, given: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
         """Return the Config for a user's settings.

@@ -54,7 +54,7 @@ def source_in(params: Mapping[str, Any] | None) -> str | None:
     port = checks.whole(source.get("remote_port"), f"{_SOURCE}: remote_port", least=1, most=PORT_MAX)
     host = plain_host(given)
     if host is None or not is_host(host):
-        raise RequestError(f"{_SOURCE}: remote_host {checks.shown(given)} is not a host that can be connected to")
+        raise RequestError(f"{_SOURCE}: remote_host {checks.short_repr(given)} is not a host that can be connected to")
     return address_at(host, port)
 
 

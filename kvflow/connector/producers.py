@@ -27,8 +27,8 @@ from kvflow.connector.step import Decline, EngineRequest, Finished, GivenTables,
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.policy.states import (
+    allows,
     fire,
-    knows,
 )
 from kvflow.core.protocol.prompts import marks_of, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
@@ -151,7 +151,7 @@ class ProducingRequests:
         """Note that the leases of these requests have ended. Ids of requests that are not `SENDING` change nothing."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
-            if request is not None and knows(PRODUCER_TABLE, request.state, "sent"):
+            if request is not None and allows(PRODUCER_TABLE, request.state, "sent"):
                 self._fire(request, "sent")
 
     def finish(self, request_id: str, *, completed: bool, block_ids: GivenTables | None) -> Finished:

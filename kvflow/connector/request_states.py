@@ -1,6 +1,6 @@
 """States of a request in an engine's scheduler, as two transition tables: one for loading, one for offering a prompt.
 
-See `core.policy.states` for `fire` and `knows`. The pictures in docs/architecture.md are drawn from these tables.
+See `core.policy.states` for `fire` and `allows`. The pictures in docs/architecture.md are drawn from these tables.
 """
 
 from __future__ import annotations

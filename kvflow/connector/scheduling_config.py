@@ -45,7 +45,7 @@ class SchedulingConfig:
     consumes: bool = True
 
     def __post_init__(self) -> None:
-        checks.settle(self, ConfigError)
+        checks.normalize_fields(self, ConfigError)
         if self.groups and self.groups[0].block_size != self.block_size:
             first = self.groups[0].block_size
             raise ConfigError(f"groups: block_size is {self.block_size}, but the first group's is {first}")

@@ -19,8 +19,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvflow.checks import said
-from kvflow.core.protocol.prompts import check_alike
+from kvflow.checks import error_text
+from kvflow.core.protocol.prompts import check_same_prompt
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     ChecksumMismatch,
@@ -82,7 +82,7 @@ class Attempts:
         If this raises, the flight of the last source has stopped, or is quarantined.
         """
         ledger, load = self._cache.ledger, self._load
-        ledger.keep(load.entries)
+        ledger.claim_for_sources(load.entries)
         alarm = Alarm(self._cache.clock, self._keep_waiting)
         if self._waiting:
             alarm.set(self._begun_s + _KEEP_AFTER * min(one.ttl_s for one in self._waiting))
@@ -101,7 +101,7 @@ class Attempts:
         finally:
             alarm.set(math.inf)
             self._kept.close()
-            ledger.let_go(load.entries, safe=load.flight is None or load.flight.safe)
+            ledger.end_claim(load.entries, safe=load.flight is None or load.flight.safe)
 
     async def _attempt(self) -> LoadReport | None:
         """Read from the next source. Return None if the load can go on with another source, else raise the error."""
@@ -135,7 +135,7 @@ class Attempts:
         load, what = self._load, f"request {self._load.request_id!r}"
         if load.ticket.awaited:
             await self._cache.part("growing", f"{what}: a load of a rendezvous").rendezvous.meet_for(load)
-        check_alike(self._first, load.ticket, what)
+        check_same_prompt(self._first, load.ticket, what)
         if self._first.awaited:
             self._first = load.ticket
         return await carry(self._cache, load)
@@ -175,7 +175,7 @@ class Attempts:
             except KVFlowError:
                 raise
             except Exception as problem:
-                why = f"no source is left, and `again` failed: {type(problem).__name__}: {said(problem)}"
+                why = f"no source is left, and `again` failed: {type(problem).__name__}: {error_text(problem)}"
                 raise self._load.failure(PrefillFailed, why) from problem
         if given is None:
             for other in self._attempts[:-1]:
@@ -186,7 +186,7 @@ class Attempts:
         except RequestError as problem:
             raise RequestError(f"{what}: again: {problem}") from problem
         self._brought.append(ticket)
-        check_alike(self._first, ticket, what)
+        check_same_prompt(self._first, ticket, what)
         check_expected(cache.local.groups, request, ticket, self._load.tables)
         self._waiting.append(ticket)
 

@@ -133,7 +133,7 @@ class _GrowingRead:
         while lanes or (load.followed and not frontier.done):
             frontier.look()
             await self._look(frontier)
-            if any(source.proof.over for source in sources):
+            if any(source.proof.lease_ended for source in sources):
                 return
             there = {source: self._there(source) for source in sources}
             if untouched and min(there.values()) >= self._tokens:
@@ -150,7 +150,7 @@ class _GrowingRead:
                 group = await self._spans.group(one)
                 yield group._replace(on_land=partial(self._landed, frontier, one, group))
             lanes = [lane for lane in lanes if not lane.done]
-            if not due and all(source.proof.looking for source in self._due):
+            if not due and all(source.proof.fetch_under_way for source in self._due):
                 await self._wait()
 
     def _read(self) -> None:
@@ -169,7 +169,7 @@ class _GrowingRead:
 
     def _there(self, source: Source) -> int:
         """Return how many tokens, from the prompt's first one on, may be read from a rank now."""
-        there, followed = source.proof.there(self._tokens), self._followed.get(source)
+        there, followed = source.proof.readable_tokens(self._tokens), self._followed.get(source)
         return there if followed is None else min(there, followed.known_tokens)
 
     def _worth_reading(self, lanes: Sequence[Lane], there: Mapping[Source, int]) -> list[Lane]:
@@ -218,13 +218,13 @@ class _GrowingRead:
         unvouched = self._load.followed and frontier.unvouched
         for source in self._load.sources:
             wanted = source in self._due or (unvouched and not frontier.vouches(source))
-            if wanted and not source.proof.looking:
+            if wanted and not source.proof.fetch_under_way:
                 self._due.discard(source)
                 await self._flight.look(source)
 
     async def _wait(self) -> None:
         """Wait until a read or a fetch of a seal has ended, an answer has come, or a fetch is due."""
-        if self._load.lease_news is None and all(source.proof.seen_s > -math.inf for source in self._load.sources):
+        if self._load.lease_news is None and all(source.proof.last_open_s > -math.inf for source in self._load.sources):
             self._growing.follow(self._load, self._load.sources, self._matched)
             self._take_news()
         for followed in self._followed.values():
@@ -325,4 +325,4 @@ class Frontier:
     def vouches(self, source: Source) -> bool:
         """Return True if the last fetched seal of `source` proves all tokens that have landed."""
         quick_s = source.connection.quick_read_max_s
-        return not source.proof.over and self._landed_s - source.proof.seen_s < quick_s
+        return not source.proof.lease_ended and self._landed_s - source.proof.last_open_s < quick_s

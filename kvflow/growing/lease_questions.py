@@ -63,7 +63,7 @@ class FollowedLease:
         """Have answers fill in the block ids of the load's chunks, by the positions of the blocks in `matched`."""
         for block_map, chunks in self.source.chunks.items():
             table = self.tables[block_map.remote_group]
-            for some, places in zip(chunks, matched[block_map.of_groups], strict=True):
+            for some, places in zip(chunks, matched[block_map.group_pair], strict=True):
                 self.unknown.append((some.remote_ids, places.remote_ids, table))
 
     def want(self, missing_max: int) -> None:
@@ -86,7 +86,9 @@ class FollowedLease:
         self.payload = news.payload
         over = news.state is LeaseAnswerState.ENDED or news.state is LeaseAnswerState.FAILED
         if over and self.unknown and self.known_tokens < self.num_tokens:
-            self.source.proof.heard(None, -math.inf)  # as if the seal was found wiped: it may never be fetched again
+            self.source.proof.note_fetched(
+                None, -math.inf
+            )  # as if the seal was found wiped: it may never be fetched again
         if news.state is LeaseAnswerState.FAILED:
             why = peer_text(news.reason) or "it does not say why"
             self.failed = f"its producer could not compute the prompt: {why}"

@@ -24,7 +24,7 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.messages import LeaseAnswerState
 from kvflow.core.protocol.rank_lease import RankLease
-from kvflow.core.protocol.ticket import Ticket, changed, read_ticket, too_many
+from kvflow.core.protocol.ticket import Ticket, read_ticket, too_many_block_ids, with_changes
 from kvflow.errors import (
     COMPUTE,
     KVFlowError,
@@ -119,7 +119,7 @@ class PendingTickets:
         to `instead`, a pending ticket for this engine.
         """
         params = b"" if instead is None else msgspec.msgpack.encode(instead.to_params())
-        fits = params if len(params) <= messages.INSTEAD_BYTES_MAX else b""
+        fits = params if len(params) <= messages.REDIRECT_BYTES_MAX else b""
         with contextlib.suppress(RuntimeUnavailable):
             self._spawn(self._send_on(awaited, reason, fits), name=f"kvflow-send-on {awaited.request_id}")
 
@@ -144,7 +144,7 @@ class PendingTickets:
             )
             async with room:
                 try:
-                    await self._peers.send(self._peers.get(at), question)
+                    await self._peers.tell(self._peers.get(at), question)
                 except KVFlowError as error:
                     logger.info("request %s: its readers are not sent on: %s", awaited.request_id, error)
 
@@ -175,7 +175,7 @@ class PendingTickets:
         room: dict[Address, tuple[int, ...]] = {}
 
         async def visit(at: Address) -> _Offered | None:
-            peer, connection = await self._resolver.connect_rank(ticket, at)
+            peer, connection = await self._resolver.connected(ticket, at)
             check_parallelism(ticket, peer, connection)
             if connection.report_share.numerator == 0:
                 return None
@@ -183,19 +183,19 @@ class PendingTickets:
                 connected()
             offer, opened = await self._offer(ticket, peer, give_up_s, sent_on)
             if (count := sum(map(len, offer.block_ids))) > (most := self._limits.block_ids_max):
-                raise too_many(count, most, f"request {ticket.request_id!r}: the offer of {at}")
+                raise too_many_block_ids(count, most, f"request {ticket.request_id!r}: the offer of {at}")
             lease = None
             if opened is not None:
                 lease = lease_from_answer(at, opened)
                 tables = lease.block_tables or offer.block_ids
-                found(self._resolver.source_from_answer(ticket, peer, connection, lease, tables), offer.ttl_s)
+                found(self._resolver.told(ticket, peer, connection, lease, tables), offer.ttl_s)
             elif any(offer.block_ids) or offer.extends:
                 raise at.failure(ProtocolError, "an offer of blocks without a lease")
             room[at] = connection.num_blocks
             return at, offer, lease
 
-        await self._resolver.check_compatible(ticket)
-        offers = await self._resolver.visit_ranks(ticket, visit)
+        await self._resolver.check(ticket)
+        offers = await self._resolver.walk(ticket, visit)
         agreed = self._agreed(ticket, [one for one in offers if one is not None])
         for at, counts in room.items():
             if any(total > count for total, count in zip(agreed.block_counts, counts, strict=True)):
@@ -242,7 +242,7 @@ class PendingTickets:
         ranks = [leases.pop((rank.pp_rank, rank.tp_rank), rank) for rank in ticket.ranks]
         tables = first.block_ids or ((),)
         try:
-            offered = changed(
+            offered = with_changes(
                 ticket,
                 awaited=False,
                 block_ids=tables[0],
@@ -256,7 +256,7 @@ class PendingTickets:
         except RequestError as error:
             raise first_at.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
         if (count := offered.block_ids_count) > (most := self._limits.block_ids_max):
-            raise too_many(count, most, f"request {ticket.request_id!r}: the offer of {first_at}")
+            raise too_many_block_ids(count, most, f"request {ticket.request_id!r}: the offer of {first_at}")
         return offered
 
 

@@ -158,7 +158,7 @@ def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRe
 
     `verb`: name of the called method, for the error message.
     """
-    plain = checks.settled_request(given, PrefixRequest, verb, limits.block_ids_max)
+    plain = checks.normalize_request(given, PrefixRequest, verb, limits.block_ids_max)
     if plain.cached_tokens > (tokens := len(plain.keys) * plain.key_tokens):
         cached = f"cached_tokens is {plain.cached_tokens}, beyond its keys"
         raise RequestError(f"request {plain.request_id!r}: {cached}, which are for {counted(tokens, 'token')}")
@@ -204,15 +204,15 @@ def token_size_bytes(local: LocalRank) -> int:
 
 def _keys(given: object, what: str) -> tuple[bytes, ...]:
     checks.count(given, what, most=_KEYS_MAX)
-    found: tuple[Any, ...] | None = checks.answer(lambda: tuple(cast(Any, given)))
+    found: tuple[Any, ...] | None = checks.try_call(lambda: tuple(cast(Any, given)))
     if not found or not all(type(key) is bytes and len(key) == KEY_BYTES for key in found):
-        raise RequestError(f"{what}: expected keys of {KEY_BYTES} bytes each, got {checks.shown(given)}")
+        raise RequestError(f"{what}: expected keys of {KEY_BYTES} bytes each, got {checks.short_repr(given)}")
     return found
 
 
 def _peers(given: object, what: str) -> tuple[Any, ...]:
     if not isinstance(given, tuple | list) or checks.count(given, what) > PEERS_MAX:
-        raise RequestError(f"{what}: expected at most {PEERS_MAX} addresses or tickets, got {checks.shown(given)}")
+        raise RequestError(f"{what}: expected at most {PEERS_MAX} addresses or tickets, got {checks.short_repr(given)}")
     return tuple(given)
 
 

@@ -21,7 +21,7 @@ from kvflow.core.policy.bounded_map import BoundedMap
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address, PeerAddress
 from kvflow.core.protocol.rank_lease import RankLease
-from kvflow.core.protocol.ticket import Ticket, too_many
+from kvflow.core.protocol.ticket import Ticket, too_many_block_ids
 from kvflow.errors import KVFlowError, PeerError, PeerRefused, PeerUnreachable, ProtocolError, RequestError
 from kvflow.hosts import split_address
 from kvflow.prefix.keys import KEY_BYTES
@@ -152,7 +152,7 @@ class PrefixQuestions:
                 key_tokens=key_tokens,
                 alone=not request.every_rank,
             )
-            answer = await self._peers.ask_once(self._peers.get(at), question)
+            answer = await self._peers.find_lease(self._peers.get(at), question)
             if answer.state is messages.LeaseAnswerState.FAILED:  # the rank cannot say what it has
                 raise at.failure(PeerRefused, peer_text(answer.reason))
             if answer.offer is None or answer.lease is None:
@@ -198,7 +198,7 @@ class PrefixQuestions:
         connection = engine.connection
         for at, _, lease in offers:
             peer = self._peers.get(at)
-            if peer.connection is not None:
+            if peer.current is not None:
                 connection = await self._peers.connect(peer, lease.incarnation)
         return engine._replace(connection=connection)
 
@@ -208,10 +208,8 @@ class PrefixQuestions:
         Raise LeaseExpired if the rank has registered its cache again.
         """
         peer, lease = self._peers.get(at), ticket.find(at.rank)
-        if peer.connection is not None and lease is not None:
-            self._resolver.source_from_answer(
-                ticket, peer, peer.connection, lease, lease.block_tables or ticket.block_tables
-            )
+        if peer.current is not None and lease is not None:
+            self._resolver.told(ticket, peer, peer.current, lease, lease.block_tables or ticket.block_tables)
 
     async def _found(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
         """Connect to an engine, and find which ranks have blocks for this reader. Raise a KVFlowError if that fails."""
@@ -222,7 +220,7 @@ class PrefixQuestions:
             ranks = await self._resolver.ranks_at(peer, every_rank=request.every_rank)
         else:
             ticket = self._resolver.read_ticket(peer)
-            await self._resolver.check_compatible(ticket)
+            await self._resolver.check(ticket)
             ranks, fixed = self._resolver.addresses_of(ticket), ticket.fixed_ports
             if request.every_rank:
                 every = ticket.parallelism.ranks(ticket.dp_rank)
@@ -237,7 +235,7 @@ class PrefixQuestions:
                 first = connection
             else:
                 host, port = split_address(at.address, what="peer")
-                others.append(RankLease.unasked(at.rank, connection.incarnation, host, port))
+                others.append(RankLease.without_lease_id(at.rank, connection.incarnation, host, port))
         if not wanted:
             raise RequestError("none of its ranks has anything for us")
         return _Engine(wanted, others, first, fixed)
@@ -267,8 +265,8 @@ def _named(peer: GivenPeer) -> str:
     if isinstance(peer, PeerAddress | Ticket):
         return f"{peer.engine_id} at {peer.address}"
     if isinstance(peer, Mapping):
-        return checks.shown(peer.get("remote_engine_id"))
-    return peer if isinstance(peer, str) else checks.shown(peer)
+        return checks.short_repr(peer.get("remote_engine_id"))
+    return peer if isinstance(peer, str) else checks.short_repr(peer)
 
 
 def _within(question: SeekRequest, offered: _Offered) -> _Offered:
@@ -337,5 +335,5 @@ def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block
     except RequestError as error:
         raise first.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
     if ticket.block_ids_count > block_ids_max:
-        raise too_many(ticket.block_ids_count, block_ids_max, f"the offer of {first}")
+        raise too_many_block_ids(ticket.block_ids_count, block_ids_max, f"the offer of {first}")
     return ticket

@@ -46,8 +46,8 @@ class SharedPrefixes:
 
     def __init__(self, registered: RegisteredCache, cache: PrefixCache, pinned_blocks_max: int | None) -> None:
         """Raise UsageError if `cache` is no PrefixCache, or `pinned_blocks_max` is no number of blocks."""
-        if not checks.answer(lambda: isinstance(cache, PrefixCache)):
-            raise UsageError(f"share: expected a PrefixCache, with match and unpin, got {checks.shown(cache)}")
+        if not checks.try_call(lambda: isinstance(cache, PrefixCache)):
+            raise UsageError(f"share: expected a PrefixCache, with match and unpin, got {checks.short_repr(cache)}")
         num_blocks = registered.ledger.counts().total
         most = max(num_blocks // _SHARE_OF_CACHE, 1)
         if pinned_blocks_max is not None:
@@ -236,17 +236,16 @@ class SharedPrefixes:
             return self._counted("missed")
         if not isinstance(pinned, PinnedPrefix):
             return self._failed(
-                question, RequestError(f"a PrefixCache's match: expected a PinnedPrefix, got {checks.shown(pinned)}")
+                question,
+                RequestError(f"a PrefixCache's match: expected a PinnedPrefix, got {checks.short_repr(pinned)}"),
             )
         request_id = PREFIX_OF + question.request_id
         try:
-            if (
-                self._closed or self._serving.lease_answers.refusal_reason
-            ):  # either may have changed since the cache was asked
-                raise RequestError(self._serving.lease_answers.refusal_reason or "it is shared no more")
+            if self._closed or self._serving.news.turned_away:  # either may have changed since the cache was asked
+                raise RequestError(self._serving.news.turned_away or "it is shared no more")
             self._check(pinned, len(keys), question.key_tokens)
             request = ServeRequest(request_id, pinned.block_ids, pinned.num_tokens, ttl_s=self._ttl_s)
-            self._serving.serve(request, hold_blocks=False, one_reader_rank=question.alone)
+            self._serving.serve(request, holds=False, alone=question.alone)
         except HostBlocksBusy:
             self._unpin(pinned)
             return self._counted("busy")
@@ -273,7 +272,7 @@ class SharedPrefixes:
             blocks, tokens = counted(len(opened.held.entries), "block"), counted(pinned.num_tokens, "token")
             return self._failed(question, RequestError(f"a PrefixCache's match: {blocks} for {tokens}"))
         self._counts["found"] += 1
-        state, lease = messages.LeaseAnswerState.OPEN, opened.rank_lease()
+        state, lease = messages.LeaseAnswerState.OPEN, opened.lease()
         return messages.LeaseAnswer(state=state, lease=lease, offer=opened.offer(queued))
 
     def _ended(self, opened: OpenLease, _: object) -> None:
@@ -305,7 +304,7 @@ class SharedPrefixes:
 
         The cause is a bug of the engine, or a block that is being written.
         """
-        why = "it was cancelled" if error is None else checks.said(error)
+        why = "it was cancelled" if error is None else checks.error_text(error)
         logger.error(
             "prefix question %s: what the prefix cache has found could not be leased: %s", question.request_id, why
         )

@@ -140,7 +140,7 @@ class CopyThread:
     def _crank(self) -> float | None:
         if self._ending:
             return None
-        for watch in self._watches.look():
+        for watch in self._watches.poll():
             self._tell(watch)
         pause_s = self._watches.pause_s(time.monotonic())
         return _IDLE_S if pause_s is None else pause_s

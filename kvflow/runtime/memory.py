@@ -50,7 +50,7 @@ class Pool:
 
     def take_nowait(self, count: int) -> BlockIds | None:
         """Take `count` buffers and return their numbers. Return None if too few are free now, or other callers wait."""
-        permit = self._queue.ask((count,)) if count <= len(self._free) else None
+        permit = self._queue.request_permit((count,)) if count <= len(self._free) else None
         if permit is None or permit.state is PermitState.UNDER_WAY:
             return None if permit is None else self._pop(permit)
         self._queue.end(permit)
@@ -62,7 +62,7 @@ class Pool:
         If cancelled, give up the place in the queue.
         """
         assert 0 < count <= self.size, f"{count} of {self.size}"
-        permit = self._queue.ask((count,))
+        permit = self._queue.request_permit((count,))
         if permit.state is PermitState.WAITING:
             await wait_granted(self._queue, permit)
         return self._pop(permit)
@@ -121,16 +121,16 @@ class RankMemory:
     """The memory of a cache that is being registered."""
 
     groups: Sequence[CacheGroup]
-    own_layers: tuple[LayerSet, ...]
+    own: tuple[LayerSet, ...]
     """The engine's layers, as sets of layers of one group with the same layout."""
     device: CacheDevice
     """The device that the engine's layers are on."""
     staging: Sequence[HostBlocks]
     """Host blocks of each group of layers; empty if peers read the cache itself."""
-    served_layers: tuple[LayerSet, ...]
+    shown: tuple[LayerSet, ...]
     """Layers that peers read: the layers of the cache or, with host staging, of the host blocks."""
 
     @property
-    def target_device(self) -> CacheDevice:
+    def filled(self) -> CacheDevice:
         """The device that the transport's reads write to: the CPU with host staging, else the device of the cache."""
         return CacheDevice(HOST) if self.staging else self.device

@@ -137,10 +137,10 @@ class Observers:
     """The observers of one runtime. Each record is passed to all, and their errors are logged."""
 
     def __init__(self, observers: Sequence[Observer], *, forgiven: bool = True) -> None:
-        listed = checks.answer(lambda: tuple(observers))
+        listed = checks.try_call(lambda: tuple(observers))
         if listed is None or not all(map(_listens, listed)):
             what = "expected objects with load_ended and lease_ended"
-            raise ConfigError(f"observers: {what}, got {checks.shown(observers)}")
+            raise ConfigError(f"observers: {what}, got {checks.short_repr(observers)}")
         self.all = listed
         self._forgiven = forgiven
         self._failures = Counter[int]()
@@ -199,5 +199,5 @@ def _left_out(count: int) -> int:
 
 
 def _listens(observer: object) -> bool:
-    methods = [checks.answer(partial(getattr, observer, name)) for name in ("load_ended", "lease_ended")]
+    methods = [checks.try_call(partial(getattr, observer, name)) for name in ("load_ended", "lease_ended")]
     return all(map(callable, methods))

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvflow.checks import said
+from kvflow.checks import error_text
 from kvflow.logs import logger_of
 
 __all__ = ["NAME", "register"]
@@ -52,8 +52,9 @@ def _explain(error: Exception) -> None:
     """
     why = (
         f"kvflow is no transfer backend here: SGLang's own modules cannot be imported ({type(error).__name__}: "
-        f"{said(error)}). They need what SGLang installs for CUDA, such as torchvision and sgl_kernel: install SGLang "
-        "with its dependencies, on a machine with CUDA, and try `python -c 'import sglang.srt.disaggregation.utils'`"
+        f"{error_text(error)}). They need what SGLang installs for CUDA, such as torchvision and sgl_kernel: install "
+        "SGLang with its dependencies, on a machine with CUDA, and try "
+        "`python -c 'import sglang.srt.disaggregation.utils'`"
     )
     if any(NAME in one.split("=")[-1:] for one in sys.argv[1:]):
         raise SystemExit(why)

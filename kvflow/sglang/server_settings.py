@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.checks import shown
+from kvflow.checks import short_repr
 from kvflow.config import Config
 from kvflow.connector.plugin_settings import PluginSettings
 from kvflow.errors import ConfigError
@@ -39,5 +39,7 @@ def config_of(values: Mapping[str, Any], environment: Mapping[str, str] = os.env
     try:
         given = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ConfigError(f"{SETTINGS}: expected a JSON object of settings ({error}), got {shown(text)}") from error
+        raise ConfigError(
+            f"{SETTINGS}: expected a JSON object of settings ({error}), got {short_repr(text)}"
+        ) from error
     return _SETTINGS.config(given, values)

@@ -50,12 +50,12 @@ class Buffered:
         config, limits = cache.config, cache.config.limits
         self._config = config
         self._cache = cache
-        self._sets = cache.memory.served_layers
+        self._sets = cache.memory.shown
         self._staging = cache.memory.staging
         self._copier = cache.resources.copy_thread
         self._scratch = Scratch(
             cache.transport,
-            cache.memory.target_device,
+            cache.memory.filled,
             self._copier,
             limits.scratch_slot_bytes_max,
             limits.scratch_slots_max,
@@ -108,7 +108,9 @@ class Buffered:
     def _permutation(self, block_map: BlockMap) -> Permutation:
         """Return the object that copies a peer's blocks from scratch memory to the cache; made once per `block_map`."""
         if block_map not in self._permutations:
-            whole = WholeBlocks(block_map.remote_whole, block_map.heads, [theirs for _, theirs in block_map.places])
+            whole = WholeBlocks(
+                block_map.remote_whole, block_map.heads, [theirs for _, theirs in block_map.layer_pairs]
+            )
             _, caches, layout = self._sets[block_map.local_set]
             assert isinstance(layout, CacheLayout), "state is opaque"
             self._permutations[block_map] = Permutation(caches, layout, block_map, whole, self._scratch.device)
@@ -194,4 +196,4 @@ def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Ch
         return chunks
     order = np.argsort(local_ids)
     place = order[np.searchsorted(local_ids, chunks.local_ids, sorter=order)]
-    return chunks.to(host_ids[place])
+    return chunks.with_local_ids(host_ids[place])

@@ -116,7 +116,7 @@ class Permutation:
         layers = list(cast(CacheTensors, kv_caches).values())
         parts = [
             part
-            for ours, _ in block_map.places
+            for ours, _ in block_map.layer_pairs
             for part in canonical_parts(layers[ours], layout, split_fused=not together)
         ]
         targets = chunk_targets(

@@ -101,7 +101,7 @@ def prefer_scratch(
     only their ratio matters.
     """
     costs = COSTS.get((block_map.local.device.kind, near), COSTS["cpu", near])
-    groups = block_map.groups(block_map.chunk_tokens)
+    groups = block_map.region_maps(block_map.chunk_tokens)
     pieces = chunks * sum(group.pieces for group in groups)
     size_bytes = chunks * sum(group.chunk_size_bytes for group in groups)
     direct_s = pieces * costs.descriptor_s + size_bytes * costs.byte_s

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from kvflow import checks
 from kvflow.checks import Seconds
-from kvflow.core.protocol.proof import Step
+from kvflow.core.protocol.proof import ProofStep
 from kvflow.errors import ConfigError
 
 
@@ -49,7 +49,7 @@ class Terms:
     """Longest time that a notification takes to reach a producer, in seconds."""
 
     def __post_init__(self) -> None:
-        checks.settle(self, ConfigError)
+        checks.normalize_fields(self, ConfigError)
         if self.router_s + self.allowance_s >= self.lease_s:
             spent = f"router_s {self.router_s} and allowance_s {self.allowance_s}"
             raise ConfigError(f"stock: {spent} leave nothing of lease_s {self.lease_s}")
@@ -69,7 +69,7 @@ class DeadlineProof:
     """Proof that a stock rank still held a request's blocks while they were read; used in place of a `SealProof`."""
 
     kind = "deadline"
-    grows = looking = over = failed = False
+    grows = fetch_under_way = lease_ended = failed = False
     """Always False. `SealProof` has these fields; a stock producer has no seal, and reports nothing before the end."""
 
     def __init__(
@@ -87,9 +87,9 @@ class DeadlineProof:
         `agent` is the name of the rank's NIXL agent at present.
         """
         self.request_id, self.agent = request_id, agent
-        self.asked = True
+        self.fetch_posted = True
         """Always True, so that no seal is fetched: a stock producer has none."""
-        self.seen_s = -math.inf
+        self.last_open_s = -math.inf
         self.bound_s = arrived_s + terms.lease_s - terms.router_s
         """Time on this engine's clock until which the producer holds the blocks, as far as is known."""
         self._known_from_s = arrived_s + terms.settle_s
@@ -117,26 +117,26 @@ class DeadlineProof:
                 self.bound_s = max(self.bound_s, sent_s + terms.extension_s - terms.allowance_s)
         return self.bound_s
 
-    def there(self, num_tokens: int) -> int:
+    def readable_tokens(self, num_tokens: int) -> int:
         """Return `num_tokens`: a stock producer has computed all tokens before its parameters leave."""
         return num_tokens
 
-    def before(self) -> Step:
-        """Return POST if a read may begin, since the bound has not passed, else STALE; see `SealProof.before`."""
-        return Step.POST if self._now_s() < self.held_until_s() else Step.STALE
+    def judge_before_post(self) -> ProofStep:
+        """Return POST if a read may begin, since the bound has not passed, else STALE."""
+        return ProofStep.POST if self._now_s() < self.held_until_s() else ProofStep.STALE
 
-    def after(self, read_s: float | None) -> Step:
-        """Return FRESH if the bound has not passed now, after the last byte, else STALE; see `SealProof.after`."""
-        return Step.FRESH if self._now_s() < self.held_until_s() else Step.STALE
+    def judge_after_read(self, read_s: float | None) -> ProofStep:
+        """Return FRESH if the bound has not passed now, after the last byte, else STALE."""
+        return ProofStep.FRESH if self._now_s() < self.held_until_s() else ProofStep.STALE
 
-    def anew(self) -> DeadlineProof:
+    def fresh_copy(self) -> DeadlineProof:
         """Return this proof: another read under the same lease has the same bound."""
         return self
 
-    def fetching(self) -> None:
+    def note_fetch_posted(self) -> None:
         """Raise AssertionError: a stock producer has no seal to fetch, so this is never called."""
         raise AssertionError("a stock producer has no seals")
 
-    def heard(self, tokens_missing: int | None, posted_s: float) -> None:
-        """Raise AssertionError, as `fetching` does; never called."""
-        self.fetching()
+    def note_fetched(self, tokens_missing: int | None, posted_s: float) -> None:
+        """Raise AssertionError, as `note_fetch_posted` does; never called."""
+        self.note_fetch_posted()

@@ -75,9 +75,11 @@ class EngineRanks:
             UsageError: no cache is registered, or stock readers are not served.
         """
         own = _decode_card(self.card)
-        given = checks.answer(lambda: list(cards))
+        given = checks.try_call(lambda: list(cards))
         if given is None or len(given) > RANKS_MAX:
-            raise RequestError(f"stock ranks: expected the cards of 1 to {RANKS_MAX} ranks, got {checks.shown(cards)}")
+            raise RequestError(
+                f"stock ranks: expected the cards of 1 to {RANKS_MAX} ranks, got {checks.short_repr(cards)}"
+            )
         found = [_decode_card(card) for card in given]
         places = [card.tp_rank for card in found]
         if sorted(places) != list(range(own.tp_size)):
@@ -124,7 +126,7 @@ class EngineRanks:
 
 def _decode_card(card: bytes) -> _Card:
     if type(card) is not bytes or len(card) > METADATA_BYTES_MAX:
-        raise RequestError(f"stock ranks: expected the card of a rank, got {checks.shown(card)}")
+        raise RequestError(f"stock ranks: expected the card of a rank, got {checks.short_repr(card)}")
     return _decoded(card, _Card)
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.checks import counted, few
+from kvflow.checks import counted, first_few
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
@@ -249,7 +249,7 @@ def _regions_of(at: Address, stock: StockMetadata, regions: Sequence[OurRegion])
 
 
 def _listed(numbers: Collection[int]) -> str:
-    return f"{len(numbers)} ({few(numbers, 16)})"
+    return f"{len(numbers)} ({first_few(numbers, 16)})"
 
 
 def _kv_heads(at: Address, stock: StockMetadata, ours: OurLayers, places: Sequence[int]) -> int:

@@ -10,12 +10,12 @@ import msgspec
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import Count, counted, is_name, shown
+from kvflow.checks import Count, counted, is_name, short_repr
 from kvflow.config import ENGINE_ID_CHARS_MAX, RankCount
 from kvflow.core.cache.groups import DEFAULT_NAME, GROUPS_MAX, GroupFacts, GroupKind
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.rank_lease import RankLease
-from kvflow.core.protocol.spare import MARK, with_spare
+from kvflow.core.protocol.spare import SPARE_MARK, with_spare
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.hosts import PORT_MAX, is_host, plain_host
@@ -50,7 +50,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
         return self.num_tokens if any(self.block_tables) else 0
 
     @property
-    def asks(self) -> bool:
+    def leases_can_be_asked(self) -> bool:
         return False
 
     def to_params(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True):
 def is_stock_params(params: Mapping[str, Any]) -> bool:
     """Return True if `params` ask for a load from a stock engine."""
     request_id = params.get("remote_request_id")
-    ours = params.get("kvflow") is not None or (isinstance(request_id, str) and MARK in request_id)
+    ours = params.get("kvflow") is not None or (isinstance(request_id, str) and SPARE_MARK in request_id)
     return not ours and "remote_block_ids" in params
 
 
@@ -99,7 +99,7 @@ def read_stock_params(
     try:
         fields = msgspec.convert(given, _Params)
     except Exception as error:
-        raise RequestError(f"stock params: {checks.refusal(error, given)}") from error
+        raise RequestError(f"stock params: {checks.refused_value_text(error, given)}") from error
     tables, num_tokens, host = fields.remote_block_ids, fields.remote_num_tokens, plain_host(fields.remote_host)
     if (found := sum(map(len, tables))) > block_ids_max:
         most = f"at most {block_ids_max} (limits.block_ids_max)"
@@ -112,7 +112,7 @@ def read_stock_params(
         ("remote_num_tokens, of some blocks,", num_tokens, num_tokens or not found),
     ):
         if not fits:
-            raise RequestError(f"stock params: {name} cannot be {shown(value)}")
+            raise RequestError(f"stock params: {name} cannot be {short_repr(value)}")
     return StockTicket(
         engine_id=fields.remote_engine_id,
         request_id=fields.remote_request_id,
@@ -129,7 +129,7 @@ def read_stock_params(
         fixed_ports=False,
         traceparent="",
         prompt_digest="",
-        ranks=(RankLease.unasked(Rank(0, 0, 0), "stock", str(host), fields.remote_port),),
+        ranks=(RankLease.without_lease_id(Rank(0, 0, 0), "stock", str(host), fields.remote_port),),
         least_line=line.version,
         arrived=_arrival(arrived),
         params={key: value for key, value in given.items() if key in LINES[-1].params},
@@ -253,5 +253,5 @@ def _arrival(value: object) -> Arrival | None:
     if value is not None:
         fits = isinstance(value, Arrival) and type(value.machine) is str and type(value.now_s) in (int, float)
         if not fits or not abs(value.now_s) <= checks.SECONDS_MAX:  # type: ignore[attr-defined]
-            raise RequestError(f"stock params: arrived: expected an Arrival, got {shown(value)}")
+            raise RequestError(f"stock params: arrived: expected an Arrival, got {short_repr(value)}")
     return value  # type: ignore[return-value]

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.addresses import Address, life_of
+from kvflow.core.protocol.addresses import Address, parse_agent_name
 from kvflow.core.protocol.codec import WireError
 from kvflow.errors import PeerIncompatible, ProtocolError
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.peers.handshake import Handshakes, check_metadata
+from kvflow.runtime.peers.handshake import Handshakes, judge
 from kvflow.runtime.peers.peer import Connection, Peer
 from kvflow.stock.metadata import ask_rank
 from kvflow.stock.metadata_conversion import check_tp_size, metadata_of, our_cache
@@ -87,7 +87,7 @@ class StockHandshakes:
         at, asked_s = peer.at, self._clock.now_s()
         shown = await self._ask(peer)
         agent = _agent(peer, shown)
-        if life_of(agent, at.engine_id) is not None:
+        if parse_agent_name(agent, at.engine_id) is not None:
             lost = "a router has removed from its parameters all that kvflow writes into them"
             why = f"it is a kvflow engine, but {lost}: the router must pass remote_request_id on unchanged"
             raise at.failure(PeerIncompatible, why)
@@ -97,11 +97,11 @@ class StockHandshakes:
             raise at.failure(PeerIncompatible, why)
         metadata = metadata_of(at, shown.metadata, agent, self.ours, tp_size=int(at.address.rpartition("/")[2]))
         check_tp_size(at, metadata.cache_shares[0], self.ours, self._tp_sizes)
-        regions = check_metadata(at, metadata, self._local)
+        regions = judge(at, metadata, self._local)
         connection = StockConnection(agent, metadata, regions, self._local, self.leases)
         connection.stock_metadata, connection.alive_s = metadata, asked_s
         connection.reporters = self._reporters(metadata, shown)
-        known = await self._own.agents.find_open(agent)
+        known = await self._own.agents.find(agent)
         if known is None:
             await self._own.agents.add(at, connection, metadata.agent_metadata)
             return connection
@@ -120,7 +120,7 @@ class StockHandshakes:
     def _reporters(self, metadata: messages.Metadata, shown: StockAnswer) -> int:
         if line_of_metadata(shown.fields).reports_tp_size:
             return self._local.cache_shares[0].tp_size
-        pairs = topology.in_common(self._local.cache_shares, metadata.cache_shares)
+        pairs = topology.common_shares(self._local.cache_shares, metadata.cache_shares)
         sources = (topology.source_at(mine, theirs) for _, _, mine, theirs in pairs)
         return max((source.reporters for source in sources if source is not None), default=1)
 

@@ -59,11 +59,11 @@ class StockPeers(StockPart):
     end of the lease."""
 
     def __post_init__(self) -> None:
-        checks.settle(self, ConfigError, "stock ")
+        checks.normalize_fields(self, ConfigError, "stock ")
         if not self.hashes:
             raise ConfigError("stock hashes: expected one or more, got none")
         if self.on_late_read is not None and not callable(self.on_late_read):
-            raise ConfigError(f"stock on_late_read: expected a function, got {checks.shown(self.on_late_read)}")
+            raise ConfigError(f"stock on_late_read: expected a function, got {checks.short_repr(self.on_late_read)}")
         if self.serve_version:
             line_of(self.serve_version, ConfigError)
 

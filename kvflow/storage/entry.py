@@ -76,7 +76,7 @@ def checked_key(key: object, what: str) -> bytes:
     """
     plain = checks.text(key, what).encode() if isinstance(key, str) else key
     if type(plain) is not bytes:
-        raise RequestError(f"{what}: expected bytes or text, got {checks.shown(key)}")
+        raise RequestError(f"{what}: expected bytes or text, got {checks.short_repr(key)}")
     if not 0 < len(plain) <= KEY_BYTES_MAX:
         raise RequestError(f"{what}: expected 1 to {KEY_BYTES_MAX} bytes, got {len(plain)}")
     return plain

@@ -57,10 +57,10 @@ class Storage(Part):
         bytes_max: int = 16 << 30,
         files: Callable[[Config, str], StoreThread] = make_files,
     ) -> None:
-        path = checks.answer(lambda: os.fspath(folder))
+        path = checks.try_call(lambda: os.fspath(folder))
         self.folder = checks.text(path, "folder", error=ConfigError) if isinstance(path, str) else "\0"
         if "\0" in self.folder:
-            raise ConfigError(f"folder: expected a path, got {checks.shown(folder)}")
+            raise ConfigError(f"folder: expected a path, got {checks.short_repr(folder)}")
         self.bytes_max = checks.whole(bytes_max, "bytes_max", least=1, error=ConfigError)
         self._files = files
         self._owner = PartOwner(self)
@@ -190,7 +190,7 @@ class Storage(Part):
         if self._store is not None:
             await self._store.drained()
 
-    async def release(self, timeout_s: float) -> str:
+    async def closed(self, timeout_s: float) -> str:
         """Only for the runtime: see `Part`."""
         return "" if self._store is None else await self._store.aclose(timeout_s)
 

@@ -108,8 +108,8 @@ class BlockStore:
         names = None
         if keys is not None:
             checks.count(keys, "keys")
-            if (listed := checks.answer(lambda: tuple(keys))) is None:
-                raise RequestError(f"keys: expected a list, got {checks.shown(keys)}")
+            if (listed := checks.try_call(lambda: tuple(keys))) is None:
+                raise RequestError(f"keys: expected a list, got {checks.short_repr(keys)}")
             names = {entry_name(self._stored.fingerprint, checked_key(key, "keys")) for key in listed}
         for transfer in self._under_way:  # do not put back an entry under eviction if removing its file fails
             for victim in [] if transfer.file is None else list(transfer.file.victims):
@@ -181,9 +181,9 @@ class BlockStore:
 
     def _accept(self, request: StoreRequest, direction: Direction) -> StoreTransfer:
         """Check everything about a request that needs no file, claim its blocks, and return its transfer."""
-        given = checks.settled_request(request, type(request), "request", self._config.limits.block_ids_max)
+        given = checks.normalize_request(request, type(request), "request", self._config.limits.block_ids_max)
         what = f"request {given.request_id!r}"
-        tables, entries = self._resources.ledger.find(given.block_ids, f"{what}: block_ids")
+        tables, entries = self._resources.ledger.find_entries(given.block_ids, f"{what}: block_ids")
         for group, ids in zip(self._stored.groups, tables, strict=True):
             needed = -(-given.num_tokens // group.block_size)
             if len(ids) > needed or (group.whole and len(ids) < needed):

@@ -37,7 +37,7 @@ def opened_file() -> Source:
     An open file cannot go away, so no seal is needed; digests prove the bytes.
     """
     proof = SealProof(grows=False, quick_read_max_s=0.0)
-    proof.heard(0, 0.0)
+    proof.note_fetched(0, 0.0)
     return cast("Source", SimpleNamespace(connection=SimpleNamespace(agent=STORE), proof=proof))
 
 

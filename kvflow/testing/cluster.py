@@ -81,7 +81,7 @@ class InprocCluster:
             transport=self._make,
             side_channel=lambda config: InprocSideChannel(self._exchange, config),
             clock=clock,
-            copy_thread=InlineCopier,
+            copier=InlineCopier,
             own_host=own_host,
             logs_observer_errors=False,
         )

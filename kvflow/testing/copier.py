@@ -39,7 +39,7 @@ class InlineCopier(CopyThread):
         return watch
 
     def _look(self) -> None:
-        for watch in self._watches.look():
+        for watch in self._watches.poll():
             watch.on_end(watch.error)
         pause_s = self._watches.pause_s(self._loop.time())
         if self._timer is not None:

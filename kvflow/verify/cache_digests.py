@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.core.cache.groups import LayerSet
-from kvflow.core.cache.layout import PLAIN, BlockShape, heads_are_apart
+from kvflow.core.cache.layout import PLAIN, BlockShape, has_separate_heads
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.tensors import tensors_of
 from kvflow.core.plan.block_map import split_fused
@@ -209,7 +209,7 @@ def _run_shape(block: BlockShape, kv_format: str) -> BlockShape:
     """Return a block's shape in runs. A run is a head of a token; in an opaque block, a head or the whole block."""
     if kv_format == PLAIN:
         return block
-    if heads_are_apart(kv_format, block):
+    if has_separate_heads(kv_format, block):
         run = block.tokens * block.run
         return BlockShape(1, block.heads, run, block.size_bytes, run)
     return BlockShape(1, 1, block.size_bytes, block.size_bytes, block.size_bytes)

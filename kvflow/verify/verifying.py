@@ -66,13 +66,13 @@ class Verifying:
         self._peers = cache.peers
         self._limits = cache.config.limits
         self._spawn = cache.spawn
-        self._known = cache.serving.find_lease
+        self._known = cache.serving.known
         self._counts = cache.serving.digests
         self._under_way: Counter[str] = Counter()
         """Number of digest requests under way, by reader."""
-        self.own = DigestedCache(memory.own_layers, copy_thread, memory.device)
+        self.own = DigestedCache(memory.own, copy_thread, memory.device)
         """Digests of the engine's own cache, which loads fill."""
-        self.shown = DigestedCache(memory.served_layers, copy_thread) if memory.staging else self.own
+        self.shown = DigestedCache(memory.shown, copy_thread) if memory.staging else self.own
         """Digests of the memory that peers read: the cache or, with host staging, the host blocks."""
 
     @property
@@ -155,7 +155,7 @@ class Verifying:
                 load.verification = Verification.MISMATCH
                 logger.warning("load %s is read once more: %s", load.request_id, difference)
                 for source in load.sources:
-                    source.proof = source.proof.anew()
+                    source.proof = source.proof.fresh_copy()
                 difference = await self._read_and_compare(load, read)
                 if difference:
                     why = f"what was read twice is not what is offered: {difference}"
@@ -252,7 +252,7 @@ class Verifying:
 def _part_of(local: LocalRank, read: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> messages.DigestPart:
     """Return the part of a request for digests that covers `chunks`, read from one rank by `block_map`."""
     size, mine = block_map.chunk_tokens, local.cache_shares[block_map.local_set]
-    layers = tuple(mine.layers[ours] for ours, _ in block_map.places)
+    layers = tuple(mine.layers[ours] for ours, _ in block_map.layer_pairs)
     model_heads = kv_heads_of_model(mine, _their_share(read, mine, layers))
     return messages.DigestPart(
         part=mine.part,

@@ -23,12 +23,12 @@ from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
 from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, Ticket, scattered_loads
-from kvflow.config import config_on
+from kvflow.config import config_for_device
 from tests.bench.compared import compared
 from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from tests.bench.targets import Spread, at_most, percentile
 
-READER = config_on(config_of("fairness-reader"), "cpu")
+READER = config_for_device(config_of("fairness-reader"), "cpu")
 DELAY_SLICES_MAX = float(READER.limits.slices_in_flight_max)
 """Bytes that one other load has in flight at most; where small reads can go first (shared memory) it is one slice."""
 

@@ -24,14 +24,14 @@ from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import check_block_ids, match_chunks
 from kvflow.core.plan.slices import plan_slices
 from kvflow.core.plan.topology import HeadSource
-from kvflow.limits import Limits, by_device
+from kvflow.limits import Limits, with_device_defaults
 from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from tests.bench.targets import Spread, at_most
 
 _BLOCK_SIZE = 16
 _RUN_BYTES = 128 * ITEMSIZE
 _PROMPT_BLOCKS = (128 << 10) // _BLOCK_SIZE
-_LIMITS = by_device(Limits(), "cpu")
+_LIMITS = with_device_defaults(Limits(), "cpu")
 _LEGEND = (
     "Planning a load: 100,000 descriptors, or a prompt of 128k tokens, 80 layers, blocks of 16; which rank reads it. "
     "Of 60 layers, 50 attend to a window of 1,024 tokens; moved is the share of all layers' bytes."

@@ -53,10 +53,11 @@ BUGS: dict[str, Bug] = {
         (CORE + "protocol/test_seals.py",),
     ),
     "a lease that was over is open again": Bug(
-        "            if tokens_missing is not None or not self.over:\n                self._seen = tokens_missing\n"
-        "            self.over = True\n        elif not self.over:",
-        "            self._seen = tokens_missing\n            self.over = True\n        else:\n"
-        "            self.over = False",
+        "            if tokens_missing is not None or not self.lease_ended:\n"
+        "                self._seen = tokens_missing\n"
+        "            self.lease_ended = True\n        elif not self.lease_ended:",
+        "            self._seen = tokens_missing\n            self.lease_ended = True\n        else:\n"
+        "            self.lease_ended = False",
         (CORE + "protocol/test_proof.py",),
     ),
     # --- loads of several tickets
@@ -82,7 +83,7 @@ BUGS: dict[str, Bug] = {
         (CORE + "policy/test_queue.py",),
     ),
     "the bound for one peer is no bound": Bug(
-        "            if _fits(head.permit.amount, room):\n                able.append(head)",
+        "            if _fits(head.permit.amount, budget):\n                able.append(head)",
         "            able.append(head)",
         (CORE + "policy/test_queue.py",),
     ),
@@ -129,8 +130,7 @@ BUGS: dict[str, Bug] = {
         (RUNTIME + "drain.py::test_a_forged_goodbye_changes_nothing",),
     ),
     "a question that times out fails no connection": Bug(
-        "                if connection is not None:\n"
-        "                    self.note_read_failure(connection, str(error))\n",
+        "                if connection is not None:\n                    self.failed(connection, str(error))\n",
         "",
         (RUNTIME + "peers.py::test_a_peer_that_falls_silent_is_asked_a_few_things_only_and_fails_all_who_ask",),
         within="runtime/peers/table.py",
@@ -153,7 +153,7 @@ BUGS: dict[str, Bug] = {
         ("tests/growing/test_extending.py::test_blocks_come_with_the_chunks",),
     ),
     "tokens may be taken back": Bug(
-        "        if not held.announced <= tokens <= held.num_tokens:",
+        "        if not held.told <= tokens <= held.num_tokens:",
         "        if not tokens <= held.num_tokens:",
         ("tests/growing/test_growing.py::test_advances_that_cannot_be",),
     ),
@@ -226,8 +226,8 @@ BUGS: dict[str, Bug] = {
         ("tests/stock/test_deadline.py",),
     ),
     "a stock read counts as fresh after its deadline": Bug(
-        "return Step.FRESH if self._now_s() < self.held_until_s() else Step.STALE",
-        "return Step.FRESH",
+        "return ProofStep.FRESH if self._now_s() < self.held_until_s() else ProofStep.STALE",
+        "return ProofStep.FRESH",
         (
             "tests/stock/test_deadline.py",
             STOCK + "own_pairs.py::test_what_is_late_is_refused_and_what_is_in_time_is_sealed",
@@ -266,7 +266,7 @@ BUGS: dict[str, Bug] = {
     ),
     # --- checks and Config
     "True is a number": Bug(
-        "return partial(checked, kind=_held(Int64 if hint is int else hint), error=error)",
+        "return partial(checked, kind=_struct_with(Int64 if hint is int else hint), error=error)",
         "return partial(checked, kind=_held((Int64 if hint is int else hint) | bool), error=error)",
         ("tests/test_border.py::test_a_field_of_another_type_is_refused_and_named",),
     ),
@@ -313,7 +313,7 @@ BUGS: dict[str, Bug] = {
         ),
     ),
     "draining waits for leases only": Bug(
-        "waits = [serving.drained(), loader.drained(), *(one.drained() for one in self.begun_parts)]",
+        "waits = [serving.drained(), loader.drained(), *(one.drained() for one in self.begun)]",
         "waits = [serving.drained()]",
         (
             RUNTIME + "drain.py::test_new_work_is_refused_and_old_work_goes_on",

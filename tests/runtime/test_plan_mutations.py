@@ -56,8 +56,8 @@ def match_layers_by_position(patch: pytest.MonkeyPatch) -> None:
 
 def read_tails_whole(patch: pytest.MonkeyPatch) -> None:
     """Also what lies behind the prompt's end, over bytes that nobody asked for."""
-    real = BlockMap._make_groups
-    patch.setattr(BlockMap, "_make_groups", lambda self, tokens: real(self, self.chunk_tokens))
+    real = BlockMap._make_region_maps
+    patch.setattr(BlockMap, "_make_region_maps", lambda self, tokens: real(self, self.chunk_tokens))
 
 
 def put_all_parts_of_a_block_first(patch: pytest.MonkeyPatch) -> None:
@@ -87,8 +87,8 @@ def take_windows_for_beginnings(patch: pytest.MonkeyPatch) -> None:
 
 def begin_segments_at_the_first(patch: pytest.MonkeyPatch) -> None:
     """Read x where B and C are."""
-    real = StatePart.places
-    patch.setattr(StatePart, "places", lambda self, caches: real(replace(self, start=0), caches))
+    real = StatePart.region_addresses
+    patch.setattr(StatePart, "region_addresses", lambda self, caches: real(replace(self, start=0), caches))
 
 
 def forget_rows(patch: pytest.MonkeyPatch) -> None:

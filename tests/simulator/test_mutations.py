@@ -96,7 +96,7 @@ def give_back_without_hold(real: Any, self: LeaseBook, *, lifetime_s: float, **_
     real(self, hold_s=0.0, lifetime_s=lifetime_s)
 
 
-@instead_of(SealTable, "give_back", "I2 I3", 1)
+@instead_of(SealTable, "free_slot", "I2 I3", 1)
 def leave_seals(_: Any, self: SealTable, index: int) -> None:
     """A lease that has ended looks open."""
     self._free.append(index)
@@ -179,7 +179,7 @@ def serve_before_computed(real: Any, self: OfferedBlocks, held: HeldBlocks, toke
     return real(self, held, tokens, None)
 
 
-@instead_of(SealProof, "there", "I2", 9)
+@instead_of(SealProof, "readable_tokens", "I2", 9)
 def read_past_the_watermark(real: Any, self: SealProof, num_tokens: int) -> int:
     """A load from a growing lease reads tokens that are not computed yet."""
     return min(real(self, num_tokens) + 3, num_tokens)
@@ -191,17 +191,17 @@ def tell_of_more_than_has_landed(_: Any, self: Lane, span: PromptSpan) -> None:
     self.landed_upto = max(self.landed_upto, span.stop_token)
 
 
-@instead_of(OfferedBlocks, "tokens_with_blocks", "I8", 31, "device")
+@instead_of(OfferedBlocks, "holds", "I8", 31, "device")
 def advance_without_extend(_: Any, self: OfferedBlocks, held: HeldBlocks) -> int:
     """Tokens count as computed although the lease never got their blocks."""
     return held.num_tokens
 
 
-@instead_of(Serving, "_on_alarm", "I7", 41, "device")
+@instead_of(Serving, "_look", "I7", 41, "device")
 def wait_for_a_forgotten_fail(real: Any, self: Serving) -> None:
     """A lease with an incomplete prompt does not expire, although its engine may have forgotten it."""
     now_s = self._clock.now_s()
-    for entry, offer in self._open_leases.items():
+    for entry, offer in self._offers.items():
         if entry.is_open and not offer.complete:
             entry.expires_s = max(entry.expires_s, now_s + 1.0)
     real(self)

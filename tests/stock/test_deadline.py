@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.protocol.proof import Step
+from kvflow.core.protocol.proof import ProofStep
 from kvflow.errors import ConfigError
 from kvflow.stock.deadline import DeadlineProof, Terms
 
@@ -34,10 +34,10 @@ class Watch:
 def test_without_heartbeats_it_is_the_lease_without_the_routers_share() -> None:
     watch = Watch()
     watch.now_s = 124.9
-    assert (watch.proof.before(), watch.proof.after(1.0)) == (Step.POST, Step.FRESH)
+    assert (watch.proof.judge_before_post(), watch.proof.judge_after_read(1.0)) == (ProofStep.POST, ProofStep.FRESH)
     watch.now_s = 125.0
-    assert (watch.proof.before(), watch.proof.after(1.0)) == (Step.STALE, Step.STALE)
-    assert watch.proof.after(None) is Step.STALE, "what it was is what it stays"
+    assert (watch.proof.judge_before_post(), watch.proof.judge_after_read(1.0)) == (ProofStep.STALE, ProofStep.STALE)
+    assert watch.proof.judge_after_read(None) is ProofStep.STALE, "what it was is what it stays"
 
 
 def test_heartbeats_move_it_once_the_producer_knows_of_the_request() -> None:
@@ -53,7 +53,7 @@ def test_a_gap_ends_it_for_good() -> None:
     watch = Watch()
     watch.beat(124.5, 130.0)  # the first is too late to get there for sure
     assert watch.until_s(135.0) == 125.0
-    assert watch.proof.after(1.0) is Step.STALE
+    assert watch.proof.judge_after_read(1.0) is ProofStep.STALE
 
 
 def test_one_message_that_was_not_sent_ends_it_for_good() -> None:
@@ -92,7 +92,7 @@ def test_it_never_outlives_what_the_producer_holds(
             on_the_way.remove(arrives_s)
             if arrives_s >= 100.0 + knows_after_s and arrives_s < held_until_s:
                 held_until_s = max(held_until_s, arrives_s + TERMS.extension_s)
-        if deadline.after(0.0) is Step.FRESH:
+        if deadline.judge_after_read(0.0) is ProofStep.FRESH:
             assert watch.now_s < held_until_s
         assert deadline.held_until_s() <= max([held_until_s, *(at + TERMS.extension_s for at in on_the_way)])
         deadline.note_heartbeat()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from stock_engines import TOKENS
 
-from kvflow.core.protocol.spare import MARK
+from kvflow.core.protocol.spare import SPARE_MARK
 from kvflow.errors import LeaseExpired, PeerIncompatible, PromptMismatch
 from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.stock.versions import line_of
@@ -32,7 +32,7 @@ def known(params: Params) -> Params:
 
 def bare(params: Params) -> Params:
     """The same of a router that takes the spare off the request's id."""
-    return {**known(params), "remote_request_id": params["remote_request_id"].partition(MARK)[0]}
+    return {**known(params), "remote_request_id": params["remote_request_id"].partition(SPARE_MARK)[0]}
 
 
 ROUTERS: list[Callable[[Params], Params]] = [whole, known]
@@ -69,7 +69,7 @@ async def test_the_first_way_to_a_peer_is_in_no_others_way(routers: tuple[Callab
             assert report.freshness == "seal", router
             ours.assert_holds([turn], [turn])
             assert await lease is LeaseOutcome.READ
-        agents = {peer.connection for peer in known_peers(ours) if peer.connection is not None}
+        agents = {peer.current for peer in known_peers(ours) if peer.current is not None}
         assert len({one.agent for one in agents}) == 1, "one rank"
 
 
@@ -153,7 +153,7 @@ async def test_an_engine_that_restarts_is_read_again() -> None:
 
 
 def known_peers(ours: Reader) -> Any:
-    return ours.runtime._supervisor.cache.peers.by_address.values()  # type: ignore[union-attr]
+    return ours.runtime._supervisor.cache.peers.known.values()  # type: ignore[union-attr]
 
 
 def serving(theirs: Producer) -> Any:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvflow.config import RANKS_MAX
 from kvflow.core.protocol.codec import WireError, encode
 from kvflow.core.protocol.notifications import ReadDone, Renew
-from kvflow.core.protocol.spare import MARK, bare_id
+from kvflow.core.protocol.spare import SPARE_MARK, bare_id
 from kvflow.stock.texts import (
     RECEIVED_BYTES_MAX,
     TEXT_BYTES_MAX,
@@ -108,6 +108,6 @@ def test_what_is_written_behind_an_id_is_taken_off() -> None:
     """Stock readers name a request by the whole of what they were given."""
     assert decode_text(b"cmpl~kvflow~1#secret~kvflow~AbC-_==:2") == ReaderText(("cmpl~kvflow~1#secret",), 2)
     assert decode_text(b"HB:a~kvflow~AAAA,b,a") == ReaderText(("a", "b"))
-    many = [f"cmpl-{number}#secret{MARK}" + "A" * 400 for number in range(4000)]
+    many = [f"cmpl-{number}#secret{SPARE_MARK}" + "A" * 400 for number in range(4000)]
     heard = decode_text(f"HB:{','.join(many)}".encode())
     assert heard == ReaderText(tuple(map(bare_id, many)))

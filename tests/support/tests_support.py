@@ -17,7 +17,7 @@ import torch
 from kvflow import CacheLayout, Config, Limits, Runtime, RuntimeState, Ticket
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.rank_lease import RankLease
-from kvflow.core.protocol.ticket import changed
+from kvflow.core.protocol.ticket import with_changes
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import run_virtual
 
@@ -134,7 +134,7 @@ async def leases_ended(runtime: Runtime) -> None:
     cache = runtime._supervisor.cache
     if cache is None or runtime.state is RuntimeState.CLOSED:
         return
-    leases = [offer.entry for offer in cache.serving._open_leases.values()]
+    leases = [offer.entry for offer in cache.serving._offers.values()]
     open_now = [lease for lease in leases if lease.state is LeaseState.OFFERED]  # a notification may be on its way
     async with asyncio.timeout(WAIT_S):
         await cache.serving.drained()
@@ -187,14 +187,14 @@ def any_ticket(engine_id: str = "prefill", **changes: Any) -> Ticket:
     """Return a ticket of an engine with one rank and no blocks, with `changes` to the ticket or its rank."""
     rank = msgspec.structs.replace(TICKET.first, block_ids=None)
     nothing = {"block_ids": (), "num_tokens": 0, "prompt_digest": "", "ranks": (rank,)}
-    return altered(changed(TICKET, engine_id=engine_id, **nothing), **changes)
+    return altered(with_changes(TICKET, engine_id=engine_id, **nothing), **changes)
 
 
 def altered(ticket: Ticket, **changes: Any) -> Ticket:
     """Return `ticket` with `changes` to its fields, or to those of its first rank."""
     of_rank = {name: changes.pop(name) for name in list(changes) if name in RankLease.__struct_fields__}
     first = RankLease(**{**msgspec.structs.asdict(ticket.first), **of_rank})
-    return changed(ticket, ranks=(first, *ticket.ranks[1:]), **changes)
+    return with_changes(ticket, ranks=(first, *ticket.ranks[1:]), **changes)
 
 
 def unchecked(struct: StructT, **changes: Any) -> StructT:

@@ -154,7 +154,7 @@ async def test_blocks_that_land_in_each_others_places_are_found(
     def swapped(cache: Any, load: Any, flight: Any, plan: Any) -> Any:
         for source in plan.sources:
             for block_map, chunks in source.chunks.items():
-                source.chunks[block_map] = [some.to(some.local_ids[::-1]) for some in chunks]
+                source.chunks[block_map] = [some.with_local_ids(some.local_ids[::-1]) for some in chunks]
         return read(cache, load, flight, plan)
 
     monkeypatch.setattr(steps, "read_straight", swapped)

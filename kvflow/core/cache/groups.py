@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow import checks
-from kvflow.checks import INT64_MAX, counted, is_name, shown
+from kvflow.checks import INT64_MAX, counted, is_name, short_repr
 from kvflow.core.bounds import Count, Name
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, device_of, map_regions
@@ -136,7 +136,7 @@ class LayerSet(NamedTuple):
             return map_regions(self.layout, self.caches)
         self.layout.layout.check(self.caches)
         device = device_of(self.caches.items())
-        places = np.array(self.layout.places(self.caches), dtype=np.uint64)
+        places = np.array(self.layout.region_addresses(self.caches), dtype=np.uint64)
         return Regions(
             bases=places[:, 0],
             strides=places[:, 1],
@@ -185,25 +185,25 @@ class CacheGroup:
     smaller blocks than the pool hands out."""
 
     def __post_init__(self) -> None:
-        settle = partial(object.__setattr__, self)
-        settle("name", wire_name(self.name, "a group's name"))
+        set_field = partial(object.__setattr__, self)
+        set_field("name", wire_name(self.name, "a group's name"))
         what = f"group {self.name!r}"
-        settle("pool", self.name if self.pool is None else wire_name(self.pool, f"{what}: pool"))
+        set_field("pool", self.name if self.pool is None else wire_name(self.pool, f"{what}: pool"))
         holds_state = isinstance(self.layout, StateLayout)
-        settle("kind", _kind(self.kind, self.window, holds_state, what))
+        set_field("kind", _kind(self.kind, self.window, holds_state, what))
         if (self.kind is GroupKind.SLIDING or self.kind is GroupKind.CHUNKED) != (self.window is not None):
-            raise LayoutError(f"{what}: kind is {str(self.kind)!r}, window is {shown(self.window)}")
+            raise LayoutError(f"{what}: kind is {str(self.kind)!r}, window is {short_repr(self.window)}")
         if (self.kind is GroupKind.STATE) != holds_state:
             raise LayoutError(f"{what}: kind is {str(self.kind)!r}, layout is a {type(self.layout).__name__}")
         for name, most in (("window", WINDOW_MAX), ("num_kv_heads", INT64_MAX)):
             if (value := getattr(self, name)) is not None:
-                settle(name, checks.whole(value, f"{what}: {name}", least=1, most=most, error=LayoutError))
+                set_field(name, checks.whole(value, f"{what}: {name}", least=1, most=most, error=LayoutError))
         try:
-            settle("layers", checked_caches(self.layers))
+            set_field("layers", checked_caches(self.layers))
         except LayoutError as error:
             raise LayoutError(f"{what}: layers: {error}") from error
-        settle("layout", _layouts(self.layers, self.layout, what))
-        settle("split", checks.whole(self.split, f"{what}: split", least=1, error=LayoutError))
+        set_field("layout", _layouts(self.layers, self.layout, what))
+        set_field("split", checks.whole(self.split, f"{what}: split", least=1, error=LayoutError))
         if self.num_blocks % self.split:
             raise LayoutError(f"{what}: split: num_blocks, {self.num_blocks}, is no multiple of {self.split}")
 
@@ -260,7 +260,9 @@ def _layouts(layers: KVCaches, layout: object, what: str) -> tuple[CacheLayout |
         return (layout,)
     layouts = layout if isinstance(layout, tuple | list) else (layout,)
     if not 0 < len(layouts) <= GROUPS_MAX or not all(isinstance(one, CacheLayout) for one in layouts):
-        raise LayoutError(f"{what}: layout: expected a CacheLayout or 1 to {GROUPS_MAX} of them, got {shown(layout)}")
+        raise LayoutError(
+            f"{what}: layout: expected a CacheLayout or 1 to {GROUPS_MAX} of them, got {short_repr(layout)}"
+        )
     first = layouts[0]
     named = [name for one in layouts for name in one.layer_names]
     if len(named) != len(set(named)) or set(named) != set(layers):
@@ -290,12 +292,12 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
     if layout is not None:
         raise LayoutError("layout: groups have layouts of their own")
     if not 0 < len(kv_caches) <= GROUPS_MAX or not all(isinstance(group, CacheGroup) for group in kv_caches):
-        raise LayoutError(f"kv_caches: expected 1 to {GROUPS_MAX} CacheGroups, got {shown(kv_caches)}")
+        raise LayoutError(f"kv_caches: expected 1 to {GROUPS_MAX} CacheGroups, got {short_repr(kv_caches)}")
     groups = tuple(kv_caches)
-    _check_different([group.name for group in groups], "group")
+    _check_unique([group.name for group in groups], "group")
     for state in (False, True):
         layouts = [one for group in groups if (group.kind is GroupKind.STATE) is state for one in group.layouts]
-        _check_different([index for one in layouts for index in one.layer_indices], "layer")
+        _check_unique([index for one in layouts for index in one.layer_indices], "layer")
     pools: dict[str, CacheGroup] = {}
     for group in groups:
         assert group.pool is not None, "settled"
@@ -339,7 +341,7 @@ def sets_of(
             yield LayerSet(group, caches, part)
 
 
-def _check_different(values: Sequence[object], what: str) -> None:
+def _check_unique(values: Sequence[object], what: str) -> None:
     seen: set[object] = set()
     for value in values:
         if value in seen:
@@ -348,7 +350,7 @@ def _check_different(values: Sequence[object], what: str) -> None:
         seen.add(value)
 
 
-def check_sets_apart(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
+def check_sets_disjoint(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
     """Raise LayoutError if a load into one set of layers could write into another set.
 
     Sets of one group may interleave in the same memory, if no byte within a block of the pool belongs to two sets.
@@ -356,7 +358,7 @@ def check_sets_apart(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
     must not overlap.
     """
     for (ours, regions), (theirs, others) in itertools.combinations(sets, 2):
-        for at, where in zip(*np.nonzero(_meet(_extents(regions), _extents(others))), strict=True):
+        for at, where in zip(*np.nonzero(_overlap(_extents(regions), _extents(others))), strict=True):
             stride, other_stride = int(regions.strides[at]), int(others.strides[where])
             row, other_row = stride * ours.split, other_stride * theirs.split
             sizes = row - stride + regions.block_size_bytes, other_row - other_stride + others.block_size_bytes
@@ -380,6 +382,6 @@ def _extents(regions: Regions) -> npt.NDArray[np.int64]:
     return np.stack((bases, ends))
 
 
-def _meet(ours: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def _overlap(ours: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     meet: npt.NDArray[np.bool_] = (ours[0][:, None] < theirs[1]) & (theirs[0] < ours[1][:, None])
     return meet

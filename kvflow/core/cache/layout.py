@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, NamedTuple, TypeAlias
 
 from kvflow import checks
-from kvflow.checks import Count, Size, counted, few, shown
+from kvflow.checks import Count, Size, counted, first_few, short_repr
 from kvflow.core.cache.tensors import (
     FIRST_DRAFT_LAYER,
     LAYERS_MAX,
@@ -114,11 +114,11 @@ class CacheLayout:
     """Elements on the last axis: of a head, of K and V of a head together (FUSED), or of the latent (MLA)."""
 
     def __post_init__(self) -> None:
-        checks.settle(self, LayoutError)
+        checks.normalize_fields(self, LayoutError)
         indices, layers = self.layer_indices, len(self.layer_names)
         if len(indices) != layers or len({*indices}) != layers or not 0 <= min(indices) <= max(indices) < LAYERS_MAX:
             raise LayoutError(
-                f"layer_indices: expected {counted(layers, 'different number')} from 0, got {shown(indices)}"
+                f"layer_indices: expected {counted(layers, 'different number')} from 0, got {short_repr(indices)}"
             )
         for name in ("order", "memory_order"):
             _order(getattr(self, name), name)
@@ -213,7 +213,8 @@ class CacheLayout:
         kv_caches = checked_caches(kv_caches)
         if tuple(kv_caches) != self.layer_names:
             raise LayoutError(
-                f"layers differ: layout has {_some(self.layer_names)}, caches have {_some(tuple(kv_caches))}"
+                f"layers differ: layout has {_first_names(self.layer_names)}, "
+                f"caches have {_first_names(tuple(kv_caches))}"
             )
         for name, layer in kv_caches.items():
             other = _layout_of_layer(name, layer, self.style, self.order, self.layer_names)
@@ -241,7 +242,7 @@ class BlockShape(NamedTuple):
         return self.tokens * self.heads * self.run
 
 
-def heads_are_apart(kv_format: str, block: BlockShape) -> bool:
+def has_separate_heads(kv_format: str, block: BlockShape) -> bool:
     """Return True if each head of a block is one contiguous piece that has a meaning without the other heads.
 
     Then blocks of `kv_format` can be read head by head, although their bytes are not plain values.
@@ -274,7 +275,7 @@ def _infer_style(name: str, layer: LayerCache) -> KVStyle:
 
 def _order(order: str, what: str) -> str:
     if not isinstance(order, str) or order not in _INNER_AXES:
-        raise LayoutError(f"{what}: expected one of {sorted(_INNER_AXES)}, got {shown(order)}")
+        raise LayoutError(f"{what}: expected one of {sorted(_INNER_AXES)}, got {short_repr(order)}")
     return str.__str__(order)
 
 
@@ -377,5 +378,5 @@ def _shape_text(name: str, layer: LayerCache) -> str:
     return " and ".join(str(tuple(tensor.shape)) for tensor in tensors_of(name, layer))
 
 
-def _some(names: tuple[str, ...]) -> str:
-    return f"{len(names)} ({few(names, 4)})"
+def _first_names(names: tuple[str, ...]) -> str:
+    return f"{len(names)} ({first_few(names, 4)})"

@@ -56,7 +56,7 @@ class Regions:
         return self.block.size_bytes
 
     @property
-    def first_of(self) -> tuple[int, ...]:
+    def first_at_address(self) -> tuple[int, ...]:
         """For each region, the index of the first region at its address: its own index unless layers share a tensor."""
         found: dict[int, int] = {}
         return tuple(found.setdefault(base, at) for at, base in enumerate(self.bases.tolist()))
@@ -64,13 +64,13 @@ class Regions:
     @property
     def distinct(self) -> Regions:
         """These regions without duplicates: if layers share a tensor, only the first region at its address is kept."""
-        kept = [at for at, first in enumerate(self.first_of) if at == first]
+        kept = [at for at, first in enumerate(self.first_at_address) if at == first]
         return self if len(kept) == len(self) else replace(self, bases=self.bases[kept], strides=self.strides[kept])
 
     @property
     def distinct_layers(self) -> tuple[int, ...]:
         """Positions of the layers, in order. A layer that shares all its regions with an earlier layer is left out."""
-        parts, first_of = len(self.parts), self.first_of
+        parts, first_of = len(self.parts), self.first_at_address
         found: dict[tuple[int, ...], int] = {}
         for layer in range(len(self) // parts):
             found.setdefault(first_of[layer * parts : (layer + 1) * parts], layer)
@@ -107,7 +107,7 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
         num_blocks=layout.num_blocks,
         device=device,
     )
-    _check_apart(regions, layout.layer_names)
+    _check_disjoint(regions, layout.layer_names)
     _check_owners(regions, layout)
     return regions
 
@@ -118,7 +118,7 @@ def _check_owners(regions: Regions, layout: CacheLayout) -> None:
     Memory that layers share is read for the first of these layers only, and the other side may lack a draft's layers.
     """
     parts, indices = len(regions.parts), layout.layer_indices
-    for at, first in enumerate(regions.first_of):
+    for at, first in enumerate(regions.first_at_address):
         if indices[first // parts] >= FIRST_DRAFT_LAYER > indices[at // parts]:
             draft, name = layout.layer_names[first // parts], layout.layer_names[at // parts]
             raise LayoutError(f"layer {draft!r} of a draft model comes before {name!r}, whose memory it shares")
@@ -189,7 +189,7 @@ def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> i
     return block_stride * tensor.element_size()
 
 
-def _check_apart(regions: Regions, layer_names: tuple[str, ...]) -> None:
+def _check_disjoint(regions: Regions, layer_names: tuple[str, ...]) -> None:
     """Raise LayoutError if two regions share bytes, since a load into one would write into the other.
 
     Blocks of one region may lie between blocks of another. Several layers may also be the same tensor, as in models

@@ -62,7 +62,7 @@ class Segment:
     """Number of units in the whole model."""
 
     def __post_init__(self) -> None:
-        checks.settle(self, LayoutError)
+        checks.normalize_fields(self, LayoutError)
         if self.size % self.units:
             raise LayoutError(f"segment {self.name!r}: size {self.size} is no multiple of units, {self.units}")
 
@@ -82,7 +82,7 @@ class StateTensor:
     size of the axis. Empty: the tensor is not sliced."""
 
     def __post_init__(self) -> None:
-        checks.settle(self, LayoutError)
+        checks.normalize_fields(self, LayoutError)
         if len({segment.name for segment in self.segments}) < len(self.segments):
             raise LayoutError(f"state tensor {self.name!r}: two of its segments have the same name")
 
@@ -110,7 +110,7 @@ class StateLayout:
     """Number of slots in every tensor."""
 
     def __post_init__(self) -> None:
-        checks.settle(self, LayoutError)
+        checks.normalize_fields(self, LayoutError)
         if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
             raise LayoutError("tensors: two have the same name")
         for name in ("shapes", "dtypes", "itemsizes"):
@@ -147,7 +147,7 @@ class StateLayout:
         layers = checked_caches(caches)
         described: tuple[StateTensor, ...] = checks.checked(tensors, "tensors", StateTensors, LayoutError)
         name, first = next(iter(layers.items()))
-        facts = _facts(name, first, described)
+        facts = _checked_tensors(name, first, described)
         layout = cls(
             layer_names=tuple(layers),
             layer_indices=layer_numbers(tuple(layers), layer_indices),
@@ -174,7 +174,7 @@ class StateLayout:
         if tuple(layers) != self.layer_names:
             raise LayoutError(f"layers differ: layout has {len(self.layer_names)}, caches have {len(layers)}")
         for name, layer in layers.items():
-            found = _facts(name, layer, self.tensors)
+            found = _checked_tensors(name, layer, self.tensors)
             for tensor, described, shape, dtype in zip(found, self.tensors, self.shapes, self.dtypes, strict=True):
                 wanted = (self.num_slots, *shape), dtype
                 has = tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2]
@@ -246,7 +246,7 @@ class StatePart:
         run = self.segment.size // self.segment.units * inner
         return BlockShape(1, self.segment.units, run, self.segment.units * run, run)
 
-    def places(self, caches: Mapping[str, LayerCache]) -> list[tuple[int, int]]:
+    def region_addresses(self, caches: Mapping[str, LayerCache]) -> list[tuple[int, int]]:
         """Return (address of slot 0, bytes from one slot to the next) of each region, layer by layer, row by row."""
         shape, axis = self.layout.shapes[self.at], self.layout.tensors[self.at].axis
         inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.at]
@@ -269,18 +269,18 @@ def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
     found = []
     for at, (tensor, shape) in enumerate(zip(layout.tensors, layout.shapes, strict=True)):
         start = 0
-        for segment in tensor.segments or (_whole(shape, tensor.axis, tp_size),):
+        for segment in tensor.segments or (_unsliced_segment(shape, tensor.axis, tp_size),):
             found.append(StatePart(layout, at, segment, start))
             start += segment.size
     return tuple(found)
 
 
-def _whole(shape: tuple[int, ...], axis: int, tp_size: int) -> Segment:
+def _unsliced_segment(shape: tuple[int, ...], axis: int, tp_size: int) -> Segment:
     """Return the only segment of a tensor that is not sliced: each rank holds one unit, which no other rank holds."""
     return Segment(name="all", size=shape[axis], units=1, model_units=tp_size)
 
 
-def _facts(name: str, layer: LayerCache, described: Sequence[StateTensor]) -> tuple[TensorLike, ...]:
+def _checked_tensors(name: str, layer: LayerCache, described: Sequence[StateTensor]) -> tuple[TensorLike, ...]:
     """Return the tensors of layer `name` as a tuple. LayoutError if they do not match the descriptions `described`."""
     tensors = tensors_of(name, layer)
     if len(tensors) != len(described):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Protocol, TypeAlias
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import answer
+from kvflow.checks import try_call
 from kvflow.errors import LayoutError
 
 LAYERS_MAX = 1 << 15
@@ -68,7 +68,7 @@ WholeNumbers: TypeAlias = Annotated[tuple[int, ...], whole_numbers]
 
 def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
     tensors = tuple(layer) if isinstance(layer, tuple | list) else (layer,)
-    if not tensors or not all(answer(partial(hasattr, tensor, "element_size")) for tensor in tensors):
+    if not tensors or not all(try_call(partial(hasattr, tensor, "element_size")) for tensor in tensors):
         found = ", ".join(type(tensor).__name__ for tensor in tensors[:4]) or "nothing"
         raise LayoutError(f"layer {name!r}: expected a tensor or a pair of tensors, got {found}")
     return tensors
@@ -86,30 +86,30 @@ def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
     return layers
 
 
-_DENSE = "torch.strided"
-_ADDRESSED = ("cpu", "cuda")
+_DENSE_LAYOUT = "torch.strided"
+_ADDRESSED_KINDS = ("cpu", "cuda")
 """Kinds of devices on which every tensor has an address. On other devices an address is required only where it is
 used: staged blocks need none."""
 # Attributes of torch tensors that have no plain elements in memory which a transport may write.
-_UNFIT = ("is_nested", "is_quantized", "is_complex", "is_neg", "requires_grad")
+_UNSUPPORTED = ("is_nested", "is_quantized", "is_complex", "is_neg", "requires_grad")
 
 
 def _check_tensor(name: str, tensor: TensorLike) -> None:
-    unfit = next((what for what in _UNFIT if answer(partial(_is, tensor, what))), None)
+    unfit = next((what for what in _UNSUPPORTED if try_call(partial(_has_flag, tensor, what))), None)
     if unfit is not None:
         raise LayoutError(f"layer {name!r}: cannot hold a KV cache: {unfit} is true of its tensor")
-    memory_layout = answer(lambda: str(getattr(tensor, "layout", _DENSE)))
-    if memory_layout != _DENSE:
+    memory_layout = try_call(lambda: str(getattr(tensor, "layout", _DENSE_LAYOUT)))
+    if memory_layout != _DENSE_LAYOUT:
         raise LayoutError(f"layer {name!r}: cannot hold a KV cache: its tensor's layout is {memory_layout}")
-    if answer(lambda: (tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), tensor.device)) is None:
+    if try_call(lambda: (tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), tensor.device)) is None:
         raise LayoutError(f"layer {name!r}: expected a tensor, got what has no shape, strides and device")
-    if tensor.device.type in _ADDRESSED:
+    if tensor.device.type in _ADDRESSED_KINDS:
         address_of(name, tensor)
 
 
 def address_of(name: str, tensor: TensorLike) -> int:
     """Return the address of a tensor of layer `name`. LayoutError if it has none, as on some devices."""
-    address = answer(partial(_address, tensor))
+    address = try_call(partial(_address, tensor))
     if not address and 0 not in tensor.shape:
         raise LayoutError(f"layer {name!r}: its tensor of shape {tuple(tensor.shape)} has no memory (data_ptr)")
     return address or 0
@@ -117,20 +117,20 @@ def address_of(name: str, tensor: TensorLike) -> int:
 
 def memory_of(tensor: TensorLike) -> object:
     """Return a key that is equal for tensors in the same memory: the address, or the object's id if it has none."""
-    return answer(partial(_address, tensor)) or ("tensor", id(tensor))
+    return try_call(partial(_address, tensor)) or ("tensor", id(tensor))
 
 
 def has_addresses(layers: KVCaches) -> bool:
     """Return True if all tensors of `layers` have addresses in memory."""
     tensors = [tensor for name, layer in layers.items() for tensor in tensors_of(name, layer)]
-    return all(answer(partial(_address, tensor)) for tensor in tensors)
+    return all(try_call(partial(_address, tensor)) for tensor in tensors)
 
 
 def _address(tensor: TensorLike) -> int:
     return tensor.data_ptr()
 
 
-def _is(tensor: TensorLike, what: str) -> bool:
+def _has_flag(tensor: TensorLike, what: str) -> bool:
     """Return whether the attribute `what` of a tensor, or its result if it is a method, is true.
 
     False if there is none.

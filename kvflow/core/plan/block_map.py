@@ -51,7 +51,7 @@ class RegionMap:
     remote_device: Device
     tokens: int = 0
     """Tokens of a chunk."""
-    usual: bool = False
+    full_chunks: bool = False
     """True for full chunks, False for a partly filled last chunk."""
     pieces: int = field(init=False)
     """Number of descriptors for one chunk in all pairs, if no piece is joined with a neighbour."""
@@ -62,7 +62,7 @@ class RegionMap:
     def __post_init__(self) -> None:
         object.__setattr__(self, "pieces", len(self.local_bases) * len(self.local_offsets))
         object.__setattr__(self, "chunk_size_bytes", self.pieces * self.piece_size)
-        kept = self.usual and self.pieces <= _ROWS_KEPT_MAX
+        kept = self.full_chunks and self.pieces <= _ROWS_KEPT_MAX
         object.__setattr__(self, "first_rows", self.rows() if kept else None)
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class RegionMap:
 class BlockMap:
     """Which pieces of a block are read from one peer, and where they land, for one set of layers.
 
-    `groups(tokens)` returns the region maps that read the first `tokens` tokens of each chunk.
+    `region_maps(tokens)` returns the region maps that read the first `tokens` tokens of each chunk.
 
     Args:
         local: the local regions.
@@ -114,12 +114,12 @@ class BlockMap:
     ) -> None:
         ours, theirs = _same_parts(local, remote)
         self.local_set, self.local_group, self.remote_group = local_set, local_group, remote_group
-        self.of_groups = (local_group, remote_group)
+        self.group_pair = (local_group, remote_group)
         self.remote_whole = remote
         """The peer's regions as the peer has them: fused K and V are not split."""
         positions = {layer: index for index, layer in enumerate(remote_layers)}
         wanted = set(local.distinct_layers)
-        self.places = tuple(
+        self.layer_pairs = tuple(
             (index, positions[layer])
             for index, layer in enumerate(local_layers)
             if layer in positions and index in wanted
@@ -131,17 +131,17 @@ class BlockMap:
         self.heads = heads
         self.local, self.remote = ours, theirs
         self.chunk_tokens = min(ours.block.tokens, theirs.block.tokens)
-        self._rows = _rows(ours, theirs, heads, self.places)
-        self.groups: Callable[[int], tuple[RegionMap, ...]] = lru_cache(_TAILS_MAX)(self._make_groups)
+        self._rows = _rows(ours, theirs, heads, self.layer_pairs)
+        self.region_maps: Callable[[int], tuple[RegionMap, ...]] = lru_cache(_TAILS_MAX)(self._make_region_maps)
 
     @property
     def token_size_bytes(self) -> int:
         """Bytes of one token that are read from this peer."""
         return int(self._rows.shape[1]) * self.heads.heads * self.local.block.run
 
-    def _make_groups(self, tokens: int) -> tuple[RegionMap, ...]:
+    def _make_region_maps(self, tokens: int) -> tuple[RegionMap, ...]:
         if self.opaque and tokens != self.chunk_tokens:
-            return self.groups(self.chunk_tokens)
+            return self.region_maps(self.chunk_tokens)
         ours, theirs = self.local.block, self.remote.block
         local_offsets, remote_offsets, size = _pieces(ours, theirs, tokens, self.heads.heads)
         rows = self._rows
@@ -168,7 +168,7 @@ class BlockMap:
                     local_device=self.local.device,
                     remote_device=self.remote.device,
                     tokens=tokens,
-                    usual=tokens == self.chunk_tokens,
+                    full_chunks=tokens == self.chunk_tokens,
                 )
             )
         return tuple(groups)
@@ -212,7 +212,7 @@ def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[t
     """
     ours_at = regions_of([ours for ours, _ in places], len(local.parts))
     theirs_at = regions_of([theirs for _, theirs in places], len(local.parts))
-    first = np.array(local.first_of)[ours_at] == ours_at
+    first = np.array(local.first_at_address)[ours_at] == ours_at
     ours_at, theirs_at = ours_at[first], theirs_at[first]
     rows = np.array(
         (local.bases[ours_at], local.strides[ours_at], remote.bases[theirs_at], remote.strides[theirs_at]),

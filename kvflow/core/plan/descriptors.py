@@ -27,7 +27,7 @@ GivenBlockIds: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Mapping[str
 """Block ids of a request: one list, or a list for each group of layers, in order or by the groups' names."""
 
 _MANY = 1 << 10  # number of block ids from which array operations are faster
-FEW = 1 << 5
+FEW_BLOCKS = 1 << 5
 """Number of blocks up to which plain Python is faster than array operations."""
 
 
@@ -108,23 +108,23 @@ def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> 
         given = counted(len(block_ids), "block id")
         raise RequestError(f"{what}: {given}, but the cache has {counted(num_blocks, 'block')}")
     if type(block_ids) in (list, tuple) and len(block_ids) >= _MANY:
-        return _many_ids(block_ids, num_blocks, what)
+        return _check_many_ids(block_ids, num_blocks, what)
     if type(block_ids) in (list, tuple) and set(map(type, block_ids)) <= {int}:
         if not block_ids:
             return np.empty(0, dtype=np.int64)
         # Built-in functions: for few ids and with cold caches they are faster than array operations.
         if min(block_ids) >= 0 and max(block_ids) < num_blocks and len(set(block_ids)) == len(block_ids):
             return np.array(block_ids, dtype=np.int64)
-    return _judge_block_ids(block_ids, num_blocks, what)
+    return _check_id_array(block_ids, num_blocks, what)
 
 
-def _many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
+def _check_many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
     try:
         convert(block_ids, list[int])  # the fastest way to find out whether all are of type int
         ids = np.fromiter(block_ids, np.int64, len(block_ids))
     except (ValidationError, OverflowError):
-        return _judge_block_ids(block_ids, num_blocks, what)
-    return _judge_block_ids(ids, num_blocks, what)
+        return _check_id_array(block_ids, num_blocks, what)
+    return _check_id_array(ids, num_blocks, what)
 
 
 def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence[Sequence[int]]:
@@ -132,7 +132,7 @@ def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence
     return tables[0] if len(tables) == 1 else tables
 
 
-def _judge_block_ids(block_ids: Sequence[int] | BlockIds, num_blocks: int, what: str) -> BlockIds:
+def _check_id_array(block_ids: Sequence[int] | BlockIds, num_blocks: int, what: str) -> BlockIds:
     ids = whole_numbers(block_ids, what)
     outside = (ids < 0) | (ids >= num_blocks)
     if outside.any():
@@ -190,7 +190,7 @@ class Chunks:
         begin, end = (min(max(edge - self.first, 0), len(self)) for edge in (start, stop))
         return replace(self.select(slice(begin, end)), first=self.first + begin)
 
-    def to(self, local_ids: BlockIds) -> Chunks:
+    def with_local_ids(self, local_ids: BlockIds) -> Chunks:
         """Return the same chunks with `local_ids` as the local block of each chunk."""
         return replace(self, local_ids=local_ids)
 
@@ -219,7 +219,8 @@ def match_chunks(
     A `Chunks` without chunks is left out. One block size must divide the other.
 
     Args:
-        local_ids: the local blocks to fill. They end with the block of the last offered token (`room.check_place`).
+        local_ids: the local blocks to fill. They end with the block of the last offered token
+            (`room.check_blocks_match`).
         offered: number of offered blocks.
         local_block_size: tokens of a local block.
         remote_block_size: tokens of an offered block.
@@ -263,13 +264,13 @@ def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = 
 
     `head`: a read to put in front, such as that of a seal.
     """
-    plan = _cross(groups[0], chunks, head)
+    plan = _plan_region_map(groups[0], chunks, head)
     for pairs in groups[1:]:
-        plan = plan.join(_cross(pairs, chunks, None))
+        plan = plan.join(_plan_region_map(pairs, chunks, None))
     return plan
 
 
-def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
+def _plan_region_map(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
     """Return descriptors for `head`, then for each piece of each run of chunks of each region pair, pair by pair."""
     local, remote = chunks.local_ids * pairs.local_stride, chunks.remote_ids * pairs.remote_stride
     if chunks.local_parts is not None:
@@ -282,7 +283,7 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
     size_bytes = count * pairs.chunk_size_bytes
     sizes: Int64Array | int = size
     if pieces == 1 and count > 1:
-        local, remote, sizes = _joined(local, remote, size)
+        local, remote, sizes = _join_pieces(local, remote, size)
         count = len(local)
     first = 0 if head is None else 1
     table = np.empty((2, first + regions * count * pieces, 3), dtype=np.int64)
@@ -304,7 +305,7 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
     )
 
 
-def _joined(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int64Array, Int64Array, Int64Array | int]:
+def _join_pieces(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int64Array, Int64Array, Int64Array | int]:
     """Join pieces of `size` bytes that follow each other on both sides.
 
     Return the local starts, the remote starts, and the sizes: a single number if nothing was joined.
@@ -319,7 +320,7 @@ def _joined(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int64Arra
 # --- the common small load: a few full blocks of equal size on both sides
 
 
-def alike(block_map: BlockMap) -> RegionMap | None:
+def small_load_map(block_map: BlockMap) -> RegionMap | None:
     """Return the only region map of `block_map`, with which `match_few` and `read_few` can plan a small load.
 
     None unless blocks have equally many tokens on both sides, one region map covers all regions, and a block is one
@@ -327,9 +328,9 @@ def alike(block_map: BlockMap) -> RegionMap | None:
     """
     if block_map.local.block.tokens != block_map.remote.block.tokens:
         return None
-    pairs = block_map.groups(block_map.chunk_tokens)
-    usual = len(pairs) == 1 and len(pairs[0].local_offsets) == 1 and pairs[0].first_rows is not None
-    return pairs[0] if usual else None
+    pairs = block_map.region_maps(block_map.chunk_tokens)
+    can_plan = len(pairs) == 1 and len(pairs[0].local_offsets) == 1 and pairs[0].first_rows is not None
+    return pairs[0] if can_plan else None
 
 
 def match_few(
@@ -351,10 +352,10 @@ def match_few(
 def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], head: Piece | None) -> Descriptors:
     """Return descriptors that read `blocks`, pairs of (remote block, local block), in every region pair.
 
-    `head`: a read to put in front, such as that of a seal. `pairs` must be a result of `alike`, not None. Blocks that
-    are neighbours on both sides become one read.
+    `head`: a read to put in front, such as that of a seal. `pairs`: a result of `small_load_map`, not None. Blocks
+    that are neighbours on both sides become one read.
     """
-    assert pairs is not None, "these blocks are alike"
+    assert pairs is not None, "only for blocks that small_load_map accepts"
     assert pairs.first_rows is not None, "so these are kept"
     local_stride, remote_stride, size = pairs.local_stride, pairs.remote_stride, pairs.piece_size
     ours, theirs, sizes = list[int](), list[int](), list[int]()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvflow.checks import counted
-from kvflow.core.plan.topology import CacheShare, Parallelism, Rank, differences, of_model, sources_of, stages_max
+from kvflow.core.plan.topology import CacheShare, Parallelism, Rank, differences, model_shares, sources_of, stages_max
 
 
 class RankPlan(NamedTuple):
@@ -36,7 +36,7 @@ def plan_ranks(ours: Sequence[CacheShare], parallelism: Parallelism, dp_rank: in
         return RankPlan(f"pp_size {parallelism.pp_size}, but the model has {layers}: each stage has one", (), ())
     problems: list[str] = []
     tp_ranks: set[int] = set()
-    for mine in of_model(ours):
+    for mine in model_shares(ours):
         theirs = [msgspec.structs.replace(mine, tp_rank=0, pp_rank=0, **kind) for kind in parallelism.kinds]
         unlike = [differences((mine,), (other,)) for other in theirs]
         for other, found in zip(theirs, unlike, strict=True):

@@ -13,7 +13,7 @@ from kvflow.core.plan.descriptors import BlockIds
 from kvflow.errors import RequestError
 
 
-def check_room(
+def check_not_beyond(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached_tokens: int, tokens: int, what: str, which: str
 ) -> None:
     """Raise RequestError if a request has more local blocks than `tokens` tokens fill.
@@ -29,15 +29,15 @@ def check_room(
             raise RequestError(f"{what}: {given}, {places}, but {which} fill {filled}")
 
 
-def check_place(
+def check_blocks_match(
     groups: Sequence[GroupFacts],
     tables: Sequence[BlockIds],
     cached_tokens: int,
     tokens: int,
     *,
-    told: int | None,
+    expected_tokens: int | None,
     what: str,
-    whose: str,
+    producer: str,
     kind: type[RequestError] = RequestError,
 ) -> None:
     """Check that the local blocks hold exactly the offered tokens from `cached_tokens` on.
@@ -45,16 +45,16 @@ def check_place(
     In a group that holds a prompt from its first token on, the blocks begin with the block of token `cached_tokens` and
     must end with the block of the last offered token. The blocks of a window, and a state, are those of the last
     offered token whatever their number. So it must be confirmed otherwise that the caller expects this last token: by
-    the blocks of another group, if its block size divides this group's, or by the expected tokens `told`.
+    the blocks of another group, if its block size divides this group's, or by `expected_tokens`.
 
     Args:
         groups: the local groups.
         tables: the local blocks of each group.
         cached_tokens: tokens of the prompt in front of the local blocks.
         tokens: offered tokens.
-        told: number of tokens that the caller expects; None if the caller gave no number.
+        expected_tokens: number of tokens that the caller expects; None if the caller gave no number.
         what: beginning of the message.
-        whose: name of the producer in the message.
+        producer: name of the producer in the message.
         kind: error class if blocks and offer end at different tokens.
 
     Raises:
@@ -68,7 +68,7 @@ def check_place(
     if begun and all(cached_tokens % size for size in begun):
         sizes = " or ".join(map(str, dict.fromkeys(begun)))
         raise RequestError(f"{what}: cached_tokens is {cached_tokens}, no multiple of a block's size, {sizes}")
-    offer = f"the {counted(tokens, 'token')} that {whose} offers"
+    offer = f"the {counted(tokens, 'token')} that {producer} offers"
     for group, ids in zip(groups, tables, strict=True):
         size, count = group.block_size, len(ids)
         first, end = cached_tokens // size, -(-tokens // size)
@@ -85,10 +85,14 @@ def check_place(
             continue
         if count > end:
             raise RequestError(f"{given}, but {offer} have {end}")
-        known = not all(size % other for other in whole) or (told is not None and -(-told // size) == end)
+        known = not all(size % other for other in whole) or (
+            expected_tokens is not None and -(-expected_tokens // size) == end
+        )
         if not known:
-            said = "num_tokens is not given" if told is None else f"the caller expects {told}"
-            raise kind(f"{given} end where the prompt does, but {said}, and {whose} offers {counted(tokens, 'token')}")
+            said = "num_tokens is not given" if expected_tokens is None else f"the caller expects {expected_tokens}"
+            raise kind(
+                f"{given} end where the prompt does, but {said}, and {producer} offers {counted(tokens, 'token')}"
+            )
 
 
 def _of(groups: Sequence[GroupFacts], group: GroupFacts) -> str:

@@ -29,7 +29,7 @@ def plan_slices(
     few per cent faster than writing local memory in order (measured over shared memory).
     """
     for block_map, some in reads:
-        groups = block_map.groups(some.tokens)
+        groups = block_map.region_maps(some.tokens)
         if len(some) > 1:
             parts = some.remote_parts
             keys = some.remote_ids if parts is None else some.remote_ids * (1 << 32) + parts

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.checks import counted, few
+from kvflow.checks import counted, first_few
 from kvflow.config import RANKS_MAX, Config
 from kvflow.core.bounds import Count, Fact, Layers, RankCount, RankIndex, Size
 from kvflow.core.cache.layout import PLAIN, CacheLayout
@@ -150,7 +150,7 @@ def cache_share_of(
     )
 
 
-def of_model(shares: Sequence[CacheShare]) -> Sequence[CacheShare]:
+def model_shares(shares: Sequence[CacheShare]) -> Sequence[CacheShare]:
     """Return the shares that have layers of the model itself. If all layers are of a draft model, return all shares."""
     return [share for share in shares if min(share.layers) < FIRST_DRAFT_LAYER] or shares
 
@@ -158,7 +158,7 @@ def of_model(shares: Sequence[CacheShare]) -> Sequence[CacheShare]:
 def parallelism_of(shares: Sequence[CacheShare]) -> Parallelism:
     """Return the parallelism of an engine from the shares of one of its ranks."""
     first = shares[0]
-    kinds = dict.fromkeys((one.block_size, one.kv_heads, one.model_kv_heads) for one in of_model(shares))
+    kinds = dict.fromkeys((one.block_size, one.kv_heads, one.model_kv_heads) for one in model_shares(shares))
     return Parallelism(first.tp_size, first.pp_size, *next(iter(kinds)), tuple(kinds)[1:])
 
 
@@ -220,7 +220,7 @@ def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def in_common(
+def common_shares(
     ours: Sequence[CacheShare], theirs: Sequence[CacheShare]
 ) -> Iterator[tuple[int, int, CacheShare, CacheShare]]:
     """Yield (index in `ours`, index in `theirs`, local share, remote share) for each pair with a layer in common."""
@@ -232,9 +232,9 @@ def in_common(
 
 def differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> list[str]:
     """Return why no load between two ranks can be planned, each reason as "field: ours X, theirs Y"; [] if one can."""
-    pairs = [pair[2:] for pair in in_common(ours, theirs)] or [(ours[0], theirs[0])]
-    found = [_apart("tp_size", ours[0].tp_size, theirs[0].tp_size)]
-    found += (_apart("block_size", mine.block_size, other.block_size) for mine, other in pairs)
+    pairs = [pair[2:] for pair in common_shares(ours, theirs)] or [(ours[0], theirs[0])]
+    found = [_divisibility_problem("tp_size", ours[0].tp_size, theirs[0].tp_size)]
+    found += (_divisibility_problem("block_size", mine.block_size, other.block_size) for mine, other in pairs)
     found += _layer_differences(ours, theirs)
     found += (_head_difference(mine, other) for mine, other in pairs)
     for name in ("latent", "dtype", "kv_format"):
@@ -246,7 +246,7 @@ def _difference(name: str, ours: object, theirs: object) -> str:
     return "" if ours == theirs else f"{name}: ours {ours!r}, theirs {theirs!r}"
 
 
-def _apart(name: str, ours: int, theirs: int) -> str:
+def _divisibility_problem(name: str, ours: int, theirs: int) -> str:
     return "" if _divides(ours, theirs) else f"{name}: ours {ours}, theirs {theirs}: neither divides the other"
 
 
@@ -255,12 +255,12 @@ def _layer_differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare])
         all_ours, all_theirs = layers_of(ours), layers_of(theirs)
         for part in all_ours | all_theirs:
             mine, other = all_ours.get(part, ()), all_theirs.get(part, ())
-            if apart := ({*mine} ^ {*other}) - left_out(mine, other):
+            if apart := ({*mine} ^ {*other}) - layers_left_out(mine, other):
                 of_part, hint = f" with {part}" if part else "", _hint(apart, {*mine} & {*other})
                 yield f"layers{of_part}: ours {_layers_text(mine)}, theirs {_layers_text(other)}{hint}"
 
 
-def left_out(ours: Collection[int], theirs: Collection[int]) -> frozenset[int]:
+def layers_left_out(ours: Collection[int], theirs: Collection[int]) -> frozenset[int]:
     """Return the layers of a draft model that only one side has; loads leave them out.
 
     If the sides have no layer of the model itself in common, no layer is left out.
@@ -350,7 +350,7 @@ def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> Re
     held = {layer for share in theirs for layer in share.layers}
     counted = {layer for layer in held if layer < FIRST_DRAFT_LAYER} or held
     share = Fraction(0)
-    for _, _, mine, other in in_common(ours, theirs):
+    for _, _, mine, other in common_shares(ours, theirs):
         source = source_at(mine, other)
         if source is not None:
             share += Fraction(len(counted & {*mine.layers} & {*other.layers}), source.reporters)
@@ -366,7 +366,7 @@ def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whol
     if len(stages) == 1 and stages[0] == ours:
         return ""
     held = Counter(layer for layers in stages for layer in layers)
-    common, drafts = held.keys() & {*ours}, left_out(ours, held)
+    common, drafts = held.keys() & {*ours}, layers_left_out(ours, held)
     problems = {
         "no stage holds {}": [layer for layer in ours if layer not in held and layer not in drafts],
         "{} held twice": [layer for layer in ours if held[layer] > 1],
@@ -416,4 +416,4 @@ def _divides(a: int, b: int) -> bool:
 
 def _layers_text(layers: Sequence[int]) -> str:
     """Return the number of layers and their first numbers, such as "4 (0, 1, 2, 3)"."""
-    return f"{len(layers)} ({few(sorted(layers), 6)})"
+    return f"{len(layers)} ({first_few(sorted(layers), 6)})"

@@ -16,8 +16,8 @@ import enum
 class ContactState(enum.StrEnum):
     WAITING = "waiting"
     UNDER_WAY = "under_way"
-    LEAVING = "leaving"  # preempted, but not ended: it still counts as under way
-    OVER = "over"
+    PREEMPTED = "preempted"  # not ended: it still counts as under way
+    ENDED = "ended"
 
 
 class Contact:
@@ -41,7 +41,7 @@ class Contacts:
         self._patience_s = patience_s
         self._under_way: dict[Contact, None] = {}  # in the order in which they began
         self._waiting: list[Contact] = []
-        self._leaving: Contact | None = None
+        self._preempted: Contact | None = None
 
     @property
     def under_way(self) -> int:
@@ -51,7 +51,7 @@ class Contacts:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def ask(self, now_s: float) -> Contact:
+    def request_turn(self, now_s: float) -> Contact:
         """Return a new contact: under way if fewer than the maximum are under way, else waiting."""
         contact = Contact(now_s)
         self._waiting.append(contact)
@@ -60,30 +60,30 @@ class Contacts:
 
     def end(self, contact: Contact, now_s: float) -> Contact | None:
         """End a contact, waiting or under way. Return the contact that goes under way in its place, if any."""
-        assert contact.state is not ContactState.OVER, "a contact ends once"
+        assert contact.state is not ContactState.ENDED, "a contact ends once"
         if contact.state is ContactState.WAITING:
             self._waiting.remove(contact)
         else:
             del self._under_way[contact]
-        if self._leaving is contact:
-            self._leaving = None
-        contact.state = ContactState.OVER
+        if self._preempted is contact:
+            self._preempted = None
+        contact.state = ContactState.ENDED
         return self._begin_one(now_s)
 
-    def make_way(self, now_s: float) -> Contact | None:
+    def preempt_one(self, now_s: float) -> Contact | None:
         """Choose the contact to preempt, mark it as leaving and return it. None if no preemption is due.
 
         The caller has to stop waiting for the answer, and then call `end`.
         """
         if self.due_s(now_s) > now_s:
             return None
-        self._leaving = next((one for one in self._under_way if not one.wanted), next(iter(self._under_way)))
-        self._leaving.state = ContactState.LEAVING
-        return self._leaving
+        self._preempted = next((one for one in self._under_way if not one.wanted), next(iter(self._under_way)))
+        self._preempted.state = ContactState.PREEMPTED
+        return self._preempted
 
     def due_s(self, now_s: float) -> float:
         """Return when the next preemption is due; infinity if no contact waits or one is already leaving."""
-        if not self._waiting or self._leaving is not None:
+        if not self._waiting or self._preempted is not None:
             return float("inf")
         if not all(one.wanted for one in self._under_way):
             return now_s

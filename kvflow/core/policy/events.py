@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Protocol, TypeAlias
 
-from kvflow.checks import answer, said, shown
+from kvflow.checks import error_text, short_repr, try_call
 from kvflow.errors import RequestError
 
 _PAUSE_LEAST_S, _PAUSE_MOST_S = 50e-6, 5e-3
@@ -35,9 +35,9 @@ OnEnd = Callable[[BaseException | None], None]
 
 def checked_event(value: object, what: str) -> DeviceEvent | None:
     """Return `value` if it is a DeviceEvent or None. RequestError for anything else."""
-    if value is None or answer(lambda: callable(value.query) and callable(value.synchronize)):  # type: ignore[attr-defined]
+    if value is None or try_call(lambda: callable(value.query) and callable(value.synchronize)):  # type: ignore[attr-defined]
         return value  # type: ignore[return-value]
-    raise RequestError(f"{what}: expected an event with query() and synchronize(), got {shown(value)}")
+    raise RequestError(f"{what}: expected an event with query() and synchronize(), got {short_repr(value)}")
 
 
 GivenEvent: TypeAlias = Annotated[DeviceEvent | None, checked_event]
@@ -49,11 +49,11 @@ def has_happened(event: DeviceEvent, what: str) -> bool:
     try:
         return bool(event.query())
     except Exception as error:
-        raise RequestError(f"{what}: its query() failed: {said(error)}") from error
+        raise RequestError(f"{what}: its query() failed: {error_text(error)}") from error
 
 
 class Watch:
-    """One wait for an event. The caller of `Watches.look` calls `on_end` with `error` once the wait is over."""
+    """One wait for an event. The caller of `Watches.poll` calls `on_end` with `error` once the wait is over."""
 
     def __init__(self, event: DeviceEvent, on_end: OnEnd, since_s: float) -> None:
         self._event = event
@@ -63,7 +63,7 @@ class Watch:
         self.dropped = False
         """True if the waiter has given up; then `on_end` is not called."""
 
-    def over(self) -> bool:
+    def poll(self) -> bool:
         """Poll the event. Return True if it has happened, its `query` raised (see `error`), or the wait was dropped."""
         if self.dropped:
             return True
@@ -79,7 +79,7 @@ class Watch:
 
 
 class Watches:
-    """All waits for events. Call `look` again after `pause_s` seconds."""
+    """All waits for events. Call `poll` again after `pause_s` seconds."""
 
     def __init__(self) -> None:
         self._open: list[Watch] = []
@@ -87,13 +87,13 @@ class Watches:
     def add(self, watch: Watch) -> None:
         self._open.append(watch)
 
-    def look(self) -> list[Watch]:
+    def poll(self) -> list[Watch]:
         """Poll all events, and remove the waits that are over. Return the removed waits that were not dropped."""
-        over = [watch for watch in self._open if watch.over()]
+        over = [watch for watch in self._open if watch.poll()]
         if over:
             self._open = [watch for watch in self._open if watch not in over]
         return [watch for watch in over if not watch.dropped]
 
     def pause_s(self, now_s: float) -> float | None:
-        """Return the seconds after which to call `look` again; None if no event is waited for."""
+        """Return the seconds after which to call `poll` again; None if no event is waited for."""
         return min((watch.pause_s(now_s) for watch in self._open), default=None)

@@ -23,7 +23,7 @@ from kvflow.core.policy.states import LEASE_TABLE, LeaseEvent, LeaseState, fire
 
 _RECENT_MAX = 1 << 12
 _SPARE_REMINDERS = 64
-_WHOLE_MAX = 1 << 32
+_DENOMINATOR_MAX = 1 << 32
 
 
 class Counted(enum.StrEnum):
@@ -101,11 +101,11 @@ class LeaseBook:
             due.append(self._expiring[0][0])
         return min(due, default=None)
 
-    def serving(self, request_id: str | None) -> LeaseEntry | None:
+    def open_lease_of(self, request_id: str | None) -> LeaseEntry | None:
         """Return the open lease of a request, if it has one."""
         return self._open.get(request_id) if request_id is not None else None
 
-    def served(self, request_id: str) -> bool:
+    def ended_recently(self, request_id: str) -> bool:
         """Return True if a lease of the request has ended recently and no lease of it is open."""
         return request_id in self._recent
 
@@ -146,7 +146,7 @@ class LeaseBook:
         entry.expires_s = max(entry.expires_s, min(now_s + entry.ttl_s, entry.lifetime_ends_s))
         return Counted.NOTED
 
-    def read(
+    def note_read(
         self, lease_id: str, reader: str, share: tuple[int, int], now_s: float
     ) -> tuple[Counted, LeaseEntry | None]:
         """Note that `reader` has read its share (numerator, denominator) of a lease.
@@ -157,7 +157,7 @@ class LeaseBook:
         if entry is None or not entry.is_open:
             return Counted.LATE, None
         part, whole = share
-        if not 0 < part <= whole <= _WHOLE_MAX:
+        if not 0 < part <= whole <= _DENOMINATOR_MAX:
             return Counted.MALFORMED, None
         if reader in entry.readers:
             return Counted.DUPLICATE, None
@@ -190,7 +190,7 @@ class LeaseBook:
             elif self.end(entry, "expire", now_s):
                 yield entry
 
-    def release(self, now_s: float) -> list[LeaseEntry]:
+    def release_held(self, now_s: float) -> list[LeaseEntry]:
         """Remove the ended leases with a finished hold from the book, and return them.
 
         No reader can prove a read of their blocks from here on, so the producer may reuse them (invariant I3).

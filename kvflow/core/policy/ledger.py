@@ -6,7 +6,7 @@ of its pool (`CacheGroup.split`), they have one entry.
 
 Every block is free, leased (one or more leases protect it from writes), in flight (a load writes it) or quarantined (a
 load has ended, but its bytes may still land). Leases can share a block; a write excludes every other use. If a load has
-several sources, its blocks are *kept*: they stay claimed from one source to the next.
+several sources, its blocks stay *claimed* from one source to the next.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow import checks
-from kvflow.checks import counted, shown
+from kvflow.checks import counted, short_repr
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.plan.descriptors import BlockIds, check_block_ids
 from kvflow.errors import BlocksBusy, RequestError
@@ -43,7 +43,7 @@ class BlockCounts:
 class BlockLedger:
     """The use of each local block: free, leased, in flight or quarantined.
 
-    Methods take entries, which number the blocks of all pools; `find` translates block ids to entries.
+    Methods take entries, which number the blocks of all pools; `find_entries` translates block ids to entries.
     """
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
@@ -59,10 +59,10 @@ class BlockLedger:
                 self._first[pool] = total
                 total += num_blocks // split
         self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
-        self._kept: list[BlockIds] = []
-        """Arrays of entries that are claimed by `keep`, compared by identity."""
+        self._claimed: list[BlockIds] = []
+        """Arrays of entries that are claimed by `claim_for_sources`, compared by identity."""
 
-    def find(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
+    def find_entries(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
         """Check the block ids of a request. Return them by group, and their entries.
 
         With one group `block_ids` is a sequence. With several it is a sequence for each group, or a mapping by the
@@ -92,7 +92,7 @@ class BlockLedger:
             found.append(own + self._first[pool])
         return np.concatenate(found)
 
-    def check_there(self, counts: Sequence[int], what: str) -> None:
+    def check_enough_blocks(self, counts: Sequence[int], what: str) -> None:
         """Raise RequestError if even an empty cache is too small for `counts[i]` blocks in each group i."""
         needed, there = dict.fromkeys(self._first, 0), dict.fromkeys(self._first, 0)
         for pool, num_blocks, split, count in zip(self._pools, self._num_blocks, self._splits, counts, strict=True):
@@ -108,10 +108,10 @@ class BlockLedger:
             by_name = checks.mapping(block_ids, what)
             unknown = next((name for name in by_name if name not in self._names), None)
             if unknown is not None:
-                raise RequestError(f"{what}: no group {shown(unknown)}, there are {self._names}")
+                raise RequestError(f"{what}: no group {short_repr(unknown)}, there are {self._names}")
             return [by_name.get(name, ()) for name in self._names]
         if not isinstance(block_ids, tuple | list) or len(block_ids) != len(self._names):
-            raise RequestError(f"{what}: expected block ids for each of {self._names}, got {shown(block_ids)}")
+            raise RequestError(f"{what}: expected block ids for each of {self._names}, got {short_repr(block_ids)}")
         return block_ids
 
     def lease(self, ids: BlockIds) -> None:
@@ -132,41 +132,41 @@ class BlockLedger:
         BlocksBusy if one of them is leased, in flight or quarantined.
         """
         use = self._use[ids]
-        if use.any() and not self._keeps(ids):
+        if use.any() and not self._is_claimed(ids):
             self._refuse(ids, use != _FREE, "loaded")
         self._use[ids] = _IN_FLIGHT
 
-    def keep(self, ids: BlockIds) -> None:
-        """Claim blocks for a load with several sources, until `let_go`. BlocksBusy as for `begin_load`.
+    def claim_for_sources(self, ids: BlockIds) -> None:
+        """Claim blocks for a load with several sources, until `end_claim`. BlocksBusy as for `begin_load`.
 
         Meanwhile each attempt calls `begin_load` with the same array, which succeeds.
         """
         self.begin_load(ids)
-        self._kept.append(ids)
+        self._claimed.append(ids)
 
-    def let_go(self, ids: BlockIds, *, safe: bool) -> None:
-        """End the claim of `keep` on the array `ids`.
+    def end_claim(self, ids: BlockIds, *, safe: bool) -> None:
+        """End the claim of `claim_for_sources` on the array `ids`.
 
         The blocks are free if `safe`, which says that no further byte can land; else quarantined until `end_load`.
         """
-        self._kept = [one for one in self._kept if one is not ids]
+        self._claimed = [one for one in self._claimed if one is not ids]
         if safe:
             self.end_load(ids)
         else:
             self.quarantine(ids)
 
-    def _keeps(self, ids: BlockIds) -> bool:
-        return any(one is ids for one in self._kept)
+    def _is_claimed(self, ids: BlockIds) -> bool:
+        return any(one is ids for one in self._claimed)
 
     def quarantine(self, ids: BlockIds) -> None:
-        """Quarantine the blocks of an ended load in which bytes may still land. Kept blocks stay in flight."""
+        """Quarantine the blocks of an ended load in which bytes may still land. Claimed blocks stay in flight."""
         assert (self._use[ids] == _IN_FLIGHT).all(), "quarantined a block that is not in flight"
-        self._use[ids] = _IN_FLIGHT if self._kept and self._keeps(ids) else _QUARANTINED
+        self._use[ids] = _IN_FLIGHT if self._claimed and self._is_claimed(ids) else _QUARANTINED
 
     def end_load(self, ids: BlockIds) -> None:
-        """Free the blocks of a load in which no further byte can land. Kept blocks stay in flight."""
+        """Free the blocks of a load in which no further byte can land. Claimed blocks stay in flight."""
         assert (self._use[ids] < _FREE).all(), "ended the load of a block that is not in flight"
-        self._use[ids] = _IN_FLIGHT if self._kept and self._keeps(ids) else _FREE
+        self._use[ids] = _IN_FLIGHT if self._claimed and self._is_claimed(ids) else _FREE
 
     def counts(self) -> BlockCounts:
         """Return the numbers of blocks by use."""

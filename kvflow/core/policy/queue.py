@@ -33,7 +33,7 @@ _SIZE = itemgetter(0)
 class PermitState(enum.StrEnum):
     WAITING = "waiting"
     UNDER_WAY = "under_way"
-    OVER = "over"
+    ENDED = "ended"
 
 
 @dataclass(slots=True, eq=False)
@@ -47,10 +47,10 @@ class Permit:
     on_grant: Callable[[], None] | None = None
     """Called when the permit is granted after a wait. It must not ask for or end permits itself."""
     delivered_before: int = 0
-    """The peer's `_Room.delivered` when the permit was granted."""
+    """The peer's `_Budget.delivered` when the permit was granted."""
 
 
-class _Place(NamedTuple):
+class _HeapEntry(NamedTuple):
     """Entry of a peer's heap for a permit that is not granted yet. Entries are compared by `priority`, then by `order`,
     which is unique."""
 
@@ -60,22 +60,22 @@ class _Place(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Room:
+class _Budget:
     """The limits of one peer, or of all peers together, the amounts of granted permits, and the waiting permits."""
 
     limits: Amount
     used: Amount
     permits: int = 0
-    waiting: list[_Place] = field(default_factory=list)
+    waiting: list[_HeapEntry] = field(default_factory=list)
     delivered: int = 0
     """How much of the first quantity the peer has delivered since it last had no permits."""
 
 
-def _fits(more: Amount, *rooms: _Room) -> bool:
-    """Return True if all `rooms` have space for `more` within their limits, or have no permit under way."""
-    for room in rooms:
-        if room.permits:
-            for taken, wanted, most in zip(room.used, more, room.limits, strict=True):
+def _fits(more: Amount, *budgets: _Budget) -> bool:
+    """Return True if all `budgets` have space for `more` within their limits, or have no permit under way."""
+    for budget in budgets:
+        if budget.permits:
+            for taken, wanted, most in zip(budget.used, more, budget.limits, strict=True):
                 if taken + wanted > most:
                     return False
     return True
@@ -94,8 +94,8 @@ class FairQueue:
         self._peer_limits = limits if peer_limits is None else peer_limits
         assert len(limits) == len(self._peer_limits), f"{limits} and {peer_limits} bound different things"
         self._nothing = (0,) * len(limits)
-        self._room = _Room(limits, self._nothing)
-        self._peers: dict[str, _Room] = {}
+        self._total = _Budget(limits, self._nothing)
+        self._peers: dict[str, _Budget] = {}
         self._speeds: dict[str, float] = {}
         """Speed, in units of the first quantity per second, of each peer that has a larger limit than the others."""
         self._asked = 0
@@ -104,33 +104,33 @@ class FairQueue:
     @property
     def used(self) -> Amount:
         """The amounts of all permits under way, added up."""
-        return self._room.used
+        return self._total.used
 
     def peers(self) -> Iterator[tuple[str, Amount, int]]:
         """Yield (peer, amounts under way, number of waiting permits)."""
-        for peer, room in self._peers.items():
-            yield peer, room.used, len(room.waiting)
+        for peer, budget in self._peers.items():
+            yield peer, budget.used, len(budget.waiting)
 
-    def ask(self, amount: Amount, peer: str = "", priority: int = 0) -> Permit:
+    def request_permit(self, amount: Amount, peer: str = "", priority: int = 0) -> Permit:
         """Return a new permit: under way if its amount fits, else waiting.
 
         If the new permit becomes the first in its peer's queue, this call may also grant permits of other peers, which
         the former first permit has blocked.
         """
         permit = Permit(peer, amount, priority)
-        room = self._peers.get(peer)
-        if room is None:
-            room = self._peers[peer] = _Room(self._peer_limits, self._nothing)
+        budget = self._peers.get(peer)
+        if budget is None:
+            budget = self._peers[peer] = _Budget(self._peer_limits, self._nothing)
             if peer in self._speeds:
-                room.limits = (int(self._speeds[peer] * self._ahead_s), *self._peer_limits[1:])
-        every = self._room
-        if not self.waiting and (not every.permits or _fits(amount, room, every)):
+                budget.limits = (int(self._speeds[peer] * self._ahead_s), *self._peer_limits[1:])
+        every = self._total
+        if not self.waiting and (not every.permits or _fits(amount, budget, every)):
             self._begin(permit)
             return permit
         self._asked += 1
-        heapq.heappush(room.waiting, _Place(priority, self._asked, permit))
+        heapq.heappush(budget.waiting, _HeapEntry(priority, self._asked, permit))
         self.waiting += 1
-        if room.waiting[0].permit is permit:
+        if budget.waiting[0].permit is permit:
             self._grant()
         return permit
 
@@ -139,30 +139,30 @@ class FairQueue:
 
         `took_s`: seconds from the grant until the peer had delivered the amount; 0 if it was not delivered.
         """
-        assert permit.state is not PermitState.OVER, "a permit is given back once"
-        room = self._peers[permit.peer]
+        assert permit.state is not PermitState.ENDED, "a permit is given back once"
+        budget = self._peers[permit.peer]
         if took_s > 0 and self._ahead_s > 0:
-            room.delivered += permit.amount[0]
+            budget.delivered += permit.amount[0]
             known = self._speeds.get(permit.peer, 0.0)
-            speed = max((room.delivered - permit.delivered_before) / took_s, known * (1 - _FADE))
+            speed = max((budget.delivered - permit.delivered_before) / took_s, known * (1 - _FADE))
             if speed * self._ahead_s > self._peer_limits[0]:
                 self._speeds[permit.peer] = speed
-                room.limits = (int(speed * self._ahead_s), *self._peer_limits[1:])
+                budget.limits = (int(speed * self._ahead_s), *self._peer_limits[1:])
                 if len(self._speeds) > _FAST_PEERS_MAX:
                     del self._speeds[next(iter(self._speeds))]
             elif known:
                 del self._speeds[permit.peer]
-                room.limits = self._peer_limits
+                budget.limits = self._peer_limits
         if permit.state is PermitState.WAITING:
-            room.waiting = [place for place in room.waiting if place.permit is not permit]
-            heapq.heapify(room.waiting)
+            budget.waiting = [place for place in budget.waiting if place.permit is not permit]
+            heapq.heapify(budget.waiting)
             self.waiting -= 1
         else:
-            for one in (self._room, room):
+            for one in (self._total, budget):
                 one.permits -= 1
                 one.used = tuple(map(sub, one.used, permit.amount))
-        permit.state = PermitState.OVER
-        if not room.waiting and not room.permits:
+        permit.state = PermitState.ENDED
+        if not budget.waiting and not budget.permits:
             del self._peers[permit.peer]
         return self._grant() if self.waiting else []
 
@@ -170,8 +170,8 @@ class FairQueue:
         """Grant every permit that fits, call its `on_grant`, and return the permits."""
         granted = []
         while self.waiting and (permit := self._next()) is not None:
-            room = self._peers[permit.peer]
-            heapq.heappop(room.waiting)
+            budget = self._peers[permit.peer]
+            heapq.heappop(budget.waiting)
             self.waiting -= 1
             self._begin(permit)
             granted.append(permit)
@@ -182,24 +182,24 @@ class FairQueue:
 
     def _next(self) -> Permit | None:
         """Return the next permit that may be granted by the rules of the module; None if there is none."""
-        heads = (room.waiting[0] for room in self._peers.values() if room.waiting)
+        heads = (budget.waiting[0] for budget in self._peers.values() if budget.waiting)
         able = []
         for head in heads:
-            room = self._peers[head.permit.peer]
-            if _fits(head.permit.amount, room):
+            budget = self._peers[head.permit.peer]
+            if _fits(head.permit.amount, budget):
                 able.append(head)
         if not able:
             return None
-        permit, every = min(able).permit, self._room
+        permit, every = min(able).permit, self._total
         return permit if _fits(permit.amount, every) else None
 
     def _begin(self, permit: Permit) -> None:
         """Count a permit as under way."""
-        room = self._peers[permit.peer]
-        for one in (self._room, room):
+        budget = self._peers[permit.peer]
+        for one in (self._total, budget):
             one.permits += 1
             one.used = tuple(map(add, one.used, permit.amount))
-        permit.state, permit.delivered_before = PermitState.UNDER_WAY, room.delivered
+        permit.state, permit.delivered_before = PermitState.UNDER_WAY, budget.delivered
 
 
 class ShortestFirst(Generic[ItemT]):

@@ -28,7 +28,7 @@ def fire(table: Table[StateT, EventT], state: StateT, event: EventT) -> StateT:
         raise IllegalTransition(f"{type(state).__name__} {state}: no transition for {event}") from None
 
 
-def knows(table: Table[StateT, EventT], state: StateT, event: EventT) -> bool:
+def allows(table: Table[StateT, EventT], state: StateT, event: EventT) -> bool:
     """Return True if `table` has a row for `event` in `state`. Late and duplicate messages have none."""
     return (state, event) in table
 

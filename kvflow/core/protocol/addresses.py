@@ -8,14 +8,14 @@ from functools import partial
 from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 
 from kvflow import checks
-from kvflow.checks import shown
+from kvflow.checks import short_repr
 from kvflow.config import ENGINE_ID_CHARS_MAX
 from kvflow.core.bounds import Count, Name, NetAddress
 from kvflow.core.plan.topology import Rank
 from kvflow.errors import PeerError, RequestError
 from kvflow.hosts import address_at, is_host, split_address
 
-_LIFE = re.compile(r"/([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})#(.+)")
+_AGENT_NAME = re.compile(r"/([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})#(.+)")
 
 UNKNOWN_ENGINE = "unknown engine"
 """First words of the reason with which a rank refuses a question to another engine."""
@@ -41,7 +41,7 @@ class Address(NamedTuple):
 def _side_channel(value: object, what: str) -> str:
     host, port = split_address(checks.text(value, what), what=what, error=RequestError)
     if not is_host(host) or not port:
-        raise RequestError(f"{what}: expected a host and port to connect to, got {shown(value)}")
+        raise RequestError(f"{what}: expected a host and port to connect to, got {short_repr(value)}")
     return address_at(host, port)
 
 
@@ -66,7 +66,7 @@ class PeerAddress:
     tp_rank: Count = 0
 
     def __post_init__(self) -> None:
-        checks.settle(self, RequestError)
+        checks.normalize_fields(self, RequestError)
 
 
 def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
@@ -74,10 +74,10 @@ def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
     return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
 
 
-def life_of(agent: str, engine_id: str) -> tuple[Rank, str] | None:
+def parse_agent_name(agent: str, engine_id: str) -> tuple[Rank, str] | None:
     """Parse a name made by `agent_name` for the engine.
 
     Return rank and incarnation; None if `agent` has another form.
     """
-    found = _LIFE.fullmatch(agent.removeprefix(engine_id)) if agent.startswith(engine_id) else None
+    found = _AGENT_NAME.fullmatch(agent.removeprefix(engine_id)) if agent.startswith(engine_id) else None
     return None if found is None else (Rank(*map(int, found.groups()[:3])), found[4])

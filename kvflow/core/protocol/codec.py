@@ -13,7 +13,7 @@ from typing import Any, Union, get_args
 
 import msgspec
 
-from kvflow.checks import answer, counted, printable, refusal
+from kvflow.checks import counted, printable, refused_value_text, try_call
 from kvflow.core.bounds import Count, Digest, Name
 from kvflow.core.protocol.messages import CoreRequest, ReaderRequest, Reply, Request
 from kvflow.core.protocol.notifications import Notification
@@ -74,7 +74,7 @@ def decode_request(frame: bytes, kinds: Any = CoreRequest) -> Request:
     try:
         message: Request = _decode(frame, kinds)
     except WireError as error:
-        raw = answer(partial(msgspec.msgpack.decode, frame))
+        raw = try_call(partial(msgspec.msgpack.decode, frame))
         tag = raw.get("type") if isinstance(raw, dict) else None
         if not isinstance(tag, str) or tag in {kind.__struct_config__.tag for kind in get_args(kinds)}:
             raise
@@ -98,8 +98,8 @@ def _decode(data: bytes, kind: Any) -> Any:
     except InvalidInput as error:  # raised by a struct that checks its own values
         raise _undecoded(data, str(error)) from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raw = answer(partial(msgspec.msgpack.decode, data))
-        raise _undecoded(data, str(error) if raw is None else refusal(error, raw)) from error
+        raw = try_call(partial(msgspec.msgpack.decode, data))
+        raise _undecoded(data, str(error) if raw is None else refused_value_text(error, raw)) from error
 
 
 def _undecoded(data: bytes, why: str) -> WireError:

@@ -50,13 +50,13 @@ from kvflow.limits import PAYLOAD_BYTES_MAX
 REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
 AGENT_METADATA_BYTES_MAX = 1 << 26
-INSTEAD_BYTES_MAX = 1 << 13
+REDIRECT_BYTES_MAX = 1 << 13
 """Maximum bytes of a pending ticket that redirects readers to another engine. If its ranks do not fit, readers are not
 redirected."""
 
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
-Instead: TypeAlias = Annotated[bytes, Meta(max_length=INSTEAD_BYTES_MAX)]
+Redirect: TypeAlias = Annotated[bytes, Meta(max_length=REDIRECT_BYTES_MAX)]
 Numbers: TypeAlias = Annotated[list[Size], Meta(max_length=REGIONS_MAX)]
 
 
@@ -167,7 +167,7 @@ class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
     request_id: RequestName
     reason: Reason
     """Reason that the waiting readers get."""
-    instead: Instead = b""
+    instead: Redirect = b""
     """Pending ticket with which readers can get the request elsewhere: see `LeaseAnswer.instead`."""
 
 
@@ -253,7 +253,7 @@ class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     payload: Annotated[bytes, Meta(max_length=PAYLOAD_BYTES_MAX)] = b""
     reason: Reason = ""
     """Reason, if the state is FAILED."""
-    instead: Instead = b""
+    instead: Redirect = b""
     """Pending ticket for the engine that serves the request instead, as MessagePack of `Ticket.to_params`; empty if no
     engine is known."""
 
@@ -301,6 +301,6 @@ def digest_of(block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> bytes
     return hashlib.sha256(msgspec.msgpack.encode(block_ids), usedforsecurity=False).digest()[:16]
 
 
-def asked_by(request: Request) -> str:
+def claimed_engine_id(request: Request) -> str:
     """Return the engine id that a request claims to come from. If the reader's name is invalid, it may be any text."""
     return request.sender.engine_id if isinstance(request, Goodbye) else request.reader.rpartition("/")[0]

@@ -52,8 +52,8 @@ def leases_max(reader: str, bytes_max: int) -> int:
     return max((bytes_max - rest_bytes) // id_bytes, 1)
 
 
-def joined(payloads: Sequence[bytes], leases_most: int) -> list[bytes]:
-    """Join encoded `ReadDone` messages to one producer into fewer messages, each with at most `leases_most` lease ids.
+def join_read_done(payloads: Sequence[bytes], lease_ids_max: int) -> list[bytes]:
+    """Join encoded `ReadDone` messages to one producer into fewer, each with at most `lease_ids_max` lease ids.
 
     Messages are joined if reader and share are equal.
     """
@@ -62,7 +62,7 @@ def joined(payloads: Sequence[bytes], leases_most: int) -> list[bytes]:
         done = _READ_DONE.decode(payload)
         lease_ids.setdefault((done.reader, done.numerator, done.denominator), []).extend(done.lease_ids)
     return [
-        _encode(ReadDone(tuple(ids[start : start + leases_most]), *share))
+        _encode(ReadDone(tuple(ids[start : start + lease_ids_max]), *share))
         for share, ids in lease_ids.items()
-        for start in range(0, len(ids), leases_most)
+        for start in range(0, len(ids), lease_ids_max)
     ]

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from kvflow.checks import answer, count, counted, shown, whole_numbers
+from kvflow.checks import count, counted, short_repr, try_call, whole_numbers
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import TOKENS, PromptMismatch, RequestError
 
@@ -59,13 +59,13 @@ class MarkedPrompt(list[int]):
         if not isinstance(index, slice):
             return found
         places = range(len(self))[index]
-        return MarkedPrompt(found, _moved([mark for mark in self.marks if mark.place in places], places.index))
+        return MarkedPrompt(found, _shift_marks([mark for mark in self.marks if mark.place in places], places.index))
 
     def __add__(self, more: list[Any]) -> MarkedPrompt:  # type: ignore[override]
-        return MarkedPrompt([*self, *more], (*self.marks, *_moved(marks_of(more), len(self).__add__)))
+        return MarkedPrompt([*self, *more], (*self.marks, *_shift_marks(marks_of(more), len(self).__add__)))
 
 
-def _moved(marks: Iterable[Mark], to: Callable[[int], int]) -> list[Mark]:
+def _shift_marks(marks: Iterable[Mark], to: Callable[[int], int]) -> list[Mark]:
     return [msgspec.structs.replace(mark, place=to(mark.place)) for mark in marks]
 
 
@@ -147,7 +147,7 @@ def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -
             f"request {request_id!r}: the prompt has {counted(len(token_ids), 'token')}, fewer than num_tokens "
             f"{num_tokens}"
         )
-    return prompt_digest(request_id, _beginning(token_ids, num_tokens, what))
+    return prompt_digest(request_id, _first_tokens(token_ids, num_tokens, what))
 
 
 def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
@@ -163,7 +163,7 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
             f"{what}: its prompt has {counted(found, 'token')}, the ticket of request {ticket.request_id!r} offers "
             f"{offered}"
         )
-    digest = prompt_digest(ticket.request_id, _beginning(token_ids, offered, f"{what}: prompt"))
+    digest = prompt_digest(ticket.request_id, _first_tokens(token_ids, offered, f"{what}: prompt"))
     if digest == ticket.prompt_digest:
         return
     parts, why = _compared(digest, ticket.prompt_digest)
@@ -201,7 +201,7 @@ def _split(digest: str) -> tuple[str, dict[str, str]]:
     return tokens, dict(part.split("=", 1) for part in parts)
 
 
-def check_alike(first: Ticket, other: Ticket, what: str) -> None:
+def check_same_prompt(first: Ticket, other: Ticket, what: str) -> None:
     """Raise PromptMismatch if two tickets are known to be for different prompts.
 
     Their numbers of tokens are compared, and their digests if the request ids are equal: a digest is salted with the
@@ -221,8 +221,8 @@ def check_alike(first: Ticket, other: Ticket, what: str) -> None:
         raise PromptMismatch(f"{what}: {why}", parts=parts)
 
 
-def _beginning(token_ids: Sequence[int], num_tokens: int, what: str) -> Sequence[int]:
-    found = answer(lambda: token_ids[:num_tokens])
+def _first_tokens(token_ids: Sequence[int], num_tokens: int, what: str) -> Sequence[int]:
+    found = try_call(lambda: token_ids[:num_tokens])
     if found is None:
-        raise RequestError(f"{what}: expected a list of token ids, got {shown(token_ids)}")
+        raise RequestError(f"{what}: expected a list of token ids, got {short_repr(token_ids)}")
     return found

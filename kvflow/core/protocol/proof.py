@@ -50,22 +50,22 @@ _WORD_COUNTS = SEAL_SIZE_BYTES // 4
 
 
 class SealTable:
-    """Words of 16 bytes in host memory, free or used: a producer's seals, or places where a reader's fetches land."""
+    """Slots of 16 bytes in host memory, free or used: a producer's seals, or places where a reader's fetches land."""
 
     def __init__(self, count: int) -> None:
-        self.words: npt.NDArray[np.uint8] = np.zeros((count, SEAL_SIZE_BYTES), dtype=np.uint8)
-        self._bytes = memoryview(self.words.reshape(-1).data)
+        self.slots: npt.NDArray[np.uint8] = np.zeros((count, SEAL_SIZE_BYTES), dtype=np.uint8)
+        self._bytes = memoryview(self.slots.reshape(-1).data)
         self._counts = self._bytes.cast("I")[_WORD_COUNTS - 1 :: _WORD_COUNTS]
         self._free = deque(range(count - 1, -1, -1))
-        self._address = int(self.words.ctypes.data)
+        self._address = int(self.slots.ctypes.data)
 
     @property
     def span(self) -> Span:
-        return Span(address=self.address(0), size_bytes=self.words.nbytes)
+        return Span(address=self.address(0), size_bytes=self.slots.nbytes)
 
     @property
     def count(self) -> int:
-        return len(self.words)
+        return len(self.slots)
 
     @property
     def used(self) -> int:
@@ -74,32 +74,32 @@ class SealTable:
     def address(self, index: int) -> int:
         return self._address + index * SEAL_SIZE_BYTES
 
-    def take(self) -> int | None:
-        """Take a free word. Return its index, or None if all words are used."""
+    def take_slot(self) -> int | None:
+        """Take a free slot. Return its index, or None if all slots are used."""
         return self._free.pop() if self._free else None
 
-    def give_back(self, index: int) -> None:
-        """Wipe the word at `index` and mark it as free."""
-        self.words[index] = 0
+    def free_slot(self, index: int) -> None:
+        """Wipe the slot at `index` and mark it as free."""
+        self.slots[index] = 0
         self._free.append(index)
 
-    def retire(self, index: int) -> None:
-        """Mark the word at `index` as free without wiping it. It is taken last, and keeps its content until then."""
+    def retire_slot(self, index: int) -> None:
+        """Mark the slot at `index` as free without wiping it. It is taken last, and keeps its content until then."""
         self._free.appendleft(index)
 
     def seal(self, index: int, lease_id: str, tokens_missing: int = 0) -> None:
-        """Write a lease's id into a word, with the number of tokens that cannot be read yet."""
+        """Write a lease's id into a slot, with the number of tokens that cannot be read yet."""
         word, start = bytes.fromhex(lease_id), index * SEAL_SIZE_BYTES
         self._bytes[start : start + _SECRET_BYTES] = word[:_SECRET_BYTES]
         # One aligned store: a reader sees the old count or the new one.
         self._counts[index] = int.from_bytes(word[_SECRET_BYTES:], "little") ^ tokens_missing
 
     def tokens_missing(self, index: int, lease_id: str) -> int | None:
-        """Return how many tokens of a lease cannot be read yet, as the word at `index` says.
+        """Return how many tokens of a lease cannot be read yet, as the slot at `index` says.
 
-        FAILED if the prompt could not be computed. None if the word is not the lease's seal.
+        FAILED if the prompt could not be computed. None if the slot is not the lease's seal.
         """
-        word: bytes = self.words[index].tobytes()
+        word: bytes = self.slots[index].tobytes()
         wanted = bytes.fromhex(lease_id)
         if word == wanted and word != _WIPED:  # the usual case, in few steps
             return 0
@@ -108,7 +108,7 @@ class SealTable:
         return int.from_bytes(word[_SECRET_BYTES:], "little") ^ int.from_bytes(wanted[_SECRET_BYTES:], "little")
 
 
-class Step(enum.StrEnum):
+class ProofStep(enum.StrEnum):
     """What to do next about a read, or the verdict on it, as far as its lease is known."""
 
     POST = "post"  # as far as is known the lease is open: post the read
@@ -123,8 +123,8 @@ class Proof(Protocol):
     `SealProof` says what each method does.
     """
 
-    asked: bool
-    seen_s: float
+    fetch_posted: bool
+    last_open_s: float
 
     @property
     def kind(self) -> str: ...
@@ -133,51 +133,52 @@ class Proof(Protocol):
     def grows(self) -> bool: ...
 
     @property
-    def looking(self) -> bool: ...
+    def fetch_under_way(self) -> bool: ...
 
     @property
-    def over(self) -> bool: ...
+    def lease_ended(self) -> bool: ...
 
     @property
     def failed(self) -> bool: ...
 
-    def there(self, num_tokens: int) -> int: ...
+    def readable_tokens(self, num_tokens: int) -> int: ...
 
-    def anew(self) -> Proof: ...
+    def fresh_copy(self) -> Proof: ...
 
-    def fetching(self) -> None: ...
+    def note_fetch_posted(self) -> None: ...
 
-    def heard(self, tokens_missing: int | None, posted_s: float) -> None: ...
+    def note_fetched(self, tokens_missing: int | None, posted_s: float) -> None: ...
 
-    def before(self) -> Step: ...
+    def judge_before_post(self) -> ProofStep: ...
 
-    def after(self, read_s: float | None) -> Step: ...
+    def judge_after_read(self, read_s: float | None) -> ProofStep: ...
 
 
 class SealProof:
     """The proof that one lease covered a load's reads. Pure: the caller fetches the seal and gives the times.
 
-    Call `fetching` when a fetch of the seal is posted and `heard` with its result, `before` before each read is posted,
-    and `after` once the last byte has landed.
+    Call `note_fetch_posted` when a fetch of the seal is posted and `note_fetched` with its result, `judge_before_post`
+    before each read is posted, and `judge_after_read` once the last byte has landed.
 
     The seal is fetched with the first read, and must show that no token is missing. If the lease `grows`, because part
-    of it is still being computed or staged, only tokens are read that a fetched seal has shown as readable (`there`).
+    of it is still being computed or staged, only tokens are read that a fetched seal has shown as readable
+    (`readable_tokens`).
     """
 
     kind = "seal"
     """Kind of proof, for `LoadReport.freshness`."""
 
     def __init__(self, *, grows: bool, quick_read_max_s: float) -> None:
-        self.asked = False
+        self.fetch_posted = False
         """True once a fetch of the seal was posted."""
         self.grows = grows
         """True if some tokens may not be readable yet."""
-        self.seen_s = -math.inf
+        self.last_open_s = -math.inf
         """Time at which the fetch was posted that last found the lease open."""
         self._quick_read_max_s = quick_read_max_s
-        self.looking = False
+        self.fetch_under_way = False
         """True while a fetch of the seal is under way."""
-        self.over = False
+        self.lease_ended = False
         """True once a fetched seal has shown that the lease has ended."""
         self._seen: int | None = None
 
@@ -186,49 +187,49 @@ class SealProof:
         """True if a fetched seal has shown that the prompt could not be computed."""
         return self._seen == FAILED
 
-    def there(self, num_tokens: int) -> int:
+    def readable_tokens(self, num_tokens: int) -> int:
         """Return how many of the lease's `num_tokens` tokens may be read now: all unless the lease `grows`.
 
         If it grows, these are the tokens that the last fetched seal has shown as readable.
         """
         if not self.grows:
             return num_tokens
-        return 0 if self.over or self._seen is None else num_tokens - self._seen
+        return 0 if self.lease_ended or self._seen is None else num_tokens - self._seen
 
-    def anew(self) -> SealProof:
+    def fresh_copy(self) -> SealProof:
         """Return a new proof for another read under the same lease. It has not fetched the seal yet."""
         return SealProof(grows=self.grows, quick_read_max_s=self._quick_read_max_s)
 
-    def fetching(self) -> None:
+    def note_fetch_posted(self) -> None:
         """Note that a fetch of the seal was posted."""
-        self.asked = self.looking = True
+        self.fetch_posted = self.fetch_under_way = True
 
-    def heard(self, tokens_missing: int | None, posted_s: float) -> None:
+    def note_fetched(self, tokens_missing: int | None, posted_s: float) -> None:
         """Note the result of the fetch that was posted at `posted_s`, from `SealTable.tokens_missing`."""
-        self.asked, self.looking = True, False
+        self.fetch_posted, self.fetch_under_way = True, False
         if tokens_missing is None or tokens_missing == FAILED:
-            if tokens_missing is not None or not self.over:
+            if tokens_missing is not None or not self.lease_ended:
                 self._seen = tokens_missing
-            self.over = True
-        elif not self.over:
-            self._seen, self.seen_s = tokens_missing, posted_s
+            self.lease_ended = True
+        elif not self.lease_ended:
+            self._seen, self.last_open_s = tokens_missing, posted_s
 
-    def before(self) -> Step:
+    def judge_before_post(self) -> ProofStep:
         """Return POST if a read may be posted, STALE if the lease has ended.
 
-        `there` says how many tokens may be read.
+        `readable_tokens` says how many tokens may be read.
         """
-        return Step.STALE if self.over else Step.POST
+        return ProofStep.STALE if self.lease_ended else ProofStep.POST
 
-    def after(self, read_s: float | None) -> Step:
+    def judge_after_read(self, read_s: float | None) -> ProofStep:
         """Return the verdict on the reads once all have ended: FRESH, STALE, or FETCH to fetch the seal again.
 
         `read_s`: seconds since the post of the last fetch that found the lease open; None if that fetch was posted
         after the last byte had landed.
         """
-        if self.over or self._seen is None or (self._seen > 0 and not self.grows):
-            return Step.STALE
-        return Step.FRESH if read_s is None or read_s < self._quick_read_max_s else Step.FETCH
+        if self.lease_ended or self._seen is None or (self._seen > 0 and not self.grows):
+            return ProofStep.STALE
+        return ProofStep.FRESH if read_s is None or read_s < self._quick_read_max_s else ProofStep.FETCH
 
 
 def quick_read_max_s(hold_s: float) -> float:

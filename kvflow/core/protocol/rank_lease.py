@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import Int64, is_name, shown
+from kvflow.checks import Int64, is_name, short_repr
 from kvflow.core.bounds import ENTRIES_MAX, Count, TicketLeaseId
 from kvflow.core.cache.groups import GROUPS_MAX
 from kvflow.core.cache.tensors import NAME_CHARS_MAX
@@ -32,7 +32,7 @@ BlockIds: TypeAlias = Annotated[tuple[Int64, ...], Meta(max_length=ENTRIES_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
 
 
-class Checked(msgspec.StructMeta):
+class CheckedStructMeta(msgspec.StructMeta):
     """Metaclass of structs with a constructor that checks types and bounds, as decoding does."""
 
     def __call__(self, **given: Any) -> Any:
@@ -41,11 +41,11 @@ class Checked(msgspec.StructMeta):
         more = given.get("more_block_ids")
         for ids in (given.get("block_ids"), more, *(more if isinstance(more, tuple | list) else ())):
             if isinstance(ids, set | frozenset):  # msgspec accepts sets, but they have no order
-                raise RequestError(f"ticket: block_ids, more_block_ids: expected tuples, got {shown(ids)}")
+                raise RequestError(f"ticket: block_ids, more_block_ids: expected tuples, got {short_repr(ids)}")
         return _convert(given, self)
 
 
-class RankLease(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_defaults=True):
+class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=True, omit_defaults=True):
     """The lease of one rank, and the address of its side channel."""
 
     pp_rank: Count
@@ -75,13 +75,13 @@ class RankLease(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, om
 
     def __post_init__(self) -> None:
         if {*map(type, _TEXTS(self))} != {str}:
-            raise foreign_text(self)
-        host = check_place(self.host, self.port, self.incarnation)
+            raise str_subclass_error(self)
+        host = check_rank_address(self.host, self.port, self.incarnation)
         if host != self.host:  # hosts are kept in canonical form
             msgspec.structs.force_setattr(self, "host", host)
 
     @classmethod
-    def unasked(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
+    def without_lease_id(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
         """Return the entry of a rank without a lease id, so that readers have to ask the rank for its lease."""
         place: dict[str, Any] = {"pp_rank": rank.pp, "tp_rank": rank.tp, "host": host, "port": port}
         return cls(**place, incarnation=incarnation, lease_id="", seal_index=0)
@@ -103,12 +103,12 @@ def _convert(given: Mapping[str, Any], kind: Any) -> Any:
     except RequestError:
         raise
     except Exception as error:
-        raise wrong(given, error) from error
+        raise invalid_struct(given, error) from error
 
 
 # Cached: tickets name the same few ranks again and again. The types of the fields bound the cached texts.
 @lru_cache(maxsize=1024)
-def check_place(host: str, port: int, incarnation: str) -> str:
+def check_rank_address(host: str, port: int, incarnation: str) -> str:
     """Check the address and incarnation of a rank.
 
     Return `host` in canonical form (`hosts`). May raise RequestError.
@@ -125,11 +125,11 @@ def check_place(host: str, port: int, incarnation: str) -> str:
     return plain
 
 
-def foreign_text(struct: msgspec.Struct) -> RequestError:
+def str_subclass_error(struct: msgspec.Struct) -> RequestError:
     """Return the error for a field of `struct` that is a subclass of str, which no message can carry."""
     values = msgspec.structs.asdict(struct).items()
     name, value = next((name, value) for name, value in values if isinstance(value, str) and type(value) is not str)
-    return RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {shown(value)}")
+    return RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {short_repr(value)}")
 
 
 DICT_EXPECTED = "expected a dict of `lease.ticket.to_params()`"
@@ -138,18 +138,18 @@ _NAMED |= {"ranks[0].host": "remote_host", "ranks[0].port": "remote_port", "tp_s
 _FIELD = re.compile(r"`\$\.(ranks\[0\]\.(?:host|port)|\w+)")
 
 
-def wrong(given: Mapping[str, Any], error: Exception, *, on_the_way: bool = False) -> RequestError:
+def invalid_struct(given: Mapping[str, Any], error: Exception, *, in_transit: bool = False) -> RequestError:
     """Return the RequestError for `error`, which was raised when a struct was made from the values `given`.
 
-    `on_the_way`: the values came in a ticket's dict, so name the fields as they are named there.
+    `in_transit`: the values came in a ticket's dict, so name the fields as they are named there.
     """
     if isinstance(error, UnicodeEncodeError):
         is_it = partial(operator.is_, error.object)
         where = [name for name, one in given.items() if type(one) in (list, tuple) and any(map(is_it, one))]
-        return RequestError(f"ticket: {', '.join(where)}: UTF-8 cannot carry {shown(error.object)}")
+        return RequestError(f"ticket: {', '.join(where)}: UTF-8 cannot carry {short_repr(error.object)}")
     if not isinstance(error, msgspec.ValidationError):
-        return RequestError(f"ticket: {error if isinstance(error, InvalidInput) else shown(error)}")
-    said = checks.refusal(error, given)
-    if on_the_way:
+        return RequestError(f"ticket: {error if isinstance(error, InvalidInput) else short_repr(error)}")
+    said = checks.refused_value_text(error, given)
+    if in_transit:
         said = _FIELD.sub(lambda found: f"`$.{_NAMED.get(found[1]) or f'kvflow.{found[1]}'}", said, count=1)
     return RequestError(f"ticket: {said}" + (f"; {DICT_EXPECTED}" if "required field" in said else ""))

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-MARK = "~kvflow~"
-CHARS_MAX = 4096
+SPARE_MARK = "~kvflow~"
+SPARE_CHARS_MAX = 4096
 """Maximum length of a spare, in characters. If the ranks of a ticket do not fit, the spare names only the first."""
 
 
@@ -30,13 +30,13 @@ def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
     # Some routers drop "tp_size", and other engines take 1 if it is missing.
     whole = {**extra, **({"tp_size": params["tp_size"]} if "tp_size" in params else {})}
     spares = map(_packed, (whole, {**whole, "ranks": extra["ranks"][:1]}, {}))
-    packed = next(packed for packed in spares if len(packed) <= CHARS_MAX)
-    return {**params, "remote_request_id": f"{params['remote_request_id']}{MARK}{packed}"}
+    packed = next(packed for packed in spares if len(packed) <= SPARE_CHARS_MAX)
+    return {**params, "remote_request_id": f"{params['remote_request_id']}{SPARE_MARK}{packed}"}
 
 
 def bare_id(request_id: str) -> str:
     """Return a request id without the spare that `with_spare` has appended."""
-    return request_id.rpartition(MARK)[0] or request_id
+    return request_id.rpartition(SPARE_MARK)[0] or request_id
 
 
 def _packed(extra: Mapping[str, Any]) -> str:
@@ -48,7 +48,7 @@ def without_spare(params: Mapping[str, Any], request_id: str) -> Mapping[str, An
 
     Return `params` itself if `request_id` has no valid spare.
     """
-    bare, _, packed = request_id.rpartition(MARK)
+    bare, _, packed = request_id.rpartition(SPARE_MARK)
     try:
         spare = msgspec.msgpack.decode(base64.b64decode(packed, altchars=b"-_", validate=True))
     except (binascii.Error, ValueError, RecursionError, msgspec.DecodeError):

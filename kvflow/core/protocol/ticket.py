@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from kvflow import checks
-from kvflow.checks import INT64_MAX, counted, encodes, few, is_name, shown
+from kvflow.checks import INT64_MAX, counted, first_few, is_name, is_utf8, short_repr
 from kvflow.config import RANKS_MAX, rank_offset
 from kvflow.core.bounds import OFFER_PART_CHARS, Count, PromptDigest, RankCount, Seconds, Size, Traceparent
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
@@ -41,22 +41,22 @@ from kvflow.core.protocol.rank_lease import (
     DICT_EXPECTED,
     BlockIds,
     BlockTables,
-    Checked,
+    CheckedStructMeta,
     Name,
     RankLease,
-    foreign_text,
-    wrong,
+    invalid_struct,
+    str_subclass_error,
 )
-from kvflow.core.protocol.spare import CHARS_MAX, MARK, without_spare
+from kvflow.core.protocol.spare import SPARE_CHARS_MAX, SPARE_MARK, without_spare
 from kvflow.errors import RequestError
 from kvflow.hosts import PORT_MAX, address_at
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
-_PLACE_OF = operator.attrgetter("pp_rank", "tp_rank")
+_RANK_OF = operator.attrgetter("pp_rank", "tp_rank")
 _TEXTS = operator.attrgetter("engine_id", "request_id", "traceparent", "prompt_digest")
-_SPARED_CHARS_MAX = REQUEST_ID_CHARS_MAX + len(MARK) + CHARS_MAX
+_SPARED_CHARS_MAX = REQUEST_ID_CHARS_MAX + len(SPARE_MARK) + SPARE_CHARS_MAX
 _FIELDS_MAX = 256  # maximum number of fields in a dict; routers may add some
-_DIGEST_IN = operator.methodcaller("get", "digest", "")
+_GET_DIGEST = operator.methodcaller("get", "digest", "")
 _NAMES = (
     *("do_remote_prefill", "do_remote_decode", "remote_engine_id", "remote_request_id", "remote_block_ids"),
     *("remote_host", "remote_port", "tp_size", "kvflow"),
@@ -75,12 +75,12 @@ _REST_OF = operator.attrgetter(
     *("request_id", "tp_size", "pp_size", "dp_rank"),
     *("block_size", "kv_heads", "model_kv_heads", "more_kinds", "groups"),
 )
-_PLACE_AND_FLAGS_OF = operator.attrgetter(
+_LEASE_FIELDS_OF = operator.attrgetter(
     *("pp_rank", "tp_rank", "incarnation", "seal_index", "pending", "payload", "held")
 )
 
 
-class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_defaults=True, dict=True):
+class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """The offer of one request's blocks, with everything that a reader needs to load them.
 
     The constructor checks all fields, as `from_params` does; RequestError names an invalid field.
@@ -137,9 +137,9 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
     def __post_init__(self) -> None:
         """Check that the fields are possible together. RequestError names an invalid one."""
         if {*map(type, _TEXTS(self))} != {str}:
-            raise foreign_text(self)
+            raise str_subclass_error(self)
         check_engine_id(self.engine_id)
-        if not self.request_id.isascii() and not encodes(self.request_id):
+        if not self.request_id.isascii() and not is_utf8(self.request_id):
             raise RequestError(f"ticket: remote_request_id {self.request_id[:80]!a} is no request id")
         if self.groups or self.more_block_ids:
             check_groups(self)
@@ -149,7 +149,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         if len(self.leases) < len(self.ranks):
             raise RequestError(f"ticket: ranks: {len(self.ranks)}, but only {len(self.leases)} of them differ")
         if self.extends or self.awaited:
-            check_to_come(self)
+            check_incomplete_offer(self)
         elif len(self.ranks) == 1 and self.ranks[0].block_ids is None and not self.more_block_ids:
             vars(self)["block_ids_count"] = len(self.block_ids)  # the usual case, in few steps
 
@@ -191,7 +191,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         return min([self.num_tokens, *whole]) if any(self.block_tables) else 0
 
     @property
-    def asks(self) -> bool:
+    def leases_can_be_asked(self) -> bool:
         """True if readers may ask the producer's ranks for leases, and give leases back to the ranks."""
         return True
 
@@ -228,7 +228,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
     @cached_property
     def leases(self) -> dict[tuple[int, int], RankLease]:
         """Leases that the ticket names, by (pp_rank, tp_rank)."""
-        return dict(zip(map(_PLACE_OF, self.ranks), self.ranks, strict=True))
+        return dict(zip(map(_RANK_OF, self.ranks), self.ranks, strict=True))
 
     def find(self, rank: Rank) -> RankLease | None:
         """Return the lease of a rank that the ticket names.
@@ -265,9 +265,10 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         if not self.fixed_ports:
             raise RequestError(
                 f"ticket: engine {self.engine_id!r} has ranks on ports of the system's choice (listen port 0), and "
-                f"(pp_rank, tp_rank) {wanted} is needed, but only {few(self.leases, 8)} named: merge the ranks' tickets"
+                f"(pp_rank, tp_rank) {wanted} is needed, but the ticket names only {first_few(self.leases, 8)}: "
+                "merge the ranks' tickets"
             )
-        first = _PLACE_OF(self.first)
+        first = _RANK_OF(self.first)
         here, there = (rank_offset(0, *place, tp_size=self.tp_size, pp_size=self.pp_size) for place in (first, wanted))
         port = self.first.port + there - here
         if not 0 < port <= PORT_MAX:
@@ -302,7 +303,9 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
             RequestError: a value is invalid.
         """
         ranks = tuple(
-            RankLease.unasked(Rank(self.dp_rank, rank.pp_rank, rank.tp_rank), rank.incarnation, rank.host, rank.port)
+            RankLease.without_lease_id(
+                Rank(self.dp_rank, rank.pp_rank, rank.tp_rank), rank.incarnation, rank.host, rank.port
+            )
             for rank in self.ranks
         )
         tables: Any = (block_ids,) if len(self.block_tables) == 1 else block_ids
@@ -310,7 +313,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
             given = counted(len(tables), "block table")
             raise RequestError(f"ticket: {given}, but {counted(len(self.block_tables), 'group')}")
         first, *more = (tuple(checks.whole_numbers(ids, "ticket: remote_block_ids").tolist()) for ids in tables)
-        return changed(
+        return with_changes(
             self,
             request_id=request_id,
             block_ids=first,
@@ -350,7 +353,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         known = read_ticket(introduction)
         nothing = given_block_ids([()] * len(known.block_tables))
         ticket = known.without_leases(request_id=request_id, block_ids=nothing, num_tokens=0, ttl_s=ttl_s)
-        return changed(ticket, awaited=True, traceparent=traceparent)
+        return with_changes(ticket, awaited=True, traceparent=traceparent)
 
     def to_params(self) -> dict[str, Any]:
         """Return the ticket as a dict for routers, which `from_params` reads.
@@ -361,7 +364,7 @@ class Ticket(msgspec.Struct, metaclass=Checked, frozen=True, kw_only=True, omit_
         fields = msgspec.to_builtins(self)
         ids, *more = [list(fields.pop("block_ids")), *map(list, fields.pop("more_block_ids", ()))]
         kvflow = _unpack(_pack(fields))  # lists in place of tuples; without the block ids, which may be many
-        for rank, digest in zip(kvflow["ranks"], _digests(self), strict=True):
+        for rank, digest in zip(kvflow["ranks"], _compute_digests(self), strict=True):
             rank["digest"] = digest
         first = kvflow["ranks"][0]
         return {
@@ -399,9 +402,11 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     is refused before much work is done. Of a Ticket only the block ids are counted, since its constructor has checked
     everything else.
     """
-    told: list[str] = []
+    stated: list[str] = []
     if not isinstance(ticket, Ticket):
-        params, nested = _params_of(ticket if type(ticket) is dict else checks.mapping(ticket, "ticket"), block_ids_max)
+        params, nested = _bounded_params(
+            ticket if type(ticket) is dict else checks.mapping(ticket, "ticket"), block_ids_max
+        )
         fields: dict[str, Any] = {}
         try:
             wanted, decode, tables = params["do_remote_prefill"], params["do_remote_decode"], params["remote_block_ids"]
@@ -418,25 +423,25 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
             fields["engine_id"], fields["request_id"] = params["remote_engine_id"], params["remote_request_id"]
             fields["tp_size"] = params["tp_size"]
             if type(version) is not int or version != PROTOCOL_VERSION:
-                raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {shown(version)}")
+                raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {short_repr(version)}")
             if type(decode) is not bool or wanted is not True:
                 checks.checked(decode, "ticket: do_remote_decode", bool)
                 checks.checked(wanted, "ticket: do_remote_prefill", bool)
                 raise RequestError("ticket: do_remote_prefill is false: it does not ask for a load")
             ticket = msgspec.convert(fields, Ticket)
-            told = [*map(_DIGEST_IN, ranks)]
+            stated = [*map(_GET_DIGEST, ranks)]
         except RequestError:
             raise
         except KeyError as error:
-            what = f"no required field `{error.args[0]}`, got {shown(params)}"
+            what = f"no required field `{error.args[0]}`, got {short_repr(params)}"
             raise RequestError(f"ticket: {what}; {DICT_EXPECTED}") from error
         except Exception as error:
-            raise wrong(fields, error, on_the_way=True) from error
+            raise invalid_struct(fields, error, in_transit=True) from error
     read: Ticket = ticket
     if read.block_ids_count > block_ids_max:
-        raise too_many(read.block_ids_count, block_ids_max)
-    if any(told) and (found := _digests(read)) != told:
-        check_digests(read, told, found)
+        raise too_many_block_ids(read.block_ids_count, block_ids_max)
+    if any(stated) and (computed := _compute_digests(read)) != stated:
+        check_digests(read, stated, computed)
     return read
 
 
@@ -456,9 +461,9 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
     """
     if (count := checks.count(tickets, "merge_tickets: tickets")) > RANKS_MAX:
         raise RequestError(f"merge_tickets: {counted(count, 'ticket')}, but an engine has at most {RANKS_MAX} ranks")
-    given = checks.answer(lambda: tuple(tickets))
+    given = checks.try_call(lambda: tuple(tickets))
     if not given or not all(isinstance(ticket, Ticket) for ticket in given):
-        raise RequestError(f"merge_tickets: expected at least one ticket, and tickets only, got {shown(tickets)}")
+        raise RequestError(f"merge_tickets: expected at least one ticket, and tickets only, got {short_repr(tickets)}")
     first, *others = given
     ranks: dict[tuple[int, int], RankLease] = {}
     for lease in (lease for ticket in given for lease in ticket.ranks):
@@ -473,10 +478,10 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
             ours, theirs = getattr(first, name), getattr(ticket, name)
             if name not in ("ranks", "ttl_s", "traceparent") and ours != theirs:
                 raise RequestError(f"merge_tickets: {name}: {str(ours)[:80]} and {str(theirs)[:80]}")
-    return changed(first, ranks=tuple(ranks.values()), ttl_s=min(ticket.ttl_s for ticket in given))
+    return with_changes(first, ranks=tuple(ranks.values()), ttl_s=min(ticket.ttl_s for ticket in given))
 
 
-def too_many(count: int, most: int, what: str = "ticket") -> RequestError:
+def too_many_block_ids(count: int, most: int, what: str = "ticket") -> RequestError:
     return RequestError(f"{what}: {counted(count, 'block id')} in all, at most {most} (limits.block_ids_max)")
 
 
@@ -495,7 +500,7 @@ def check_groups(ticket: Ticket) -> None:
         raise RequestError(f"ticket: block_size {ticket.block_size}, but {groups[0].block_size} of the first group")
 
 
-def check_to_come(ticket: Ticket) -> None:
+def check_incomplete_offer(ticket: Ticket) -> None:
     """Raise RequestError if the fields of a ticket with `awaited` or `extends` contradict each other."""
     counts = tuple(map(len, ticket.block_tables))
     if ticket.awaited and (any(counts) or ticket.num_tokens or ticket.extends):
@@ -519,12 +524,12 @@ def check_lease(lease: RankLease, ticket: Ticket) -> None:
         )
 
 
-def changed(ticket: Ticket, **changes: Any) -> Ticket:
+def with_changes(ticket: Ticket, **changes: Any) -> Ticket:
     """Return a copy of `ticket` with other values in the fields named in `changes`. RequestError if one is invalid."""
     return Ticket(**{**{name: getattr(ticket, name) for name in Ticket.__struct_fields__}, **changes})
 
 
-def _digests(ticket: Ticket) -> list[str]:
+def _compute_digests(ticket: Ticket) -> list[str]:
     """Return a text for each lease that the ticket names: checksums of block ids, of tokens and of the other fields.
 
     Each of the three checksums also covers the lease id.
@@ -534,8 +539,8 @@ def _digests(ticket: Ticket) -> list[str]:
     for lease in ticket.ranks:
         name = lease.lease_id
         own_ids = crc32(_pack((name, _IDS_OF(lease))), ids)
-        own_tokens = crc32(_pack((name, _PLACE_OF(lease))), tokens)
-        own_rest = crc32(_pack((name, _PLACE_AND_FLAGS_OF(lease))), rest)
+        own_tokens = crc32(_pack((name, _RANK_OF(lease))), tokens)
+        own_rest = crc32(_pack((name, _LEASE_FIELDS_OF(lease))), rest)
         found.append(f"{own_ids:08x}{own_tokens:08x}{own_rest:08x}")
     return found
 
@@ -543,14 +548,14 @@ def _digests(ticket: Ticket) -> list[str]:
 _PARTS = ("block ids", "tokens or prompt", "request, ranks or lease")
 
 
-def check_digests(ticket: Ticket, told: Sequence[str], found: Sequence[str]) -> None:
-    """Raise RequestError if the checksums `told`, from the ticket's dict, differ from the computed checksums `found`.
+def check_digests(ticket: Ticket, stated: Sequence[str], computed: Sequence[str]) -> None:
+    """Raise RequestError if the checksums `stated` in the ticket's dict differ from the computed checksums `computed`.
 
     The message says which of block ids, tokens and other fields differ.
     """
-    for lease, theirs, ours in zip(ticket.ranks, told, found, strict=True):
+    for lease, theirs, ours in zip(ticket.ranks, stated, computed, strict=True):
         if checks.text(theirs, "ticket: digest") and len(theirs) != len(ours):
-            raise RequestError(f"ticket: digest: expected {counted(len(ours), 'character')}, got {shown(theirs)}")
+            raise RequestError(f"ticket: digest: expected {counted(len(ours), 'character')}, got {short_repr(theirs)}")
         cuts = range(0, len(theirs), OFFER_PART_CHARS)
         both = [(theirs[at : at + OFFER_PART_CHARS], ours[at : at + OFFER_PART_CHARS]) for at in cuts]
         wrong = {name: pair for name, pair in zip(_PARTS, both, strict=False) if pair[0] != pair[1]}
@@ -563,14 +568,14 @@ def check_digests(ticket: Ticket, told: Sequence[str], found: Sequence[str]) -> 
             )
 
 
-def _params_of(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[str, Any], bool]:
+def _bounded_params(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[str, Any], bool]:
     """Refuse a dict with too many block ids, ranks or fields, before time is spent on reading them.
 
     Return two values: the dict, with the spare of its request id (`core.protocol.spare`) applied and with ints in place
     of whole floats, and whether its block ids are a list of block tables, one for each group.
     """
     request_id = params.get("remote_request_id")
-    if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and MARK in request_id:
+    if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and SPARE_MARK in request_id:
         params = without_spare(params, request_id) if len(params) <= _FIELDS_MAX else params
     extra = params.get("kvflow")
     ranks = dict.get(extra, "ranks") if isinstance(extra, dict) else None
@@ -591,10 +596,10 @@ def _params_of(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[s
                 count += sum(len(ids) for ids in found if isinstance(ids, list | tuple))
                 nested = nested or part is params
         elif isinstance(found, list | tuple | set | frozenset):
-            count += checks.answer(found.__len__) or 0
+            count += checks.try_call(found.__len__) or 0
     if count > block_ids_max:
-        raise too_many(count, block_ids_max)
+        raise too_many_block_ids(count, block_ids_max)
     if type(params.get("remote_port")) is float:
         known = {name: params[name] for name in _NAMES if name in params}
-        params = checks.answer(partial(checks.without_doubles, known)) or params
+        params = checks.try_call(partial(checks.without_doubles, known)) or params
     return params, nested

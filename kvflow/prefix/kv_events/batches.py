@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvflow.checks import counted, instance, printable, said
+from kvflow.checks import counted, error_text, instance, printable
 from kvflow.errors import ProtocolError, RequestError
 
 BATCH_BYTES_MAX = 4 << 20
@@ -165,7 +165,7 @@ def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: in
     try:
         return msgspec.msgpack.encode((ts, list(map(_by_name, told)), data_parallel_rank))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"events: a value that msgpack cannot carry: {said(error)}") from error
+        raise RequestError(f"events: a value that msgpack cannot carry: {error_text(error)}") from error
 
 
 def _by_name(event: msgspec.Struct) -> dict[str, Any]:

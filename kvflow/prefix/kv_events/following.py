@@ -20,7 +20,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kvflow import forks
-from kvflow.checks import count, instance, settle
+from kvflow.checks import count, instance, normalize_fields
 from kvflow.errors import ConfigError, ProtocolError, UsageError
 from kvflow.hosts import is_v6, meant_address
 from kvflow.logs import logger_of
@@ -68,7 +68,7 @@ class EventSource:
     topic: str = ""
 
     def __post_init__(self) -> None:
-        settle(self, ConfigError)
+        normalize_fields(self, ConfigError)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,10 +118,10 @@ class _Follower:
                 found = prepare(socket, self.source.replay_endpoint, messages_max=1, bytes_max=BATCH_BYTES_MAX)
                 socket.connect(found)
 
-    def ignore_events(self) -> None:
+    def silence(self) -> None:
         """Stop receiving, in a forked child process."""
         for socket in (self._monitor, self._socket, *self._replays):
-            forks.ignore_events(socket)
+            forks.silence(socket)
 
     def close(self) -> None:
         """Close all sockets."""
@@ -335,7 +335,7 @@ class Subscriber:
         """Stop following, in a forked child process: see `kvflow.forks`."""
         self._inherited = True
         for follower in self._followers:
-            follower.ignore_events()
+            follower.silence()
 
     def _close(self) -> None:
         for follower in self._followers:

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from itertools import islice
 from typing import TypeAlias
 
-from kvflow.checks import count, shown, text, whole
+from kvflow.checks import count, short_repr, text, whole
 from kvflow.core.protocol.prompts import marked_by_keys
 from kvflow.errors import RequestError
 from kvflow.prefix.keys import key_state
@@ -242,7 +242,7 @@ class PrefixMap:
             RequestError: as for `apply`; raised by the iterator.
         """
         if not isinstance(event, KVEvent):
-            raise RequestError(f"event: expected one of a prefix cache's, got {shown(event)}")
+            raise RequestError(f"event: expected one of a prefix cache's, got {short_repr(event)}")
         if isinstance(event, AllBlocksCleared) and event.medium is None:
             yield from self.forgetting(holder)
         elif event.medium in self._media:

@@ -119,7 +119,7 @@ class ZmqListener:
         """In a forked child, neither receive on the sockets nor close them. See `forks`."""
         self._in_forked_child = True
         for socket in (self._monitor, self._zap, self._socket):
-            forks.ignore_events(socket)
+            forks.silence(socket)
 
     async def serve(self) -> None:
         """Answer requests one after another, until cancelled. Sending never waits, so a slow peer delays no other peer.
@@ -270,7 +270,7 @@ class ZmqListener:
                 ours = codec.PROTOCOL_VERSION
                 raise codec.WireError(f"kvflow protocol version: ours {ours}, theirs {header.version}")
             request = codec.decode_request(body_frame, self._kinds)
-            claimed = messages.asked_by(request)
+            claimed = messages.claimed_engine_id(request)
             if engine not in (None, claimed):
                 whose = f"the request is in the name of {claimed[:300]!r}, its key belongs to {engine!r}"
                 raise codec.WireError(whose)

@@ -27,7 +27,7 @@ from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds, Descriptors, Piece
 from kvflow.core.policy.queue import Permit, PermitState
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferState, fire, transfer_blocks_safe
-from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, Step, fetch_seal
+from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, ProofStep, fetch_seal
 from kvflow.errors import BlocksBusy, RuntimeBroken
 from kvflow.runtime.copy_thread import CopyFailed
 from kvflow.runtime.load.flight_resources import FlightResources
@@ -161,7 +161,7 @@ class Flight:
     @property
     def moving(self) -> bool:
         """True while a read or a copy is under way, not counting fetches of seals."""
-        return self._under_way > sum(source.proof.looking for source in self._sources)
+        return self._under_way > sum(source.proof.fetch_under_way for source in self._sources)
 
     def head(self, source: Source) -> Piece:
         """Return the read of the seal of `source`: local address, address at the producer, and size."""
@@ -286,9 +286,9 @@ class Flight:
         now_s = self._resources.clock.now_s()
         fresh, again = True, []
         for source in self._sources:
-            verdict = source.proof.after(now_s - source.proof.seen_s)
-            fresh = fresh and verdict is not Step.STALE
-            if verdict is Step.FETCH:
+            verdict = source.proof.judge_after_read(now_s - source.proof.last_open_s)
+            fresh = fresh and verdict is not ProofStep.STALE
+            if verdict is ProofStep.FETCH:
                 again.append(source)
         return fresh, again
 
@@ -297,7 +297,7 @@ class Flight:
         for source in sources:
             await self.look(source)
         await self.below(1)
-        return all(source.proof.after(None) is Step.FRESH for source in sources)
+        return all(source.proof.judge_after_read(None) is ProofStep.FRESH for source in sources)
 
     async def _post_group(self, group: CopyGroup) -> bool:
         """Post a group's reads, each once fewer than `reads_max` are under way. Return False if a lease has ended."""
@@ -318,10 +318,10 @@ class Flight:
         """Post a read when it has a permit. Return False, and post nothing, if the lease of its source has ended."""
         source, descriptors, carries_seal = read
         proof = source.proof
-        if proof.before() is Step.STALE:
+        if proof.judge_before_post() is ProofStep.STALE:
             return False
         await self._send(source, descriptors, running, fetches_seal=carries_seal)
-        if not proof.asked:
+        if not proof.fetch_posted:
             await self.look(source)
         return True
 
@@ -331,7 +331,7 @@ class Flight:
         """Post a read when it has a permit. If the flight has failed meanwhile, raise its error instead."""
         resources, agent = self._resources, source.connection.agent
         size_bytes, count = descriptors.size_bytes, descriptors.table.shape[1]
-        permit = resources.queue.ask((size_bytes, count, 1), agent, self._priority)
+        permit = resources.queue.request_permit((size_bytes, count, 1), agent, self._priority)
         if permit.state is PermitState.WAITING:
             await self._permitted(permit)
         try:
@@ -351,7 +351,7 @@ class Flight:
         if fetches_seal:
             self.size_bytes -= SEAL_SIZE_BYTES
             self.descriptor_count -= 1
-            source.proof.fetching()
+            source.proof.note_fetch_posted()
         if running is not None:
             running.pending += 1
             running.begun_s = min(running.begun_s, now_s)
@@ -391,7 +391,7 @@ class Flight:
             if self._error is None:
                 self._error, self.failed = event.error, source
         elif fetches_seal:
-            source.proof.heard(
+            source.proof.note_fetched(
                 resources.seal_slots.table.tokens_missing(source.seal_slot, source.lease.lease_id), posted_s
             )
         if running is not None:

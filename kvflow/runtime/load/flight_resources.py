@@ -164,7 +164,7 @@ class SealSlots:
     def give_back(self, sources: Sequence[Source]) -> None:
         """Take the slots of `sources` back, wipe them, and admit loads that wait."""
         for source in sources:
-            self.table.words[source.seal_slot] = 0
+            self.table.slots[source.seal_slot] = 0
             self._free.append(source.seal_slot)
         if self._queue:
             self._admit()

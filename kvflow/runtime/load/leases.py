@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvflow.core.protocol import codec, messages, notifications
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.notifications import ReadDone, Renew, joined, leases_max
+from kvflow.core.protocol.notifications import ReadDone, Renew, join_read_done, leases_max
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError, PeerUnreachable, RuntimeUnavailable
 from kvflow.logs import logger_of
@@ -66,7 +66,7 @@ class LeaseIdNotifier:
         self._transport = cache.transport
         self._reader = cache.local.reader
         self._batch_max = leases_max(self._reader, notifications.NOTIFICATION_BYTES_MAX)
-        self._join = partial(joined, leases_most=self._batch_max)
+        self._join = partial(join_read_done, lease_ids_max=self._batch_max)
 
     def needed(self, sources: Sequence[Source]) -> int:
         """See `LeaseNotifier.needed`."""
@@ -244,7 +244,7 @@ class RemoteLeases:
     async def _release_offered(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         if ticket.offers_nothing:
             return True  # an empty offer: its leases have ended already
-        if not ticket.asks:
+        if not ticket.leases_can_be_asked:
             return await self._release_unasked(ticket, problems)
         told = True
 
@@ -257,7 +257,7 @@ class RemoteLeases:
                 told = False
             return told
 
-        return len(await self._cache.kvflow_resolver.visit_ranks(ticket, visit)) > 0 and told
+        return len(await self._cache.kvflow_resolver.walk(ticket, visit)) > 0 and told
 
     async def _release_unasked(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         try:
@@ -297,7 +297,7 @@ class RemoteLeases:
         for kept in (kept for leases in self._kept.values() for kept in leases):
             if kept.due_s - kept.pause_s / 2 <= now_s:
                 due.setdefault(kept.source.connection.agent, []).append(kept.source)
-                kept.source.peer.last_used_s = now_s  # the peer is not idle, so its connection stays
+                kept.source.peer.used_s = now_s  # the peer is not idle, so its connection stays
                 kept.due_s = now_s + kept.pause_s
         for sources in due.values():
             self.sent += sources[0].connection.lease_notifier.needed(sources)
@@ -311,10 +311,10 @@ class RemoteLeases:
         named, local = ticket.find(at.rank), self._cache.local
         lease = named if named is not None and named.lease_id else None
         peer = self._cache.peers.get(at)
-        if peer.connection is not None:
-            check_parallelism(ticket, peer, peer.connection)
-            if lease is not None and peer.connection.incarnation == lease.incarnation:
-                self._cache.lease_notifier.report(peer.connection.agent, lease.lease_id, *peer.connection.report_share)
+        if peer.current is not None:
+            check_parallelism(ticket, peer, peer.current)
+            if lease is not None and peer.current.incarnation == lease.incarnation:
+                self._cache.lease_notifier.report(peer.current.agent, lease.lease_id, *peer.current.report_share)
                 return True
         if lease is None:
             answer = await self._cache.kvflow_resolver.ask_about_lease(ticket, peer)
@@ -327,4 +327,4 @@ class RemoteLeases:
             lease_id=lease.lease_id,
             cache_shares=local.cache_shares,
         )
-        return (await self._cache.peers.send(peer, word)).incarnation == lease.incarnation
+        return (await self._cache.peers.tell(peer, word)).incarnation == lease.incarnation

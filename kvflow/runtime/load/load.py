@@ -36,7 +36,7 @@ def said_priority(request: LoadRequest) -> int:
     """Return the priority of a request that is not checked yet; the default if it is invalid, as it will be refused."""
     if type(request) is LoadRequest and type(request.priority) is int:
         return request.priority
-    found = checks.answer(lambda: checks.whole(request.priority, "priority"))
+    found = checks.try_call(lambda: checks.whole(request.priority, "priority"))
     return _USUAL_PRIORITY if found is None else found
 
 
@@ -409,5 +409,5 @@ def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
 
 def request_name(request: LoadRequest) -> str:
     """Return the id of an unchecked request for messages and records; if the id is invalid, a text about the id."""
-    named = checks.answer(lambda: request.request_id)
-    return named[:_NAME_CHARS_MAX] if type(named) is str and checks.encodes(named) else checks.shown(named)
+    named = checks.try_call(lambda: request.request_id)
+    return named[:_NAME_CHARS_MAX] if type(named) is str and checks.is_utf8(named) else checks.short_repr(named)

@@ -19,7 +19,7 @@ from kvflow import checks
 from kvflow.checks import counted
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds
 from kvflow.core.policy.bounded_map import BoundedMap
-from kvflow.core.protocol.prompts import check_alike
+from kvflow.core.protocol.prompts import check_same_prompt
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     CacheUnregistered,
@@ -33,7 +33,7 @@ from kvflow.errors import (
     UsageError,
 )
 from kvflow.logs import logger_of
-from kvflow.parts import import_part
+from kvflow.parts import part
 from kvflow.runtime.load import steps
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.load import Carry, Load, request_name, said_priority
@@ -101,8 +101,7 @@ class Loader:
             quarantines=len(self.quarantines),
             renewals=self._cache.remote_leases.sent,
             never_read=sum(
-                many >= NEVER_READ_AT and not self._cache.peers.has_delivered(one)
-                for one, many in self._never_read.items()
+                many >= NEVER_READ_AT and not self._cache.peers.delivered(one) for one, many in self._never_read.items()
             ),
             **self._counts,
             **{str(one): self._verified[one] for one in Verification if one is not Verification.OFF},
@@ -127,7 +126,7 @@ class Loader:
 
     def tables_of(self, block_ids: GivenBlockIds, request_id: str) -> tuple[BlockIds, ...]:
         """Return the local blocks of a request, by group. RequestError if `block_ids` are invalid."""
-        return self._cache.resources.ledger.find(block_ids, f"request {request_id!r}: block_ids")[0]
+        return self._cache.resources.ledger.find_entries(block_ids, f"request {request_id!r}: block_ids")[0]
 
     def start(self, request: LoadRequest) -> Load:
         """See `Runtime.start_load`. Raises the error of a request that is not accepted."""
@@ -189,18 +188,18 @@ class Loader:
         try:
             if config.role == "producer":
                 raise UsageError(f"load_blocks: the role of engine {config.engine_id!r} is 'producer'")
-            plain = checks.settled_request(request, LoadRequest, "load_blocks", config.limits.block_ids_max)
+            plain = checks.normalize_request(request, LoadRequest, "load_blocks", config.limits.block_ids_max)
             what = f"request {plain.request_id!r}"
             tickets = self._tickets(plain.ticket, what)
             carry: Carry = partial(steps.carry, cache)
             if len(tickets) > 1 or plain.again is not None:
                 needing = f"{what}: a load of several tickets, or with `again`,"
-                carry = import_part("failover", needing).carrier(cache, tickets)
+                carry = part("failover", needing).carrier(cache, tickets)
             elif tickets[0].awaited:
                 carry = cache.part("growing", f"{what}: a load of a rendezvous").rendezvous.carry
             if plain.verify and (problem := cache.part("verify", f"{what}: verify").problem):
                 raise RequestError(f"{what}: verify: {problem}")
-            tables, entries = cache.ledger.find(plain.block_ids, f"{what}: block_ids")
+            tables, entries = cache.ledger.find_entries(plain.block_ids, f"{what}: block_ids")
             if plain.prompt is not None or plain.num_tokens is not None:
                 for one in tickets:
                     check_expected(cache.local.groups, plain, one, tables)
@@ -223,9 +222,9 @@ class Loader:
         """
         several: Sequence[Any] | None = (given,)
         if isinstance(given, list | tuple):
-            several = checks.answer(lambda: tuple(given))
+            several = checks.try_call(lambda: tuple(given))
         if several is None:
-            raise RequestError(f"{what}: ticket: expected a ticket or a list of them, got {checks.shown(given)}")
+            raise RequestError(f"{what}: ticket: expected a ticket or a list of them, got {checks.short_repr(given)}")
         if not 0 < len(several) <= TICKETS_MAX:
             raise RequestError(f"{what}: {counted(len(several), 'ticket')}, expected 1 to {TICKETS_MAX}")
         tickets: list[Ticket] = []
@@ -235,7 +234,7 @@ class Loader:
             except RequestError as error:
                 raise RequestError(f"{what}: {error}") from error
             if len(tickets) > 1:
-                check_alike(tickets[0], tickets[-1], what)
+                check_same_prompt(tickets[0], tickets[-1], what)
         return tickets
 
     def _look_at(self, when_s: float) -> None:
@@ -303,7 +302,7 @@ class Loader:
         If all loads from an engine fail, prompts take long. A router that sends the requests elsewhere hides the
         errors, so nothing but this warning shows the reason.
         """
-        if self._cache.peers.has_delivered(engine_id):
+        if self._cache.peers.delivered(engine_id):
             self._never_read.pop(engine_id, None)
             return
         many = self._never_read[engine_id] = self._never_read.get(engine_id, 0) + 1

@@ -19,7 +19,7 @@ from kvflow.checks import count, counted
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, check_block_ids, match_chunks
-from kvflow.core.plan.room import check_place, check_room
+from kvflow.core.plan.room import check_blocks_match, check_not_beyond
 from kvflow.core.protocol.prompts import check_prompt
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch, RequestError
@@ -51,9 +51,9 @@ def planned(
     for source in sources:
         wanted = False
         for block_map in source.connection.block_maps:
-            found = matched.get(block_map.of_groups)
+            found = matched.get(block_map.group_pair)
             if found is None:
-                found = matched[block_map.of_groups] = _match(what, ticket, tables, groups, block_map, source)
+                found = matched[block_map.group_pair] = _match(what, ticket, tables, groups, block_map, source)
                 filled = 0
                 for some in found:
                     filled += len(some.local_ids) * some.tokens
@@ -62,7 +62,7 @@ def planned(
         if wanted:
             source.tables = known_so_far(ticket, source)
             for block_map in source.connection.block_maps:
-                if found := matched[block_map.of_groups]:
+                if found := matched[block_map.group_pair]:
                     table = source.tables[block_map.remote_group]
                     source.chunks[block_map] = [some.locate(table) for some in found]
             read_from.append(source)
@@ -98,7 +98,7 @@ def _match(
 
     RequestError if they do not match.
     """
-    ours, theirs = block_map.of_groups
+    ours, theirs = block_map.group_pair
     whole = source.connection.whole[theirs]
     tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens
     given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
@@ -128,7 +128,9 @@ def check_expected(
         check_offered(groups, request, ticket, tables)
     elif request.prompt is not None:
         tokens = count(request.prompt, f"{what}: prompt")
-        check_room(groups, tables, request.cached_tokens, tokens, what, f"the {counted(tokens, 'token')} of its prompt")
+        check_not_beyond(
+            groups, tables, request.cached_tokens, tokens, what, f"the {counted(tokens, 'token')} of its prompt"
+        )
 
 
 def check_met(groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:
@@ -151,24 +153,24 @@ def check_offered(
     """Raise `kind` unless the local blocks fit exactly the tokens of a known offer; see `plan.room`."""
     if not ticket.has_blocks:
         return  # nothing is read
-    told = request.num_tokens
-    if told is None and request.prompt is not None:
-        told = len(request.prompt)
-    check_place(
+    expected_tokens = request.num_tokens
+    if expected_tokens is None and request.prompt is not None:
+        expected_tokens = len(request.prompt)
+    check_blocks_match(
         groups,
         tables,
         request.cached_tokens,
         ticket.offered_tokens,
-        told=told,
+        expected_tokens=expected_tokens,
         what=f"request {request.request_id!r}",
-        whose=_whose(ticket),
+        producer=_producer_text(ticket),
         kind=kind,
     )
 
 
 def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
     """Raise PromptMismatch if the ticket's prompt or token count, where known, differs from the request's."""
-    what, offers = f"request {request.request_id!r}", f"{_whose(ticket)} offers {ticket.offered_tokens}"
+    what, offers = f"request {request.request_id!r}", f"{_producer_text(ticket)} offers {ticket.offered_tokens}"
     if request.prompt is not None:
         check_prompt(ticket, request.prompt, what)
         if len(request.prompt) < ticket.offered_tokens:
@@ -177,5 +179,5 @@ def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
         raise PromptMismatch(f"{what}: expected {counted(request.num_tokens, 'token')}, {offers}")
 
 
-def _whose(ticket: Ticket) -> str:
+def _producer_text(ticket: Ticket) -> str:
     return f"{ticket.engine_id!r} at {ticket.address}"

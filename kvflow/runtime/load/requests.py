@@ -82,7 +82,7 @@ class LoadRequest:
 
 def _checked_again(value: object, what: str) -> object:
     if value is not None and not callable(value):
-        raise RequestError(f"{what}: expected an async function, got {checks.shown(value)}")
+        raise RequestError(f"{what}: expected an async function, got {checks.short_repr(value)}")
     return value
 
 

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvflow.checks import counted, said
+from kvflow.checks import counted, error_text
 from kvflow.core.plan.block_map import BlockMap
-from kvflow.core.plan.descriptors import FEW, Chunks, alike, check_block_ids, match_few, read_few
+from kvflow.core.plan.descriptors import FEW_BLOCKS, Chunks, check_block_ids, match_few, read_few, small_load_map
 from kvflow.core.plan.slices import plan_slices
 from kvflow.core.policy.history import History
 from kvflow.errors import (
@@ -69,13 +69,13 @@ async def carry(cache: RegisteredCache, load: Load) -> LoadReport:
         flight.land()
     except (TransportError, CopyFailed) as error:
         if flight.failed is not None:
-            cache.peers.note_read_failure(flight.failed.connection, str(error))
+            cache.peers.failed(flight.failed.connection, str(error))
         await flight.stop(grace_s)
         raise load.failure(TransferFailed, f"the transfer failed: {error}") from error
     except BaseException:
         await flight.stop(grace_s)
         raise
-    cache.peers.note_read_success(plan.sources, fresh=fresh)
+    cache.peers.succeeded(plan.sources, fresh=fresh)
     if not fresh:
         raise _over_error(load)
     return await _tell(cache, load, sources)
@@ -116,7 +116,7 @@ def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None
     """Plan a load of a few whole blocks from one rank, in one slice. Return None for any other load."""
     connection, lease, ticket, count = source.connection, source.lease, load.ticket, len(load.entries)
     limits, pairs = cache.config.limits, connection.region_map
-    if pairs is None or count > FEW or source.proof.grows or ticket.extends or lease.payload:
+    if pairs is None or count > FEW_BLOCKS or source.proof.grows or ticket.extends or lease.payload:
         return None
     if count * pairs.chunk_size_bytes > limits.slice_bytes_max or count * pairs.pieces > limits.slice_descriptors_max:
         return None
@@ -141,7 +141,7 @@ async def _admitted(cache: RegisteredCache, load: Load) -> None:
             try:
                 await cache.resources.copy_thread.happened(request.after)
             except Exception as error:
-                raise load.failure(TransferFailed, f"its event `after` failed: {said(error)}") from error
+                raise load.failure(TransferFailed, f"its event `after` failed: {error_text(error)}") from error
             load.enter("plan")
         if ranks > ranks_max:
             raise RequestError(
@@ -162,7 +162,7 @@ def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, source
     if plan.few:
         load.enter("wire")
         (source,) = sources
-        head = flight.head(source) if source.connection.carries_seals and not source.proof.asked else None
+        head = flight.head(source) if source.connection.carries_seals and not source.proof.fetch_posted else None
         return flight.fly((Read(source, read_few(source.connection.region_map, plan.few, head), head is not None),))
     grows = payload = False
     for source in sources:
@@ -243,7 +243,7 @@ def _takes_straight(cache: RegisteredCache, connection: Connection) -> bool:
         connection.reads_directly = not pieces and not cache.memory.staging
         plain = cache.local.groups[0].whole and connection.ticket_groups == () and not cache.config.verify_share
         if connection.reads_directly and plain and len(connection.block_maps) == 1:
-            connection.region_map = alike(connection.block_maps[0])
+            connection.region_map = small_load_map(connection.block_maps[0])
     return connection.reads_directly
 
 
@@ -255,7 +255,7 @@ def in_pieces(cache: RegisteredCache, block_map: BlockMap) -> bool:
     """
     if block_map.opaque or not cache.scratch:
         return False
-    pieces = len(block_map.groups(block_map.chunk_tokens)[0].local_offsets)
+    pieces = len(block_map.region_maps(block_map.chunk_tokens)[0].local_offsets)
     return pieces > 1 or cache.config.scratch == "always"
 
 
@@ -286,7 +286,7 @@ def slices(
 ) -> Iterator[Read]:
     """Yield the reads of `chunks` from one rank. With `head_of`, the first also fetches the seal, if needed."""
     limits, head = cache.config.limits, None
-    if head_of is not None and source.connection.carries_seals and not source.proof.asked:
+    if head_of is not None and source.connection.carries_seals and not source.proof.fetch_posted:
         head = head_of(source)
     reads = ((block_map, some) for block_map, found in chunks.items() for some in found)
     for descriptors in plan_slices(

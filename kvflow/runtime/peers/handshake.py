@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from kvflow.checks import counted, is_name
-from kvflow.core.cache.layout import heads_are_apart
+from kvflow.core.cache.layout import has_separate_heads
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import Rank
@@ -69,9 +69,9 @@ class Handshakes:
             reply = await self.ask(peer, question)
             if not isinstance(reply, messages.Metadata):
                 raise at.failure(ProtocolError, f"asked for metadata, got {type(reply).__name__}")
-            regions = check_metadata(at, reply, self._local)
+            regions = judge(at, reply, self._local)
             agent = AgentName(agent_name(at.engine_id, at.rank, reply.incarnation))
-            known = await self.agents.find_open(agent)
+            known = await self.agents.find(agent)
             if known is not None:
                 return known
             connection = Connection(agent, reply, regions, self._local, self.lease_notifier)
@@ -103,7 +103,7 @@ class Agents:
         self._open: dict[AgentName, Connection] = {}
         self._changing: dict[AgentName, asyncio.Future[None]] = {}
 
-    async def find_open(self, agent: AgentName) -> Connection | None:
+    async def find(self, agent: AgentName) -> Connection | None:
         """Wait until `agent` is not being added or removed, and return its open connection.
 
         None: the agent is not in the transport, and the caller may `add` it now.
@@ -113,7 +113,7 @@ class Agents:
         return self._open.get(agent)
 
     async def add(self, at: Address, connection: Connection, metadata: bytes) -> None:
-        """Add the agent of the rank at `at` to the transport. Call this right after `find_open` has returned None.
+        """Add the agent of the rank at `at` to the transport. Call this right after `find` has returned None.
 
         Raises a PeerError if the transport refuses `metadata`, or if the metadata is that of another agent. If
         cancelled, remove the agent again.
@@ -139,13 +139,13 @@ class Agents:
                 await self._transport.remove_peer(name)
             raise at.failure(ProtocolError, f"agent name: expected {agent!r}, got {peer_text(name)!r}")
 
-    def remove_when_idle(self, connection: Connection) -> None:
+    def leave(self, connection: Connection) -> None:
         """Begin to remove the connection's agent, which leaves the transport once no load holds the connection."""
         if self._open.get(connection.agent) is connection:
             del self._open[connection.agent]
             self._remove_soon(connection, self._begin(connection.agent))
 
-    async def wait_removed(self, agents: Collection[AgentName], timeout_s: float) -> bool:
+    async def gone(self, agents: Collection[AgentName], timeout_s: float) -> bool:
         """Wait until those of `agents` that are being removed are gone. Return False if `timeout_s` is too short."""
         changes = [self._changing[agent] for agent in agents if agent in self._changing]
         if not changes:
@@ -167,7 +167,7 @@ class Agents:
         Task `kvflow-remove <agent>`: begun when a connection is dropped. Ends when no load holds it, and the
         transport has removed the agent.
         """
-        await connection.wait_idle()
+        await connection.idle()
         await self._transport.remove_peer(connection.agent)
 
     def _begin(self, agent: AgentName) -> asyncio.Future[None]:
@@ -204,7 +204,7 @@ def _incompatible_error(peer: Address, differences: list[str]) -> PeerIncompatib
     return peer.failure(PeerIncompatible, f"it is not compatible: {shown}")
 
 
-def check_metadata(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
+def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
     """Check the metadata that `peer` has sent. Return its regions, one entry for each set of layers, or raise.
 
     Raises PeerRefused, PeerIncompatible or ProtocolError.
@@ -239,7 +239,7 @@ def incompatibilities(
     first = metadata.cache_shares[0]
     found = topology.differences(ours.cache_shares, metadata.cache_shares)
     found += _difference("rank (pp, tp)", rank[1:], (first.pp_rank, first.tp_rank))
-    for at, where, share, _ in topology.in_common(ours.cache_shares, metadata.cache_shares):
+    for at, where, share, _ in topology.common_shares(ours.cache_shares, metadata.cache_shares):
         mine, theirs = ours.regions[at], regions[where]
         found += _difference("bytes of a head", _head_bytes(mine), _head_bytes(theirs))
         if share.part:
@@ -265,7 +265,7 @@ def _opaque_block_text(regions: Regions, kv_format: str) -> str:
     """
     tokens, heads, run, *strides = regions.block
     parts = " and ".join(regions.parts)
-    if heads_are_apart(kv_format, regions.block):
+    if has_separate_heads(kv_format, regions.block):
         return f"{counted(tokens, 'token')} of any heads, {counted(run, 'byte')} of {parts} each"
     block = f"{counted(tokens, 'token')} of {counted(heads, 'head')}"
     return f"{block}, {counted(run, 'byte')} of {parts} each, strides {strides}"

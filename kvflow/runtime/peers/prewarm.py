@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from kvflow.checks import answer, shown
+from kvflow.checks import short_repr, try_call
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError, RuntimeBroken
@@ -22,9 +22,9 @@ async def prewarm(
     resolver: TicketResolver, peers: Peers, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
 ) -> tuple[KVFlowError | None, ...]:
     """See `Runtime.prewarm`."""
-    listed = None if isinstance(engines, str | bytes | Mapping) else answer(lambda: tuple(engines))
+    listed = None if isinstance(engines, str | bytes | Mapping) else try_call(lambda: tuple(engines))
     if listed is None:
-        raise RequestError(f"prewarm: expected PeerAddresses and tickets, got {shown(engines)}")
+        raise RequestError(f"prewarm: expected PeerAddresses and tickets, got {short_repr(engines)}")
     # Decode engines that start together have the same list. Each begins at another place, to spread their handshakes.
     start = resolver.list_offset % len(listed) if len(listed) > _AT_ONCE_MAX else 0
     in_turn = (*listed[start:], *listed[:start])
@@ -40,7 +40,7 @@ async def _prewarm_one(
             wanted = await resolver.ranks_at(engine)
         else:
             ticket = resolver.read_ticket(engine)
-            await resolver.check_compatible(ticket)
+            await resolver.check(ticket)
             wanted = resolver.addresses_of(ticket)
             peer = peers.get(first_to_ask(ticket, wanted))
             check_parallelism(ticket, peer, await peers.connect(peer, None))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind, check_sets_apart, groups_of, layer_sets
+from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind, check_sets_disjoint, groups_of, layer_sets
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, map_regions
 from kvflow.errors import LayoutError
@@ -135,7 +135,7 @@ def test_groups_of_one_pool_may_lie_over_the_same_memory() -> None:
     tensor = torch.zeros(2, BLOCKS, SIZE, HEADS, DIM)
 
     def check(*sets: tuple[str, str]) -> None:
-        check_sets_apart([pooled(name, pool, tensor) for name, pool in sets])
+        check_sets_disjoint([pooled(name, pool, tensor) for name, pool in sets])
 
     check(("a", "all"), ("b", "all"))
     with pytest.raises(LayoutError, match=r"group 'a' and group 'b' overlap: .*pools are 'one' and 'two'"):
@@ -148,10 +148,10 @@ def test_a_group_may_split_the_blocks_of_its_pool() -> None:
     """Over the same memory: so many of its blocks are one of the pool's, and no more."""
     tensor = torch.zeros(BLOCKS, 2 * SIZE, HEADS, DIM)
     whole, halves = pooled("a", "all", tensor, size=2 * SIZE), tensor.view(2 * BLOCKS, SIZE, HEADS, DIM)
-    check_sets_apart([whole, pooled("b", "all", halves, split=2)])
+    check_sets_disjoint([whole, pooled("b", "all", halves, split=2)])
     for split in (1, 4):
         with pytest.raises(LayoutError, match=r"overlap: .*block strides are \d+ and \d+ bytes"):
-            check_sets_apart([whole, pooled("b", "all", halves, split=split)])
+            check_sets_disjoint([whole, pooled("b", "all", halves, split=split)])
 
 
 def test_layers_of_a_group_may_share_a_block_row_each_its_own_bytes() -> None:
@@ -164,7 +164,7 @@ def test_layers_of_a_group_may_share_a_block_row_each_its_own_bytes() -> None:
         pairs = [pooled("a", "a", one) for one in (large, inner)]
         for order in itertools.permutations(pairs):
             with nullcontext() if fits else pytest.raises(LayoutError, match="overlap"):
-                check_sets_apart(order)
+                check_sets_disjoint(order)
 
 
 def test_facts_survive_the_wire() -> None:

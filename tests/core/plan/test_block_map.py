@@ -68,7 +68,7 @@ def test_any_two_tables_are_paired_region_by_region(
         for region in range(len(here))
         for pair in zip(*ids, strict=True)
     ]
-    plan = plan_read(pair_whole(here, there).groups(1), whole_blocks(*ids, 1))
+    plan = plan_read(pair_whole(here, there).region_maps(1), whole_blocks(*ids, 1))
     assert sorted(bytes_of(rows(plan))) == sorted(bytes_of(wanted))
 
 
@@ -82,12 +82,12 @@ def test_a_block_map_knows_its_size(case: Sides, data: st.DataObject) -> None:
     block_map = pair_sides(case, local, remote)
     assert block_map.chunk_tokens == min(case.local.tokens, case.remote.tokens)
     common = [index for index in case.local.indices if index in case.remote.indices]
-    assert [case.local.indices[ours] for ours, _ in block_map.places] == common
-    assert all(case.local.indices[ours] == case.remote.indices[theirs] for ours, theirs in block_map.places)
+    assert [case.local.indices[ours] for ours, _ in block_map.layer_pairs] == common
+    assert all(case.local.indices[ours] == case.remote.indices[theirs] for ours, theirs in block_map.layer_pairs)
     half = local.infer().kv_head_size * case.local.dtype.itemsize
     assert block_map.token_size_bytes == len(common) * local.kv_count * case.heads * half
     tokens = data.draw(st.integers(1, block_map.chunk_tokens))
-    groups = block_map.groups(tokens)
+    groups = block_map.region_maps(tokens)
     assert sum(pairs.chunk_size_bytes for pairs in groups) == tokens * block_map.token_size_bytes
     plan = plan_read(groups, whole_blocks([0], [0], tokens))
     assert len(plan) == sum(pairs.pieces for pairs in groups)
@@ -123,13 +123,13 @@ def pair_count(groups: Sequence[RegionMap]) -> int:
 )
 def test_neighbours_in_both_caches_are_fused(local: Recipe, remote: Recipe, expected: int) -> None:
     for ours, theirs in ((local, remote), (remote, local)):
-        assert pair_count(pair_sides(whole_sides(ours, theirs), Cache(ours), Cache(theirs)).groups(4)) == expected
+        assert pair_count(pair_sides(whole_sides(ours, theirs), Cache(ours), Cache(theirs)).region_maps(4)) == expected
 
 
 def test_a_tail_is_not_fused() -> None:
     """Behind the first tokens of K the rest of K comes, and then V."""
     block_map = pair(Cache(BLOCKS_TOGETHER), Cache(BLOCKS_TOGETHER))
-    assert [pair_count(block_map.groups(tokens)) for tokens in (1, 3, 4)] == [6, 6, 1]
+    assert [pair_count(block_map.region_maps(tokens)) for tokens in (1, 3, 4)] == [6, 6, 1]
 
 
 def test_a_head_slice_is_not_fused_beyond_itself() -> None:
@@ -139,7 +139,7 @@ def test_a_head_slice_is_not_fused_beyond_itself() -> None:
         here, there = regions_of(Cache(hnd)), regions_of(Cache(hnd))
         layers = (0, 1, 2)
         block_map = BlockMap(here, there, heads=heads, local_layers=layers, remote_layers=layers)
-        assert pair_count(block_map.groups(4)) == expected
+        assert pair_count(block_map.region_maps(4)) == expected
 
 
 def test_layers_are_fused_whatever_the_order_of_their_names() -> None:
@@ -150,7 +150,7 @@ def test_layers_are_fused_whatever_the_order_of_their_names() -> None:
 
     (keep_here, here), (keep_there, there) = cache(), cache()
     assert len(map_spans(keep_here.items())) == len(map_spans(keep_there.items())) == 1
-    assert pair_count(pair_whole(here, there).groups(4)) == 1
+    assert pair_count(pair_whole(here, there).region_maps(4)) == 1
 
 
 def test_k_and_v_of_a_head_together_keep_the_stride_of_their_layer() -> None:
@@ -160,7 +160,7 @@ def test_k_and_v_of_a_head_together_keep_the_stride_of_their_layer() -> None:
     there, here = (
         map_regions(CacheLayout.infer(caches, order="NHD", block_size=4), caches) for caches in (both, apart)
     )
-    copies = rows(plan_read(pair_whole(here, there).groups(4), whole_blocks([4], [3], 4)))
+    copies = rows(plan_read(pair_whole(here, there).region_maps(4), whole_blocks([4], [3], 4)))
     assert sorted(copies) == sorted(
         (apart[name][kv][4, token, head].data_ptr(), both[name][3, token, head, 4 * kv :].data_ptr(), 4 * 4)
         for name in both
@@ -213,7 +213,7 @@ def test_a_chunk_is_as_few_pieces_as_both_memories_allow(
 ) -> None:
     local_start, remote_start, count = heads
     case = Sides(local=local, remote=remote, local_start=local_start, remote_start=remote_start, heads=count)
-    groups = pair_sides(case, Cache(local), Cache(remote)).groups(tokens)
+    groups = pair_sides(case, Cache(local), Cache(remote)).region_maps(tokens)
     assert sum(pairs.pieces for pairs in groups) == expected
     assert sum(pairs.chunk_size_bytes for pairs in groups) == tokens * count * 8 * (1 if local is LATENT else 2)
 
@@ -222,7 +222,7 @@ def test_a_chunk_is_as_few_pieces_as_both_memories_allow(
 @given(case=sides(), data=st.data())
 def test_no_two_pieces_of_a_chunk_could_be_one(case: Sides, data: st.DataObject) -> None:
     block_map = pair_sides(case, Cache(case.local), Cache(case.remote))
-    for pairs in block_map.groups(data.draw(st.integers(1, block_map.chunk_tokens))):
+    for pairs in block_map.region_maps(data.draw(st.integers(1, block_map.chunk_tokens))):
         size = pairs.piece_size
         both = set(zip(pairs.local_offsets.tolist(), pairs.remote_offsets.tolist(), strict=True))
         assert len(both) == len(pairs.local_offsets)
@@ -238,11 +238,11 @@ def test_opaque_blocks_are_read_whole_however_far_they_are_filled() -> None:
         here, there = Cache(recipe), Cache(recipe)
         heads, ours, theirs = heads_at(0, 0, recipe.heads), regions_of(here), regions_of(there)
         block_map = BlockMap(ours, theirs, heads=heads, local_layers=(0,), remote_layers=(0,), opaque=True)
-        (pairs,) = block_map.groups(16)
+        (pairs,) = block_map.region_maps(16)
         assert pairs.piece_size == here.infer().block_shape.size_bytes
         for tokens in (1, 7, 16):
-            assert block_map.groups(tokens) is block_map.groups(16)
-            copies = rows(plan_read(block_map.groups(tokens), whole_blocks([2, 0], [1, 2], tokens)))
+            assert block_map.region_maps(tokens) is block_map.region_maps(16)
+            copies = rows(plan_read(block_map.region_maps(tokens), whole_blocks([2, 0], [1, 2], tokens)))
             assert sorted(copies) == sorted(
                 (here.block(0, part, mine).data_ptr(), there.block(0, part, theirs).data_ptr(), pairs.piece_size)
                 for part in range(here.part_count)
@@ -261,8 +261,8 @@ def test_a_block_map_takes_no_memory_for_blocks_not_even_for_a_moment() -> None:
 
         def work() -> None:
             block_map = pair_whole(here, there)
-            assert block_map.groups(16)
-            assert block_map.groups(5)
+            assert block_map.region_maps(16)
+            assert block_map.region_maps(5)
 
         return traced_bytes(work)[1]
 
@@ -276,9 +276,9 @@ def test_the_lengths_of_tails_do_not_add_up() -> None:
     block = BlockShape(tokens=512, heads=8, run=128, token_stride=8 * 128, head_stride=128)
     regions = large_regions(10, layers=1, block=block)
     block_map = BlockMap(regions, regions, heads=heads_at(0, 4, 4), local_layers=[0], remote_layers=[0])
-    assert len(block_map.groups(512)) == 1  # what numpy imports when it is first needed is not counted
+    assert len(block_map.region_maps(512)) == 1  # what numpy imports when it is first needed is not counted
     kept_bytes, _ = traced_bytes(
-        lambda: [len(block_map.groups(tokens)[0].local_offsets) for tokens in range(1, 513)].index(512)
+        lambda: [len(block_map.region_maps(tokens)[0].local_offsets) for tokens in range(1, 513)].index(512)
     )
     assert kept_bytes < 1 << 20  # all of them would be 2 MiB
-    assert block_map.groups(77) is block_map.groups(77)
+    assert block_map.region_maps(77) is block_map.region_maps(77)

@@ -282,7 +282,7 @@ def test_addresses_above_2_to_the_53_stay_exact() -> None:
         device=CPU,
     )
     there = replace(here, bases=here.bases + np.uint64(1 << 50), device=Device("cuda", 3))
-    groups = pair_whole(replace(here, device=Device("cuda", 1)), there).groups(1)
+    groups = pair_whole(replace(here, device=Device("cuda", 1)), there).region_maps(1)
     plan = plan_read(groups, whole_blocks([999, 3], [7, 998], 1))
     assert (plan.local_device, plan.remote_device) == (Device("cuda", 1), there.device)
     headed = plan_read(groups, whole_blocks([999, 3], [7, 998], 1), Piece(5, 7, 16))
@@ -322,7 +322,7 @@ def test_a_peers_table_is_refused_or_planned_exactly(stride: int, base: int, par
         num_blocks=2,
         device=CPU,
     )
-    plan = plan_read(pair_whole(here, there).groups(1), whole_blocks([0, 1], [1, 0], 1))
+    plan = plan_read(pair_whole(here, there).region_maps(1), whole_blocks([0, 1], [1, 0], 1))
     assert sorted(rows(plan)) == [
         (at + size * block, base + stride * (1 - block) + size * part, size)
         for part, at in enumerate(bases)

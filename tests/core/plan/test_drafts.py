@@ -81,7 +81,7 @@ def test_drafts_are_numbered_apart(names: tuple[str, ...], numbers: tuple[int, .
     ],
 )
 def test_what_is_left_out(ours: tuple[int, ...], theirs: tuple[int, ...], left: set[int]) -> None:
-    assert topology.left_out(ours, theirs) == topology.left_out(theirs, ours) == left
+    assert topology.layers_left_out(ours, theirs) == topology.layers_left_out(theirs, ours) == left
 
 
 @each(
@@ -185,7 +185,7 @@ def test_the_shares_of_all_readers_still_add_up_to_1(
         shares = [topology.report_share(mine, other) for mine in readers]
         assert sum((Fraction(*share) for share in shares), Fraction(0)) == 1
         for mine, share in zip(readers, shares, strict=True):
-            for _, _, our_share, their_share in topology.in_common(mine, other):
+            for _, _, our_share, their_share in topology.common_shares(mine, other):
                 source = topology.source_at(our_share, their_share)
                 assert source is None or share.numerator > 0, "whoever reads also reports"
 

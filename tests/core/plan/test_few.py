@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import KVStyle
 from kvflow.core.plan.block_map import BlockMap
-from kvflow.core.plan.descriptors import FEW, Piece, alike, match_few, read_few
+from kvflow.core.plan.descriptors import FEW_BLOCKS, Piece, match_few, read_few, small_load_map
 from kvflow.core.plan.slices import plan_slices
 from tests.core.caches import Cache, whole_sides
 from tests.core.plans import (
@@ -42,7 +42,7 @@ HEADS = (None, Piece(local=5, remote=7, size_bytes=16))
 
 def both_plans(load: Load, block_map: BlockMap, head: Piece | None) -> bool:
     """Whether the short way applies; then it has to plan what the general one plans."""
-    pairs = alike(block_map)
+    pairs = small_load_map(block_map)
     if pairs is None or not load.local_ids:
         return False
     tokens = block_map.local.block.tokens
@@ -86,7 +86,7 @@ def test_the_short_way_plans_what_the_general_one_plans(load: Load, head: Piece 
 def test_it_applies_where_it_is_meant_for() -> None:
     for place in PLACES[:3]:
         cache = Cache(place)
-        ids = list(range(min(FEW, place.blocks)))
+        ids = list(range(min(FEW_BLOCKS, place.blocks)))
         load = Load(whole_sides(place, place), len(ids) * place.tokens, ids, ids[::-1])
         assert both_plans(load, pair(cache, cache), HEADS[1])
 
@@ -99,4 +99,4 @@ def test_what_it_does_not_say() -> None:
     assert match_few(array([1]), [4, 5], 4, 2, 8) is None
     assert match_few(array([1]), [4, 5], 4, 4, 8) == [(5, 1)]
     small, large = (regions_of(Cache(replace(RECIPE, tokens=size))) for size in (2, 4))
-    assert alike(pair_whole(small, large)) is None
+    assert small_load_map(pair_whole(small, large)) is None

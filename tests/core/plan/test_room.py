@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
-from kvflow.core.plan.room import check_place, check_room
+from kvflow.core.plan.room import check_blocks_match, check_not_beyond
 from kvflow.errors import PromptMismatch, RequestError
 from tests.support.budgets import examples
 
@@ -30,7 +30,9 @@ def check(
     groups: Sequence[GroupFacts], counts: Sequence[int], cached: int, tokens: int, told: int | None = None
 ) -> None:
     tables = [np.arange(count, dtype=np.int64) for count in counts]
-    check_place(groups, tables, cached, tokens, told=told, what="load", whose="'p'", kind=PromptMismatch)
+    check_blocks_match(
+        groups, tables, cached, tokens, expected_tokens=told, what="load", producer="'p'", kind=PromptMismatch
+    )
 
 
 FITS: list[tuple[Sequence[GroupFacts], Sequence[int], int, int, int | None]] = [
@@ -109,6 +111,6 @@ def test_the_room_for_a_prompt_whose_offer_is_not_known() -> None:
     """Fewer blocks may be right: the engine that offers may give full blocks only."""
     tables = [np.arange(2, dtype=np.int64)]
     for cached in (0, 16):
-        check_room([full()], tables, cached, 41, "load", "the prompt")
+        check_not_beyond([full()], tables, cached, 41, "load", "the prompt")
     with pytest.raises(RequestError, match=r"2 local blocks of 16 tokens, for tokens 32 to 64 .* fill 3"):
-        check_room([full()], tables, 32, 41, "load", "the prompt")
+        check_not_beyond([full()], tables, 32, 41, "load", "the prompt")

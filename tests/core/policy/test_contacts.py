@@ -26,11 +26,11 @@ class ContactsMachine(RuleBasedStateMachine):
 
     @property
     def under_way(self) -> list[Contact]:
-        return self.of(ContactState.UNDER_WAY, ContactState.LEAVING)
+        return self.of(ContactState.UNDER_WAY, ContactState.PREEMPTED)
 
     @rule()
     def ask(self) -> None:
-        self.asked.append(self.contacts.ask(self.now_s))
+        self.asked.append(self.contacts.request_turn(self.now_s))
 
     @rule(seconds=st.sampled_from((0.1, 0.5, 2.0)))
     def wait(self, seconds: float) -> None:
@@ -55,7 +55,7 @@ class ContactsMachine(RuleBasedStateMachine):
     def make_way(self) -> None:
         before = self.of(ContactState.UNDER_WAY)
         due = self.contacts.due_s(self.now_s) <= self.now_s
-        leaving = self.contacts.make_way(self.now_s)
+        leaving = self.contacts.preempt_one(self.now_s)
         assert (leaving is not None) == due
         if leaving is not None:
             assert leaving in before
@@ -67,11 +67,11 @@ class ContactsMachine(RuleBasedStateMachine):
         assert self.contacts.under_way == len(self.under_way) <= MOST
         assert self.contacts.waiting == len(self.of(ContactState.WAITING))
         assert not self.contacts.waiting or self.contacts.under_way == MOST
-        assert len(self.of(ContactState.LEAVING)) <= 1
+        assert len(self.of(ContactState.PREEMPTED)) <= 1
 
     @invariant()
     def nobody_has_to_leave_unless_somebody_waits(self) -> None:
-        if not self.contacts.waiting or self.of(ContactState.LEAVING):
+        if not self.contacts.waiting or self.of(ContactState.PREEMPTED):
             assert self.contacts.due_s(self.now_s) == float("inf")
 
 
@@ -82,12 +82,12 @@ TestContactsMachine = machine_test(ContactsMachine, 25, 100, steps=50)
 def test_who_comes_behind_any_number_of_silent_addresses_waits_for_one_patience_at_most(silent: int) -> None:
     contacts = Contacts(MOST, PATIENCE_S)
     for _ in range(silent):
-        contacts.ask(0.0)
-    honest = contacts.ask(0.1)
+        contacts.request_turn(0.0)
+    honest = contacts.request_turn(0.1)
     while honest.state is ContactState.WAITING:
         now_s = contacts.due_s(0.1)
         assert now_s <= PATIENCE_S
-        leaving = contacts.make_way(now_s)
+        leaving = contacts.preempt_one(now_s)
         assert leaving is not None
         contacts.end(leaving, now_s)
     assert honest.state is ContactState.UNDER_WAY
@@ -95,10 +95,10 @@ def test_who_comes_behind_any_number_of_silent_addresses_waits_for_one_patience_
 
 def test_a_turn_that_nobody_wants_any_more_goes_at_once() -> None:
     contacts = Contacts(2, PATIENCE_S)
-    old, given_up = contacts.ask(0.0), contacts.ask(0.1)
+    old, given_up = contacts.request_turn(0.0), contacts.request_turn(0.1)
     given_up.wanted = False
-    assert contacts.make_way(0.2) is None, "it is in nobody's way"
-    waiting = contacts.ask(0.2)
-    assert contacts.make_way(0.2) is given_up
+    assert contacts.preempt_one(0.2) is None, "it is in nobody's way"
+    waiting = contacts.request_turn(0.2)
+    assert contacts.preempt_one(0.2) is given_up
     assert contacts.end(given_up, 0.2) is waiting
     assert old.state is ContactState.UNDER_WAY

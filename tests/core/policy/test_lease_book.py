@@ -29,16 +29,16 @@ def open_one(
 def test_a_lease_is_read_by_all_its_readers_and_held_for_a_moment() -> None:
     leases = book()
     entry = open_one(leases, 100.0, readers=2)
-    assert leases.read("lease 0", "a", (1, 2), 100.1)[0] is Counted.NOTED
-    assert leases.read("lease 0", "a", (1, 2), 100.1)[0] is Counted.DUPLICATE
-    assert leases.read("lease 0", "b", (1, 2), 100.2)[0] is Counted.NOTED
+    assert leases.note_read("lease 0", "a", (1, 2), 100.1)[0] is Counted.NOTED
+    assert leases.note_read("lease 0", "a", (1, 2), 100.1)[0] is Counted.DUPLICATE
+    assert leases.note_read("lease 0", "b", (1, 2), 100.2)[0] is Counted.NOTED
     assert entry.is_open
-    assert leases.read("lease 0", "c", (1, 1), 100.3)[0] is Counted.NOTED
+    assert leases.note_read("lease 0", "c", (1, 1), 100.3)[0] is Counted.NOTED
     assert (entry.state, entry.ended_s) == (LeaseState.READ, 100.3)
-    assert leases.read("lease 0", "d", (1, 1), 100.3)[0] is Counted.LATE
+    assert leases.note_read("lease 0", "d", (1, 1), 100.3)[0] is Counted.LATE
     assert leases.next_s == pytest.approx(100.3 + HOLD_S)
-    assert list(leases.release(100.3 + HOLD_S / 2)) == []
-    assert list(leases.release(100.3 + HOLD_S)) == [entry]
+    assert list(leases.release_held(100.3 + HOLD_S / 2)) == []
+    assert list(leases.release_held(100.3 + HOLD_S)) == [entry]
     assert (len(leases), leases.next_s) == (0, None)
 
 
@@ -46,7 +46,7 @@ def test_a_lease_is_read_by_all_its_readers_and_held_for_a_moment() -> None:
 def test_a_share_that_cannot_be_changes_nothing(share: tuple[int, int]) -> None:
     leases = book()
     entry = open_one(leases, 0.0)
-    assert leases.read("lease 0", "a", share, 0.0)[0] is Counted.MALFORMED
+    assert leases.note_read("lease 0", "a", share, 0.0)[0] is Counted.MALFORMED
     assert (entry.is_open, entry.readers) == (True, {})
 
 
@@ -57,7 +57,7 @@ def test_renewals_move_the_end_up_to_the_lifetime_and_not_for_those_who_have_rea
     assert entry.expires_s == 9.0
     assert leases.renew("lease 0", "a", 8.0) is Counted.NOTED
     assert entry.expires_s == LIFETIME_S
-    leases.read("lease 0", "a", (1, 1), 8.0)
+    leases.note_read("lease 0", "a", (1, 1), 8.0)
     assert leases.renew("lease 0", "a", 8.5) is Counted.LATE
     assert leases.renew("nobody", "a", 8.5) is Counted.LATE
     assert list(leases.expire(9.0)) == []
@@ -70,7 +70,7 @@ def test_a_lease_of_nothing_leaves_the_book_with_its_end() -> None:
     entry = open_one(leases, 0.0, blocks=False)
     assert leases.end(entry, "all_read", 0.0)
     assert not leases.end(entry, "revoke", 0.0)
-    assert (len(leases), leases.next_s, leases.served("req 0")) == (0, None, True)
+    assert (len(leases), leases.next_s, leases.ended_recently("req 0")) == (0, None, True)
 
 
 def test_what_ended_long_ago_costs_no_memory() -> None:
@@ -78,10 +78,10 @@ def test_what_ended_long_ago_costs_no_memory() -> None:
     for number in range(5000):
         entry = open_one(leases, 0.0, number, ttl_s=1e6)
         leases.end(entry, "revoke", 0.0)
-        assert list(leases.release(HOLD_S)) == [entry]
+        assert list(leases.release_held(HOLD_S)) == [entry]
     assert len(leases._expiring) < 200
     assert len(leases._recent) <= 4096
-    assert not leases.served("req 0")
+    assert not leases.ended_recently("req 0")
 
 
 class BookMachine(RuleBasedStateMachine):
@@ -141,7 +141,7 @@ class BookMachine(RuleBasedStateMachine):
         if entry is None:
             return
         was_open, known = entry.is_open, reader in entry.readers
-        counted, _ = self.book.read(entry.lease_id, reader, (1, whole), self.now_s)
+        counted, _ = self.book.note_read(entry.lease_id, reader, (1, whole), self.now_s)
         assert counted is (Counted.LATE if not was_open else Counted.DUPLICATE if known else Counted.NOTED)
         if was_open and not entry.is_open:
             assert sum(entry.readers.values(), Fraction()) >= entry.reader_count
@@ -170,7 +170,7 @@ class BookMachine(RuleBasedStateMachine):
         for entry in self.book.expire(self.now_s):
             assert self.promised[entry] <= self.now_s, "ended before its time"
             self.note_end(entry, LeaseState.EXPIRED)
-        for entry in self.book.release(self.now_s):
+        for entry in self.book.release_held(self.now_s):
             assert self.now_s >= self.ended[entry] + HOLD_S, "freed before its hold was over"
             assert entry not in self.freed, "freed twice"
             self.freed.add(entry)
@@ -190,7 +190,7 @@ class BookMachine(RuleBasedStateMachine):
         held = {entry for entry in self.ended if entry.holds_blocks and entry not in self.freed}
         assert set(self.book.entries) == open_now | held
         for entry in self.promised:
-            assert (self.book.serving(entry.request_id) is entry) == (entry in open_now)
+            assert (self.book.open_lease_of(entry.request_id) is entry) == (entry in open_now)
         assert (self.book.next_s is None) == (not open_now and not held)
         if held:
             assert self.book.next_s is not None

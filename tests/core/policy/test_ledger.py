@@ -94,10 +94,10 @@ class LedgerAgainstModel(RuleBasedStateMachine):
     def keep(self, ids: list[int]) -> None:
         if set(ids) & self.busy():
             with pytest.raises(BlocksBusy, match="cannot be loaded"):
-                self.ledger.keep(array(ids))
+                self.ledger.claim_for_sources(array(ids))
         else:
             self.kept.append(array(ids))
-            self.ledger.keep(self.kept[-1])
+            self.ledger.claim_for_sources(self.kept[-1])
 
     @precondition(lambda self: self.kept)
     @rule(data=st.data(), late=st.booleans(), over=st.booleans())
@@ -112,7 +112,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
             self.ledger.end_load(ids)
         if over:
             del self.kept[index]
-            self.ledger.let_go(ids, safe=not late)
+            self.ledger.end_claim(ids, safe=not late)
             if late:
                 self.quarantined.append(ids.tolist())
 
@@ -160,7 +160,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         for ids in self.leases:
             self.ledger.release(array(ids))
         for kept in self.kept:
-            self.ledger.let_go(kept, safe=True)
+            self.ledger.end_claim(kept, safe=True)
         for ids in [*self.in_flight, *self.quarantined]:
             self.ledger.end_load(array(ids))
         assert self.ledger.counts() == BlockCounts(total=TOTAL, free=TOTAL, leased=0, in_flight=0, quarantined=0)
@@ -188,15 +188,15 @@ def grouped() -> BlockLedger:
 
 def test_groups_of_one_pool_share_its_entries_and_others_have_their_own() -> None:
     ledger = grouped()
-    tables, entries = ledger.find({"full": [1, 2], "cross": [3, 1]}, "block_ids")
+    tables, entries = ledger.find_entries({"full": [1, 2], "cross": [3, 1]}, "block_ids")
     assert [ids.tolist() for ids in tables] == [[1, 2], [], [3, 1]]
     assert entries.tolist() == [1, 2, 9, 7]
     ledger.lease(entries)
     assert ledger.counts() == BlockCounts(total=10, free=6, leased=4, in_flight=0, quarantined=0)
-    _, taken = ledger.find([[], [2], []], "block_ids")
+    _, taken = ledger.find_entries([[], [2], []], "block_ids")
     with pytest.raises(BlocksBusy, match="block 2 of pool 'shared' cannot be loaded: it is leased"):
         ledger.begin_load(taken)
-    _, others = ledger.find([[], [], [2]], "block_ids")
+    _, others = ledger.find_entries([[], [], [2]], "block_ids")
     ledger.begin_load(others)
     with pytest.raises(BlocksBusy, match="block 2 of pool 'own' cannot be served: it is being loaded"):
         ledger.lease(others)
@@ -215,20 +215,20 @@ def test_groups_of_one_pool_share_its_entries_and_others_have_their_own() -> Non
 )
 def test_block_ids_that_cannot_be_are_named(given: object, problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
-        grouped().find(given, "block_ids")
+        grouped().find_entries(given, "block_ids")
 
 
 def test_some_blocks_of_a_group_are_one_of_its_pools() -> None:
     """Whoever uses one of them has all of them."""
     ledger = BlockLedger([blocks_of("state", 4, "all"), blocks_of("full", 8, "all", split=2)])
-    tables, entries = ledger.find([[3], [0, 1, 4]], "ids")
+    tables, entries = ledger.find_entries([[3], [0, 1, 4]], "ids")
     assert ([ids.tolist() for ids in tables], sorted(entries.tolist())) == ([[3], [0, 1, 4]], [0, 2, 3])
     ledger.lease(entries)
     assert ledger.counts() == BlockCounts(total=4, free=1, leased=3, in_flight=0, quarantined=0)
     with pytest.raises(BlocksBusy, match="block 2 cannot be loaded: it is leased"):
-        ledger.begin_load(ledger.find([[], [5]], "ids")[1])
+        ledger.begin_load(ledger.find_entries([[], [5]], "ids")[1])
     with pytest.raises(RequestError, match="block 3 of one pool is given for two groups"):
-        ledger.find([[3], [7]], "ids")
+        ledger.find_entries([[3], [7]], "ids")
     ledger.release(entries)
     assert ledger.counts().free == 4
 
@@ -239,7 +239,7 @@ def test_more_blocks_than_there_are_is_told_by_pool() -> None:
     ledger = BlockLedger(groups)
     ledger.lease(np.arange(9))
     for counts in ((12, 0, 3), (5, 3, 0), (0, 6, 3)):
-        ledger.check_there(counts, "req: num_tokens 9")
+        ledger.check_enough_blocks(counts, "req: num_tokens 9")
     kv = BlockLedger([blocks_of("kv", 7, "kv", split=7)])
     for of, counts, problem in (
         (ledger, (5, 4, 0), "7 blocks of pool 'one', there are 6"),
@@ -247,4 +247,4 @@ def test_more_blocks_than_there_are_is_told_by_pool() -> None:
         (kv, (8,), "8 blocks, there are 7"),
     ):
         with pytest.raises(RequestError, match=f"^req: num_tokens 9 needs {problem}$"):
-            of.check_there(counts, "req: num_tokens 9")
+            of.check_enough_blocks(counts, "req: num_tokens 9")

@@ -40,7 +40,7 @@ class QueueMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
     )
     def ask(self, peer: str, amount: Amount, priority: int) -> None:
-        permit = self.queue.ask(amount, peer, priority)
+        permit = self.queue.request_permit(amount, peer, priority)
         self.asked.append(permit)
         if permit.state is PermitState.WAITING:
             self.waited.append(permit)
@@ -110,9 +110,9 @@ TestQueue = machine_test(QueueMachine, 25, 100, steps=50)
 
 def test_a_large_turn_is_not_starved_by_small_ones_that_would_fit() -> None:
     queue = FairQueue((10,), (10,))
-    holder = queue.ask((6,), "a", 0)
-    large = queue.ask((8,), "b", 0)
-    small = queue.ask((1,), "c", 0)
+    holder = queue.request_permit((6,), "a", 0)
+    large = queue.request_permit((8,), "b", 0)
+    small = queue.request_permit((1,), "c", 0)
     assert (large.state, small.state) == (PermitState.WAITING, PermitState.WAITING)
     assert queue.end(holder) == [large, small]
 
@@ -120,19 +120,19 @@ def test_a_large_turn_is_not_starved_by_small_ones_that_would_fit() -> None:
 def test_asking_may_let_somebody_else_go_who_is_told() -> None:
     """The newcomer takes what its peer may have, so the peer's next one no longer keeps the third waiting."""
     queue = FairQueue((4,), (3,))
-    holder = queue.ask((2,), "a")
-    large, behind = queue.ask((3,), "c", 1), queue.ask((1,), "b", 1)
+    holder = queue.request_permit((2,), "a")
+    large, behind = queue.request_permit((3,), "c", 1), queue.request_permit((1,), "b", 1)
     told: list[Permit] = []
     behind.on_grant = lambda: told.append(behind)
-    newcomer = queue.ask((1,), "c", 0)
+    newcomer = queue.request_permit((1,), "c", 0)
     assert (holder.state, newcomer.state, behind.state) == (PermitState.UNDER_WAY,) * 3
     assert (large.state, told) == (PermitState.WAITING, [behind])
 
 
 def test_a_withdrawn_turn_gives_its_place_up() -> None:
     queue = FairQueue((10,), (10,))
-    queue.ask((6,), "a", 0)
-    large, small = queue.ask((8,), "a", 0), queue.ask((1,), "a", 0)
+    queue.request_permit((6,), "a", 0)
+    large, small = queue.request_permit((8,), "a", 0), queue.request_permit((1,), "a", 0)
     assert queue.end(large) == [small]
     with pytest.raises(AssertionError, match="given back once"):
         queue.end(large)
@@ -140,7 +140,7 @@ def test_a_withdrawn_turn_gives_its_place_up() -> None:
 
 def test_behind_a_withdrawn_turn_the_most_urgent_goes() -> None:
     queue = FairQueue((1,), (1,))
-    holder, first, last, urgent = (queue.ask((1,), "a", priority) for priority in (0, 0, 5, 1))
+    holder, first, last, urgent = (queue.request_permit((1,), "a", priority) for priority in (0, 0, 5, 1))
     assert queue.end(first) == []
     assert queue.end(holder) == [urgent]
     assert queue.end(urgent) == [last]
@@ -193,17 +193,17 @@ def test_one_server_serves_each_thing_once_and_passes_nobody_for_long(sizes: lis
 
 def deliver(queue: FairQueue, count: int, took_s: float, peer: str = "p") -> None:
     """So many permits of 10, two at a time, each of which takes so long."""
-    under_way = [queue.ask((10, 1), peer) for _ in range(2)]
+    under_way = [queue.request_permit((10, 1), peer) for _ in range(2)]
     for _ in range(count):
         queue.end(under_way.pop(0), took_s)
-        under_way.append(queue.ask((10, 1), peer))
+        under_way.append(queue.request_permit((10, 1), peer))
     for permit in under_way:
         queue.end(permit, took_s)
 
 
 def room_of(queue: FairQueue, peer: str = "p") -> int:
     """How many permits of 10 may be under way."""
-    permits = [queue.ask((10, 1), peer) for _ in range(99)]
+    permits = [queue.request_permit((10, 1), peer) for _ in range(99)]
     count = sum(permit.state is PermitState.UNDER_WAY for permit in permits)
     for permit in permits:
         queue.end(permit)
@@ -226,9 +226,9 @@ def test_a_fast_peer_gets_as_much_room_as_it_delivers_in_time() -> None:
 
 def test_a_small_read_that_overtakes_shows_no_speed() -> None:
     queue = FairQueue((1000, 99), (20, 99), ahead_s=0.5)
-    large = queue.ask((20, 1), "p")
+    large = queue.request_permit((20, 1), "p")
     for _ in range(9):
-        queue.end(queue.ask((0, 1), "p"), 1e-6)
+        queue.end(queue.request_permit((0, 1), "p"), 1e-6)
     queue.end(large, 1.0)
     assert room_of(queue) == 2
 

@@ -21,7 +21,7 @@ from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import Address, agent_name
 from kvflow.core.protocol.compatibility import Compatibility
-from kvflow.core.protocol.notifications import Notification, ReadDone, Renew, joined, leases_max
+from kvflow.core.protocol.notifications import Notification, ReadDone, Renew, join_read_done, leases_max
 from kvflow.core.protocol.rank_lease import RankLease
 from tests.core.claimed import HOLDING, REGIONS, sent
 from tests.support.budgets import examples
@@ -242,7 +242,7 @@ def test_what_many_readers_tell_is_joined() -> None:
     def done(lease_ids: str, numerator: int = 1) -> bytes:
         return codec.encode(ReadDone(tuple(lease_ids), "reader", numerator, 2))
 
-    told = joined([done("a"), done("b", 2), done("cd"), done("e")], leases_most=3)
+    told = join_read_done([done("a"), done("b", 2), done("cd"), done("e")], lease_ids_max=3)
     assert told == [done("acd"), done("e"), done("b", 2)]
 
 

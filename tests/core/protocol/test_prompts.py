@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from kvflow.core.protocol.prompts import (
     MarkKeys,
-    check_alike,
     check_prompt,
+    check_same_prompt,
     marked_by_keys,
     marks_of,
     prompt_digest,
@@ -146,7 +146,7 @@ def test_what_differs_beside_the_tokens_is_named(
         assert again.parts == parts
     twin = msgspec.structs.replace(ticket, prompt_digest=prompt_digest(ticket.request_id, prompt))
     with pytest.raises(PromptMismatch, match=f"of other {parts[0]}") as caught:
-        check_alike(ticket, twin, "request 'r'")
+        check_same_prompt(ticket, twin, "request 'r'")
     assert caught.value.parts == parts
 
 

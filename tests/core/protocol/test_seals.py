@@ -46,7 +46,7 @@ class SealsAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        index = self.table.take()
+        index = self.table.take_slot()
         if len(self.taken) == COUNT:
             assert index is None
             return
@@ -79,7 +79,7 @@ class SealsAgainstModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_back(self, data: st.DataObject) -> None:
         index = data.draw(st.sampled_from(sorted(self.taken)))
-        self.table.give_back(index)
+        self.table.free_slot(index)
         del self.taken[index]
 
     @precondition(lambda self: any(self.taken.values()))
@@ -88,7 +88,7 @@ class SealsAgainstModel(RuleBasedStateMachine):
         """It goes on saying that its lease has failed, until it is taken and another one is written."""
         index, lease_id = self.some_lease(data)
         self.table.seal(index, lease_id, FAILED)
-        self.table.retire(index)
+        self.table.retire_slot(index)
         assert self.table.tokens_missing(index, lease_id) == FAILED
         del self.taken[index]
         self.failed.add(lease_id)
@@ -120,15 +120,15 @@ TestSealsAgainstModel = machine_test(SealsAgainstModel, 20, 80, steps=20)
 def test_what_has_failed_is_the_last_to_be_taken() -> None:
     """And the longest ago of those is the first."""
     table = SealTable(4)
-    ids = {index: f"{index + 1:032x}" for index in (table.take() for _ in range(4)) if index is not None}
+    ids = {index: f"{index + 1:032x}" for index in (table.take_slot() for _ in range(4)) if index is not None}
     for index, lease_id in ids.items():
         table.seal(index, lease_id, FAILED)
     first, second, third, fourth = ids
-    table.retire(third)
-    table.give_back(second)
-    table.retire(fourth)
-    table.give_back(first)
-    assert [table.take() for _ in range(5)] == [first, second, third, fourth, None]
+    table.retire_slot(third)
+    table.free_slot(second)
+    table.retire_slot(fourth)
+    table.free_slot(first)
+    assert [table.take_slot() for _ in range(5)] == [first, second, third, fourth, None]
     assert [table.tokens_missing(index, ids[index]) for index in ids] == [None, None, FAILED, FAILED]
 
 
@@ -171,11 +171,11 @@ def test_an_empty_word_is_a_seal_of_no_ticket(state: str) -> None:
     A forged ticket with the id of all zeros must not pass for a lease that is open.
     """
     table = SealTable(1)
-    index = 0 if state == "never used" else table.take()
+    index = 0 if state == "never used" else table.take_slot()
     assert index is not None
     if state == "wiped":
         table.seal(index, "ab" * 16)
-        table.give_back(index)
+        table.free_slot(index)
     params = any_ticket().to_params()
     params["kvflow"]["ranks"][0]["lease_id"] = ZERO_ID
     with pytest.raises(RequestError, match="lease_id"):

@@ -10,7 +10,7 @@ import pytest
 
 from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.spare import with_spare
-from kvflow.core.protocol.ticket import Ticket, changed
+from kvflow.core.protocol.ticket import Ticket, with_changes
 from kvflow.errors import RequestError
 from tests.support.tests_support import any_ticket
 
@@ -77,7 +77,7 @@ def test_a_spare_of_a_size_that_cannot_be_is_a_request_error(size: object) -> No
 def test_the_spare_of_very_many_ranks_names_one_of_them() -> None:
     ticket = any_ticket(tp_size=1024)
     rank = msgspec.structs.asdict(ticket.first)
-    many = changed(ticket, ranks=tuple(RankLease(**{**rank, "tp_rank": number}) for number in range(1024)))
+    many = with_changes(ticket, ranks=tuple(RankLease(**{**rank, "tp_rank": number}) for number in range(1024)))
     params = with_spare(many.to_params())
     assert Ticket.from_params(params) == many
     assert len(params["remote_request_id"]) < 4096

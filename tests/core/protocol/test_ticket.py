@@ -23,7 +23,7 @@ from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.notifications import ReadDone
 from kvflow.core.protocol.rank_lease import RankLease
-from kvflow.core.protocol.ticket import Ticket, changed, check_lease, merge_tickets, read_ticket
+from kvflow.core.protocol.ticket import Ticket, check_lease, merge_tickets, read_ticket, with_changes
 from kvflow.errors import RequestError
 from tests.core.plans import SHARE
 from tests.support.budgets import examples
@@ -330,7 +330,7 @@ def test_routers_may_add_fields_but_not_any_number(path: str) -> None:
 
 def test_a_rank_is_named_once() -> None:
     with pytest.raises(RequestError, match=r"^ticket: ranks: 3, but only 2 of them differ$"):
-        changed(TICKET, ranks=(FIRST, SECOND, FIRST))
+        with_changes(TICKET, ranks=(FIRST, SECOND, FIRST))
 
 
 def test_ranks_of_large_tickets_are_looked_through_once() -> None:
@@ -435,7 +435,7 @@ def test_a_rank_on_a_port_of_the_systems_choice_has_to_be_named() -> None:
         replace(TICKET, fixed_ports=False).address_of(Rank(4, 2, 1))
     assert str(caught.value) == (
         "ticket: engine 'prefill-0' has ranks on ports of the system's choice (listen port 0), and (pp_rank, tp_rank) "
-        "(2, 1) is needed, but only (0, 1), (1, 0) named: merge the ranks' tickets"
+        "(2, 1) is needed, but the ticket names only (0, 1), (1, 0): merge the ranks' tickets"
     )
 
 
@@ -571,7 +571,7 @@ CHUNKED = GroupKind.CHUNKED
 )
 def test_groups_that_cannot_be_are_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
-        changed(GROUPED, **changes)
+        with_changes(GROUPED, **changes)
     params, values = GROUPED.to_params(), to_builtins(changes)
     if "more_block_ids" in values:
         params["remote_block_ids"][1:] = values.pop("more_block_ids")
@@ -581,7 +581,7 @@ def test_groups_that_cannot_be_are_refused(changes: dict[str, Any], problem: str
 
 @each("tables", [[[1], [2] * 1000], [[2] * 1000, []]])
 def test_a_million_ids_in_groups_are_refused_before_they_are_read(tables: list[list[int]]) -> None:
-    made = changed(GROUPED, more_block_ids=((1,) * 1000,), ranks=(FIRST,))
+    made = with_changes(GROUPED, more_block_ids=((1,) * 1000,), ranks=(FIRST,))
     for ticket in ({**GROUPED.to_params(), "remote_block_ids": tables}, made):
         with pytest.raises(RequestError, match=r"100. block ids in all, at most 100"):
             read_ticket(ticket, 100)
