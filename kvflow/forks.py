@@ -22,12 +22,12 @@ class ForkAware(Protocol):
         """
 
 
-_LIVE: weakref.WeakSet[ForkAware] = weakref.WeakSet()
+_REGISTERED: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
 def watch(one: ForkAware) -> None:
     """Arrange that `one.forked()` is called in each forked child while `one` exists. Keep only a weak reference."""
-    _LIVE.add(one)
+    _REGISTERED.add(one)
 
 
 class _NoEvents:
@@ -39,7 +39,7 @@ class _NoEvents:
         return 0
 
 
-def silence(socket: Any) -> None:
+def ignore_events(socket: Any) -> None:
     """Make an asyncio socket of ZeroMQ ignore all events in this process, and wait forever in receives and sends.
 
     A call of the socket that is due at the fork, such as the next receive of a task, runs in the child. libzmq answers
@@ -50,9 +50,9 @@ def silence(socket: Any) -> None:
     socket._add_send_event = lambda *_, **__: socket._Future()
 
 
-def _tell_all() -> None:
-    for one in list(_LIVE):
+def _call_all() -> None:
+    for one in list(_REGISTERED):
         one.forked()
 
 
-os.register_at_fork(after_in_child=_tell_all)
+os.register_at_fork(after_in_child=_call_all)

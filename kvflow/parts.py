@@ -25,7 +25,7 @@ PARTS: Mapping[str, str] = {
 """Module of each optional part, by the name of the part's folder in kvflow/."""
 
 
-def part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> ModuleType:
+def import_part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> ModuleType:
     """Import the module of an optional part, at the first use of the part.
 
     Args:
@@ -39,12 +39,12 @@ def part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> Module
     Raises:
         RequestError: the part is missing; of class `kind` if that is another class.
     """
-    with needing(name, what, kind):
+    with importing_part(name, what, kind):
         return importlib.import_module(PARTS[name])
 
 
 @contextlib.contextmanager
-def needing(name: str, what: str, kind: type[KVFlowError]) -> Iterator[None]:
+def importing_part(name: str, what: str, kind: type[KVFlowError]) -> Iterator[None]:
     """Context manager for imports from the part `name`.
 
     If the part is missing, raise an error of class `kind`, which says that `what` needs the part.
@@ -67,4 +67,4 @@ def preload(*names: str) -> None:
     """
     for name in names:
         with contextlib.suppress(RequestError):
-            part(name, "preload")
+            import_part(name, "preload")

@@ -133,7 +133,7 @@ async def test_what_opening_a_lease_its_end_and_a_release_meet() -> None:
             lease = pair.offer([3, 4], "traced")
         trace.assert_below("opening a lease", SERVE_CEILINGS)
         word = ReadDone((lease.ticket.first.lease_id,), reader="reader", numerator=1, denominator=1)
-        serving = pair.producer.runtime._supervisor.held.serving  # type: ignore[union-attr]
+        serving = pair.producer.runtime._supervisor.registered_cache.serving  # type: ignore[union-attr]
         with trace.on():
             serving.on_notification(codec.encode(word))
             assert await lease == "read"

@@ -20,7 +20,7 @@ import kvflow.blocking
 from kvflow import Config, Limits, errors
 from kvflow.testing import InprocCluster
 
-BEGIN_WORK = ("create_task", "spawn", "carried", "Thread", "OwnerThread", "copier", "StoreThread")
+BEGIN_WORK = ("create_task", "spawn", "run_to_end", "Thread", "OwnerThread", "copy_thread", "StoreThread")
 
 
 def test_pictures_are_those_that_are_drawn_now() -> None:

@@ -63,10 +63,10 @@ def test_a_part_that_is_gone_is_named_and_one_that_is_broken_says_why(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(parts, "PARTS", {"gone": "kvflow.gone.module", "broken": "kvflow_broken_part"})
     with pytest.raises(ModuleNotFoundError, match="kvflow_of_nowhere"):
-        parts.part("broken", "request 'req'")
+        parts.import_part("broken", "request 'req'")
     for name in ("gone", "unknown"):
         with pytest.raises(RequestError, match=f"^request 'req' needs kvflow.{name}, which is not there$"):
-            parts.part(name, "request 'req'")
+            parts.import_part(name, "request 'req'")
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -84,7 +84,7 @@ def worker_app(name: str, engine: Engine, runtime: kvflow.Runtime) -> FastAPI:
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        good = runtime.state is kvflow.RuntimeState.OPEN and not runtime.statistics().transport.deaf
+        good = runtime.state is kvflow.RuntimeState.OPEN and not runtime.statistics().transport.unreachable
         statistics = engine.statistics()
         said: Reply = {
             "name": name,

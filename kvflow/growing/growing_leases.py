@@ -29,10 +29,10 @@ class GrowingLeases:
         awaited = None if event is None or has_happened(event, f"{what}: ready") else event
         if not opened.entry.is_open:
             return
-        if not held.told <= tokens <= held.num_tokens:
-            known = f"{held.told} are computed already, {held.num_tokens} are offered"
+        if not held.announced <= tokens <= held.num_tokens:
+            known = f"{held.announced} are computed already, {held.num_tokens} are offered"
             raise RequestError(f"{what}: advance() to {counted(tokens, 'token')}: {known}")
-        if tokens > (holds := self._blocks.holds(held)):
+        if tokens > (holds := self._blocks.tokens_with_blocks(held)):
             to = counted(tokens, "token")
             raise RequestError(f"{what}: advance() to {to}: its blocks hold {holds}, extend() it first")
         self._blocks.advance(held, tokens, awaited)

@@ -144,7 +144,7 @@ class PendingTickets:
             )
             async with room:
                 try:
-                    await self._peers.tell(self._peers.get(at), question)
+                    await self._peers.send(self._peers.get(at), question)
                 except KVFlowError as error:
                     logger.info("request %s: its readers are not sent on: %s", awaited.request_id, error)
 
@@ -175,7 +175,7 @@ class PendingTickets:
         room: dict[Address, tuple[int, ...]] = {}
 
         async def visit(at: Address) -> _Offered | None:
-            peer, connection = await self._resolver.connected(ticket, at)
+            peer, connection = await self._resolver.connect_rank(ticket, at)
             check_parallelism(ticket, peer, connection)
             if connection.report_share.numerator == 0:
                 return None
@@ -188,14 +188,14 @@ class PendingTickets:
             if opened is not None:
                 lease = lease_from_answer(at, opened)
                 tables = lease.block_tables or offer.block_ids
-                found(self._resolver.told(ticket, peer, connection, lease, tables), offer.ttl_s)
+                found(self._resolver.source_from_answer(ticket, peer, connection, lease, tables), offer.ttl_s)
             elif any(offer.block_ids) or offer.extends:
                 raise at.failure(ProtocolError, "an offer of blocks without a lease")
             room[at] = connection.num_blocks
             return at, offer, lease
 
-        await self._resolver.check(ticket)
-        offers = await self._resolver.walk(ticket, visit)
+        await self._resolver.check_compatible(ticket)
+        offers = await self._resolver.visit_ranks(ticket, visit)
         agreed = self._agreed(ticket, [one for one in offers if one is not None])
         for at, counts in room.items():
             if any(total > count for total, count in zip(agreed.block_counts, counts, strict=True)):

@@ -184,7 +184,7 @@ class Prefixes(Part):
         for one in tuple(self._under_way):  # a search ends by itself, and holds nothing
             await one.over.wait()
 
-    async def closed(self, timeout_s: float) -> str:
+    async def release(self, timeout_s: float) -> str:
         """Only for the runtime, which waits here for pulls while it closes: see `Part.closed`."""
         try:
             async with asyncio.timeout(timeout_s):

@@ -152,7 +152,7 @@ class PrefixQuestions:
                 key_tokens=key_tokens,
                 alone=not request.every_rank,
             )
-            answer = await self._peers.find_lease(self._peers.get(at), question)
+            answer = await self._peers.ask_once(self._peers.get(at), question)
             if answer.state is messages.LeaseAnswerState.FAILED:  # the rank cannot say what it has
                 raise at.failure(PeerRefused, peer_text(answer.reason))
             if answer.offer is None or answer.lease is None:
@@ -198,7 +198,7 @@ class PrefixQuestions:
         connection = engine.connection
         for at, _, lease in offers:
             peer = self._peers.get(at)
-            if peer.current is not None:
+            if peer.connection is not None:
                 connection = await self._peers.connect(peer, lease.incarnation)
         return engine._replace(connection=connection)
 
@@ -208,8 +208,10 @@ class PrefixQuestions:
         Raise LeaseExpired if the rank has registered its cache again.
         """
         peer, lease = self._peers.get(at), ticket.find(at.rank)
-        if peer.current is not None and lease is not None:
-            self._resolver.told(ticket, peer, peer.current, lease, lease.block_tables or ticket.block_tables)
+        if peer.connection is not None and lease is not None:
+            self._resolver.source_from_answer(
+                ticket, peer, peer.connection, lease, lease.block_tables or ticket.block_tables
+            )
 
     async def _found(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
         """Connect to an engine, and find which ranks have blocks for this reader. Raise a KVFlowError if that fails."""
@@ -220,7 +222,7 @@ class PrefixQuestions:
             ranks = await self._resolver.ranks_at(peer, every_rank=request.every_rank)
         else:
             ticket = self._resolver.read_ticket(peer)
-            await self._resolver.check(ticket)
+            await self._resolver.check_compatible(ticket)
             ranks, fixed = self._resolver.addresses_of(ticket), ticket.fixed_ports
             if request.every_rank:
                 every = ticket.parallelism.ranks(ticket.dp_rank)

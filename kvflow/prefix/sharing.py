@@ -241,11 +241,13 @@ class SharedPrefixes:
             )
         request_id = PREFIX_OF + question.request_id
         try:
-            if self._closed or self._serving.news.turned_away:  # either may have changed since the cache was asked
-                raise RequestError(self._serving.news.turned_away or "it is shared no more")
+            if (
+                self._closed or self._serving.lease_answers.refusal_reason
+            ):  # either may have changed since the cache was asked
+                raise RequestError(self._serving.lease_answers.refusal_reason or "it is shared no more")
             self._check(pinned, len(keys), question.key_tokens)
             request = ServeRequest(request_id, pinned.block_ids, pinned.num_tokens, ttl_s=self._ttl_s)
-            self._serving.serve(request, holds=False, alone=question.alone)
+            self._serving.serve(request, hold_blocks=False, one_reader_rank=question.alone)
         except HostBlocksBusy:
             self._unpin(pinned)
             return self._counted("busy")
@@ -272,7 +274,7 @@ class SharedPrefixes:
             blocks, tokens = counted(len(opened.held.entries), "block"), counted(pinned.num_tokens, "token")
             return self._failed(question, RequestError(f"a PrefixCache's match: {blocks} for {tokens}"))
         self._counts["found"] += 1
-        state, lease = messages.LeaseAnswerState.OPEN, opened.lease()
+        state, lease = messages.LeaseAnswerState.OPEN, opened.rank_lease()
         return messages.LeaseAnswer(state=state, lease=lease, offer=opened.offer(queued))
 
     def _ended(self, opened: OpenLease, _: object) -> None:

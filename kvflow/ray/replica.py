@@ -238,7 +238,7 @@ class ReplicaRuntime:
         state = self.runtime.state
         if state not in (RuntimeState.OPEN, RuntimeState.DRAINING):
             raise RuntimeBroken(f"replica {self.place.unique_id} of {self.place.deployment!r}: its runtime is {state}")
-        if self.runtime.statistics().transport.deaf:
+        if self.runtime.statistics().transport.unreachable:
             raise RuntimeBroken(f"replica {self.place.unique_id} of {self.place.deployment!r}: no reader can connect")
 
 

@@ -25,7 +25,7 @@ from kvflow.core.protocol.compatibility import compatibility_of
 from kvflow.core.protocol.proof import HOST
 from kvflow.errors import ConfigError, KVFlowError, RequestError, UsageError
 from kvflow.logs import logger_of
-from kvflow.parts import PARTS, part
+from kvflow.parts import PARTS, import_part
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load.flight_resources import FlightResources, LoadThrottle, SealSlots, reads_in_flight
@@ -112,16 +112,16 @@ class RegisteredCache:
         self.serving = Serving(self)
         self.stock_service = stock.service(self)
         """The service that answers stock readers (vLLM's own NixlConnector); None if they are not served."""
-        self.readers = Goodbyes(self)
-        self.begun: list[Part] = []
+        self.goodbyes = Goodbyes(self)
+        self.begun_parts: list[Part] = []
         """The runtime's parts (optional features) whose `registered` has returned for this cache. Only these are ended
         with the cache: a part that refused the cache may belong to another runtime.
         """
         self._answers: dict[type[Any], Callable[[Any], Answered]] = {
             messages.ReleaseRequest: self.serving.release,
             messages.DigestRequest: lambda question: self.part("verify", "a question for digests").answer(question),
-            messages.LeaseRequest: self.serving.news.answer,
-            messages.DeclineRequest: self.serving.news.redirect,
+            messages.LeaseRequest: self.serving.lease_answers.answer,
+            messages.DeclineRequest: self.serving.lease_answers.redirect,
             messages.Goodbye: self._on_goodbye,
         }
         for one in runtime.parts:
@@ -140,7 +140,7 @@ class RegisteredCache:
         """
         made = self._parts.get(name)
         if made is None:
-            made = self._parts[name] = part(name, what, kind).begin(self)
+            made = self._parts[name] = import_part(name, what, kind).begin(self)
         return made
 
     def answer(self, header: codec.Header, request: messages.Request, *, draining: bool) -> Answered:
@@ -162,10 +162,10 @@ class RegisteredCache:
         if theirs.rank != ours.rank:
             return refusal(f"expected {theirs.rank}, this is {self.rank}")
         if isinstance(request, messages.MetadataRequest):
-            if draining and not self.serving.serves(request.request_id):
+            if draining and not self.serving.has_open_lease(request.request_id):
                 return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
             if request.caller is not None:
-                self.readers.remember(request.caller)
+                self.goodbyes.remember(request.caller)
             return self.metadata
         try:
             return self._answers[type(request)](request)
@@ -180,14 +180,14 @@ class RegisteredCache:
         """Call `registered` of each part of the runtime with this cache, in order. Raises ConfigError."""
         for one in runtime.parts:
             await one.registered(runtime, self)
-            self.begun.append(one)
+            self.begun_parts.append(one)
 
     @property
     def busy(self) -> bool:
         """True if a lease or load is open, a part (optional feature) has work under way, or blocks are quarantined."""
         loading = self.loader.statistics
         open_now = self.serving.statistics.open_leases or loading.open_loads or loading.quarantines
-        return bool(open_now or any(map(_open_of, self.begun)))
+        return bool(open_now or any(map(_open_requests_of, self.begun_parts)))
 
     async def drain(self, deadline_s: float) -> bool:
         """Open no further leases, and wait up to `deadline_s` until all leases, loads and work of parts have ended.
@@ -197,11 +197,11 @@ class RegisteredCache:
         optional features (`Part`).
         """
         serving, loader, engine_id = self.serving, self.loader, self.config.engine_id
-        serving.news.turn_away(f"engine {engine_id!r} is draining")
-        waits = [serving.drained(), loader.drained(), *(one.drained() for one in self.begun)]
+        serving.lease_answers.refuse_questions(f"engine {engine_id!r} is draining")
+        waits = [serving.drained(), loader.drained(), *(one.drained() for one in self.begun_parts)]
         finished = await _all_within(waits, deadline_s)
         if not finished:
-            what = f"leases of {_some(serving.open_requests)}, loads of {_some(loader.open_requests)}"
+            what = f"leases of {_first_few(serving.open_requests)}, loads of {_first_few(loader.open_requests)}"
             logger.warning("engine %r: open after draining for %s s, ended now: %s", engine_id, deadline_s, what)
         await self.end()
         return finished
@@ -210,7 +210,7 @@ class RegisteredCache:
         """Take no new work, revoke all leases, and begin to end loads and the work of parts. Does not wait."""
         self.serving.close()
         self.loader.close(unregistered=why is Ending.UNREGISTERED)
-        for one in self.begun:
+        for one in self.begun_parts:
             one.end(why)
 
     async def end(self, *, broken: bool = False) -> None:
@@ -221,10 +221,10 @@ class RegisteredCache:
         self.stop(Ending.CLOSED)
         serving, loader, bound_s = self.serving, self.loader, self.config.ending_s
         waits = [serving.drained()] if broken else [serving.drained(), loader.drained()]
-        waits += [one.drained() for one in self.begun]
+        waits += [one.drained() for one in self.begun_parts]
         if not await _all_within(waits, bound_s):
             loads = counted(len(loader.quarantines), "load")
-            what = f"bytes may still land of {loads}, leases of {_some(serving.open_requests)}"
+            what = f"bytes may still land of {loads}, leases of {_first_few(serving.open_requests)}"
             logger.warning("engine %r: still open after another %s s: %s", self.config.engine_id, bound_s, what)
 
     async def wait_for_copies(self) -> str:
@@ -239,7 +239,7 @@ class RegisteredCache:
         except TimeoutError:
             return f"a copy still runs after {bound_s} s"
         loads, leases = self.loader.open_requests, self.serving.open_requests
-        parts = {one.name: count for one in self.begun if (count := _open_of(one))}
+        parts = {one.name: count for one in self.begun_parts if (count := _open_requests_of(one))}
         if not (loads or leases or parts):
             return ""
         return f"bytes of loads {loads} may still land, leases {leases} hold their blocks, requests of parts: {parts}"
@@ -258,9 +258,9 @@ async def register(
     try:
         if not staged or all(has_addresses(one.caches) for one in sets):
             check_sets_disjoint([(groups[one.group], one.regions) for one in sets])
-        memory = await _prepared(config, runtime.copier, groups, sets, where, staged, copy_blocks)
+        memory = await _prepare_memory(config, runtime.copy_thread, groups, sets, where, staged, copy_blocks)
         registered = await _register(runtime, registration, memory)
-        if memory.filled.eager and registered.scratch and config.role != "producer":
+        if memory.target_device.allocates_at_registration and registered.scratch and config.role != "producer":
             await registered.part("staging", "Config.scratch", ConfigError).prepare()
         if config.verify_share:  # now, not when the first load is drawn
             registered.part("verify", "Config.verify_share", ConfigError)
@@ -282,7 +282,7 @@ async def register(
     return registered
 
 
-async def _prepared(
+async def _prepare_memory(
     config: Config,
     copy_thread: CopyThread,
     groups: Sequence[CacheGroup],
@@ -295,30 +295,30 @@ async def _prepared(
 
     If `staged`, allocate host blocks for it. Otherwise check that peers can read the cache on its device.
     """
-    shown = sets
+    served = sets
     staging: Sequence[HostBlocks] = ()
     device = await copy_thread.device(where, engine_copies=staged and copy_blocks is not None)
     if staged:  # on the copy thread, since it touches every page of the host blocks
         what = f"a cache on {where.kind!r}, with Config.staging {config.staging!r},"
-        host_buffers = part("staging", what, ConfigError).host_buffers
+        host_buffers = import_part("staging", what, ConfigError).host_buffers
         staging = await copy_thread.run(lambda: host_buffers(groups, config, copy_blocks, device))
-        shown = tuple(one for at, blocks in enumerate(staging) for one in sets_of(at, blocks.layers, config.tp_size))
+        served = tuple(one for at, blocks in enumerate(staging) for one in sets_of(at, blocks.layers, config.tp_size))
     elif not device.on_host:
         spans = map_spans(named_layers(sets))
         await copy_thread.run(lambda: device.check(spans))
-    return RankMemory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
+    return RankMemory(groups=groups, own_layers=sets, device=device, staging=staging, served_layers=served)
 
 
 async def _register(runtime: Supervisor, registration: Registration, memory: RankMemory) -> RegisteredCache:
     """Register the memory with the transport and return the registered cache."""
-    transport, seals, groups, sets = registration.transport, runtime.seals, memory.groups, memory.shown
-    config = config_for_device(runtime.config, memory.filled.where.kind)
+    transport, seals, groups, sets = registration.transport, runtime.seals, memory.groups, memory.served_layers
+    config = config_for_device(runtime.config, memory.target_device.where.kind)
     resources = FlightResources(
         ledger=BlockLedger(groups),
         seal_slots=SealSlots(config.limits.source_ranks_max),
         queue=reads_in_flight(config, grows=runtime.config.limits.peer_in_flight_bytes_max == 0),
         poller=registration.poller,
-        copy_thread=runtime.copier,
+        copy_thread=runtime.copy_thread,
         clock=runtime.clock,
         reads_max=config.limits.slices_in_flight_max,
     )
@@ -358,12 +358,12 @@ def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> Ca
     return cache_share_of(one.layout, config, model_kv_heads=heads, group=one.group)
 
 
-def _open_of(part: Part) -> int:
+def _open_requests_of(part: Part) -> int:
     """Return the number of requests that a part (an optional feature) has under way."""
     return 0 if (now := part.statistics) is None else now.open_requests
 
 
-def _some(requests: Sequence[str]) -> str:
+def _first_few(requests: Sequence[str]) -> str:
     """Return the first few request ids and the number of the others, as a text for a log line."""
     more = f" and {len(requests) - _NAMED_MAX} more" if len(requests) > _NAMED_MAX else ""
     return f"{list(requests[:_NAMED_MAX])}{more}"

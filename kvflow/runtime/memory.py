@@ -121,16 +121,16 @@ class RankMemory:
     """The memory of a cache that is being registered."""
 
     groups: Sequence[CacheGroup]
-    own: tuple[LayerSet, ...]
+    own_layers: tuple[LayerSet, ...]
     """The engine's layers, as sets of layers of one group with the same layout."""
     device: CacheDevice
     """The device that the engine's layers are on."""
     staging: Sequence[HostBlocks]
     """Host blocks of each group of layers; empty if peers read the cache itself."""
-    shown: tuple[LayerSet, ...]
+    served_layers: tuple[LayerSet, ...]
     """Layers that peers read: the layers of the cache or, with host staging, of the host blocks."""
 
     @property
-    def filled(self) -> CacheDevice:
+    def target_device(self) -> CacheDevice:
         """The device that the transport's reads write to: the CPU with host staging, else the device of the cache."""
         return CacheDevice(HOST) if self.staging else self.device

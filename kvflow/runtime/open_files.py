@@ -32,13 +32,13 @@ READERS_STOP_AT = 8
 SIDE_CHANNEL_STOPS_AT = 4
 """Number of files that the process must still be able to open; below it the side channel drops all its connections."""
 
-_OPENING = {"nixl": 44, "inproc": 22}  # by transport
+_OPENING_FILES = {"nixl": 44, "inproc": 22}  # by transport
 _CONTEXT_FILES = 8  # of a ZeroMQ context, which starts its threads with the first socket
 _SOFT_MAX = 1 << 20  # with a limit of 10^9, programs that close every possible inherited file become slow
 _NO_LIMIT = 1 << 30
 _CONNECTING_S = 2.0
 _WARN_AGAIN_S = 60.0
-_OURS = "/proc/self/fd"
+_OWN_FILES_DIR = "/proc/self/fd"
 
 
 def limit() -> int:
@@ -53,9 +53,11 @@ def left() -> int:
     if most == _NO_LIMIT:
         return most
     try:
-        count = os.stat(_OURS).st_size or len(os.listdir(_OURS))  # the size is their number since Linux 6.2
+        count = os.stat(_OWN_FILES_DIR).st_size or len(
+            os.listdir(_OWN_FILES_DIR)
+        )  # the size is their number since Linux 6.2
     except OSError:  # no /proc, or no file left to list it with
-        return _NO_LIMIT if not os.path.isdir(_OURS) else 0
+        return _NO_LIMIT if not os.path.isdir(_OWN_FILES_DIR) else 0
     return max(most - count, 0)
 
 
@@ -90,7 +92,7 @@ def prepare(config: Config) -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
         logger.info("open files: the limit of this process is %s now, it was %s", most, soft)
-    least = _OPENING[config.transport]
+    least = _OPENING_FILES[config.transport]
     if why := shortage(least):
         raise ConfigError(f"{why}, and a runtime opens some {least}: raise the limit where the engine is started")
     if limit() < needed(config):

@@ -72,7 +72,7 @@ class Part:
     async def drained(self) -> None:
         """Wait until the part has no work under way. Cancelling stops the waiting."""
 
-    async def closed(self, timeout_s: float) -> str:
+    async def release(self, timeout_s: float) -> str:
         """Release the cache. Called after `end` and `drained`, when no read into the cache is under way.
 
         Args:
@@ -99,7 +99,7 @@ class PartOwner:
     @property
     def registered(self) -> bool:
         """True while the part's runtime has a cache that is registered or being unregistered."""
-        return self._runtime is not None and self._runtime.held is not None
+        return self._runtime is not None and self._runtime.registered_cache is not None
 
     @property
     def open(self) -> bool:

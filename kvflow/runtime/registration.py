@@ -41,7 +41,7 @@ class Registration:
         self._config = config
         self._runtime_tasks = tasks
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._over = False
+        self._ended = False
 
     async def open(self) -> None:
         """Start the transport. Raises ConfigError. If cancelled, the transport is closed."""
@@ -50,14 +50,14 @@ class Registration:
     def run(self) -> None:
         """Start the task of the poller, which receives the transport's events. Raises RuntimeClosed."""
         poller = self.spawn(self.poller.run(), name="kvflow-poller")
-        self._runtime_tasks.break_if_cancelled(poller, "poller", lambda: self._over)
+        self._runtime_tasks.break_if_cancelled(poller, "poller", lambda: self._ended)
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
         """Start a task that is cancelled at the end of the registration.
 
         Raises RuntimeClosed if the runtime closes, CacheUnregistered if the registration has ended.
         """
-        if self._over:
+        if self._ended:
             body.close()
             owner = f"{self._config.engine_id!r} ({Rank.of(self._config)})"
             raise CacheUnregistered(f"the cache of runtime {owner} is unregistered")
@@ -81,20 +81,20 @@ class Registration:
         self.poller.settle(stopped=stopped)
         if cache is not None and stopped:
             cache.loader.all_stopped()
-        for part in cache.begun if cache is not None else ():
-            problem = await part.closed(bound_s) or problem
+        for part in cache.begun_parts if cache is not None else ():
+            problem = await part.release(bound_s) or problem
         return problem
 
     def abandon(self, wait_s: float) -> None:
         """Release the transport and the cache when the event loop no longer runs. Wait up to `wait_s` for threads."""
         cache, self.cache = self.cache, None
         self.transport.abandon(wait_s)
-        for part in cache.begun if cache is not None else ():
+        for part in cache.begun_parts if cache is not None else ():
             part.end(Ending.ABANDONED, wait_s)
 
     async def _end_tasks(self) -> None:
         """Cancel the poller and all other tasks, and wait for their end. After this `spawn` raises."""
-        self._over = True
+        self._ended = True
         for task in list(self._tasks):
             task.cancel()
         if self._tasks:

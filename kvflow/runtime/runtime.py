@@ -33,7 +33,7 @@ from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer, Observers
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 from kvflow.runtime.supervisor import Supervisor
-from kvflow.runtime.tasks import require_loop, seen
+from kvflow.runtime.tasks import mark_retrieved, require_loop
 from kvflow.runtime.world import World
 
 _RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)
@@ -66,10 +66,10 @@ class Runtime:
         checks.instance(config, Config, "config", error=ConfigError)
         world = World() if world is None else checks.instance(world, World, "world", error=ConfigError)
         self._observers = Observers(observers, forgiven=world.logs_observer_errors)
-        self._supervisor = Supervisor(config, self._observers, world, _checked(parts))
-        self._drop = weakref.finalize(self, _dropped, self._supervisor)
+        self._supervisor = Supervisor(config, self._observers, world, _checked_parts(parts))
+        self._drop = weakref.finalize(self, _close_dropped, self._supervisor)
         self._drop.atexit = False
-        if not world.real:
+        if not world.real_process:
             self._drop.detach()
 
     def __repr__(self) -> str:
@@ -92,7 +92,7 @@ class Runtime:
     @property
     def quarantines(self) -> tuple[Load, ...]:
         """Ended loads that may still write to their blocks. Reuse the blocks only after `await load.settled()`."""
-        cache = self._supervisor.held
+        cache = self._supervisor.registered_cache
         return cache.loader.quarantines if cache else ()
 
     async def __aenter__(self) -> Self:
@@ -124,7 +124,7 @@ class Runtime:
             UsageError: called on another loop while the runtime's loop is open.
         """
         loop = self._supervisor.loop
-        if self._supervisor.inherited and loop is not None:
+        if self._supervisor.in_forked_child and loop is not None:
             self._drop.detach()
             await self._supervisor.aclose()
         elif loop is not None and loop.is_closed():
@@ -338,7 +338,7 @@ class Runtime:
             RequestError: the ticket is wrong.
         """
         cache = self._require_cache("keep_leases")
-        return self._entered_here(cache.remote_leases.keep_while(cache.resolver.read_ticket(ticket)))
+        return self._keep_on_loop(cache.remote_leases.keep_while(cache.resolver.read_ticket(ticket)))
 
     async def prewarm(
         self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
@@ -430,13 +430,13 @@ class Runtime:
             raise
 
     @contextmanager
-    def _entered_here(self, kept: AbstractContextManager[None]) -> Iterator[None]:
+    def _keep_on_loop(self, kept: AbstractContextManager[None]) -> Iterator[None]:
         require_loop(self._supervisor.loop, "keep_leases")
         with kept:
             yield
 
 
-def _checked(parts: Sequence[Part]) -> tuple[Part, ...]:
+def _checked_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
     """Return `parts` as a tuple. Raises ConfigError if an item is not a `Part`, or a name occurs twice."""
     given = checks.try_call(lambda: tuple(parts))
     if given is None:
@@ -448,13 +448,13 @@ def _checked(parts: Sequence[Part]) -> tuple[Part, ...]:
     return found
 
 
-def _dropped(supervisor: Supervisor) -> None:
+def _close_dropped(supervisor: Supervisor) -> None:
     """Close an open runtime after its `Runtime` object was freed.
 
     If the runtime's event loop is closed, release sockets, threads and memory without a loop.
     """
     loop = supervisor.loop
-    if loop is None or supervisor.inherited:
+    if loop is None or supervisor.in_forked_child:
         return
     warnings.warn(f"runtime {supervisor} was dropped without being closed", ResourceWarning, stacklevel=2)
     if loop.is_closed():
@@ -464,4 +464,4 @@ def _dropped(supervisor: Supervisor) -> None:
 
 
 def _close_soon(supervisor: Supervisor) -> None:
-    asyncio.ensure_future(supervisor.aclose()).add_done_callback(seen)
+    asyncio.ensure_future(supervisor.aclose()).add_done_callback(mark_retrieved)

@@ -6,7 +6,7 @@ poller, ledger and peers last as long as one `Registration`. If a service dies, 
 revoked, loads fail, and later calls raise RuntimeBroken with the cause.
 
 Unregistering ends one registration; closing ends everything. Both run to their end even if the caller is cancelled
-(`Tasks.carried`). If the closing itself is cancelled, it stops waiting for leases and loads to end by themselves. If
+(`Tasks.run_to_end`). If the closing itself is cancelled, it stops waiting for leases and loads to end by themselves. If
 the event loop no longer runs, the runtime is *abandoned*: sockets, threads and memory are released without the loop.
 """
 
@@ -75,12 +75,12 @@ class Supervisor:
         self.side_channel = world.side_channel(config)
         self.clock = world.clock()
         self.seals = SealTable(config.limits.leases_max)
-        self._past: RuntimeStatistics | None = None
+        self._past_statistics: RuntimeStatistics | None = None
         """Statistics at the end of the last registration, added up over all registrations so far; None before."""
         self._registering = False
         self._admission = ReaderAdmission(config.engine_id)
         self._hurried = False
-        self.inherited = False
+        self.in_forked_child = False
         """True in a forked child of the process that opened the runtime: threads and their objects are the parent's."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """The loop that opened the runtime; None before that."""
@@ -91,7 +91,7 @@ class Supervisor:
 
     def forked(self) -> None:
         """In a forked child, mark the runtime as closed. See `forks`."""
-        self.inherited = True
+        self.in_forked_child = True
         self.state = RuntimeState.CLOSED
         self.tasks.forget()
 
@@ -108,7 +108,7 @@ class Supervisor:
         self.loop = asyncio.get_running_loop()
         first = self.registration
         assert first is not None, "made with the supervisor"
-        if self.world.real:
+        if self.world.real_process:
             open_files.prepare(self.config)
         if self.config.advertise_toward is not None:
             self.host = await self.world.own_host(self.config)
@@ -122,19 +122,19 @@ class Supervisor:
         except BaseException:
             await first.transport.aclose(self.config.limits.transport_close_timeout_s)
             raise
-        self.copier = self.world.copier(f"kvflow-copy {first.agent_name}")
+        self.copy_thread = self.world.copy_thread(f"kvflow-copy {first.agent_name}")
         self.state = RuntimeState.OPEN
-        if self.world.real:
+        if self.world.real_process:
             atexit.register(self.abandon, self.config.limits.transport_close_timeout_s)
         try:
-            await self.tasks.start(self._begin)
+            await self.tasks.start(self._start_services)
             self.require_running()
         except BaseException:
             await self.aclose()
             raise
         logger.info("runtime %s opened at %s: %s", self, self.address, self._describe())
 
-    def _begin(self) -> None:
+    def _start_services(self) -> None:
         """Start the tasks of the poller, which receives the transport's events, and of the side channel's listener."""
         assert self.registration is not None, "made with the supervisor"
         self.registration.run()
@@ -142,21 +142,21 @@ class Supervisor:
 
     async def aclose(self) -> None:
         """See `Runtime.aclose`."""
-        if self.inherited:
+        if self.in_forked_child:
             return
         if self.state is RuntimeState.NEW:
             self.state = RuntimeState.CLOSED
         if self.state is not RuntimeState.CLOSED:
             self.state = RuntimeState.CLOSING
-            await self.tasks.carried("kvflow-close", self._close)
-        await self.tasks.supervised()
+            await self.tasks.run_to_end("kvflow-close", self._close)
+        await self.tasks.wait_for_supervisor()
 
     def abandon(self, wait_s: float = 0.0) -> None:
         """Release sockets, memory and threads without the event loop, which no longer runs.
 
         A thread ends once no read or copy is under way; wait up to `wait_s` for that. Tasks have ended with the loop.
         """
-        if self.inherited or self.state in (RuntimeState.NEW, RuntimeState.CLOSED):
+        if self.in_forked_child or self.state in (RuntimeState.NEW, RuntimeState.CLOSED):
             self.state = RuntimeState.CLOSED
             return
         logger.warning("runtime %s was abandoned: its event loop ended, or Python did, before it was closed", self)
@@ -167,15 +167,15 @@ class Supervisor:
         self.side_channel.abandon()
         if self.registration is not None:
             self.registration.abandon(wait_s)
-        self.copier.abandon(wait_s)
+        self.copy_thread.abandon(wait_s)
 
     async def drain(self, deadline_s: float) -> bool:
         """See `Runtime.drain`."""
         self.state = RuntimeState.DRAINING
-        return self.held is None or await self.held.drain(deadline_s)
+        return self.registered_cache is None or await self.registered_cache.drain(deadline_s)
 
     def statistics(self) -> RuntimeStatistics:
-        cache, past, registration = self.held, self._past, self.registration
+        cache, past, registration = self.registered_cache, self._past_statistics, self.registration
         serving, loading, transport = totals(
             past,
             cache.serving.statistics if cache else None,
@@ -190,8 +190,10 @@ class Supervisor:
             serving=serving,
             loading=loading,
             peers=cache.peers.statistics if cache else (),
-            parts={part.name: now for part in (cache.begun if cache else ()) if (now := part.statistics) is not None},
-            readers=cache.readers.count if cache else 0,
+            parts={
+                part.name: now for part in (cache.begun_parts if cache else ()) if (now := part.statistics) is not None
+            },
+            readers=cache.goodbyes.count if cache else 0,
             readers_refused=self._admission.refused,
             listener=self.listener.statistics if self.tasks.started else None,
             transport=transport,
@@ -200,7 +202,7 @@ class Supervisor:
         )
 
     @property
-    def held(self) -> RegisteredCache | None:
+    def registered_cache(self) -> RegisteredCache | None:
         """The registered cache, also while it is being unregistered and its leases and loads end; else None."""
         return None if self.registration is None else self.registration.cache
 
@@ -215,7 +217,7 @@ class Supervisor:
                 raise UsageError(f"the runtime {self} is not open yet: use it as `async with Runtime(config) as rt`")
         if (cause := self.tasks.cause) is not None:
             raise RuntimeBroken(f"the runtime {self} broke: {cause}") from cause
-        if self.inherited:
+        if self.in_forked_child:
             raise UsageError(f"the runtime {self} belongs to the process that this one was forked from")
         raise RuntimeClosed(f"the runtime {self} is {self.state}")
 
@@ -233,7 +235,9 @@ class Supervisor:
         """Return the registered cache. Raises CacheUnregistered, or UsageError if no cache was ever registered."""
         if self.cache is not None:
             return self.cache
-        if self.held is not None or (self._past is not None and self._past.serving is not None):
+        if self.registered_cache is not None or (
+            self._past_statistics is not None and self._past_statistics.serving is not None
+        ):
             raise CacheUnregistered(f"the cache of runtime {self} was unregistered: await register_kv_caches first")
         raise UsageError("no KV cache is registered yet: await register_kv_caches first")
 
@@ -249,7 +253,7 @@ class Supervisor:
         groups = groups_of(kv_caches, layout)
         self._registering = True
         try:
-            await self.tasks.over("kvflow-unregister")
+            await self.tasks.wait_ended("kvflow-unregister")
             self.require_running(new_work=True)
             await self._register(groups, copy_blocks)
         finally:
@@ -262,9 +266,9 @@ class Supervisor:
         if self.cache is not None:
             self.cache.stop(Ending.UNREGISTERED)
             self.cache = None
-        if self.held is not None:
-            await self.tasks.carried("kvflow-unregister", self._unregister)
-        await self.tasks.over("kvflow-unregister")  # a failed registration may still be ending
+        if self.registered_cache is not None:
+            await self.tasks.run_to_end("kvflow-unregister", self._unregister)
+        await self.tasks.wait_ended("kvflow-unregister")  # a failed registration may still be ending
 
     async def _register(self, groups: Sequence[CacheGroup], copy_blocks: BlockCopier | None) -> None:
         registration = self.registration
@@ -277,7 +281,7 @@ class Supervisor:
             await cache.begin_parts(self)
             self.require_running(new_work=True)
         except BaseException:
-            await self.tasks.carried("kvflow-unregister", self._unregister)
+            await self.tasks.run_to_end("kvflow-unregister", self._unregister)
             raise
         self.cache = cache
 
@@ -288,11 +292,11 @@ class Supervisor:
         """Called when a task of the runtime has died: mark the runtime as broken, and end leases and loads."""
         if self.state in (RuntimeState.OPEN, RuntimeState.DRAINING):
             self.state = RuntimeState.BROKEN
-        if self.held is not None:
-            self.held.stop(Ending.CLOSED)
+        if self.registered_cache is not None:
+            self.registered_cache.stop(Ending.CLOSED)
 
     async def _unregister(self) -> None:
-        """End the current registration, even if its cache was never registered. Run by `Tasks.carried`.
+        """End the current registration, even if its cache was never registered. Run by `Tasks.run_to_end`.
 
         Task `kvflow-unregister`: begun by `unregister`, or by a registration that failed. It goes on if its
         caller is cancelled. If it dies, the runtime breaks, and `unregister` raises its error.
@@ -308,13 +312,13 @@ class Supervisor:
         if problem and cache is not None:
             self.tasks.break_down(RuntimeBroken(f"the cache could not be unregistered: {problem}"))
             raise RuntimeBroken(f"unregistering the cache of {self}: {problem}")
-        self._past = self.statistics()
+        self._past_statistics = self.statistics()
         registration.cache = None  # a reference to its transport must not keep tensors alive
         self.cache = self.registration = None
         logger.info("runtime %s has no cache any more: %s", self, problem or "its memory is deregistered")
 
     async def _close(self) -> None:
-        """Close the runtime: end the registration, the listener, all tasks and all threads. Run by `Tasks.carried`.
+        """Close the runtime: end the registration, the listener, all tasks and all threads. Run by `Tasks.run_to_end`.
 
         Task `kvflow-close`: begun by `aclose`, by a cancelled supervisor's task, or by a dropped runtime. It goes
         on if its caller is cancelled. If it is cancelled itself, it stops waiting for leases and loads. `aclose` raises
@@ -322,7 +326,7 @@ class Supervisor:
         """
         hurry = self._hurry
         try:
-            await retry_if_cancelled(lambda: self.tasks.over("kvflow-unregister"), hurry)
+            await retry_if_cancelled(lambda: self.tasks.wait_ended("kvflow-unregister"), hurry)
             drained = self.cache is not None
             await retry_if_cancelled(lambda: self._end_work(drained=drained), hurry)
             await retry_if_cancelled(self.tasks.stop, hurry)
@@ -346,18 +350,18 @@ class Supervisor:
         `drained`: give leases and loads `drain_timeout_s` to end by themselves first, unless the runtime is broken or
         the closing was cancelled.
         """
-        cache = self.held
+        cache = self.registered_cache
         if cache is None:
             return
         if drained and not self._hurried and self.tasks.cause is None and cache.busy:
             await cache.drain(self.config.drain_timeout_s)
         else:
             await cache.end(broken=self.tasks.cause is not None)
-        await cache.readers.send_all()
+        await cache.goodbyes.send_all()
 
     async def _end_copies(self) -> str:
         bound_s = self.config.limits.transport_close_timeout_s
-        return "" if await self.copier.aclose(bound_s) else f"a copy still runs after {bound_s} s"
+        return "" if await self.copy_thread.aclose(bound_s) else f"a copy still runs after {bound_s} s"
 
     def _answer(self, header: codec.Header, request: messages.Request) -> Answered:
         """Return the answer to a peer's request on the side channel, or a future of the answer. Never waits."""
@@ -379,7 +383,7 @@ class Supervisor:
 
     def _no_new_reader(self) -> str:
         """Return why no new reader may connect to this rank now. If one may, return "" and count it as connecting."""
-        if self.registration is not None and self.registration.transport.statistics.deaf:
+        if self.registration is not None and self.registration.transport.statistics.unreachable:
             return "its transport's listener is closed, as when open files run out: register its cache again"
         return self._admission.refusal(self.clock.now_s())
 

@@ -3,9 +3,9 @@
 The supervisor's task holds the group. The task of a service (the listener, a poller) dies if it raises, or if code
 outside the runtime cancels it. Any other task dies if it raises.
 
-Work that must finish even if its caller is cancelled, for example closing, is a task outside the group (`carried`). A
-program that ends cancels all tasks of the loop, also a carried one. So each step of carried work is run again if it is
-cancelled (`retry_if_cancelled`); every step is bounded, and may be run again.
+Work that must finish even if its caller is cancelled, for example closing, is a task outside the group (`run_to_end`).
+A program that ends cancels all tasks of the loop, also a carried one. So each step of carried work is run again if it
+is cancelled (`retry_if_cancelled`); every step is bounded, and may be run again.
 
 A runtime, its leases and its loads belong to the event loop that opened the runtime, and to that loop's thread
 (`require_loop`).
@@ -40,11 +40,11 @@ class Tasks:
         self.cause: Exception | None = None
         """The error that broke the runtime; None if it is not broken."""
         self._stop = asyncio.Event()
-        self._over = asyncio.Event()
+        self._ended = asyncio.Event()
         self._started = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], None] = {}  # ordered, so that a simulation can be replayed
         self._supervision: asyncio.Task[None] | None = None
-        self._carried: dict[str, asyncio.Task[None]] = {}
+        self._detached: dict[str, asyncio.Task[None]] = {}
 
     @property
     def started(self) -> bool:
@@ -63,20 +63,20 @@ class Tasks:
         called and `cause` is set.
         """
         self._supervision = asyncio.create_task(self._supervise(begin), name="kvflow-supervisor")
-        self._supervision.add_done_callback(lambda _: self._never_ran())
+        self._supervision.add_done_callback(lambda _: self._on_never_started())
         await self._started.wait()
 
     async def stop(self) -> None:
         """Cancel all tasks of the group, and wait until they have ended."""
         self._stop.set()
-        await self._over.wait()
+        await self._ended.wait()
 
-    async def supervised(self) -> None:
+    async def wait_for_supervisor(self) -> None:
         """Wait until the supervisor's task has ended. If that task itself calls this, return at once."""
         if self._supervision is not None and self._supervision is not asyncio.current_task():
             await asyncio.wait([self._supervision])
 
-    async def carried(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def run_to_end(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
         """Run `work` as a task with the name `name`, wait for its end and raise its error, if any.
 
         If a task of that name is running, wait for that task instead. Cancelling stops the waiting; the work goes on.
@@ -84,30 +84,30 @@ class Tasks:
         task = asyncio.current_task()
         cancels = task.cancelling() if task is not None else 0
         while True:
-            running = self._carried.get(name)
+            running = self._detached.get(name)
             if running is None or running.done():  # start again if it was cancelled before its first step
-                running = self._carried[name] = asyncio.create_task(work(), name=name)
-                running.add_done_callback(seen)
+                running = self._detached[name] = asyncio.create_task(work(), name=name)
+                running.add_done_callback(mark_retrieved)
             try:
                 return await asyncio.shield(running)
             except asyncio.CancelledError:
                 if not running.cancelled() or (task is not None and task.cancelling() > cancels):
                     raise
 
-    async def over(self, name: str) -> None:
-        """Wait until the work that `carried` runs under `name`, if any, has ended. Do not raise its error.
+    async def wait_ended(self, name: str) -> None:
+        """Wait until the work that `run_to_end` runs under `name`, if any, has ended. Do not raise its error.
 
         Cancelling stops the waiting.
         """
-        if name in self._carried:
-            await asyncio.wait([self._carried[name]])
+        if name in self._detached:
+            await asyncio.wait([self._detached[name]])
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
         """Start a task in the runtime's task group. Raises RuntimeClosed if the runtime is closing or broken."""
         if self._stop.is_set() or self.cause is not None:
             body.close()
             raise RuntimeClosed(f"the runtime {self._owner} is closing")
-        watched = self._watched(body)
+        watched = self._break_on_error(body)
         try:
             task = self._group.create_task(watched, name=name)
         except RuntimeError as error:  # the host has cancelled all tasks, and so the supervisor's
@@ -119,14 +119,16 @@ class Tasks:
         task.add_done_callback(lambda _: body.close())  # if cancelled before its first step, the body never starts
         return task
 
-    def break_if_cancelled(self, task: asyncio.Task[None], what: str, over: Callable[[], bool] = lambda: False) -> None:
+    def break_if_cancelled(
+        self, task: asyncio.Task[None], what: str, may_end: Callable[[], bool] = lambda: False
+    ) -> None:
         """Break the runtime if `task`, the task of a service, is cancelled before its time.
 
-        Its time has come once `stop` was called or `over` returns True. `what` is the service's name, for the error.
+        Its time has come once `stop` was called or `may_end` returns True. `what` is the service's name, for the error.
         """
 
         def ended(task: asyncio.Task[None]) -> None:  # if cancelled early, the body never runs
-            if task.cancelled() and not self._stop.is_set() and not over():
+            if task.cancelled() and not self._stop.is_set() and not may_end():
                 self.break_down(RuntimeBroken(f"the {what}'s task was cancelled from outside"))
 
         task.add_done_callback(ended)
@@ -165,13 +167,13 @@ class Tasks:
                     task.cancel()
         except asyncio.CancelledError:
             self.break_down(RuntimeBroken("the supervisor's task was cancelled from outside"))
-            self._over.set()
-            await self._close_whoever_cancels()
+            self._ended.set()
+            await self._close_despite_cancels()
             raise
         finally:
-            self._over.set()
+            self._ended.set()
 
-    async def _close_whoever_cancels(self) -> None:
+    async def _close_despite_cancels(self) -> None:
         while True:
             try:
                 return await self._close()
@@ -180,19 +182,19 @@ class Tasks:
             except RuntimeBroken:
                 return  # it is logged already
 
-    async def _watched(self, body: Coroutine[None, None, None]) -> None:
+    async def _break_on_error(self, body: Coroutine[None, None, None]) -> None:
         """Await `body`, the body of a task. If it raises, break the runtime."""
         try:
             await body
         except Exception as problem:  # noqa: BLE001 - any error breaks the runtime, which reports it
             self.break_down(problem)
 
-    def _never_ran(self) -> None:
+    def _on_never_started(self) -> None:
         """Break the runtime and wake all waiting calls if the supervisor's task was cancelled before its first step."""
         if not self._started.is_set():
             self.cause = RuntimeBroken("the supervisor's task was cancelled before it began")
             self._on_break()
-            self._over.set()
+            self._ended.set()
             self._started.set()
 
 
@@ -228,7 +230,7 @@ async def for_each(
 async def retry_if_cancelled(
     step: Callable[[], Awaitable[ResultT]], on_cancel: Callable[[], None] = lambda: None
 ) -> ResultT:
-    """Await `step`, a step of work that `Tasks.carried` runs, and return its result even if the task is cancelled.
+    """Await `step`, a step of work that `Tasks.run_to_end` runs, and return its result even if the task is cancelled.
 
     Each time the task is cancelled, call `on_cancel` and run the step again.
     """
@@ -242,7 +244,7 @@ async def retry_if_cancelled(
             task.uncancel()
 
 
-def seen(task: asyncio.Future[None]) -> None:
+def mark_retrieved(task: asyncio.Future[None]) -> None:
     """Mark the error of a finished task as retrieved, so that asyncio does not log that it was never retrieved.
 
     For tasks with errors that are reported elsewhere.

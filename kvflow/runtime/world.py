@@ -53,12 +53,12 @@ class World:
 
     For incarnations, lease ids and random delays.
     """
-    copier: Callable[[str], CopyThread] = CopyThread
+    copy_thread: Callable[[str], CopyThread] = CopyThread
     logs_observer_errors: bool = True
     """True if errors that observers raise are only logged. If False, as in tests, closing the runtime also raises the
     first of these errors.
     """
-    real: bool = True
+    real_process: bool = True
     """True if the runtime runs in a real process: it is closed if it is dropped, or still open when Python ends.
 
     False in a simulation, where a process may die without closing its runtime.

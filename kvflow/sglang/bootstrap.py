@@ -15,7 +15,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 INTRODUCTION = "kvflow"
 """Key, in a prefill rank's registration and in answers about the rank, of kvflow's tickets that name the rank."""
 
-_Place = tuple[int, int, int, int]
+_RankIndexes = tuple[int, int, int, int]
 
 
 class KVFlowBootstrapServer(CommonKVBootstrapServer):
@@ -25,7 +25,7 @@ class KVFlowBootstrapServer(CommonKVBootstrapServer):
     """
 
     def __init__(self, host: str, port: int) -> None:
-        self._introductions: dict[_Place, Any] = {}
+        self._introductions: dict[_RankIndexes, Any] = {}
         super().__init__(host, port)
 
     async def _handle_route_put(self, request: web.Request) -> web.Response:

@@ -29,14 +29,14 @@ _DECODE = "sglang.srt.disaggregation.decode"
 
 def hook_prefill(manager: type) -> None:
     """Set the hooks in the scheduler of a prefill server. `manager` is this backend's class of KV managers."""
-    _hook(f"{_PREFILL}.add", partial(_added, manager))
+    _hook(f"{_PREFILL}.add", partial(_after_prefill_add, manager))
 
 
 def hook_decode(manager: type) -> None:
     """Set the hooks in the scheduler of a decode server. `manager` is this backend's class of KV managers."""
-    _hook(f"{_DECODE}.DecodePreallocQueue.add", partial(_taken, manager))
-    _hook(f"{_DECODE}.DecodePreallocQueue._create_receiver_and_enqueue", _received)
-    _hook(f"{_DECODE}.DecodeTransferQueue._defer_release", _deferred)
+    _hook(f"{_DECODE}.DecodePreallocQueue.add", partial(_after_decode_add, manager))
+    _hook(f"{_DECODE}.DecodePreallocQueue._create_receiver_and_enqueue", _after_create_receiver)
+    _hook(f"{_DECODE}.DecodeTransferQueue._defer_release", _after_defer_release)
 
 
 def _hook(target: str, hook: Callable[..., Any]) -> None:
@@ -45,7 +45,7 @@ def _hook(target: str, hook: Callable[..., Any]) -> None:
         HookRegistry.apply_hooks()
 
 
-def _added(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+def _after_prefill_add(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     """After SGLang has added `req` on a prefill server, pass its prompt tokens to its sender.
 
     If the server has refused `req`, which then has no sender, notify the decode server.
@@ -53,31 +53,31 @@ def _added(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: An
     sender = req.disagg_kv_sender
     if isinstance(sender, KVFlowSender):
         sender.prompt = prompt_of(req)
-    elif sender is None and _meets(req) and isinstance(queue.kv_manager, kind):
+    elif sender is None and _has_counterpart(req) and isinstance(queue.kv_manager, kind):
         reason = req.finished_reason or req.to_finish
         queue.kv_manager.refuse(
             req.bootstrap_room, getattr(reason, "message", None) or "the prefill server refused the prompt"
         )
 
 
-def _received(result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+def _after_create_receiver(result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     """After SGLang has made a receiver for `req`, pass the prompt tokens to that receiver."""
     if isinstance(result.kv_receiver, KVFlowReceiver):
         result.kv_receiver.prompt = prompt_of(req)
 
 
-def _taken(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+def _after_decode_add(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     """After a decode server has refused `req`, which then has no receiver, notify the prefill server."""
     manager, reason = queue.kv_manager, _reason_of(req)
     refused = reason and not any(one.req is req for one in queue.queue)
-    if refused and _meets(req) and isinstance(manager, kind):
+    if refused and _has_counterpart(req) and isinstance(manager, kind):
         address = NetworkAddress(req.bootstrap_host, req.bootstrap_port).to_host_port_str()
         receiver = KVFlowReceiver(manager, address, req.bootstrap_room)
         receiver.refuse(RequestError(f"the decode server refuses the prompt: {reason}"))
         receiver.clear()
 
 
-def _deferred(result: Any, queue: Any, decode_req: Any, *_: Any, **__: Any) -> None:
+def _after_defer_release(result: Any, queue: Any, decode_req: Any, *_: Any, **__: Any) -> None:
     """Let a decode server keep the pages of a failed request until its reads have stopped.
 
     SGLang would free the pages after a fixed time, which does not prove that.
@@ -93,7 +93,7 @@ def _reason_of(req: Any) -> str:
     return "" if reason is None else getattr(reason, "message", None) or "it does not say why"
 
 
-def _meets(req: Any) -> bool:
+def _has_counterpart(req: Any) -> bool:
     """Return True if `req` has a counterpart on the other server. The health checks of SGLang itself have none."""
     return req.bootstrap_room is not None and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
 

@@ -1,9 +1,9 @@
 """KVFlowManager: one rank of a prefill or decode server, with its pools, its requests, and messages between servers.
 
-As in SGLang, a decode rank first sends a message about its request (`rooms.Wanted`) to the prefill ranks, which then
-begin to send. The message contains no memory addresses, since the decode rank reads the blocks itself. It says how many
-tokens the decode server already has, and under which name it waits for the offer. The decode server makes that name
-from the request's room, which routers see in clear text, and a digest that only the two servers know.
+As in SGLang, a decode rank first sends a message about its request (`rooms.RoomMessage`) to the prefill ranks, which
+then begin to send. The message contains no memory addresses, since the decode rank reads the blocks itself. It says how
+many tokens the decode server already has, and under which name it waits for the offer. The decode server makes that
+name from the request's room, which routers see in clear text, and a digest that only the two servers know.
 
 SGLang's tables keep the state of a request by its room, a number that several requests may have. Here the key is a
 `Room`, which is unique to a request.
@@ -42,20 +42,20 @@ from kvflow.logs import logger_of
 from kvflow.parts import preload
 from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import hook_decode, hook_prefill
-from kvflow.sglang.pools import Buffers, aux_buffers, items_named, kv_buffers, state_buffers
-from kvflow.sglang.rooms import WANTED, Answer, Room, RoomRequest, Rooms, Wanted
+from kvflow.sglang.pools import Buffers, aux_buffers, kv_buffers, state_buffers, transferred_items
+from kvflow.sglang.rooms import MESSAGE_FRAME, Answer, Room, RoomMessage, RoomRequest, Rooms
 from kvflow.sglang.server_settings import config_of
 
 logger = logger_of(__name__)
 
-_CARRIED = {"attn_cp_size": 1, "pp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False}
+_SUPPORTED_MAX = {"attn_cp_size": 1, "pp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False}
 """Largest supported value of each setting that divides a server other than by tensor or data parallelism."""
-_UNFIT_S = 1.0
+_INCOMPATIBLE_S = 1.0
 """Seconds for which requests to an incompatible prefill server fail at once; then SGLang asks that server again."""
 _RANKS_MAX = 64
 _SERVERS_MAX = 256
-_ASK_S = 2.0
-_KNOWN_S = 5.0
+_LOOK_UP_TIMEOUT_S = 2.0
+_RANKS_KEPT_S = 5.0
 """Seconds for which the ranks of a prefill server, with their addresses, are remembered."""
 
 Introduction: TypeAlias = "list[dict[str, Any]]"
@@ -72,25 +72,25 @@ class KVFlowManager(CommonKVManager):
         super().__init__(args, mode, server_args, is_mla_backend)
         if mode == DisaggregationMode.PREFILL:
             self._rooms = Rooms(self.bootstrap_timeout)
-            self.transfer_infos = self._rooms.asked
-            threading.Thread(target=self._hear, name="kvflow-sglang-hear", daemon=True).start()
+            self.transfer_infos = self._rooms.requests
+            threading.Thread(target=self._receive_messages, name="kvflow-sglang-hear", daemon=True).start()
         else:
             self._start_heartbeat_checker_thread()
 
     def _prepare(self, args: Any, mode: Any, server_args: Any, is_mla: bool) -> None:
         """Make all pools and tables that SGLang's constructor needs to register this rank at the bootstrap server."""
         parallel, policy = get_parallel(), get_disagg().disaggregation_decode_allocation_policy
-        for name, carried in _CARRIED.items():
-            if getattr(parallel, name) > carried:
-                raise ConfigError(f"kvflow for SGLang: {name} is {getattr(parallel, name)}, carried is {carried}")
+        for name, most in _SUPPORTED_MAX.items():
+            if getattr(parallel, name) > most:
+                raise ConfigError(f"kvflow for SGLang: {name} is {getattr(parallel, name)}, supported is {most}")
         if policy != "early":
             raise ConfigError(
-                f"kvflow for SGLang: disaggregation_decode_allocation_policy is {policy}, carried is early"
+                f"kvflow for SGLang: disaggregation_decode_allocation_policy is {policy}, supported is early"
             )
         deferred = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE
         if mode == DisaggregationMode.DECODE and not deferred.get():
             raise ConfigError(
-                f"kvflow for SGLang: {deferred.name} is off: pages of a failed request would be used again while they "
+                f"kvflow for SGLang: {deferred.name} is off: pages of a failed request would be reused while they "
                 "are still read into"
             )
         self.aux = aux_buffers(args)
@@ -98,19 +98,19 @@ class KVFlowManager(CommonKVManager):
         """True if SGLang's metadata of a request is too large for the payload of a lease, as with hidden states. The
         metadata is then transferred as an item of a pool, the last one."""
         self.state_kinds = [kind.value for kind in args.state_types]
-        self.secret = _agreed(secrets.token_hex(16))
+        self.secret = _broadcast(secrets.token_hex(16))
         self.serials = itertools.count()
         self.senders: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
         self.receivers: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
         self._rooms_lock = threading.RLock()  # reentrant: finalizers of requests may run while it is held
         self._held: dict[int, list[Load]] = {}
         """Loads of failed requests that may still write to the decode server's pages, by room number."""
-        self._unfit: dict[str, tuple[str, float]] = {}
+        self._incompatible: dict[str, tuple[str, float]] = {}
         """For each incompatible prefill server, by address: why it is incompatible, and when SGLang found that."""
         self._ranks: BoundedMap[str, tuple[float, list[dict[str, Any]]]] = BoundedMap(_SERVERS_MAX)
         """For each prefill server, by address: when its ranks were looked up, and the ranks. Used only on the first
         pool's loop."""
-        self._silent: set[str] = set()
+        self._unanswered: set[str] = set()
         """Addresses of the prefill servers that did not answer SGLang's last question for their parallelism."""
         producer = mode == DisaggregationMode.PREFILL
         latent = is_mla or args.is_hybrid_mla_backend
@@ -138,7 +138,7 @@ class KVFlowManager(CommonKVManager):
         self.record_failure(room, f"kvflow: {reason}")
         self.update_status(room, KVPoll.Failed)
 
-    def name_of(self, room: int) -> str:
+    def new_request_name(self, room: int) -> str:
         """Return a secret name for the next request of `room`, under which the decode server waits for its offer.
 
         The name is the same on all ranks of the server, because all ranks see requests in the same order.
@@ -165,7 +165,7 @@ class KVFlowManager(CommonKVManager):
         aux = [[aux_index]] if self.aux_moves else []
         prefix_pages = decode_prefix_len // self.kv_args.page_size
         states = zip(self.state_kinds, state_indices or [None] * len(self.state_kinds), strict=True)
-        return [pages, *(items_named(kind, indices, prefix_pages) for kind, indices in states), *aux]
+        return [pages, *(transferred_items(kind, indices, prefix_pages) for kind, indices in states), *aux]
 
     # --- decode
 
@@ -184,58 +184,58 @@ class KVFlowManager(CommonKVManager):
         except Exception as error:  # noqa: BLE001 - SGLang's own checks, of many kinds
             self._refuse_server(bootstrap_addr, error_text(error))
             return False
-        self._silent.discard(bootstrap_addr) if known else self._silent.add(bootstrap_addr)
+        self._unanswered.discard(bootstrap_addr) if known else self._unanswered.add(bootstrap_addr)
         if known:
-            self._unfit.pop(bootstrap_addr, None)
+            self._incompatible.pop(bootstrap_addr, None)
         return known
 
     def _refuse_server(self, address: str, reason: str) -> None:
-        self._silent.discard(address)
-        before, _ = self._unfit.get(address, ("", 0.0))
-        self._unfit[address] = (reason, time.monotonic())
+        self._unanswered.discard(address)
+        before, _ = self._incompatible.get(address, ("", 0.0))
+        self._incompatible[address] = (reason, time.monotonic())
         if before != reason:
             logger.error("prefill server %s cannot be read from, its requests fail: %s", address, reason)
         for room in tuple(self.addr_to_rooms_tracker.get(address, ())):
             receiver = self.receivers.get(room)
             if receiver is not None and self.check_status(room) != KVPoll.Failed:
-                receiver.refuse(_unfit_error(address, reason))
+                receiver.refuse(_incompatible_error(address, reason))
 
-    def is_silent(self, address: str) -> bool:
+    def has_not_answered(self, address: str) -> bool:
         """Return True if the prefill server at `address` did not answer SGLang's last question."""
-        return address in self._silent
+        return address in self._unanswered
 
-    def tell(self, address: str, ranks: list[dict[str, Any]] | None, wanted: Wanted) -> None:
+    def notify_given_up(self, address: str, ranks: list[dict[str, Any]] | None, message: RoomMessage) -> None:
         """Notify prefill ranks that a request was given up. Skip ranks that cannot be reached.
 
         Args:
             address: address of the prefill server.
             ranks: the server's ranks, as its bootstrap server describes them; None to look them up in the background.
-            wanted: the message, which names the request.
+            message: the message, which names the request.
         """
         if ranks is None:
             with contextlib.suppress(KVFlowError):
-                self.pools[0].runtime.start(lambda _: self._ask_and_tell(address, wanted))
+                self.pools[0].runtime.start(lambda _: self._look_up_and_notify(address, message))
             return
         for rank in ranks:
             with contextlib.suppress(zmq.ZMQError, LookupError, TypeError, ValueError):
                 socket, lock = CommonKVReceiver._connect_to_bootstrap_server(rank)
                 with lock:
-                    socket.send_multipart(wanted.frames(), zmq.NOBLOCK)
+                    socket.send_multipart(message.frames(), zmq.NOBLOCK)
 
-    async def _ask_and_tell(self, address: str, wanted: Wanted) -> None:
+    async def _look_up_and_notify(self, address: str, message: RoomMessage) -> None:
         since_s, ranks = self._ranks.get(address, (-math.inf, []))
-        if time.monotonic() - since_s > _KNOWN_S:
-            ranks = await _ranks_of(address)
+        if time.monotonic() - since_s > _RANKS_KEPT_S:
+            ranks = await _look_up_ranks(address)
             self._ranks[address] = (time.monotonic(), ranks)
-        self.tell(address, ranks, wanted)
+        self.notify_given_up(address, ranks, message)
 
-    def unfit(self, address: str) -> PeerIncompatible | None:
+    def incompatible_error(self, address: str) -> PeerIncompatible | None:
         """Return the error for requests to the prefill server at `address` if it was just found incompatible.
 
         Else return None.
         """
-        reason, since_s = self._unfit.get(address, ("", 0.0))
-        return _unfit_error(address, reason) if reason and time.monotonic() - since_s < _UNFIT_S else None
+        reason, since_s = self._incompatible.get(address, ("", 0.0))
+        return _incompatible_error(address, reason) if reason and time.monotonic() - since_s < _INCOMPATIBLE_S else None
 
     def hold(self, room: int, address: str, loads: list[Load]) -> None:
         """Keep the pages of a failed request until no byte can land in them.
@@ -245,8 +245,8 @@ class KVFlowManager(CommonKVManager):
         """
         self._held.setdefault(int(room), []).extend(loads)
         logger.warning(
-            "prefill server %s stands still: reads of its memory have not stopped; the request of room %s that they "
-            "are of has failed, and its pages are not used again before they have",
+            "prefill server %s hangs: reads of its memory have not stopped. The request of room %s has failed, and its "
+            "pages are not reused until the reads have stopped",
             address,
             int(room),
         )
@@ -270,11 +270,11 @@ class KVFlowManager(CommonKVManager):
         The decode server is notified now, or when it asks for the request.
         """
         with self._rooms_lock:
-            answer = self._rooms.answer(int(room), time.monotonic())
+            answer = self._rooms.add_answer(int(room), time.monotonic())
         self.refuse_answer(answer, reason)
-        self.closes(answer)
+        self.remove_answer(answer)
 
-    def opens(self, room: Room, sender: Any) -> Answer:
+    def add_sender(self, room: Room, sender: Any) -> Answer:
         """Add a new request of the prefill server, with its sender, and return its `Answer`.
 
         The request answers the decode server's first request in the room that has no answer yet, now or when that
@@ -282,12 +282,12 @@ class KVFlowManager(CommonKVManager):
         """
         with self._rooms_lock:
             self.senders[room] = sender
-            answer = self._rooms.answer(int(room), time.monotonic())
+            answer = self._rooms.add_answer(int(room), time.monotonic())
         self._decline_expired()
         return answer
 
-    def closes(self, answer: Answer) -> None:
-        """Forget a request of the prefill server. `answer` stands for it, as `opens` returned it."""
+    def remove_answer(self, answer: Answer) -> None:
+        """Forget a request of the prefill server. `answer` stands for it, as `add_sender` returned it."""
         with self._rooms_lock:
             self._rooms.close(answer, time.monotonic())
 
@@ -297,22 +297,22 @@ class KVFlowManager(CommonKVManager):
         The decode server is notified now, or when it asks for the request.
         """
         with self._rooms_lock:
-            asked = self._rooms.refuse(answer, reason, time.monotonic())
-        if asked is not None:
-            self._decline(asked, reason)
+            request = self._rooms.refuse(answer, reason, time.monotonic())
+        if request is not None:
+            self._decline(request, reason)
 
-    def _decline(self, asked: RoomRequest, reason: str) -> None:
+    def _decline(self, request: RoomRequest, reason: str) -> None:
         for pool in self.pools:
             with contextlib.suppress(KVFlowError, TimeoutError):  # the request is served, or the runtime is closed
-                pool.runtime.decline(asked.name, reason)
+                pool.runtime.decline(request.name, reason)
 
     def _decline_expired(self) -> None:
         with self._rooms_lock:
-            expired = self._rooms.expired(time.monotonic())
-        for asked in expired:
-            self._decline(asked, "no request of its room has come to the prefill server")
+            expired = self._rooms.pop_expired(time.monotonic())
+        for request in expired:
+            self._decline(request, "no request of its room has arrived at the prefill server")
 
-    def _hear(self) -> None:
+    def _receive_messages(self) -> None:
         """Handle messages of decode servers, as the body of a thread. Drop invalid ones: any process can send messages.
 
         Thread `kvflow-sglang-hear`: begun by SGLang's manager of a prefill rank. Ends at teardown, or with the
@@ -325,32 +325,32 @@ class KVFlowManager(CommonKVManager):
                 self.server_socket.close(0)
                 return
             try:
-                if frames[0] == WANTED:
-                    self._want(msgspec.json.decode(frames[1], type=Wanted))
+                if frames[0] == MESSAGE_FRAME:
+                    self._handle_message(msgspec.json.decode(frames[1], type=RoomMessage))
             except Exception:
                 logger.exception("a message of a decode server was dropped")
 
-    def _want(self, wanted: Wanted) -> None:
+    def _handle_message(self, message: RoomMessage) -> None:
         with self._rooms_lock:
-            refused = self._rooms.hear(wanted, time.monotonic())
+            refused = self._rooms.handle(message, time.monotonic())
         if refused is not None:
             self._decline(*refused)
         self._decline_expired()
 
 
-def _unfit_error(address: str, reason: str) -> PeerIncompatible:
+def _incompatible_error(address: str, reason: str) -> PeerIncompatible:
     """Return the error with which requests to an incompatible prefill server fail."""
     return PeerIncompatible(f"prefill server {address}: {reason}", peer=address)
 
 
-async def _ranks_of(address: str) -> list[dict[str, Any]]:
+async def _look_up_ranks(address: str) -> list[dict[str, Any]]:
     """Ask the bootstrap server at `address` for the prefill server's ranks, each with its addresses.
 
     Return [] if it does not answer.
     """
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
     with contextlib.suppress(Exception):
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_ASK_S)) as session:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_LOOK_UP_TIMEOUT_S)) as session:
 
             async def ask(*place: int) -> dict[str, Any]:
                 async with session.get(f"http://{address}/route", params=dict(zip(names, place, strict=True))) as found:
@@ -389,7 +389,7 @@ class _Pool:
         self.introduction: dict[str, Any] = self.runtime.introduce().to_params() if producer else {}
 
 
-def _agreed(value: str) -> str:
+def _broadcast(value: str) -> str:
     """Send the `value` of rank 0 to all ranks of the server, and return it on each."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return value

@@ -23,7 +23,7 @@ from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 from kvflow.errors import ConfigError
 from kvflow.transport.device.foreign_memory import bytes_at
 
-_WITH_EACH_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
+_ITEM_PER_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +47,16 @@ class Buffers:
     cut: bool = False
     """True if the other server may have another tensor-parallel size, because a rank can read some heads of an item, or
     because items are latents, which are the same on all ranks."""
-    alike: bool = False
+    replicated: bool = False
     """True if items are always read whole and are equal on all ranks, so that any rank can be read. If neither `cut`
-    nor `alike`, each rank has its own share, which only a server with the same tensor-parallel size can read."""
+    nor `replicated`, each rank has its own share, which only a server with the same tensor-parallel size can read."""
     host: bool = False
     """True if the pool is in host memory, even if the other pools are on a device."""
 
     @property
-    def shared_out(self) -> bool:
+    def rank_private(self) -> bool:
         """True if each rank has its own share, which only a server with the same tensor-parallel size can read."""
-        return not (self.cut or self.alike)
+        return not (self.cut or self.replicated)
 
     @property
     def row_bytes(self) -> int:
@@ -89,12 +89,12 @@ class Buffers:
         """
         items = min((size // item for size, item in zip(self.sizes, self.item_sizes, strict=True)), default=0)
         layers = {}
-        alike: dict[int, list[int]] = {}
+        indexes_by_size: dict[int, list[int]] = {}
         for at, (pointer, item) in enumerate(zip(self.pointers, self.item_sizes, strict=True)):
             layers[f"{self.name}.{at}"] = bytes_at(pointer, items * item, device).view(items, *self._shape(item))
-            alike.setdefault(item, []).append(at)
+            indexes_by_size.setdefault(item, []).append(at)
         layouts = []
-        for places in alike.values():
+        for places in indexes_by_size.values():
             names = {f"{self.name}.{at}": layers[f"{self.name}.{at}"] for at in places}
             numbers = [self.layers[at] for at in places]
             style = "fused" if self.heads else "mla"
@@ -155,14 +155,14 @@ def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
                 tokens=args.page_size if cut else 1,
                 heads=heads if cut else 0,
                 cut=cut,
-                alike=heads == 0 and kind.value != "mamba",
+                replicated=heads == 0 and kind.value != "mamba",
                 format=f"{args.kv_cache_dtype_str}.{kind.value}",
             )
         )
     return found
 
 
-def items_named(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
+def transferred_items(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
     """Return the indexes of the items that a request transfers from a state component; None if it has no items there.
 
     If a component has an item for each page, SGLang names all pages of the prompt. The first `prefix_pages` were on the
@@ -172,7 +172,7 @@ def items_named(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
     if indices is None:
         return None
     items: list[int] = np.asarray(indices).tolist()  # for recurrent state SGLang passes a list of arrays
-    return items[prefix_pages:] if kind in _WITH_EACH_PAGE else items[:1] if kind == "dsa_tail" else items
+    return items[prefix_pages:] if kind in _ITEM_PER_PAGE else items[:1] if kind == "dsa_tail" else items
 
 
 def aux_buffers(args: Any) -> Buffers:
@@ -187,7 +187,7 @@ def aux_buffers(args: Any) -> Buffers:
         item_sizes=args.aux_item_lens,
         layers=range(len(args.aux_data_ptrs)),
         format="aux",
-        alike=True,
+        replicated=True,
         host=True,
     )
 

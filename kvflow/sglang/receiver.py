@@ -24,7 +24,7 @@ from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import KVFlowError, PeerError, PeerIncompatible, PeerUnreachable, RequestError
 from kvflow.runtime.load.requests import LoadRequest
 from kvflow.sglang.bootstrap import INTRODUCTION
-from kvflow.sglang.rooms import REASON_CHARS_MAX, Room, Wanted, room_problem
+from kvflow.sglang.rooms import REASON_CHARS_MAX, Room, RoomMessage, room_problem
 from kvflow.sglang.sender import failure
 
 
@@ -39,16 +39,16 @@ class KVFlowReceiver(CommonKVReceiver):
         self._cancelled = False
         self.abort_notified = False
         room = Room(bootstrap_room or 0)
-        self._name = mgr.name_of(room)
+        self._name = mgr.new_request_name(room)
         super().__init__(mgr, bootstrap_addr, room)
         self.bootstrap_infos: Any = None
         mgr.receivers[room] = self
         weakref.finalize(self, mgr.forget, room).atexit = False
-        problem, unfit = room_problem(room), mgr.unfit(bootstrap_addr)
+        problem, incompatible_error = room_problem(room), mgr.incompatible_error(bootstrap_addr)
         if problem:
             self.refuse(RequestError(problem))
-        elif unfit is not None:
-            self.refuse(unfit)
+        elif incompatible_error is not None:
+            self.refuse(incompatible_error)
 
     def init(self, prefill_dp_rank: int) -> None:
         """Look up the ranks of the prefill server that belong to data-parallel rank `prefill_dp_rank`.
@@ -75,17 +75,17 @@ class KVFlowReceiver(CommonKVReceiver):
         SGLang calls this once it knows the ranks. If their pools are incompatible with this server's, fail the request
         and return False.
         """
-        problem = self._problem()
+        problem = self._incompatibility()
         if problem is not None:
             text = f"prefill server {self.bootstrap_addr}: {problem}"
             self.refuse(PeerIncompatible(text, peer=self.bootstrap_addr))
             return False
-        tickets = [self._introduction(at) for at in range(len(self.kv_mgr.pools))]
+        tickets = [self._introduction(pool_index) for pool_index in range(len(self.kv_mgr.pools))]
         for pool, ticket in zip(self.kv_mgr.pools, tickets, strict=True):
             pool.runtime.start(lambda runtime, ticket=ticket: runtime.prewarm([ticket]))
         return True
 
-    def _problem(self) -> str | None:
+    def _incompatibility(self) -> str | None:
         """Return why this server cannot read the prefill server's pools; None if it can.
 
         It depends on the number of pools on each prefill rank, and on both tensor-parallel sizes.
@@ -96,11 +96,11 @@ class KVFlowReceiver(CommonKVReceiver):
             if not theirs:
                 return "its transfer backend is not kvflow"
             if theirs != len(pools):
-                return f"it has {counted(theirs, 'pool')}, this decode server has {len(pools)}: {_names(pools)}"
+                return f"it has {counted(theirs, 'pool')}, this decode server has {len(pools)}: {_pool_names(pools)}"
         ours, theirs = self.kv_mgr.attn_tp_size, self.prefill_info.attn_tp_size
-        shares = [pool for pool in pools if pool.buffers.shared_out]
+        shares = [pool for pool in pools if pool.buffers.rank_private]
         if shares and ours != theirs:
-            return f"its tensor parallelism is {theirs}, ours {ours}; {_names(shares)} cannot be cut for another one"
+            return f"its tensor parallelism is {theirs}, ours {ours}; {_pool_names(shares)} need the same"
         return None
 
     def send_metadata(
@@ -118,32 +118,34 @@ class KVFlowReceiver(CommonKVReceiver):
         self._aux_index = aux_index or 0
         if self.conclude_state is not None:
             return
-        if not self.bootstrap_infos or not all(map(partial(self._want, decode_prefix_len or 0), self.bootstrap_infos)):
+        if not self.bootstrap_infos or not all(
+            map(partial(self._send_room_message, decode_prefix_len or 0), self.bootstrap_infos)
+        ):
             self.invalidate_cached_bootstrap_infos()
             return
         self.init_time = time.time()
         items = self.kv_mgr.items_of(kv_indices, state_indices, self._aux_index, decode_prefix_len or 0)
-        for at, (pool, wanted) in enumerate(zip(self.kv_mgr.pools, items, strict=True)):
-            if at == 0 or (wanted is not None and len(wanted)):
-                self._load(at, pool, list(wanted))
+        for pool_index, (pool, indexes) in enumerate(zip(self.kv_mgr.pools, items, strict=True)):
+            if pool_index == 0 or (indexes is not None and len(indexes)):
+                self._load(pool_index, pool, list(indexes))
 
-    def _want(self, decode_prefix_len: int, info: dict[str, Any]) -> bool:
-        """Send the prefill rank in `info` the request's `Wanted` message. Return whether it was sent.
+    def _send_room_message(self, decode_prefix_len: int, info: dict[str, Any]) -> bool:
+        """Send the prefill rank in `info` a `RoomMessage` about the request. Return whether it was sent.
 
         If it was not, SGLang fails the request.
         """
-        wanted = self._message(
+        message = self._room_message(
             decode_prefix_len=decode_prefix_len,
-            is_dummy=info is not self._whole,
+            is_dummy=info is not self._uncut_rank,
             prompt=self._digest,
             prompt_tokens=0 if self.prompt is None else len(self.prompt),
         )
-        frames = wanted.frames()
-        told: bool = self._send_bootstrap_message(bootstrap_info=info, message=frames, operation="send_metadata")
-        return told
+        frames = message.frames()
+        sent: bool = self._send_bootstrap_message(bootstrap_info=info, message=frames, operation="send_metadata")
+        return sent
 
-    def _message(self, **what: Any) -> Wanted:
-        return Wanted(
+    def _room_message(self, **what: Any) -> RoomMessage:
+        return RoomMessage(
             room=int(self.bootstrap_room),
             name=self._name,
             reader=f"{self.kv_mgr.secret[:16]}.{self.kv_mgr.attn_tp_rank}",
@@ -151,16 +153,16 @@ class KVFlowReceiver(CommonKVReceiver):
             **what,
         )
 
-    def _load(self, at: int, pool: Any, items: Any) -> None:
+    def _load(self, pool_index: int, pool: Any, items: Any) -> None:
         patience_s = float(self.kv_mgr.waiting_timeout)
-        ticket = Ticket.rendezvous(self._introduction(at), self._name, ttl_s=patience_s)
+        ticket = Ticket.rendezvous(self._introduction(pool_index), self._name, ttl_s=patience_s)
         tokens = len(items) * pool.buffers.tokens
         request = LoadRequest(self._name, ticket, items, deadline_s=patience_s, num_tokens=tokens)
         self._loads.append(pool.runtime.start_load(request))
 
-    def _introduction(self, at: int) -> Ticket:
-        ranks = self.bootstrap_infos if self.kv_mgr.pools[at].buffers.cut else [self._whole]
-        return merge_tickets([Ticket.from_params(rank[INTRODUCTION][at]) for rank in ranks])
+    def _introduction(self, pool_index: int) -> Ticket:
+        ranks = self.bootstrap_infos if self.kv_mgr.pools[pool_index].buffers.cut else [self._uncut_rank]
+        return merge_tickets([Ticket.from_params(rank[INTRODUCTION][pool_index]) for rank in ranks])
 
     @property
     def _digest(self) -> str:
@@ -168,7 +170,7 @@ class KVFlowReceiver(CommonKVReceiver):
         return "" if self.prompt is None else prompt_digest(self._name, self.prompt)
 
     @property
-    def _whole(self) -> dict[str, Any]:
+    def _uncut_rank(self) -> dict[str, Any]:
         """Entry in `bootstrap_infos` of the one prefill rank from which pools with `Buffers.cut` False are read."""
         return next(info for info in self.bootstrap_infos if not info["is_dummy"])
 
@@ -181,10 +183,10 @@ class KVFlowReceiver(CommonKVReceiver):
             if not all(load.done for load in self._loads):
                 return KVPoll.Transferring
             if not failed:
-                self._judge()
+                self._set_final_state()
         return super()._poll()
 
-    def _judge(self) -> None:
+    def _set_final_state(self) -> None:
         """Set the request's final state, once all its loads have ended.
 
         Write the received metadata and set Success if all loads succeeded, else set Failed.
@@ -204,9 +206,9 @@ class KVFlowReceiver(CommonKVReceiver):
 
     def _fail(self, error: BaseException) -> None:
         self.kv_mgr.fail(self.bootstrap_room, f"{type(error).__name__}: {error}")
-        self._tell_prefill(error)
+        self._notify_prefill(error)
 
-    def _tell_prefill(self, error: BaseException) -> None:
+    def _notify_prefill(self, error: BaseException) -> None:
         """Notify the prefill server that the request was given up.
 
         If `error` is a PeerError, the prefill server may be gone or restarted: the next request looks it up again.
@@ -225,11 +227,15 @@ class KVFlowReceiver(CommonKVReceiver):
             return
         reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "") or "another rank has failed"
         reason = printable(reason.removeprefix("kvflow: "), REASON_CHARS_MAX) or "it does not say why"
-        self.kv_mgr.tell(self.bootstrap_addr, self.bootstrap_infos, self._message(given_up=reason))
+        self.kv_mgr.notify_given_up(self.bootstrap_addr, self.bootstrap_infos, self._room_message(given_up=reason))
 
     def abort(self) -> None:
         """Abort the request. If bytes may still land in its pages, `KVFlowManager.hold` keeps the pages."""
-        if self.conclude_state is None and self.bootstrap_infos is None and self.kv_mgr.is_silent(self.bootstrap_addr):
+        if (
+            self.conclude_state is None
+            and self.bootstrap_infos is None
+            and self.kv_mgr.has_not_answered(self.bootstrap_addr)
+        ):
             text = f"prefill server {self.bootstrap_addr} does not answer"
             self.refuse(PeerUnreachable(text, peer=self.bootstrap_addr))
         super().abort()
@@ -264,7 +270,7 @@ class KVFlowReceiver(CommonKVReceiver):
                 load.cancel()
 
 
-def _names(pools: list[Any]) -> str:
+def _pool_names(pools: list[Any]) -> str:
     return ", ".join(pool.buffers.name for pool in pools)
 
 

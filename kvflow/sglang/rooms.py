@@ -22,18 +22,18 @@ from kvflow.core.policy.bounded_map import BoundedMap
 
 OneT = TypeVar("OneT", "RoomRequest", "Answer")
 
-WANTED = b"KVFLOW"
+MESSAGE_FRAME = b"KVFLOW"
 """First frame of each message from a decode rank to a prefill rank."""
 
 ROOM_MAX = (1 << 63) - 1
 REASON_CHARS_MAX = 400
-ASKED_MAX = 1 << 14
+REQUESTS_MAX = 1 << 14
 """Maximum number of requests from decode servers that wait for an answer; beyond it the oldest is declined."""
 REFUSALS_MAX = 1 << 12
 """Maximum number of refused requests that are kept until a decode server asks; beyond it the oldest is forgotten."""
 LEFTOVER_S = 30.0
 """Seconds after which a request that was given up or refused is not paired with a new request of its room."""
-_OVER_MAX = 1 << 14
+_ENDED_NAMES_MAX = 1 << 14
 
 
 class Room(int):
@@ -56,7 +56,7 @@ def room_problem(room: int) -> str:
     return "" if 0 < int(room) <= ROOM_MAX else f"bootstrap_room: expected 1 to 2**63 - 1, got {int(room)}"
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class RoomMessage(msgspec.Struct, frozen=True):
     """A decode rank's message to a prefill rank about a request: that it waits for the offer, or has given up."""
 
     room: Annotated[int, Meta(ge=1, le=ROOM_MAX)]
@@ -78,7 +78,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
     def frames(self) -> list[bytes]:
         """Return the message encoded as the frames of a ZMQ message."""
-        return [WANTED, msgspec.json.encode(self)]
+        return [MESSAGE_FRAME, msgspec.json.encode(self)]
 
 
 @dataclass(slots=True, eq=False)
@@ -88,13 +88,13 @@ class RoomRequest:
     room: int
     name: str
     since_s: float
-    readers: dict[str, Wanted] = field(default_factory=dict)
+    readers: dict[str, RoomMessage] = field(default_factory=dict)
     """The message of each decode rank, by the rank's name."""
     given_up: str = ""
     """Why the decode server has given the request up; "" if it has not."""
 
     @property
-    def first(self) -> Wanted | None:
+    def first(self) -> RoomMessage | None:
         """Message of the decode rank that sent one first; None before any message."""
         return next(iter(self.readers.values()), None)
 
@@ -104,21 +104,22 @@ class RoomRequest:
         first = self.first
         return first is not None and len(self.readers) == first.readers
 
-    def note(self, wanted: Wanted) -> None:
-        """Add the message `wanted` of one decode rank."""
-        if wanted.given_up:
-            self.given_up = self.given_up or printable(wanted.given_up, REASON_CHARS_MAX)
+    def note(self, message: RoomMessage) -> None:
+        """Add the message `message` of one decode rank."""
+        if message.given_up:
+            self.given_up = self.given_up or printable(message.given_up, REASON_CHARS_MAX)
         elif not self.complete:
-            self.readers[wanted.reader] = wanted
+            self.readers[message.reader] = message
 
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One request of the prefill server, and the decode server's request that it answers (`asked`), if it has come."""
+    """One request of the prefill server, and the decode server's request that it answers (`request`), if it has
+    come."""
 
     room: int
     since_s: float
-    asked: RoomRequest | None = None
+    request: RoomRequest | None = None
     refused: str = ""
     """Why the prefill server will not compute the request; "" if it will."""
 
@@ -129,51 +130,51 @@ class Rooms:
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         """Seconds that a decode server's request may wait for an answer."""
-        self.asked: dict[int, deque[RoomRequest]] = {}
+        self.requests: dict[int, deque[RoomRequest]] = {}
         """Queues of decode servers' requests that have no answer yet, by room."""
         self.answers: dict[int, deque[Answer]] = {}
         """Queues of the prefill server's requests that no decode server has asked for yet, by room."""
-        self._names: OrderedDict[str, RoomRequest] = OrderedDict()
-        """The requests in `asked` by `Wanted.name`, the oldest first."""
-        self._answered: dict[str, RoomRequest] = {}
-        """Decode servers' requests that have an answer, by `Wanted.name`."""
+        self._waiting_by_name: OrderedDict[str, RoomRequest] = OrderedDict()
+        """The requests in `requests` by `RoomMessage.name`, the oldest first."""
+        self._paired_by_name: dict[str, RoomRequest] = {}
+        """Decode servers' requests that have an answer, by `RoomMessage.name`."""
         self._refusals: OrderedDict[int, Answer] = OrderedDict()
         """The refused requests in `answers`, by `id()`, the oldest first."""
-        self._over: BoundedMap[str, None] = BoundedMap(_OVER_MAX)
-        """`Wanted.name` of each of the latest ended requests: later messages about them change nothing."""
+        self._ended_names: BoundedMap[str, None] = BoundedMap(_ENDED_NAMES_MAX)
+        """`RoomMessage.name` of each of the latest ended requests: later messages about them change nothing."""
 
-    def hear(self, wanted: Wanted, now_s: float) -> tuple[RoomRequest, str] | None:
+    def handle(self, message: RoomMessage, now_s: float) -> tuple[RoomRequest, str] | None:
         """Handle a decode rank's message: add it to its request, or add a new request and pair it with an answer.
 
         Returns:
             The request and a reason, if the prefill server had refused it before: the caller has to decline it now.
             Else None.
         """
-        if wanted.name in self._over:
+        if message.name in self._ended_names:
             return None
-        asked = self._answered.get(wanted.name) or self._names.get(wanted.name)
-        if asked is not None:
-            asked.note(wanted)
-            if asked.given_up and asked.name in self._names:
-                asked.since_s = now_s
-                self._names.move_to_end(asked.name)
+        request = self._paired_by_name.get(message.name) or self._waiting_by_name.get(message.name)
+        if request is not None:
+            request.note(message)
+            if request.given_up and request.name in self._waiting_by_name:
+                request.since_s = now_s
+                self._waiting_by_name.move_to_end(request.name)
             return None
-        asked = RoomRequest(wanted.room, wanted.name, now_s)
-        asked.note(wanted)
-        answers = self.answers.get(wanted.room)
+        request = RoomRequest(message.room, message.name, now_s)
+        request.note(message)
+        answers = self.answers.get(message.room)
         if answers is None:
-            self.asked.setdefault(wanted.room, deque()).append(asked)
-            self._names[wanted.name] = asked
+            self.requests.setdefault(message.room, deque()).append(request)
+            self._waiting_by_name[message.name] = request
             return None
-        answer = _popped(self.answers, wanted.room)
+        answer = _pop_first(self.answers, message.room)
         if not answer.refused:
-            self._pair(asked, answer)
+            self._pair(request, answer)
             return None
         del self._refusals[id(answer)]
-        self._over[asked.name] = None
-        return asked, answer.refused
+        self._ended_names[request.name] = None
+        return request, answer.refused
 
-    def answer(self, room: int, now_s: float) -> Answer:
+    def add_answer(self, room: int, now_s: float) -> Answer:
         """Add a request of the prefill server to `room`, and return it.
 
         The request answers the decode servers' first request in the room that has no answer yet, now or when that
@@ -181,10 +182,10 @@ class Rooms:
         """
         self._forget_leftovers(room, now_s)
         answer = Answer(room, now_s)
-        if room in self.asked:
-            asked = _popped(self.asked, room)
-            del self._names[asked.name]
-            self._pair(asked, answer)
+        if room in self.requests:
+            request = _pop_first(self.requests, room)
+            del self._waiting_by_name[request.name]
+            self._pair(request, answer)
         else:
             self.answers.setdefault(room, deque()).append(answer)
         return answer
@@ -199,12 +200,12 @@ class Rooms:
         if answer.refused:
             return None
         answer.refused = printable(reason, REASON_CHARS_MAX) or "it gives no reason"
-        if answer.asked is not None:
-            return answer.asked
+        if answer.request is not None:
+            return answer.request
         answer.since_s = now_s
         self._refusals[id(answer)] = answer
         if len(self._refusals) > REFUSALS_MAX:
-            self._drop(next(iter(self._refusals.values())))
+            self._remove_refused(next(iter(self._refusals.values())))
         return None
 
     def close(self, answer: Answer, now_s: float) -> None:
@@ -212,50 +213,52 @@ class Rooms:
 
         If no decode server has asked for it yet, it is kept for a while as refused.
         """
-        if answer.asked is None:
+        if answer.request is None:
             self.refuse(answer, "the prefill server has ended the request", now_s)
-        elif self._answered.pop(answer.asked.name, None) is not None:
-            self._over[answer.asked.name] = None
+        elif self._paired_by_name.pop(answer.request.name, None) is not None:
+            self._ended_names[answer.request.name] = None
 
-    def expired(self, now_s: float) -> list[RoomRequest]:
+    def pop_expired(self, now_s: float) -> list[RoomRequest]:
         """Forget the oldest requests of decode servers without an answer: those beyond the limits of time or number.
 
-        The limits are `patience_s` and `ASKED_MAX`.
+        The limits are `patience_s` and `REQUESTS_MAX`.
 
         Returns:
             The forgotten requests that decode servers still wait for: the caller has to decline them.
         """
         gone = []
-        while self._names:
-            asked = next(iter(self._names.values()))
-            if len(self._names) <= ASKED_MAX and now_s - asked.since_s <= self._patience_s:
+        while self._waiting_by_name:
+            request = next(iter(self._waiting_by_name.values()))
+            if len(self._waiting_by_name) <= REQUESTS_MAX and now_s - request.since_s <= self._patience_s:
                 break
-            _removed(self.asked, asked)
-            del self._names[asked.name]
-            self._over[asked.name] = None
-            if not asked.given_up:
-                gone.append(asked)
+            _remove_one(self.requests, request)
+            del self._waiting_by_name[request.name]
+            self._ended_names[request.name] = None
+            if not request.given_up:
+                gone.append(request)
         return gone
 
-    def _pair(self, asked: RoomRequest, answer: Answer) -> None:
-        answer.asked = asked
-        self._answered[asked.name] = asked
+    def _pair(self, request: RoomRequest, answer: Answer) -> None:
+        answer.request = request
+        self._paired_by_name[request.name] = request
 
     def _forget_leftovers(self, room: int, now_s: float) -> None:
         """Forget the requests of `room` that were given up or refused more than `LEFTOVER_S` ago."""
         for answer in [one for one in self.answers.get(room, ()) if one.refused and now_s - one.since_s > LEFTOVER_S]:
-            self._drop(answer)
-        for asked in [one for one in self.asked.get(room, ()) if one.given_up and now_s - one.since_s > LEFTOVER_S]:
-            _removed(self.asked, asked)
-            del self._names[asked.name]
-            self._over[asked.name] = None
+            self._remove_refused(answer)
+        for request in [
+            one for one in self.requests.get(room, ()) if one.given_up and now_s - one.since_s > LEFTOVER_S
+        ]:
+            _remove_one(self.requests, request)
+            del self._waiting_by_name[request.name]
+            self._ended_names[request.name] = None
 
-    def _drop(self, refused: Answer) -> None:
-        _removed(self.answers, refused)
+    def _remove_refused(self, refused: Answer) -> None:
+        _remove_one(self.answers, refused)
         del self._refusals[id(refused)]
 
 
-def _popped(queues: dict[int, deque[OneT]], room: int) -> OneT:
+def _pop_first(queues: dict[int, deque[OneT]], room: int) -> OneT:
     """Remove and return the first request in the queue of `room`. If the queue is then empty, remove it."""
     queue = queues[room]
     first = queue.popleft()
@@ -264,7 +267,7 @@ def _popped(queues: dict[int, deque[OneT]], room: int) -> OneT:
     return first
 
 
-def _removed(queues: dict[int, deque[OneT]], one: OneT) -> None:
+def _remove_one(queues: dict[int, deque[OneT]], one: OneT) -> None:
     """Remove the request `one` from the queue of its room. If the queue is then empty, remove it."""
     queue = queues[one.room]
     queue.remove(one)

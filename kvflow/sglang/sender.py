@@ -19,7 +19,7 @@ from kvflow.checks import counted
 from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.errors import KVFlowError
 from kvflow.runtime.producer.lease import LeaseOutcome, ServeRequest
-from kvflow.sglang.rooms import Room, Wanted, room_problem
+from kvflow.sglang.rooms import Room, RoomMessage, room_problem
 
 
 class KVFlowSender(CommonKVSender):
@@ -29,21 +29,21 @@ class KVFlowSender(CommonKVSender):
         self.prompt: Any = None
         """Token ids of the prompt, set by `hooks`; None if no hook has set them."""
         self._leases: list[Lease] = []
-        self._complete = False
+        self._all_offered = False
         self._gave_up = False
         self._early_send_wait_event: Any = None
         room, problem = Room(bootstrap_room), room_problem(bootstrap_room)
-        self._answer = mgr.opens(room, self)
+        self._answer = mgr.add_sender(room, self)
         super().__init__(mgr, bootstrap_addr, room, *args, **named)
         # SGLang drops some requests that it has aborted without a `clear`.
-        weakref.finalize(self, _dropped, mgr, room, self._answer).atexit = False
+        weakref.finalize(self, _forget_dropped, mgr, room, self._answer).atexit = False
         if problem:
             self._fail(problem)
 
     def pop_decode_prefix_len(self) -> int:
         """Return how many prompt tokens the decode server already has; 0 if it has not asked yet."""
-        wanted = self._wanted()
-        return 0 if wanted is None else wanted.decode_prefix_len
+        message = self._first_message()
+        return 0 if message is None else message.decode_prefix_len
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Open the lease of the KV pages, still without pages; each chunk of the prompt extends it.
@@ -68,7 +68,7 @@ class KVFlowSender(CommonKVSender):
         try:
             self._grow(kv_indices, ready)
             if is_last:
-                self._end(state_indices, ready)
+                self._complete_offer(state_indices, ready)
         except (KVFlowError, TimeoutError) as error:
             self._fail(f"it could not be offered: {error}")
 
@@ -79,41 +79,41 @@ class KVFlowSender(CommonKVSender):
             if self.curr_idx < self.num_kv_indices:
                 lease.advance(self.curr_idx * page_size, ready)
 
-    def _end(self, state_indices: Any, ready: Any) -> None:
+    def _complete_offer(self, state_indices: Any, ready: Any) -> None:
         """After the last chunk, offer the request's state items, then its metadata, and complete the lease."""
         prefix_len = self.pop_decode_prefix_len()
-        for at, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index, prefix_len)):
+        for pool_index, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index, prefix_len)):
             if items is not None and len(items):
-                self._offer(at, list(items), len(items) * self.kv_mgr.pools[at].buffers.tokens)
+                self._offer(pool_index, list(items), len(items) * self.kv_mgr.pools[pool_index].buffers.tokens)
         self._leases[0].complete(b"." if self.kv_mgr.aux_moves else self.kv_mgr.aux.read_row(self.aux_index), ready)
-        self._complete = True
+        self._all_offered = True
 
-    def _offer(self, at: int, blocks: Any, tokens: int, **how: Any) -> None:
-        wanted = self._wanted()
-        if wanted is None:
-            self._fail(self._given_up())
+    def _offer(self, pool_index: int, blocks: Any, tokens: int, **how: Any) -> None:
+        message = self._first_message()
+        if message is None:
+            self._fail(self._given_up_text())
             return
-        pool = self.kv_mgr.pools[at]
-        if not pool.buffers.cut and wanted.is_dummy:
+        pool = self.kv_mgr.pools[pool_index]
+        if not pool.buffers.cut and message.is_dummy:
             return
-        readers = 1 if pool.buffers.cut else wanted.readers
-        request = ServeRequest(wanted.name, blocks, tokens, reader_count=readers, **how)
+        readers = 1 if pool.buffers.cut else message.readers
+        request = ServeRequest(message.name, blocks, tokens, reader_count=readers, **how)
         try:
             self._leases.append(pool.runtime.serve_blocks(request))
         except (KVFlowError, TimeoutError) as error:
             self._fail(f"it could not be offered: {error}")
 
-    def _wanted(self) -> Wanted | None:
+    def _first_message(self) -> RoomMessage | None:
         """Return the message of the decode rank that sent one first.
 
         None before any message has arrived, and after the decode server has given the request up.
         """
-        asked = self._answer.asked
-        return None if asked is None or asked.given_up else asked.first
+        request = self._answer.request
+        return None if request is None or request.given_up else request.first
 
-    def _given_up(self) -> str:
-        asked = self._answer.asked
-        reason = asked.given_up if asked is not None else ""
+    def _given_up_text(self) -> str:
+        request = self._answer.request
+        reason = request.given_up if request is not None else ""
         return f"the decode server has aborted the request: {reason or 'it does not say why'}"
 
     def _poll_with_status(self, check_status: Any) -> Any:
@@ -122,56 +122,56 @@ class KVFlowSender(CommonKVSender):
         Never waits for a lease; blocks for a moment only to fail the leases of a failed request.
         """
         if self.conclude_state is None:
-            failed = self._failed()
+            failed = self._update_state()
             if failed:
                 self._give_up("the prefill server has given the request up")
             if not all(lease.done for lease in self._leases):
-                return KVPoll.Transferring if failed or self._complete else super()._poll_with_status(check_status)
+                return KVPoll.Transferring if failed or self._all_offered else super()._poll_with_status(check_status)
             if self._leases and not failed:
-                self._judge()
+                self._set_final_state()
         return super()._poll_with_status(check_status)
 
-    def _failed(self) -> bool:
+    def _update_state(self) -> bool:
         """Update the request's state from the decode server's messages. Return True if the request has failed."""
-        status, asked = self.kv_mgr.check_status(self.bootstrap_room), self._answer.asked
-        if status in (KVPoll.Failed, KVPoll.Success) or asked is None:
+        status, request = self.kv_mgr.check_status(self.bootstrap_room), self._answer.request
+        if status in (KVPoll.Failed, KVPoll.Success) or request is None:
             return bool(status == KVPoll.Failed)
-        if asked.given_up and not self._over():
-            self._fail(self._given_up())
-        elif status == KVPoll.Bootstrapping and asked.complete:
-            mismatch = self._mismatch(asked.first)
+        if request.given_up and not self._all_ended():
+            self._fail(self._given_up_text())
+        elif status == KVPoll.Bootstrapping and request.complete:
+            mismatch = self._mismatch(request.first)
             if mismatch:
                 self._fail(mismatch)
             else:
                 self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
         return bool(self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed)
 
-    def _over(self) -> bool:
+    def _all_ended(self) -> bool:
         """Return True if everything was offered and all leases have ended."""
-        return self._complete and all(lease.done for lease in self._leases)
+        return self._all_offered and all(lease.done for lease in self._leases)
 
-    def _mismatch(self, wanted: Wanted) -> str:
+    def _mismatch(self, message: RoomMessage) -> str:
         """Return an error text if the decode server waits for another prompt than this request's.
 
         Return "" if the prompts agree, or if either is unknown.
         """
-        if self.prompt is None or not wanted.prompt:
+        if self.prompt is None or not message.prompt:
             return ""
-        digest = prompt_digest(wanted.name, self.prompt)
-        if digest == wanted.prompt:
+        digest = prompt_digest(message.name, self.prompt)
+        if digest == message.prompt:
             return ""
         ours = f"the prefill server's has {counted(len(self.prompt), 'token')} and digest {digest}"
-        theirs = f"the decode server's has {wanted.prompt_tokens} and digest {wanted.prompt}"
+        theirs = f"the decode server's has {message.prompt_tokens} and digest {message.prompt}"
         return f"PromptMismatch: room {int(self.bootstrap_room)} has two prompts: {ours}, {theirs}"
 
-    def _judge(self) -> None:
+    def _set_final_state(self) -> None:
         """Set the request's final state, once all leases have ended: Success if all were read, else Failed."""
         try:
             ends = {lease.outcome.result(0) for lease in self._leases}
         except (KVFlowError, TimeoutError) as error:
             self._fail(f"it is not known how its leases have ended: {error}")
             return
-        if self._complete and ends == {LeaseOutcome.READ}:
+        if self._all_offered and ends == {LeaseOutcome.READ}:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
         else:
             self._fail(f"its leases ended as {', '.join(sorted(ends))}")
@@ -202,7 +202,7 @@ class KVFlowSender(CommonKVSender):
         if not all(lease.done for lease in self._leases):
             self._give_up("the prefill server has given the request up")
         super().clear()
-        _dropped(self.kv_mgr, self.bootstrap_room, self._answer)
+        _forget_dropped(self.kv_mgr, self.bootstrap_room, self._answer)
 
     def failure_exception(self) -> None:
         """Forget the request, and raise the error that SGLang's client gets."""
@@ -223,6 +223,6 @@ def failure(room: int, reason: str) -> KVTransferError:
     return KVTransferError(int(room), said, is_from_another_rank=not reason)
 
 
-def _dropped(manager: Any, room: Room, answer: Any) -> None:
+def _forget_dropped(manager: Any, room: Room, answer: Any) -> None:
     manager.forget(room)
-    manager.closes(answer)
+    manager.remove_answer(answer)

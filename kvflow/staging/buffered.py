@@ -50,12 +50,12 @@ class Buffered:
         config, limits = cache.config, cache.config.limits
         self._config = config
         self._cache = cache
-        self._sets = cache.memory.shown
+        self._sets = cache.memory.served_layers
         self._staging = cache.memory.staging
         self._copier = cache.resources.copy_thread
         self._scratch = Scratch(
             cache.transport,
-            cache.memory.filled,
+            cache.memory.target_device,
             self._copier,
             limits.scratch_slot_bytes_max,
             limits.scratch_slots_max,

@@ -237,10 +237,10 @@ def _by_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather
         there, here = (source, target) if gather else (target, source)
         done = 0
         while done < len(host_ids):
-            bounce = device.bounce(len(host_ids) - done, there.shape[1] * there.element_size())
-            ids, some = host_ids[done : done + len(bounce)], index[done : done + len(bounce)]
-            blocks, dense = device.elements(there, bounce)
-            rows = bounce.view(here.dtype)
+            gather_buffer = device.gather_buffer(len(host_ids) - done, there.shape[1] * there.element_size())
+            ids, some = host_ids[done : done + len(gather_buffer)], index[done : done + len(gather_buffer)]
+            blocks, dense = device.view_elements(there, gather_buffer)
+            rows = gather_buffer.view(here.dtype)
             if gather:
                 torch.index_select(blocks, 0, some, out=dense)
             for start, place, count in _runs(np.arange(len(ids)), ids, dense=_is_dense(here)):
@@ -248,7 +248,7 @@ def _by_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather
                 (ours if gather else theirs).copy_(theirs if gather else ours, non_blocking=True)
             if not gather:
                 blocks[some] = dense
-            done += len(bounce)
+            done += len(gather_buffer)
 
     return copy
 
@@ -370,7 +370,7 @@ def spread_on_device(device: CacheDevice) -> Way:
         blocks, chunks = device.upload(block_ids), device.upload(chunk_indices)
 
         def copy(source: Tensor, target: Tensor) -> None:
-            target, source = device.elements(target, source)
+            target, source = device.view_elements(target, source)
             target[blocks, chunks] = source
 
         def one_by_one(source: Tensor, target: Tensor) -> None:

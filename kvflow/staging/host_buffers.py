@@ -62,9 +62,9 @@ class HostBuffers(HostBlocks):
                 self.layers.append((host_caches, replace(layout, num_blocks=count)))
         if self._device_rows and not device.on_host:
             # Allocate the bounce memory now, while there is memory, and try what the device can do.
-            device.bounce(1, max(row.shape[1] * row.element_size() for row in self._device_rows))
+            device.gather_buffer(1, max(row.shape[1] * row.element_size() for row in self._device_rows))
             for row in {row.dtype: row for row in self._device_rows}.values():
-                device.elements(row)
+                device.view_elements(row)
 
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
         """Copy between block `device_ids[i]` and host block `host_ids[i]`, for each i. Runs on the copy thread."""

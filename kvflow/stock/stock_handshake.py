@@ -16,7 +16,7 @@ from kvflow.core.protocol.addresses import Address, parse_agent_name
 from kvflow.core.protocol.codec import WireError
 from kvflow.errors import PeerIncompatible, ProtocolError
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.peers.handshake import Handshakes, judge
+from kvflow.runtime.peers.handshake import Handshakes, check_metadata
 from kvflow.runtime.peers.peer import Connection, Peer
 from kvflow.stock.metadata import ask_rank
 from kvflow.stock.metadata_conversion import check_tp_size, metadata_of, our_cache
@@ -97,11 +97,11 @@ class StockHandshakes:
             raise at.failure(PeerIncompatible, why)
         metadata = metadata_of(at, shown.metadata, agent, self.ours, tp_size=int(at.address.rpartition("/")[2]))
         check_tp_size(at, metadata.cache_shares[0], self.ours, self._tp_sizes)
-        regions = judge(at, metadata, self._local)
+        regions = check_metadata(at, metadata, self._local)
         connection = StockConnection(agent, metadata, regions, self._local, self.leases)
         connection.stock_metadata, connection.alive_s = metadata, asked_s
         connection.reporters = self._reporters(metadata, shown)
-        known = await self._own.agents.find(agent)
+        known = await self._own.agents.find_open(agent)
         if known is None:
             await self._own.agents.add(at, connection, metadata.agent_metadata)
             return connection

@@ -92,7 +92,7 @@ class StockResolver:
         connection = await self._peers.connect(peer, None)
         assert isinstance(connection, StockConnection), "by its address"
         if not await self._handshakes.has_same_agent(peer, connection):
-            self._peers.failed(connection, "it has restarted")
+            self._peers.note_read_failure(connection, "it has restarted")
             connection = await self._peers.connect(self._peers.get(at), None)
             assert isinstance(connection, StockConnection), "by its address"
         return peer, connection

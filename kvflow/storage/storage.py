@@ -190,7 +190,7 @@ class Storage(Part):
         if self._store is not None:
             await self._store.drained()
 
-    async def closed(self, timeout_s: float) -> str:
+    async def release(self, timeout_s: float) -> str:
         """Only for the runtime: see `Part`."""
         return "" if self._store is None else await self._store.aclose(timeout_s)
 

@@ -34,13 +34,13 @@ class StoredCache:
     def __init__(self, cache: RegisteredCache) -> None:
         """Raises ConfigError if blocks of `cache` cannot be saved."""
         local, memory = cache.local, cache.memory
-        where = device_of(named_layers(memory.own))
+        where = device_of(named_layers(memory.own_layers))
         through = where != HOST  # a cache on the host needs no host buffers, even if peers read through them
         if through and not memory.staging:
             raise ConfigError(
                 f"storage: blocks are saved from host memory, the cache is on {where.kind!r}: set staging='always'"
             )
-        saved, device = (memory.shown, memory.filled) if through else (memory.own, memory.device)
+        saved, device = (memory.served_layers, memory.target_device) if through else (memory.own_layers, memory.device)
         self._digested = DigestedCache(saved, cache.resources.copy_thread, device)
         if problem := self._digested.problem:
             raise ConfigError(f"storage: blocks cannot be saved without digests: {problem}")

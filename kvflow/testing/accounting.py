@@ -50,7 +50,7 @@ class _Holder(Protocol):
 
 def _entries(runtime: Runtime, holders: Collection[_Holder]) -> set[int]:
     """Return the entries in the runtime's ledger of all blocks that `holders` hold."""
-    cache = runtime._supervisor.held
+    cache = runtime._supervisor.registered_cache
     assert cache is not None, "there are statistics of blocks"
     return {entry for holder in holders for entry in cache.ledger.entries(holder.block_tables).tolist()}
 

@@ -98,7 +98,7 @@ class BlockWatch:
             self._fail(block, f"was taken at {where} and never freed, as {counted(len(self._taken) - 1, 'other')}")
 
     def _use_of(self, block: int) -> str:
-        cache = self._runtime._supervisor.held
+        cache = self._runtime._supervisor.registered_cache
         return cache.ledger.use_of(block) if cache else ""
 
     def _fail(self, block: int, what: str) -> None:

@@ -81,7 +81,7 @@ class InprocCluster:
             transport=self._make,
             side_channel=lambda config: InprocSideChannel(self._exchange, config),
             clock=clock,
-            copier=InlineCopier,
+            copy_thread=InlineCopier,
             own_host=own_host,
             logs_observer_errors=False,
         )

@@ -97,7 +97,7 @@ class Network:
         """Make the transport of a new agent `name` on `host`."""
         self._addresses[host.address] = host
         ways = partial(self._post, host), partial(self._notify, host), partial(self._wake, host), self._landed
-        transport = InprocTransport(name, self.agents, carrier=_SimulatedCarrier(*ways))
+        transport = InprocTransport(name, self.agents, link=_NetworkLink(*ways))
         host.agents.append(transport)
         self._hosts[transport] = host
         return transport
@@ -262,10 +262,10 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class _SimulatedCarrier:
-    """The `transport.inproc.Carrier` of one agent, by which its reads and notifications go to the simulated network."""
+class _NetworkLink:
+    """The `transport.inproc.SimulatedLink` of one agent, which passes its traffic to the simulated network."""
 
-    carry: Callable[[InprocTransport, InprocRead], None]
+    take_read: Callable[[InprocTransport, InprocRead], None]
     send: Callable[[InprocTransport, bytes], None]
-    wake: Callable[[Callable[[], None]], None]
-    landed: Callable[[InprocTransport], Coroutine[Any, Any, None]]
+    report: Callable[[Callable[[], None]], None]
+    wait_for_reads: Callable[[InprocTransport], Coroutine[Any, Any, None]]

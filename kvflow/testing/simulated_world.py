@@ -91,6 +91,6 @@ def make_world(network: Callable[[], Network], host: Callable[[Config], SimHost]
         clock=clock,
         own_host=own_host,
         token_hex=lambda count: network().rng.randbytes(count).hex(),
-        copier=lambda name: InlineCopier(name, lambda: network().rng.expovariate(1 / network().conditions.read_s)),
-        real=False,
+        copy_thread=lambda name: InlineCopier(name, lambda: network().rng.expovariate(1 / network().conditions.read_s)),
+        real_process=False,
     )

@@ -111,7 +111,7 @@ class TransportStatistics:
     notifications_failed: int
     listeners_lost: int = 0
     """Number of tcp listeners that the transport's library has closed by itself. No new peer can connect to them."""
-    deaf: bool = False
+    unreachable: bool = False
     """True if no new peer can connect: the library has closed all tcp listeners of the agent that peers read from."""
 
 

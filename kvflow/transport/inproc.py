@@ -95,10 +95,10 @@ class InprocFaults:
         """True: other agents cannot reach this agent; their reads from it fail with PeerGone."""
 
 
-class Carrier(Protocol):
+class SimulatedLink(Protocol):
     """A simulated network for one agent: decides when the agent's reads are performed and its notifications arrive."""
 
-    def carry(self, reader: InprocTransport, read: InprocRead) -> None:
+    def take_read(self, reader: InprocTransport, read: InprocRead) -> None:
         """Take over a posted read, and perform it now or at any later time.
 
         To perform it, call `InprocTransport.refusal` of `reader`, then `copy` with some or all of the read's rows, then
@@ -108,10 +108,10 @@ class Carrier(Protocol):
     def send(self, target: InprocTransport, payload: bytes) -> None:
         """Take over a notification. Call `target.deliver(payload)` now, later, several times, or never."""
 
-    def wake(self, callback: Callable[[], None]) -> None:
+    def report(self, callback: Callable[[], None]) -> None:
         """Call `callback`, which reports an event of the agent, on the loop now or at any later time."""
 
-    async def landed(self, reader: InprocTransport) -> None:
+    async def wait_for_reads(self, reader: InprocTransport) -> None:
         """Wait until every read that `reader` has posted has ended."""
 
 
@@ -125,23 +125,25 @@ class InprocTransport:
             arrive, in the next turn of the loop.
     """
 
-    def __init__(self, name: str, network: InprocNetwork = DEFAULT_NETWORK, *, carrier: Carrier | None = None) -> None:
+    def __init__(
+        self, name: str, network: InprocNetwork = DEFAULT_NETWORK, *, link: SimulatedLink | None = None
+    ) -> None:
         self.name = AgentName(name)
         self.faults = InprocFaults()
         self.held: deque[InprocRead] = deque()
         self._network = network
-        self._carrier = carrier
+        self._link = link
         self._served: list[Span] = []
         self._read_into: list[Span] = []
         self._keepalive: list[object] = []
-        self._left: tuple[list[Span], list[object]] = ([], [])
+        self._left_memory: tuple[list[Span], list[object]] = ([], [])
         """Memory that peers can read after this agent is closed (`InprocNetwork.leaves_memory`), and its owners."""
         self._peers: set[AgentName] = set()
         self._reads: dict[InprocRead, None] = {}
         self._counts = {"reads": 0, "failed": 0, "bytes": 0, "sent": 0, "received": 0, "unsent": 0}
         self._open = False
         self._deliver: Callable[[Event], None] | None = None
-        self._kept: deque[Event] = deque()
+        self._undelivered: deque[Event] = deque()
         """Events that occurred while `run` was not active, oldest first; the next `run` delivers them."""
 
     async def open(self) -> None:
@@ -153,7 +155,7 @@ class InprocTransport:
         if self.name in self._network.agents:
             raise TransportError(f"agent name {self.name!r} is taken")
         self._loop = asyncio.get_running_loop()
-        self._over: asyncio.Future[None] = self._loop.create_future()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
         self._network.agents[self.name] = self
         self._open = True
 
@@ -258,8 +260,8 @@ class InprocTransport:
         read = InprocRead(descriptors.size_bytes, peer, descriptors)
         self._counts["reads"] += 1
         self._reads[read] = None
-        if self._carrier is not None:
-            self._carrier.carry(self, read)
+        if self._link is not None:
+            self._link.take_read(self, read)
             return read
         self.held.append(read)
         if not self.faults.hold:
@@ -287,18 +289,18 @@ class InprocTransport:
                     flip(rows[-1][0] + rows[-1][2] - 1)
                 if self.faults.never_finish:
                     continue
-            self._tell(ReadEnded(read, error, 0.0))
+            self._report(ReadEnded(read, error, 0.0))
         return todo
 
     def end(self, read: InprocRead, error: TransportError | None) -> None:
-        """Report the end of a read that this agent's `Carrier` performs. No further byte may land.
+        """Report the end of a read that this agent's `SimulatedLink` performs. No further byte may land.
 
         Args:
-            read: The read that was given to `Carrier.carry`.
+            read: The read that was given to `SimulatedLink.take_read`.
             error: Why the read failed; None if all bytes have landed.
         """
-        assert self._carrier is not None, "it says so"
-        self._carrier.wake(partial(self._tell, ReadEnded(read, error, 0.0)))
+        assert self._link is not None, "it says so"
+        self._link.report(partial(self._report, ReadEnded(read, error, 0.0)))
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         """Send a notification and return at once. If the peer is gone, cut off or not added, count a failure.
@@ -318,8 +320,8 @@ class InprocTransport:
             self._counts["unsent"] += 1
             return
         self._counts["sent"] += 1
-        if self._carrier is not None:
-            self._carrier.send(target, payload)
+        if self._link is not None:
+            self._link.send(target, payload)
             return
         if self.faults.drop_notifications:
             return
@@ -332,9 +334,9 @@ class InprocTransport:
         Args:
             payload: Content of the notification.
         """
-        tell = partial(self._tell, Notified(payload))
-        if self._carrier is not None:
-            self._carrier.wake(tell)
+        tell = partial(self._report, Notified(payload))
+        if self._link is not None:
+            self._link.report(tell)
         else:
             self._loop.call_soon_threadsafe(tell)  # the peer may be an agent on another thread's loop
 
@@ -353,9 +355,9 @@ class InprocTransport:
         """
         self._deliver = deliver
         try:
-            while self._kept:
-                self._tell(self._kept.popleft())
-            await asyncio.shield(self._over)
+            while self._undelivered:
+                self._report(self._undelivered.popleft())
+            await asyncio.shield(self._ended)
         finally:
             self._deliver = None
 
@@ -368,10 +370,10 @@ class InprocTransport:
         self._network.agents.pop(self.name, None)
         self._fail(cause)
 
-    def _tell(self, event: Event) -> None:
+    def _report(self, event: Event) -> None:
         """Pass an event to the `deliver` of `run` if `run` is active, else keep the event. Called on the loop."""
-        if self._deliver is None or self._over.done():
-            self._kept.append(event)
+        if self._deliver is None or self._ended.done():
+            self._undelivered.append(event)
             return
         if isinstance(event, Notified):
             self._counts["received"] += 1
@@ -384,17 +386,18 @@ class InprocTransport:
             self._fail(error)
 
     def _fail(self, cause: BaseException) -> None:
-        if not self._over.done():
+        if not self._ended.done():
             error = TransportBroken(f"the transport ended: {cause}")
             error.__cause__ = cause
-            self._over.set_exception(error)
-            self._over.exception()  # retrieved here, since `run` may not be running
+            self._ended.set_exception(error)
+            self._ended.exception()  # retrieved here, since `run` may not be running
 
     async def aclose(self, timeout_s: float) -> None:
         """Leave the network and release the memory. Closing twice is fine.
 
         Args:
-            timeout_s: Seconds to wait for the reads that a `Carrier` performs. Reads held by `InprocFaults.hold` are
+            timeout_s: Seconds to wait for the reads that a `SimulatedLink` performs. Reads held by `InprocFaults.hold`
+            are
                 not waited for, since only a test ends them.
 
         Raises:
@@ -404,10 +407,10 @@ class InprocTransport:
             return
         self._open = False
         under_way = len(self.held)
-        if self._carrier is not None:
+        if self._link is not None:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._carrier.landed(self)
+                    await self._link.wait_for_reads(self)
             except TimeoutError:
                 under_way = len(self._reads)
         self._network.agents.pop(self.name, None)
@@ -415,7 +418,7 @@ class InprocTransport:
         if under_way:
             raise TransportError(f"not stopped: {counted(under_way, 'read')}; the memory stays until then")
         if self._network.leaves_memory:
-            self._left = (list(self._served), list(self._keepalive))
+            self._left_memory = (list(self._served), list(self._keepalive))
             self._network.closed[self.name] = self
         self._reads.clear()
         self._peers.clear()
@@ -465,7 +468,7 @@ class InprocTransport:
         if self.faults.fail_next:
             return self.faults.fail_next.popleft()
         ours, theirs = read.descriptors.table
-        sides = ("local", ours, self._read_into), ("remote", theirs, target._served or target._left[0])
+        sides = ("local", ours, self._read_into), ("remote", theirs, target._served or target._left_memory[0])
         for side, rows, spans in sides:  # every range must lie within one span
             starts, ends, inside = rows[:, 0], rows[:, 0] + ours[:, 1], np.zeros(len(rows), dtype=np.bool_)
             for span in spans:

@@ -1,8 +1,8 @@
-"""OwnerThread: a thread that runs jobs in order and, between jobs, a step function called `crank`.
+"""OwnerThread: a thread that runs jobs in order and, between jobs, calls a function `step`.
 
 NIXL agents must not be shared between threads, and their calls may block for milliseconds. So every call is a job for
 the one thread that owns the agents. Copies and device events have such a thread, too, and so have the store's files.
-When no job waits, the thread calls `crank`, which makes progress with reads or copies and returns how long the thread
+When no job waits, the thread calls `step`, which makes progress with reads or copies and returns how long the thread
 may sleep. A new job ends the sleep at once. So reads and copies progress even if the event loop is busy.
 
 The thread competes for the GIL like any other thread; nothing on the loop or in the host process is changed for it. It
@@ -10,12 +10,12 @@ may have to wait for the GIL after each call, of Python or NIXL, that released i
 thread reports ended reads before its next call that releases the GIL. Beside a loop that is never idle each wait may
 take a second: docs/decisions/0033-bursts-and-threads.md.
 
-`call` and the callbacks belong to one event loop. The thread ends when `crank` returns None or raises. Then every
+`call` and the callbacks belong to one event loop. The thread ends when `step` returns None or raises. Then every
 `call` that waits raises an error, and later calls raise TransportBroken.
 
 At exit Python ends the threads that still run, but a thread in C++ that then asks for the GIL aborts the process
-("terminate called without an active exception"). So at the interpreter's exit each thread first returns from `crank`,
-and the objects that `crank` uses are never destroyed, since bytes may still land in them. A forked child has no such
+("terminate called without an active exception"). So at the interpreter's exit each thread first returns from `step`,
+and the objects that `step` uses are never destroyed, since bytes may still land in them. A forked child has no such
 thread, and does not destroy those objects either.
 """
 
@@ -44,7 +44,7 @@ _LIVE: weakref.WeakSet[OwnerThread] = weakref.WeakSet()
 
 
 def _halt_all() -> None:
-    """End every `OwnerThread` after its current job or `crank` call, and wait for that.
+    """End every `OwnerThread` after its current job or `step` call, and wait for that.
 
     Called at the interpreter's exit, after the exit hooks that close runtimes.
     """
@@ -69,21 +69,21 @@ def pause_s(idle_s: float) -> float:
 
 
 class OwnerThread:
-    """A thread that runs jobs in order, and calls `crank` between them.
+    """A thread that runs jobs in order, and calls `step` between them.
 
-    `crank` returns the seconds that the thread may sleep unless a job comes, or None to end the thread.
+    `step` returns the seconds that the thread may sleep unless a job comes, or None to end the thread.
     """
 
-    def __init__(self, name: str, crank: Callable[[], float | None], on_death: Callable[[BaseException], None]) -> None:
-        self._crank = crank
+    def __init__(self, name: str, step: Callable[[], float | None], on_death: Callable[[BaseException], None]) -> None:
+        self._step = step
         self._on_death = on_death
         self._jobs: deque[Job] = deque()
-        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Queue on which the thread sleeps until an item comes. A `put` costs a system call, so while an item waits no
         other is put.
         """
-        self._called = False
-        """True while `_calls` holds an item that the thread has not taken."""
+        self._wake_pending = False
+        """True while `_wakes` holds an item that the thread has not taken."""
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
@@ -96,7 +96,7 @@ class OwnerThread:
         _LIVE.add(self)
         forks.watch(self)
 
-    def called(self) -> bool:
+    def has_jobs(self) -> bool:
         """Return True if submitted jobs wait that the thread has not begun."""
         return bool(self._jobs)
 
@@ -128,9 +128,9 @@ class OwnerThread:
         if not self.alive:
             raise TransportBroken("the agent's thread has ended") from self._cause
         self._jobs.append(job)
-        if not self._called:
-            self._called = True
-            self._calls.put(None)
+        if not self._wake_pending:
+            self._wake_pending = True
+            self._wakes.put(None)
 
     def run_on_loop(self, callback: Callable[[], None]) -> None:
         """Schedule `callback` on the event loop. Called on this thread. No effect if the loop is closed."""
@@ -151,53 +151,53 @@ class OwnerThread:
         Wait up to `wait_s` for the end of the thread. May be called on any thread.
         """
         self._jobs.append(last_job)
-        self._calls.put(None)
+        self._wakes.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(wait_s)
 
     def halt(self) -> None:
-        """End the thread after its current job or `crank` call, without cleaning up. May be called on any thread."""
+        """End the thread after its current job or `step` call, without cleaning up. May be called on any thread."""
         self.keep()
         self._halted = True
-        self._calls.put(None)
+        self._wakes.put(None)
 
     def join(self, wait_s: float) -> None:
         """Wait up to `wait_s` for the end of the thread. Call it on another thread."""
         self._thread.join(wait_s)
 
     def forked(self) -> None:
-        """In a forked child, never destroy the objects that `crank` uses. See `forks`."""
+        """In a forked child, never destroy the objects that `step` uses. See `forks`."""
         if self.alive:
             self.keep()
 
     def keep(self) -> None:
-        """Keep this object, and every object that `crank` refers to, alive until the process ends."""
+        """Keep this object, and every object that `step` refers to, alive until the process ends."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def _run(self) -> None:
         cause: BaseException | None = None
         try:
-            self._turn()
+            self._run_jobs()
         except BaseException as error:  # noqa: BLE001 - the thread ends here; the loop gets the reason
             cause = error
         self.alive = False
         self.run_on_loop(lambda: self._finish(cause))
 
-    def _turn(self) -> None:
-        idle_s = self._crank()
+    def _run_jobs(self) -> None:
+        idle_s = self._step()
         while idle_s is not None and not self._halted:
             try:
-                self._calls.get(timeout=idle_s) if idle_s > 0 else self._calls.get_nowait()
+                self._wakes.get(timeout=idle_s) if idle_s > 0 else self._wakes.get_nowait()
             except queue.Empty:
                 pass
             else:
-                self._called = False  # before any job runs: a job that comes now wakes the thread again
+                self._wake_pending = False  # before any job runs: a job that comes now wakes the thread again
                 if self._jobs:
                     self._jobs.popleft()()
-                for _ in range(len(self._jobs)):  # jobs that came meanwhile run first: the crank may take long
+                for _ in range(len(self._jobs)):  # jobs that came meanwhile run first: a step may take long
                     self._jobs.popleft()()
             if not self._halted:
-                idle_s = self._crank()
+                idle_s = self._step()
 
     def _finish(self, cause: BaseException | None) -> None:
         self._cause = cause

@@ -66,13 +66,13 @@ class Verifying:
         self._peers = cache.peers
         self._limits = cache.config.limits
         self._spawn = cache.spawn
-        self._known = cache.serving.known
+        self._known = cache.serving.find_lease
         self._counts = cache.serving.digests
         self._under_way: Counter[str] = Counter()
         """Number of digest requests under way, by reader."""
-        self.own = DigestedCache(memory.own, copy_thread, memory.device)
+        self.own = DigestedCache(memory.own_layers, copy_thread, memory.device)
         """Digests of the engine's own cache, which loads fill."""
-        self.shown = DigestedCache(memory.shown, copy_thread) if memory.staging else self.own
+        self.shown = DigestedCache(memory.served_layers, copy_thread) if memory.staging else self.own
         """Digests of the memory that peers read: the cache or, with host staging, the host blocks."""
 
     @property

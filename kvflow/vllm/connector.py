@@ -51,10 +51,10 @@ from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import ConfigError, PromptMismatch, RequestError
 from kvflow.logs import logger_of
-from kvflow.parts import needing
+from kvflow.parts import importing_part
 from kvflow.runtime.part import Part
 from kvflow.transport.device.cache_device import record_event
-from kvflow.vllm.engine_requests import asked, names_pictures, sharing_of, spreads_samples
+from kvflow.vllm.engine_requests import engine_request_of, names_pictures, sharing_of, spreads_samples
 from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, warn_of_side_channel
 from kvflow.vllm.kv_cache_layout import cache_groups, groups_of
 from kvflow.vllm.vllm_metrics import KVFlowPromMetrics, KVFlowStats
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 logger = logger_of("vllm.kvflow")
 
 # vLLM 0.33 and later call workers before the addresses of the cache are mapped to other memory, and afterwards.
-_TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "release_kv_caches")
+_NOTIFIES_OF_SLEEP = hasattr(KVConnectorBase_V1, "release_kv_caches")
 _PREFIX_SETTINGS = "share_prefixes, prefix_peers or prefix_events"
 _ANY_GRAMMAR = StructuredOutputsParams(json_object=True)
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
@@ -132,7 +132,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     _cards: tuple[bytes, ...] = ()
     """Scheduler: the workers' metadata for stock readers (`EngineRanks.card`), to be sent with the next step."""
     _names_pictures = True
-    """Scheduler: True if vLLM's identifiers of pictures are made from their content (see `asked`)."""
+    """Scheduler: True if vLLM's identifiers of pictures are made from their content (see `engine_request_of`)."""
     _recomputes = False
     """Scheduler: True if vLLM computes a prompt locally after its load has failed."""
     _spreads_samples = False
@@ -141,11 +141,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """Scheduler: prefix keys of requests; None if prefixes are neither shared with peers nor pulled from peers."""
     _shares = False
     """Worker: True if peers may read prefixes from this engine's cache."""
-    _asks = True
+    _asks_for_engine = True
     """Worker: True on the one rank that asks peers for prefixes on behalf of the whole engine."""
     _pulls = False
     """Worker: True if this engine asks peers for prefixes and loads them."""
-    _news = KVFlowWorkerReport()
+    _worker_report = KVFlowWorkerReport()
     """Worker: reports that are sent with the results of the next step."""
     _device: Device | None = None
     """Worker: device of the cache, used to record events; None on the CPU."""
@@ -166,13 +166,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._spreads_samples = spreads_samples(vllm_config)
             dialect = OWN_DIALECT
             if extra.stock_peers:
-                with needing("stock", "stock_peers", ConfigError):
+                with importing_part("stock", "stock_peers", ConfigError):
                     from kvflow.vllm import stock_settings
 
                 config = config_of(vllm_config, tp_rank=0, pp_rank=0)
                 dialect = stock_settings.dialect_of(extra, config, self._scheduling)
             if extra.uses_prefixes:
-                with needing("prefix", _PREFIX_SETTINGS, ConfigError):
+                with importing_part("prefix", _PREFIX_SETTINGS, ConfigError):
                     from kvflow.vllm.prefix import RequestPrefixes
 
                 self._prefixes = RequestPrefixes(extra, self._scheduling, self._groups, vllm_config, kv_cache_config)
@@ -188,7 +188,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
         parts, self._late_reads = list[Part](), deque[str]()
         if extra.stock_peers:
-            with needing("stock", "stock_peers", ConfigError):
+            with importing_part("stock", "stock_peers", ConfigError):
                 from kvflow.vllm import stock_settings
 
             stock_peers = stock_settings.peers_of(vllm_config, extra, self._late_reads.append)
@@ -196,16 +196,16 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             parts.append(stock_peers)
         peers = None
         if extra.uses_prefixes:
-            with needing("prefix", _PREFIX_SETTINGS, ConfigError):
+            with importing_part("prefix", _PREFIX_SETTINGS, ConfigError):
                 from kvflow.vllm import prefix
 
             peers = prefix.prefix_peers_of(vllm_config, extra)
             parts.append(peers.prefixes)
-            possible = not prefix.why_not(self._groups, kv_cache_config)
+            possible = not prefix.sharing_obstacle(self._groups, kv_cache_config)
             self._shares, self._pulls = extra.share_prefixes and possible, extra.pulls_prefixes and possible
         self._runtime = Runtime(config, parts=parts)
         self._worker = ConnectorWorker(self._runtime, peers)
-        self._asks = (config.tp_rank, config.pp_rank) == (0, 0)
+        self._asks_for_engine = (config.tp_rank, config.pp_rank) == (0, 0)
         self._failed_blocks: set[int] = set()
         self._split = 1
         self._before_step: DeviceEvent | None = None
@@ -236,13 +236,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._introduce(workers)
         else:
             logger.warning(
-                "nothing is offered: vLLM's MultiConnector hands on the introduction of its first connector that has "
-                "one; name KVFlowConnector before it"
+                "nothing is offered: vLLM's MultiConnector passes on the handshake metadata of only one connector, the "
+                "first that has some; list KVFlowConnector before it"
             )
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         if self._prefixes is not None:
-            self._prefixes.bind(gpu_block_pool)
+            self._prefixes.bind_pool(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
         """Return True if workers need one more step although no request does. vLLM asks before it goes idle."""
@@ -256,20 +256,20 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefixes.add(request)
         offered = self._scheduling.offers(request.kv_transfer_params or {})
         if offered and self._scheduling.leaves_last_token and not self._ends_before_last_token(request):
-            logger.info("request %s: its prompt cannot be cut by a token, and is not offered", request.request_id)
+            logger.info("request %s: its prompt is not offered: its last token cannot be left out", request.request_id)
             return
         try:
             sharing = sharing_of(request.request_id, spread=self._spreads_samples)
-            self._scheduler.add(asked(request, names_pictures=self._names_pictures), sharing=sharing)
+            self._scheduler.add(engine_request_of(request, names_pictures=self._names_pictures), sharing=sharing)
         except RequestError as error:
             logger.warning("request %s: its prompt is computed here: %s", request.request_id, error)
             self._stats.data["tickets_refused"].append(type(error).__name__)
-        if self._fails(request):
+        if self._fail_if_refused(request):
             self._stats.data["load_failures"].append(PromptMismatch.__name__)
         elif request.get_skip_reading_prefix_cache() and self._scheduling.takes(request.kv_transfer_params or {}):
-            self._scheduler.note_computed_here("log probabilities of its prompt are asked for")
+            self._scheduler.note_computed_here("log probabilities of its prompt are requested")
 
-    def _fails(self, request: Request) -> bool:
+    def _fail_if_refused(self, request: Request) -> bool:
         """Fail `request` if only the tokens of its prompt agree with its ticket. Return whether it failed.
 
         Then the prompt must be neither loaded nor computed: it may lack pictures, for example.
@@ -289,7 +289,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM adds the request to the scheduler only to abort it at once.
         """
         try:
-            self._scheduler.reject(asked(request, names_pictures=self._names_pictures))
+            self._scheduler.reject(engine_request_of(request, names_pictures=self._names_pictures))
         except RequestError as error:
             logger.debug("request %s: it was rejected, and has no ticket: %s", request.request_id, error)
 
@@ -304,7 +304,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return bool(request.num_prompt_tokens > 1)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._fails(request):  # its load found the mismatch; under the policy "recompute" vLLM would compute it
+        # The request's load may have found the mismatch; under the policy "recompute" vLLM would compute the prompt.
+        if self._fail_if_refused(request):
             return None, False
         return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
 
@@ -330,14 +331,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received, sent = connector_output.finished_recving or (), connector_output.finished_sending or ()
-        told = connector_output.kv_connector_worker_meta
-        news = told if isinstance(told, KVFlowWorkerReport) else KVFlowWorkerReport()
-        self._scheduler.update_from_workers(received=received, sent=sent, found=news.found)
-        self._scheduler.refuse(news.refused)
+        meta = connector_output.kv_connector_worker_meta
+        report = meta if isinstance(meta, KVFlowWorkerReport) else KVFlowWorkerReport()
+        self._scheduler.update_from_workers(received=received, sent=sent, found=report.found)
+        self._scheduler.refuse(report.refused)
         if self._recomputes:
             for _ in connector_output.failed_recving or ():
                 self._scheduler.note_computed_here("its load failed")
-        workers = news.introductions
+        workers = report.introductions
         if workers and len(workers) == workers[0].ticket.tp_size * workers[0].ticket.pp_size:
             self._introduce(workers)
 
@@ -362,11 +363,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request.request_id, completed=completed, block_ids=tables)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        return tuple(group.at for group in self._groups)
+        return tuple(group.index for group in self._groups)
 
     def _transferred(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         """Return those of a request's block `tables` that belong to transferred groups, in the order of `_groups`."""
-        return tuple(tables[group.at] for group in self._groups)
+        return tuple(tables[group.index] for group in self._groups)
 
     def reset_cache(self) -> bool:
         """End all leases, because the blocks are no longer valid, for example after new weights. Return True.
@@ -375,7 +376,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         workers around a sleep, also forget the ranks, which will register their caches again.
         """
         self._scheduler.withdraw_all()
-        if self._vllm_config.model_config.enable_sleep_mode and _TELLS_OF_SLEEP:
+        if self._vllm_config.model_config.enable_sleep_mode and _NOTIFIES_OF_SLEEP:
             self._scheduler.forget_ranks()
         return True
 
@@ -387,7 +388,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         model, given = self._vllm_config.model_config, self._vllm_config.kv_transfer_config.kv_buffer_device
         if given not in (device, "cpu"):
             raise ConfigError(f"KVFlowConnector: kv_buffer_device is {given!r}, the cache is on {device!r}")
-        if model.enable_sleep_mode and device != "cpu" and not _TELLS_OF_SLEEP:
+        if model.enable_sleep_mode and device != "cpu" and not _NOTIFIES_OF_SLEEP:
             # After a sleep the same addresses are mapped to other memory; the old memory would still be registered.
             raise ConfigError(f"KVFlowConnector: sleep mode with a cache on {device!r} would offer memory that is gone")
         groups = cache_groups(kv_caches, self._groups, self._vllm_config, kv_format=self._kv_format)
@@ -396,16 +397,16 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             what = f"a block of vLLM's is {counted(self._split, 'block')} of its kernels"
             raise ConfigError(f"KVFlowConnector: stock_peers: {what}, which stock engines count differently")
         self._device = None if device == "cpu" else Device(device, where.index or 0)
-        self._registered = groups
+        self._cache_groups = groups
         self._runtime.open()
         self._register()
         if self._pulls:
-            self._worker.connect_peers(follow_events=self._asks)
+            self._worker.connect_peers(follow_events=self._asks_for_engine)
 
     def _register(self) -> None:
-        self._runtime.register_kv_caches(self._registered)
+        self._runtime.register_kv_caches(self._cache_groups)
         if self._shares:
-            facts = [(group.facts, of.split) for group, of in zip(self._groups, self._registered, strict=True)]
+            facts = [(group.facts, of.split) for group, of in zip(self._groups, self._cache_groups, strict=True)]
             size = facts[0][0].block_size
             self._worker.share([as_registered(one, size // split) for one, split in facts], size)
 
@@ -422,9 +423,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if self.has_connector_metadata() and self._step.introduce:
-            self._news = self._news.aggregate(KVFlowWorkerReport((self.get_handshake_metadata(),)))
-        told, self._news = self._news, KVFlowWorkerReport()
-        return told if told != KVFlowWorkerReport() else None
+            self._worker_report = self._worker_report.aggregate(KVFlowWorkerReport((self.get_handshake_metadata(),)))
+        report, self._worker_report = self._worker_report, KVFlowWorkerReport()
+        return report if report != KVFlowWorkerReport() else None
 
     def get_handshake_metadata(self) -> KVFlowIntroduction:
         card = b"" if self._ranks is None else self._ranks.card
@@ -436,7 +437,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM calls this before the step writes anything.
         """
         step = cast(KVFlowMetadata, kv_connector_metadata).step
-        self._worker.prepare(step if self._asks else msgspec.structs.replace(step, questions=[]))
+        self._worker.prepare(step if self._asks_for_engine else msgspec.structs.replace(step, questions=[]))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the work of the step that begins.
@@ -445,7 +446,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         """
         super().bind_connector_metadata(connector_metadata)
         if self.role is KVConnectorRole.WORKER:
-            self._before_step = self._event()
+            self._before_step = self._record_event()
             if self._ranks is not None and (cards := cast(KVFlowMetadata, connector_metadata).cards):
                 self._ranks.show(cards)
 
@@ -470,11 +471,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         the step.
         """
         step = Step(save=self._step.save, grow=self._step.grow, cached_blocks=self._step.cached_blocks)
-        self._worker.begin(step, ready=self._event())
+        self._worker.begin(step, ready=self._record_event())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found = self._worker.collect()
-        self._news = self._news.aggregate(KVFlowWorkerReport(found=found.found, refused=found.refused))
+        self._worker_report = self._worker_report.aggregate(
+            KVFlowWorkerReport(found=found.found, refused=found.refused)
+        )
         self._stats.note(found)
         self._stats.data["prefix_runs"] += self._worker.shared_outcomes()
         while self._late_reads:
@@ -502,7 +505,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if self.role is KVConnectorRole.WORKER:
             self._runtime.close()
 
-    def _event(self) -> DeviceEvent | None:
+    def _record_event(self) -> DeviceEvent | None:
         """Record and return an event that happens once the device has done all submitted work; None on the CPU."""
         return None if self._device is None else record_event(self._device)
 

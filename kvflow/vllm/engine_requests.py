@@ -56,7 +56,7 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
     return Sharing.SAMPLES_ELSEWHERE if spread and int(sample[1]) else Sharing.SAMPLES
 
 
-def asked(request: Request, *, names_pictures: bool) -> EngineRequest:
+def engine_request_of(request: Request, *, names_pictures: bool) -> EngineRequest:
     """Convert vLLM's `request` to an `EngineRequest`.
 
     It gets prompt tokens only if the request has `kv_transfer_params`.

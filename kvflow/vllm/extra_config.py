@@ -152,7 +152,7 @@ def warn_of_side_channel(vllm_config: VllmConfig) -> None:
     found = [f"{name}={os.environ[name]}" for name in _NIXL_VARIABLES if os.environ.get(name)]
     if found and "listen" not in given:
         logger.warning(
-            "%s: NixlConnector's, which KVFlowConnector does not read: it listens at %s, where only this host reaches "
+            "%s is set, but only NixlConnector reads it. KVFlowConnector listens at %s, where only this host reaches "
             "it. Set `listen` (and `advertise_host`) in kv_connector_extra_config",
             ", ".join(found),
             _DEFAULTS["listen"],
@@ -167,8 +167,8 @@ def _check_outputs(vllm_config: VllmConfig) -> None:
     holders = (getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config"))
     if any(getattr(holder, "enable_return_routed_experts", False) for holder in holders):
         raise ConfigError(
-            "--enable-return-routed-experts: KVFlowConnector moves blocks, and not the experts of their tokens: a "
-            "prompt that was received would be answered without them"
+            "--enable-return-routed-experts: KVFlowConnector transfers blocks, and not the experts of their tokens: "
+            "a prompt that was received would be answered without them"
         )
 
 
@@ -192,14 +192,14 @@ def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> Schedulin
     """Return the settings of the `ConnectorScheduler` from vLLM's configuration. ConfigError names a wrong setting."""
     _check_outputs(vllm_config)
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
-    recycles = any(group.recycles for group in groups)
+    frees_blocks = any(group.frees_blocks for group in groups)
     has_state = any(group.facts.kind is GroupKind.STATE for group in groups)
     return SchedulingConfig(
         block_size=groups[0].facts.block_size,
         groups=tuple(group.facts for group in groups),
-        leave_last_token=recycles,
+        leave_last_token=frees_blocks,
         # Stock readers treat full blocks as cached, including the last token, so the prefill side has to compute it.
-        withhold_last_token=extra.stock_peers and recycles and not has_state,
+        withhold_last_token=extra.stock_peers and frees_blocks and not has_state,
         lease_ttl_s=config_of(vllm_config, tp_rank=0, pp_rank=0).lease_ttl_s,
         fetch_tokens_min=extra.fetch_tokens_min,
         full_blocks_only=extra.full_blocks_only,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 _POOL = "vllm"  # the one pool that all groups take block ids from
-_UNUSUAL = (HiddenStateCacheSpec, SinkFullAttentionSpec)
+_UNSUPPORTED_SPECS = (HiddenStateCacheSpec, SinkFullAttentionSpec)
 _FP8 = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -52,14 +52,14 @@ _FP8 = {
 class Group:
     """A group of layers in vLLM that is transferred.
 
-    `at` is the index of its block table among a request's block tables.
+    `index` is the index of its block table among a request's block tables.
     """
 
-    at: int
+    index: int
     specs: Mapping[str, KVCacheSpec]
     """vLLM's spec of each layer in the group, by layer name."""
     facts: GroupFacts
-    recycles: bool
+    frees_blocks: bool
     """True if some layer needs less than the whole prompt, so that vLLM may free blocks at the prompt's beginning."""
 
 
@@ -69,13 +69,13 @@ def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
     ConfigError names layers that kvflow cannot transfer.
     """
     transferred = kv_cache_config.transfer_group_ids
-    found = tuple(_group(at, kv_cache_config.kv_cache_groups[at]) for at in transferred)
+    found = tuple(_group(index, kv_cache_config.kv_cache_groups[index]) for index in transferred)
     if not found:
         raise ConfigError("KVFlowConnector: the model has no KV cache")
     return found
 
 
-def _group(at: int, group: KVCacheGroupSpec) -> Group:
+def _group(index: int, group: KVCacheGroupSpec) -> Group:
     whole = group.kv_cache_spec
     specs = {
         name: whole.kv_cache_specs[name] if isinstance(whole, UniformTypeKVCacheSpecs) else whole
@@ -89,9 +89,9 @@ def _group(at: int, group: KVCacheGroupSpec) -> Group:
         raise ConfigError(f"{what}: one block table for several kinds of attention: {sorted(kinds)}")
     kind, window = next(iter(kinds))
     block_size = 1 if kind is GroupKind.STATE else whole.block_size
-    facts = GroupFacts(name=f"group{at}", block_size=block_size, kind=kind, window=window)
-    recycles = kind is not GroupKind.FULL or any(_hidden_window(spec) for spec in specs.values())
-    return Group(at=at, specs=specs, facts=facts, recycles=recycles)
+    facts = GroupFacts(name=f"group{index}", block_size=block_size, kind=kind, window=window)
+    frees_blocks = kind is not GroupKind.FULL or any(_hidden_window(spec) for spec in specs.values())
+    return Group(index=index, specs=specs, facts=facts, frees_blocks=frees_blocks)
 
 
 def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
@@ -112,7 +112,7 @@ def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
             return GroupKind.SLIDING, max(spec.sliding_window - 1, 1)
         case ChunkedLocalAttentionSpec():
             return GroupKind.CHUNKED, spec.attention_chunk_size
-        case FullAttentionSpec() if not isinstance(spec, _UNUSUAL):
+        case FullAttentionSpec() if not isinstance(spec, _UNSUPPORTED_SPECS):
             return GroupKind.FULL, 0
     raise ConfigError(f"{what}: {type(spec).__name__} is not transferred; known are full, sliding, chunked and state")
 
@@ -146,22 +146,24 @@ def cache_groups(
     for group in groups:
         caches, split = {name: kv_caches[name] for name in group.specs if name in kv_caches}, 1
         if group.facts.kind is GroupKind.STATE:
-            layers: dict[str, LayerCache] = {name: slots_of(cache, _state(group)) for name, cache in caches.items()}
+            layers: dict[str, LayerCache] = {
+                name: slots_of(cache, _state_spec(group)) for name, cache in caches.items()
+            }
             layout: StateLayout | list[CacheLayout] = StateLayout.infer(
                 layers,
                 state_tensors(
-                    _state(group),
+                    _state_spec(group),
                     vllm_config.parallel_config.tensor_parallel_size,
                     model_groups=_model_groups(group, vllm_config),
                 ),
                 layer_indices=[numbers[name] for name in layers],
             )
         else:
-            caches = {name: _attention(name, cache, group, vllm_config) for name, cache in caches.items()}
+            caches = {name: _attention_view(name, cache, group, vllm_config) for name, cache in caches.items()}
             layers, split = {**caches}, _split(caches, group)
             layout = [
                 _layout_of(same, backend, group.facts.block_size // split, vllm_config, kv_format, numbers)
-                for backend, same in _alike(caches, vllm_config)
+                for backend, same in _by_layout(caches, vllm_config)
             ]
         found.append(
             CacheGroup(
@@ -205,7 +207,7 @@ def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dic
     return found
 
 
-def _state(group: Group) -> MambaSpec:
+def _state_spec(group: Group) -> MambaSpec:
     """Return the spec of the recurrent state that all layers of `group` have in common.
 
     LayoutError if their specs differ.
@@ -226,7 +228,7 @@ def _model_groups(group: Group, vllm_config: VllmConfig) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _attention(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmConfig) -> torch.Tensor:
+def _attention_view(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmConfig) -> torch.Tensor:
     """Return a view of a layer's `cache` in the shape of its attention backend, with the dtype of its elements."""
     if vllm_config.model_config.use_mla and cache.dim() == 4 and cache.shape[1] == 1:
         cache = cache.squeeze(1)
@@ -247,7 +249,7 @@ def _split(caches: Mapping[str, torch.Tensor], group: Group) -> int:
     return max((group.facts.block_size // cache.shape[-2] for cache in caches.values()), default=1)
 
 
-def _alike(
+def _by_layout(
     caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """Yield the name of an attention backend and layers that use it, by layer name, for each set of similar layers.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logger_of("vllm.kvflow")
 
 
-def why_not(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
+def sharing_obstacle(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
     """Return the reason why prefixes of this cache can be neither shared with peers nor pulled; "" if they can."""
     sizes = {group.facts.block_size for group in groups}
     if any(group.facts.kind is GroupKind.STATE for group in groups):
@@ -47,7 +47,7 @@ def why_not(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
     if len(sizes) > 1:
         return f"its groups of layers have block sizes {sorted(sizes)}"
     if kv_cache_config.needs_kv_cache_zeroing:
-        return "vLLM zeroes this model's blocks before their step is told to anybody"
+        return "vLLM zeroes this model's blocks before kvflow learns of the step"
     return ""
 
 
@@ -90,8 +90,8 @@ class RequestPrefixes:
             raise ConfigError(f"prefix_peers: kv_role is {transfer.kv_role!r}, which loads nothing: kv_both does")
         if extra.pulls_prefixes and transfer.kv_load_failure_policy != "recompute":
             given = f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}"
-            raise ConfigError(f"prefix_peers: {given}: requests would fail whose pull does; set it to 'recompute'")
-        why = why_not(groups, kv_cache_config)
+            raise ConfigError(f"prefix_peers: {given}: a request would fail with its pull; set it to 'recompute'")
+        why = sharing_obstacle(groups, kv_cache_config)
         if why:
             logger.warning("prefixes are neither shared nor pulled: %s", why)
         self._scheduling = scheduling
@@ -107,12 +107,12 @@ class RequestPrefixes:
             use_events=bool(extra.prefix_events),
         )
 
-    def bind(self, pool: BlockPool) -> None:
+    def bind_pool(self, pool: BlockPool) -> None:
         """If prefixes are shared, watch when `pool` reuses the blocks of requests."""
         if not self._shares:
             return
         if not hasattr(pool, "unpin_blocks"):
-            logger.warning("prefixes are not shared: this vLLM's block pool does not tell when blocks are reused")
+            logger.warning("prefixes are not shared: this vLLM's block pool does not report reused blocks")
             return
 
         def on_reuse(block: KVCacheBlock) -> None:
@@ -144,7 +144,7 @@ class RequestPrefixes:
             try:
                 source = source_in(params)
             except RequestError as error:
-                logger.warning("request %s: its prefix is not asked for: %s", request.request_id, error)
+                logger.warning("request %s: no peer is asked for its prefix: %s", request.request_id, error)
                 return
             most = (request.num_prompt_tokens - 1) // self._block_tokens
             self.questions.add(request.request_id, keys[:most], source)

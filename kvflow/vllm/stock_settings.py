@@ -10,7 +10,6 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
 
-from kvflow.checks import counted
 from kvflow.config import Config
 from kvflow.connector.parameters import Dialect
 from kvflow.connector.scheduler import SchedulingConfig
@@ -23,7 +22,7 @@ from kvflow.vllm.extra_config import Extra
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_UNTELLABLE = re.compile(r"[^!-+\--~]|:")
+_UNSAFE_CHARS = re.compile(r"[^!-+\--~]|:")
 
 
 def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str], None]) -> StockPeers:
@@ -54,7 +53,9 @@ def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Di
     if scheduling.has_state:
         raise ConfigError("stock_peers: the model has state per request, which is not exchanged with stock engines")
     if scheduling.full_blocks_only:
-        raise ConfigError("stock_peers: whole prompts are exchanged with stock engines: no full_blocks_only")
+        raise ConfigError(
+            "stock_peers: only whole prompts are exchanged with stock engines: full_blocks_only must be off"
+        )
     version, lease_s = _serve_version(extra), extra.stock.lease_s
     ids_max, groups = config.limits.block_ids_max, scheduling.all_groups
     left = int(scheduling.leaves_last_token)
@@ -64,19 +65,19 @@ def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Di
             return Ticket.from_params(params)
         ticket = read_stock_params(params, arrived=arrival(), lease_s=lease_s, block_ids_max=ids_max, left=left)
         if len(ticket.block_tables) != len(groups):
-            theirs = counted(len(ticket.block_tables), "group")
-            raise RequestError(f"stock params: {theirs} of blocks, ours are {len(groups)}")
+            theirs = len(ticket.block_tables)
+            raise RequestError(f"stock params: groups of blocks: ours {len(groups)}, theirs {theirs}")
         for group, table in zip(groups, ticket.block_tables, strict=True):
             if (freed := freed_block(ticket, group, table)) is not None:
                 raise RequestError(
-                    f"stock params: block {freed} of group {group.name!r} is null: its window has moved on"
+                    f"stock params: block {freed} of group {group.name!r} is null: vLLM has freed it behind the window"
                 )
         return ticket
 
     def params_of(ticket: Ticket) -> dict[str, Any]:
         return make_stock_params(ticket, version, left=left)
 
-    return Dialect(read_ticket, params_of, lambda request_id: _UNTELLABLE.sub("_", request_id))
+    return Dialect(read_ticket, params_of, lambda request_id: _UNSAFE_CHARS.sub("_", request_id))
 
 
 def _serve_version(extra: Extra) -> str:

@@ -29,18 +29,22 @@ _ABANDONED = "Abandoned"
 # The metrics by the key of their values in `KVFlowStats.data`.
 _HISTOGRAMS = {
     "load_seconds": ("Duration of loads that succeeded.", _SECONDS_BUCKETS),
-    "load_wire_seconds": ("... of which bytes were under way.", _SECONDS_BUCKETS),
+    "load_wire_seconds": ("Seconds in which bytes were under way, of loads that succeeded.", _SECONDS_BUCKETS),
     "load_bytes": ("Bytes that one load has read.", _BYTES_BUCKETS),
 }
 _COUNTERS = {
     "load_failures": ("load_failures", "Loads that failed or were abandoned.", "reason"),
-    "tickets_refused": ("tickets_refused", "Parameters that were of no use: the prompt was computed.", "reason"),
-    "loads": ("loads", "Loads that succeeded, by what vouches for their bytes.", "freshness"),
+    "tickets_refused": (
+        "tickets_refused",
+        "Requests with parameters that could not be used: their prompts were computed.",
+        "reason",
+    ),
+    "loads": ("loads", "Loads that succeeded, by the kind of proof that their bytes are fresh.", "freshness"),
     "lease_outcomes": ("leases", "Leases that have ended.", "outcome"),
     "prefix_questions": ("prefix_questions", "Questions to peers for prefixes.", "outcome"),
     "prefix_runs": (
         "prefix_runs",
-        "Questions of peers for prefixes, and leases that were ended for requests here.",
+        "Questions of peers for prefixes, and leases that were ended because blocks were reused.",
         "outcome",
     ),
     "late_reads": ("late_reads", "Reads that ended after their lease: the text may be wrong.", "reader"),

@@ -261,7 +261,7 @@ async def test_a_device_without_some_kernels(standin: StandIn, transport: str, l
 @pytest.mark.parametrize("lacks", [Refused.NOTHING, Refused.INDEXING], ids=str)
 async def test_memory_to_gather_in_is_kept(standin: StandIn, lacks: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks at a time, by the same memory."""
-    monkeypatch.setattr(cache_device, "_BOUNCE_BYTES", 2 * BLOCK_SIZE * HEADS * HEAD_SIZE * 4)
+    monkeypatch.setattr(cache_device, "_GATHER_BUFFER_BYTES", 2 * BLOCK_SIZE * HEADS * HEAD_SIZE * 4)
     allocated: list[int] = []
     allocate = AcceleratorDevice.allocate
 

@@ -229,7 +229,12 @@ class Stamps:
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         """Inside the block, of every runtime that is opened there."""
-        post_read, post, put, run = NixlTransport.post_read, NixlAgents.post, NixlTransport._put, NixlTransport.run
+        post_read, post, put, run = (
+            NixlTransport.post_read,
+            NixlAgents.post,
+            NixlTransport._put_event,
+            NixlTransport.run,
+        )
 
         def stamped_post_read(*args: Any) -> Any:
             self.posted_s = time.perf_counter()
@@ -253,7 +258,7 @@ class Stamps:
 
         with (
             patch.object(NixlAgents, "post", stamped_post),
-            patch.multiple(NixlTransport, post_read=stamped_post_read, _put=stamped_put, run=stamped_run),
+            patch.multiple(NixlTransport, post_read=stamped_post_read, _put_event=stamped_put, run=stamped_run),
         ):
             yield
 

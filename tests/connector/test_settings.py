@@ -14,7 +14,7 @@ import pytest
 from kvflow import Config, Limits
 from kvflow.connector.plugin_settings import PluginSettings
 from kvflow.errors import ConfigError
-from kvflow.parts import needing
+from kvflow.parts import importing_part
 from tests.support.tests_support import each
 
 FIELDS = [entry.name for entry in fields(Config) if entry.name not in ("engine_id", "role")]
@@ -95,7 +95,10 @@ def test_what_the_engine_says_wrong_is_not_blamed_on_the_place() -> None:
 def test_a_setting_whose_part_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvflow.stock", None)  # as if the folder were deleted
     needs = pytest.raises(ConfigError, match=r"^stock_peers needs kvflow\.stock, which is not there$")
-    with needs, needing("stock", "stock_peers", ConfigError):
+    with needs, importing_part("stock", "stock_peers", ConfigError):
         importlib.import_module("kvflow.stock")
-    with pytest.raises(ModuleNotFoundError, match="kvflow_of_nowhere"), needing("stock", "stock_peers", ConfigError):
+    with (
+        pytest.raises(ModuleNotFoundError, match="kvflow_of_nowhere"),
+        importing_part("stock", "stock_peers", ConfigError),
+    ):
         importlib.import_module("kvflow_of_nowhere")

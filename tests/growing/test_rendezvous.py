@@ -80,7 +80,7 @@ def ask(pair: InprocPair, reader: str = "r/0.0.0#1", request_id: str = "x", wait
     """What the producer answers to a question for an offer, or a future of that."""
     cache = cache_of(pair.producer.runtime)
     target = cache.local.caller
-    return cache.serving.news.answer(
+    return cache.serving.lease_answers.answer(
         messages.LeaseRequest(reader=reader, target=target, request_id=request_id, wait_s=wait_s)
     )
 
@@ -88,7 +88,7 @@ def ask(pair: InprocPair, reader: str = "r/0.0.0#1", request_id: str = "x", wait
 def assert_nothing_left(pair: InprocPair) -> None:
     for engine in (pair.producer, pair.consumer):
         assert_quiet(engine.runtime.statistics())
-        assert cache_of(engine.runtime).serving.news.waiting == 0
+        assert cache_of(engine.runtime).serving.lease_answers.waiting == 0
     assert not [task for task in asyncio.all_tasks() if "kvflow-news" in task.get_name()]
 
 
@@ -525,7 +525,7 @@ async def test_questions_of_strangers_keep_no_honest_one_from_its_answer(monkeyp
         assert [isinstance(ask(pair, "other/0.0.0#1", "x0"), asyncio.Future) for _ in range(3)] == [True, False, False]
         for at in range(20):
             ask(pair, f"evil{at}/0.0.0#1", f"y{at}")
-        assert cache_of(pair.producer.runtime).serving.news.waiting == 8
+        assert cache_of(pair.producer.runtime).serving.lease_answers.waiting == 8
         load = start(pair, rendezvous(pair))
         await asyncio.sleep(1.0)
         lease = offer(pair)
@@ -645,7 +645,7 @@ def of_ranks(both: Engines, **more: Any) -> dict[str, Any]:
 
 
 def waiting(both: Engines, rank: int) -> int:
-    count: int = cache_of(both.ranks[rank]).serving.news.waiting
+    count: int = cache_of(both.ranks[rank]).serving.lease_answers.waiting
     return count
 
 
@@ -753,7 +753,7 @@ def test_what_a_router_makes() -> None:
 async def test_both_legs_at_once_over_real_nixl() -> None:
     async with nixl_pair(config=replace(PATIENT, listen="tcp://127.0.0.1:0"), size=CacheSize(num_blocks=8)) as pair:
         load = start(pair, rendezvous(pair), prompt=PROMPT)
-        await until(lambda: cache_of(pair.producer.runtime).serving.news.waiting)
+        await until(lambda: cache_of(pair.producer.runtime).serving.lease_answers.waiting)
         lease = offer(pair, prompt=PROMPT, block_ids=BLOCKS[:2], computed_tokens=0, payload=True)
         lease.advance(8)
         lease.extend(BLOCKS[2:])

@@ -130,7 +130,8 @@ BUGS: dict[str, Bug] = {
         (RUNTIME + "drain.py::test_a_forged_goodbye_changes_nothing",),
     ),
     "a question that times out fails no connection": Bug(
-        "                if connection is not None:\n                    self.failed(connection, str(error))\n",
+        "                if connection is not None:\n"
+        "                    self.note_read_failure(connection, str(error))\n",
         "",
         (RUNTIME + "peers.py::test_a_peer_that_falls_silent_is_asked_a_few_things_only_and_fails_all_who_ask",),
         within="runtime/peers/table.py",
@@ -153,7 +154,7 @@ BUGS: dict[str, Bug] = {
         ("tests/growing/test_extending.py::test_blocks_come_with_the_chunks",),
     ),
     "tokens may be taken back": Bug(
-        "        if not held.told <= tokens <= held.num_tokens:",
+        "        if not held.announced <= tokens <= held.num_tokens:",
         "        if not tokens <= held.num_tokens:",
         ("tests/growing/test_growing.py::test_advances_that_cannot_be",),
     ),
@@ -313,7 +314,7 @@ BUGS: dict[str, Bug] = {
         ),
     ),
     "draining waits for leases only": Bug(
-        "waits = [serving.drained(), loader.drained(), *(one.drained() for one in self.begun)]",
+        "waits = [serving.drained(), loader.drained(), *(one.drained() for one in self.begun_parts)]",
         "waits = [serving.drained()]",
         (
             RUNTIME + "drain.py::test_new_work_is_refused_and_old_work_goes_on",

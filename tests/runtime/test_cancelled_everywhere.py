@@ -108,11 +108,11 @@ async def a_pair(verb: Verb, staging: str) -> AsyncIterator[Coroutine[Any, Any, 
             load.cancel()
             await load.settled()
         serving = cache_of(producer).serving
-        for opened in list(serving._offers.values()):
+        for opened in list(serving._open_leases.values()):
             serving.revoke(opened.entry)
             await opened.outcome
         await asyncio.sleep(QUESTION_WAIT_S + 1.0)  # whoever has asked is gone; it is answered then
-        assert serving.news.waiting == 0
+        assert serving.lease_answers.waiting == 0
         assert not [task for task in asyncio.all_tasks() if "kvflow-" in task.get_name() and "req" in task.get_name()]
         for runtime in (consumer, producer):
             assert_quiet(runtime.statistics())

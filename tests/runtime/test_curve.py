@@ -64,7 +64,7 @@ async def test_both_legs_at_once_with_keys(keys: Path) -> None:
     async with pair_with(keys) as pair:
         hello = pair.writer.introduce()
         load = pair.start(Ticket.rendezvous(hello, "secret"), [0, 1])
-        await until(lambda: cache_of(pair.writer).serving.news.waiting)
+        await until(lambda: cache_of(pair.writer).serving.lease_answers.waiting)
         request = ServeRequest("secret", [2], num_tokens=8, computed_tokens=0, payload=True)
         lease = pair.writer.serve_blocks(request)
         lease.extend([3])

@@ -218,7 +218,7 @@ async def test_a_mute_reader_costs_the_bound() -> None:
     """Somebody gave an address where nothing answers."""
     async with open_sides(limited(CONFIG, goodbye_timeout_s=0.05)) as sides:
         with socket.create_server(("127.0.0.1", 0)) as mute:
-            cache_of(sides.writer).readers.remember(reader_at(f"tcp://127.0.0.1:{mute.getsockname()[1]}"))
+            cache_of(sides.writer).goodbyes.remember(reader_at(f"tcp://127.0.0.1:{mute.getsockname()[1]}"))
             await sides.writer.aclose()
         assert sides.goodbyes == 1
 
@@ -250,7 +250,7 @@ async def test_a_forged_goodbye_costs_a_handshake_at_most_and_no_load(sides: Sid
 async def test_readers_are_remembered_up_to_a_limit_and_only_if_they_can_be() -> None:
     bad = ("junk", "tcp://0.0.0.0:5", "tcp://*:5", "tcp://h:0", "tcp://h:99999", "ipc:///tmp/x", "x" * 9999)
     async with open_sides(limited(CONFIG, readers_max=2)) as sides:
-        readers = cache_of(sides.writer).readers
+        readers = cache_of(sides.writer).goodbyes
         for caller in (*map(reader_at, bad), reader_at("tcp://127.0.0.1:1", "")):
             readers.remember(caller)
         assert readers.count == 0

@@ -296,7 +296,7 @@ async def test_prewarming_such_an_engine_asks_one_after_the_other() -> None:
         address = PeerAddress(engine_id="producer", address=made.lease.ticket.address)
         results = await made.runtime.prewarm([among_others(made.lease), address])
         assert all(isinstance(result, PeerError) for result in results)
-        assert [peer.met for peer in made.runtime.statistics().peers].count(True) == 1
+        assert [peer.was_connected for peer in made.runtime.statistics().peers].count(True) == 1
         assert len(made.strangers) <= 2
 
 
@@ -324,7 +324,7 @@ async def test_a_peer_that_was_lost_comes_back_in_a_flood() -> None:
         made.pair.transport.faults.fail_next.append(PeerGone("scripted"))
         await made.pair.fails(TransferFailed, made.lease, [2])
         (peer,) = made.runtime.statistics().peers
-        assert (peer.state, peer.met) == (PeerState.BROKEN, True)
+        assert (peer.state, peer.was_connected) == (PeerState.BROKEN, True)
         async with made.flood(300):
             assert await made.honest() == 0
 

@@ -75,7 +75,7 @@ def fill(engine: TestEngine, value: float) -> None:
 async def fall_asleep(engine: TestEngine, *, farewell: bool = True) -> None:
     """Give the cache back, and let somebody else have its memory. Readers may not hear of it."""
     if not farewell:
-        cache_of(engine.runtime).readers._readers.clear()
+        cache_of(engine.runtime).goodbyes._readers.clear()
     await engine.runtime.unregister()
     fill(engine, OLD)
 
@@ -201,7 +201,7 @@ async def test_messages_of_before_change_nothing() -> None:
         )
         await pair.load(lease)
         cache_of(pair.reader).peers.on_goodbye(goodbye)
-        assert [peer.current is not None for peer in cache_of(pair.reader).peers.known.values()] == [True]
+        assert [peer.connection is not None for peer in cache_of(pair.reader).peers.by_address.values()] == [True]
 
 
 @in_virtual_time

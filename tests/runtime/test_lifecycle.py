@@ -246,22 +246,22 @@ async def test_who_comes_while_a_runtime_breaks_is_told(verb: str, steps: int) -
 
 
 class LateBytes:
-    """See `transport.inproc.Carrier`: reads end when the test says so, and closing waits for that."""
+    """See `transport.inproc.SimulatedLink`: reads end when the test says so, and closing waits for that."""
 
     def __init__(self) -> None:
         self.reads: list[tuple[InprocTransport, InprocRead]] = []
         self.all_landed = asyncio.Event()
 
-    def carry(self, reader: InprocTransport, read: InprocRead) -> None:
+    def take_read(self, reader: InprocTransport, read: InprocRead) -> None:
         self.reads.append((reader, read))
 
     def send(self, target: InprocTransport, payload: bytes) -> None:
         target.deliver(payload)
 
-    def wake(self, callback: Callable[[], None]) -> None:
+    def report(self, callback: Callable[[], None]) -> None:
         asyncio.get_running_loop().call_soon(callback)
 
-    async def landed(self, reader: InprocTransport) -> None:
+    async def wait_for_reads(self, reader: InprocTransport) -> None:
         await self.all_landed.wait()
 
 
@@ -272,7 +272,7 @@ async def test_what_was_quarantined_is_safe_once_the_transport_has_closed_in_goo
     network = cluster.network
 
     async with cluster.engine("producer") as producer:
-        world = replace(cluster.world(), transport=lambda _, name: InprocTransport(name, network, carrier=late))
+        world = replace(cluster.world(), transport=lambda _, name: InprocTransport(name, network, link=late))
         lease = producer.runtime.serve_blocks(ServeRequest("req", block_ids=[3], num_tokens=4))
         config = limited(replace(QUICK, engine_id="consumer"), transport_close_timeout_s=WAIT_S if in_time else 0.01)
         runtime = Runtime(config, world=world)

@@ -410,7 +410,7 @@ async def test_there_are_never_more_peers_than_the_limit() -> None:
         pair.fail_reads(1)
         await pair.fails(TransferFailed, lease)
         assert await meet_nobody(pair, lease.ticket, 4, 5, 6) == [str(lease.ticket.first.port), "6"]
-        assert [peer.met for peer in pair.peers] == [True, False]
+        assert [peer.was_connected for peer in pair.peers] == [True, False]
         await pair.load(lease)
 
 

@@ -53,7 +53,7 @@ class Engines:
 
     async def until_asked_again(self) -> None:
         """The second rank was met, asked, and asked again by a question that waits."""
-        await until(lambda: self.answered(1) >= 2 and cache_of(self.ranks[1]).serving.news.waiting == 1)
+        await until(lambda: self.answered(1) >= 2 and cache_of(self.ranks[1]).serving.lease_answers.waiting == 1)
 
     async def load(self, ticket: Ticket) -> LoadReport:
         return await self.reader.load_blocks(load_request(ticket.to_params(), [5, 6]))

@@ -64,8 +64,8 @@ def configured() -> Iterator[None]:
             if hasattr(module, name):
                 kept[module, name] = getattr(module, name)
                 setattr(module, name, current)
-    kept[manager_module, "_agreed"] = manager_module._agreed
-    manager_module._agreed = lambda _: current().secret  # type: ignore[assignment]
+    kept[manager_module, "_broadcast"] = manager_module._broadcast
+    manager_module._broadcast = lambda _: current().secret  # type: ignore[assignment]
     kept[conn, "linear_attn_tp_size"] = conn.linear_attn_tp_size
     conn.linear_attn_tp_size = lambda: current().attn_tp_size
     try:

@@ -29,7 +29,7 @@ from kvflow.sglang.bootstrap import INTRODUCTION
 from kvflow.sglang.hooks import prompt_of
 from kvflow.sglang.manager import KVFlowManager
 from kvflow.sglang.receiver import KVFlowReceiver
-from kvflow.sglang.rooms import LEFTOVER_S, Wanted
+from kvflow.sglang.rooms import LEFTOVER_S, RoomMessage
 from kvflow.sglang.sender import KVFlowSender
 from kvflow.sglang.server_settings import SETTINGS
 from kvflow.transport.inproc import DEFAULT_NETWORK
@@ -177,7 +177,7 @@ def test_a_room_that_metadata_cannot_hold_is_refused(site: Site, pair: tuple[Ser
 def is_given_up(prefill: Server, room: int) -> bool:
     manager = prefill.ranks[0].manager
     with manager._rooms_lock:
-        return any(asked.given_up for asked in manager._rooms.asked.get(room, ()))
+        return any(asked.given_up for asked in manager._rooms.requests.get(room, ()))
 
 
 @pytest.mark.parametrize("moment", ["before its pages", "waiting"])
@@ -207,7 +207,7 @@ def test_a_decode_server_gives_up_before_prefill_has_heard(
 
 
 def test_a_decode_server_that_refuses_a_prompt_tells_prefill(site: Site, pair: tuple[Server, Server]) -> None:
-    """It makes no receiver then: its door tells (`hooks._taken`)."""
+    """It makes no receiver then: its door tells (`hooks._after_decode_add`)."""
     from kvflow.sglang import hooks
 
     request = Request(*pair, room=83, pages=[4, 20], targets=[5, 6])
@@ -215,7 +215,9 @@ def test_a_decode_server_that_refuses_a_prompt_tells_prefill(site: Site, pair: t
     queue = SimpleNamespace(kv_manager=pair[1].ranks[0].manager, queue=[])
     where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair[0].port, "bootstrap_room": 83}
     reason = SimpleNamespace(message="exceeds the maximum number of tokens")
-    hooks._taken(KVFlowManager, None, queue, SimpleNamespace(finished_reason=reason, to_finish=None, **where))
+    hooks._after_decode_add(
+        KVFlowManager, None, queue, SimpleNamespace(finished_reason=reason, to_finish=None, **where)
+    )
     request.until_senders(KVPoll.Failed)
     assert_fails(request.senders[0], "the decode server refuses the prompt: exceeds the maximum number of tokens")
     request.clear()
@@ -229,15 +231,15 @@ def test_nobody_else_can_give_a_request_up(site: Site, pair: tuple[Server, Serve
     manager = pair[0].ranks[0].manager
     socket = zmq.Context.instance().socket(zmq.PUSH)
     socket.connect(f"tcp://{manager.local_ip}:{manager.rank_port}")
-    forged = Wanted(room=84, name="sglang-84-guessed", reader="x", readers=1, given_up="forged")
+    forged = RoomMessage(room=84, name="sglang-84-guessed", reader="x", readers=1, given_up="forged")
     for frames in ([b"ABORT", b"84"], [b"KVFLOW", b"{}"], [b"KVFLOW"], [b""], forged.frames()):
         socket.send_multipart(frames)
-    wait_until(lambda: 84 in manager._rooms.asked)
+    wait_until(lambda: 84 in manager._rooms.requests)
     request.send()
     finish(request)
     socket.close(0)
     with manager._rooms_lock:
-        assert [asked.given_up for asked in manager._rooms.asked[84]] == ["forged"]
+        assert [asked.given_up for asked in manager._rooms.requests[84]] == ["forged"]
         manager._rooms._forget_leftovers(84, time.monotonic() + 2 * LEFTOVER_S)
     site.quiet()
 
@@ -296,7 +298,7 @@ def test_what_of_a_prompt_is_compared() -> None:
     assert prompt_of(again).tolist() == [5, 6, 2_000_000, 7]
 
 
-# --- a prefill server that stands still
+# --- a prefill server that hangs
 
 
 @pytest.fixture
@@ -401,7 +403,7 @@ def test_prefill_stands_still_in_the_middle_of_a_read(
         ours = [one for one in caplog.records if one.name.startswith("kvflow.sglang")]
         alarms = [one.getMessage() for one in ours if one.levelno >= logging.WARNING]
         assert len(alarms) == 1
-        assert f"prefill server {prefill.address} stands still" in alarms[0]
+        assert f"prefill server {prefill.address} hangs" in alarms[0]
         assert all((a == b).all() for a, b in zip(before, pool_tensors(decode.ranks[0].pool, "mha"), strict=True))
         let_go()
         wait_until(scheduler.step)

@@ -10,15 +10,15 @@ import pytest
 from kvflow import Config, Limits
 from kvflow.errors import ConfigError
 from kvflow.sglang.rooms import (
-    ASKED_MAX,
     LEFTOVER_S,
     REASON_CHARS_MAX,
     REFUSALS_MAX,
+    REQUESTS_MAX,
     ROOM_MAX,
     Answer,
     Room,
+    RoomMessage,
     Rooms,
-    Wanted,
     room_problem,
 )
 from kvflow.sglang.server_settings import SETTINGS, config_of
@@ -26,8 +26,8 @@ from kvflow.sglang.server_settings import SETTINGS, config_of
 ROOM = 77
 
 
-def wanted(name: str, reader: str = "0", readers: int = 1, room: int = ROOM, **more: str) -> Wanted:
-    return Wanted(room=room, name=name, reader=reader, readers=readers, **more)  # type: ignore[arg-type]
+def message(name: str, reader: str = "0", readers: int = 1, room: int = ROOM, **more: str) -> RoomMessage:
+    return RoomMessage(room=room, name=name, reader=reader, readers=readers, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -36,11 +36,11 @@ def rooms() -> Rooms:
 
 
 def name_of(answer: Answer) -> str:
-    return "" if answer.asked is None else answer.asked.name
+    return "" if answer.request is None else answer.request.name
 
 
 def is_empty(rooms: Rooms) -> bool:
-    tables = (rooms.asked, rooms.answers, rooms._names, rooms._answered, rooms._refusals)
+    tables = (rooms.requests, rooms.answers, rooms._waiting_by_name, rooms._paired_by_name, rooms._refusals)
     return not any(tables)
 
 
@@ -50,9 +50,9 @@ def test_the_nth_answers_the_nth_whoever_comes_first(rooms: Rooms, order: tuple[
     names, answers = iter(["one", "two", "three"]), []
     for step in order:
         if step == "a":
-            assert rooms.hear(wanted(next(names)), 0.0) is None
+            assert rooms.handle(message(next(names)), 0.0) is None
         else:
-            answers.append(rooms.answer(ROOM, 0.0))
+            answers.append(rooms.add_answer(ROOM, 0.0))
     assert [name_of(answer) for answer in answers] == ["one", "two", "three"]
     for answer in answers:
         rooms.close(answer, 0.0)
@@ -64,43 +64,43 @@ def test_two_ranks_of_a_prefill_server_pair_alike_whenever_an_abort_comes() -> N
     found = []
     for abort_first in (True, False):
         rooms = Rooms(patience_s=300.0)
-        rooms.hear(wanted("one"), 0.0)
-        rooms.hear(wanted("two"), 0.0)
-        answers = [] if abort_first else [rooms.answer(ROOM, 0.0)]
-        rooms.hear(wanted("one", given_up="the client has left"), 0.0)
-        answers += [rooms.answer(ROOM, 0.0) for _ in range(2 - len(answers))]
-        found.append([(name_of(answer), answer.asked.given_up if answer.asked else "") for answer in answers])
+        rooms.handle(message("one"), 0.0)
+        rooms.handle(message("two"), 0.0)
+        answers = [] if abort_first else [rooms.add_answer(ROOM, 0.0)]
+        rooms.handle(message("one", given_up="the client has left"), 0.0)
+        answers += [rooms.add_answer(ROOM, 0.0) for _ in range(2 - len(answers))]
+        found.append([(name_of(answer), answer.request.given_up if answer.request else "") for answer in answers])
     assert found[0] == found[1] == [("one", "the client has left"), ("two", "")]
 
 
 def test_a_request_is_complete_once_all_ranks_have_asked(rooms: Rooms) -> None:
-    answer = rooms.answer(ROOM, 0.0)
-    rooms.hear(wanted("one", "0", 2), 0.0)
-    assert answer.asked is not None
-    assert not answer.asked.complete
-    rooms.hear(wanted("one", "0", 2), 0.0)
-    assert not answer.asked.complete
-    rooms.hear(wanted("one", "1", 2), 0.0)
-    assert answer.asked.complete
-    rooms.hear(wanted("one", "2", 2), 0.0)
-    assert len(answer.asked.readers) == 2, "a third of two is nobody"
+    answer = rooms.add_answer(ROOM, 0.0)
+    rooms.handle(message("one", "0", 2), 0.0)
+    assert answer.request is not None
+    assert not answer.request.complete
+    rooms.handle(message("one", "0", 2), 0.0)
+    assert not answer.request.complete
+    rooms.handle(message("one", "1", 2), 0.0)
+    assert answer.request.complete
+    rooms.handle(message("one", "2", 2), 0.0)
+    assert len(answer.request.readers) == 2, "a third of two is nobody"
 
 
 @pytest.mark.parametrize("refused_first", [True, False])
 def test_refusals_keep_their_places(rooms: Rooms, refused_first: bool) -> None:
-    first, second = rooms.answer(ROOM, 0.0), rooms.answer(ROOM, 0.0)
+    first, second = rooms.add_answer(ROOM, 0.0), rooms.add_answer(ROOM, 0.0)
     if refused_first:
         assert rooms.refuse(first, "too long", 0.0) is None
-        declined = rooms.hear(wanted("one"), 0.0)
+        declined = rooms.handle(message("one"), 0.0)
         assert declined is not None
         assert (declined[0].name, declined[1]) == ("one", "too long")
     else:
-        rooms.hear(wanted("one"), 0.0)
+        rooms.handle(message("one"), 0.0)
         asked = rooms.refuse(first, "too long", 0.0)
         assert asked is not None
         assert asked.name == "one"
     assert rooms.refuse(first, "again", 0.0) is None
-    rooms.hear(wanted("two"), 0.0)
+    rooms.handle(message("two"), 0.0)
     assert name_of(second) == "two"
     for answer in (first, second):
         rooms.close(answer, 0.0)
@@ -108,31 +108,31 @@ def test_refusals_keep_their_places(rooms: Rooms, refused_first: bool) -> None:
 
 
 def test_what_is_said_of_a_request_that_is_over_changes_nothing(rooms: Rooms) -> None:
-    answer = rooms.answer(ROOM, 0.0)
-    rooms.hear(wanted("one"), 0.0)
+    answer = rooms.add_answer(ROOM, 0.0)
+    rooms.handle(message("one"), 0.0)
     rooms.close(answer, 0.0)
-    assert rooms.hear(wanted("one", given_up="late"), 0.0) is None
-    again = rooms.answer(ROOM, 0.0)
-    assert again.asked is None
-    rooms.hear(wanted("two"), 0.0)
+    assert rooms.handle(message("one", given_up="late"), 0.0) is None
+    again = rooms.add_answer(ROOM, 0.0)
+    assert again.request is None
+    rooms.handle(message("two"), 0.0)
     assert name_of(again) == "two"
 
 
 def test_a_request_that_nobody_answers_is_declined_in_the_end(rooms: Rooms) -> None:
-    rooms.hear(wanted("one"), 0.0)
-    rooms.hear(wanted("given up", room=ROOM + 1, given_up="why"), 0.0)
-    assert rooms.expired(300.0) == []
-    assert [asked.name for asked in rooms.expired(300.1)] == ["one"], "of what was given up nobody waits"
+    rooms.handle(message("one"), 0.0)
+    rooms.handle(message("given up", room=ROOM + 1, given_up="why"), 0.0)
+    assert rooms.pop_expired(300.0) == []
+    assert [asked.name for asked in rooms.pop_expired(300.1)] == ["one"], "of what was given up nobody waits"
     assert is_empty(rooms)
 
 
 def test_rooms_that_nobody_comes_for_are_bounded(rooms: Rooms) -> None:
-    for at in range(ASKED_MAX + 3):
-        rooms.hear(wanted(f"name-{at}", room=at + 1), 0.0)
-    assert [asked.name for asked in rooms.expired(0.0)] == ["name-0", "name-1", "name-2"]
-    assert len(rooms.asked) == ASKED_MAX
+    for at in range(REQUESTS_MAX + 3):
+        rooms.handle(message(f"name-{at}", room=at + 1), 0.0)
+    assert [asked.name for asked in rooms.pop_expired(0.0)] == ["name-0", "name-1", "name-2"]
+    assert len(rooms.requests) == REQUESTS_MAX
     for at in range(REFUSALS_MAX + 3):
-        rooms.refuse(rooms.answer(ASKED_MAX * 2 + at, 0.0), "too long", 0.0)
+        rooms.refuse(rooms.add_answer(REQUESTS_MAX * 2 + at, 0.0), "too long", 0.0)
     assert len(rooms.answers) == REFUSALS_MAX
 
 
@@ -141,11 +141,11 @@ def test_a_leftover_ends_no_later_request_of_its_room(rooms: Rooms, side: str) -
     """What was given up just now ends its other half; what was long ago, nothing."""
     for waited_s, ends in ((LEFTOVER_S, True), (LEFTOVER_S + 0.1, False)):
         if side == "prefill":
-            rooms.refuse(rooms.answer(ROOM, 0.0), "aborted", 0.0)
+            rooms.refuse(rooms.add_answer(ROOM, 0.0), "aborted", 0.0)
         else:
-            rooms.hear(wanted(f"old-{ends}", given_up="aborted"), 0.0)
-        answer = rooms.answer(ROOM, waited_s)
-        declined = rooms.hear(wanted(f"new-{ends}"), waited_s)
+            rooms.handle(message(f"old-{ends}", given_up="aborted"), 0.0)
+        answer = rooms.add_answer(ROOM, waited_s)
+        declined = rooms.handle(message(f"new-{ends}"), waited_s)
         if side == "prefill":
             assert (declined is not None) is ends
         else:
@@ -169,11 +169,11 @@ def test_rooms_that_no_metadata_can_hold(room: int) -> None:
 
 
 def test_reasons_from_outside_are_short_and_of_one_line(rooms: Rooms) -> None:
-    rooms.hear(wanted("one", given_up="a\nline" * 1000), 0.0)
-    answer = rooms.answer(ROOM, 0.0)
-    assert answer.asked is not None
-    assert "\n" not in answer.asked.given_up
-    assert len(answer.asked.given_up) <= REASON_CHARS_MAX + 3
+    rooms.handle(message("one", given_up="a\nline" * 1000), 0.0)
+    answer = rooms.add_answer(ROOM, 0.0)
+    assert answer.request is not None
+    assert "\n" not in answer.request.given_up
+    assert len(answer.request.given_up) <= REASON_CHARS_MAX + 3
 
 
 FROM_SGLANG = {"engine_id": "sglang-x-dp0-kv", "model": "float16.nhd", "role": "producer"}

@@ -191,17 +191,17 @@ def tell_of_more_than_has_landed(_: Any, self: Lane, span: PromptSpan) -> None:
     self.landed_upto = max(self.landed_upto, span.stop_token)
 
 
-@instead_of(OfferedBlocks, "holds", "I8", 31, "device")
+@instead_of(OfferedBlocks, "tokens_with_blocks", "I8", 31, "device")
 def advance_without_extend(_: Any, self: OfferedBlocks, held: HeldBlocks) -> int:
     """Tokens count as computed although the lease never got their blocks."""
     return held.num_tokens
 
 
-@instead_of(Serving, "_look", "I7", 41, "device")
+@instead_of(Serving, "_on_alarm", "I7", 41, "device")
 def wait_for_a_forgotten_fail(real: Any, self: Serving) -> None:
     """A lease with an incomplete prompt does not expire, although its engine may have forgotten it."""
     now_s = self._clock.now_s()
-    for entry, offer in self._offers.items():
+    for entry, offer in self._open_leases.items():
         if entry.is_open and not offer.complete:
             entry.expires_s = max(entry.expires_s, now_s + 1.0)
     real(self)

@@ -207,7 +207,7 @@ async def test_a_reader_that_comes_early_waits_for_the_blocks(far: FarPair) -> N
 
 @in_virtual_time
 async def test_blocks_that_come_too_late_cost_the_deadline_and_nothing_else() -> None:
-    slow = replace(InprocCluster().world(), copier=partial(InlineCopier, duration_s=lambda: 1.0))
+    slow = replace(InprocCluster().world(), copy_thread=partial(InlineCopier, duration_s=lambda: 1.0))
     async with far_pair(world=slow) as far:
         lease = far.offer([3])
         await far.fails(DeadlineExceeded, lease, match="in phase 'compute': 0 of 4 tokens computed", deadline_s=0.5)

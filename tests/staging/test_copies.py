@@ -173,7 +173,7 @@ class Bus(CacheDevice):
         super().__init__(Device("cpu", 0))
         self._memory = torch.zeros(0, dtype=torch.uint8)
 
-    def bounce(self, count: int, size_bytes: int) -> torch.Tensor:
+    def gather_buffer(self, count: int, size_bytes: int) -> torch.Tensor:
         if len(self._memory) < 2 * size_bytes:
             self._memory = torch.full((2 * size_bytes,), 0xAB, dtype=torch.uint8)
         rows = min(count, 2)

@@ -69,7 +69,7 @@ async def test_the_first_way_to_a_peer_is_in_no_others_way(routers: tuple[Callab
             assert report.freshness == "seal", router
             ours.assert_holds([turn], [turn])
             assert await lease is LeaseOutcome.READ
-        agents = {peer.current for peer in known_peers(ours) if peer.current is not None}
+        agents = {peer.connection for peer in known_peers(ours) if peer.connection is not None}
         assert len({one.agent for one in agents}) == 1, "one rank"
 
 
@@ -153,7 +153,7 @@ async def test_an_engine_that_restarts_is_read_again() -> None:
 
 
 def known_peers(ours: Reader) -> Any:
-    return ours.runtime._supervisor.cache.peers.known.values()  # type: ignore[union-attr]
+    return ours.runtime._supervisor.cache.peers.by_address.values()  # type: ignore[union-attr]
 
 
 def serving(theirs: Producer) -> Any:

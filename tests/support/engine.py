@@ -333,7 +333,7 @@ class Engine:
         if not farewell:
             cache = self._runtime._supervisor.cache
             assert cache is not None, "it is registered"
-            cache.readers._readers.clear()
+            cache.goodbyes._readers.clear()
         await self._runtime.unregister()
         for tensor in self._pool.tensors.values():
             map_other_pages(tensor.data_ptr(), tensor.nbytes)

@@ -26,7 +26,7 @@ QUICK = Config(engine_id="any", drain_timeout_s=1.0)
 NHD, HND = CacheSize(order="NHD", kv_heads=4), CacheSize(order="HND", kv_heads=4)
 
 
-class LeaseAnswerState(CacheDevice):
+class RecordingDevice(CacheDevice):
     """A fake device that is not the host. It records the calls to it, and the threads that made them."""
 
     def __init__(self, where: Device) -> None:
@@ -41,7 +41,7 @@ class LeaseAnswerState(CacheDevice):
         return False
 
     @property
-    def eager(self) -> bool:
+    def allocates_at_registration(self) -> bool:
         return True
 
     def check(self, spans: Sequence[Span]) -> None:
@@ -69,7 +69,7 @@ class LeaseAnswerState(CacheDevice):
         self._note("upload")
         return super().upload(ids)
 
-    def bounce(self, count: int, size_bytes: int) -> torch.Tensor:
+    def gather_buffer(self, count: int, size_bytes: int) -> torch.Tensor:
         return torch.empty(min(count, 2), size_bytes, dtype=torch.uint8)
 
     def _note(self, call: str) -> None:
@@ -89,23 +89,23 @@ class Spied(InprocTransport):
         self.uses.append(use)
 
 
-class Opened:
+class RecordingEngines:
     """Opens engines on fake devices, and keeps the devices."""
 
     def __init__(self) -> None:
         self.network = InprocNetwork()
-        self.devices: list[LeaseAnswerState] = []
+        self.devices: list[RecordingDevice] = []
         self.room = 1 << 30
 
-    def device(self, where: Device) -> LeaseAnswerState:
-        self.devices.append(LeaseAnswerState(where))
+    def device(self, where: Device) -> RecordingDevice:
+        self.devices.append(RecordingDevice(where))
         self.devices[-1].room = self.room
         return self.devices[-1]
 
     def engine(
         self, name: str, size: CacheSize, **settings: Any
     ) -> contextlib.AbstractAsyncContextManager[Engine[Spied]]:
-        world = World(copier=lambda thread: CopyThread(thread, self.device))
+        world = World(copy_thread=lambda thread: CopyThread(thread, self.device))
         config = replace(QUICK, transport="inproc", **settings)
         return open_engine(name, config, lambda _, agent: Spied(agent, self.network), world=world, size=size)
 

@@ -134,7 +134,7 @@ async def leases_ended(runtime: Runtime) -> None:
     cache = runtime._supervisor.cache
     if cache is None or runtime.state is RuntimeState.CLOSED:
         return
-    leases = [offer.entry for offer in cache.serving._offers.values()]
+    leases = [offer.entry for offer in cache.serving._open_leases.values()]
     open_now = [lease for lease in leases if lease.state is LeaseState.OFFERED]  # a notification may be on its way
     async with asyncio.timeout(WAIT_S):
         await cache.serving.drained()

@@ -323,7 +323,7 @@ async def nixl() -> AsyncIterator[tuple[Ends, Any]]:
 def busy(transport: Any) -> Iterator[None]:
     """Its thread does nothing inside the block."""
     gate = threading.Event()
-    transport._alive()[0].submit(lambda: gate.wait(WAIT_S))
+    transport._require_open()[0].submit(lambda: gate.wait(WAIT_S))
     try:
         yield
     finally:
@@ -346,7 +346,7 @@ async def test_nixl_posts_the_smaller_of_two_reads_first(nixl: tuple[Ends, Any])
 async def test_nixl_tells_of_ends_however_often_its_thread_is_called(nixl: tuple[Ends, Any]) -> None:
     """An end waits for what the thread is called for, once."""
     ends, transport = nixl
-    transport._agents._called = lambda: True
+    transport._agents._has_jobs = lambda: True
     await read_ended(ends, (0, 0, SIZE))
     await read_ended(ends, (0, 0, 8))
 
@@ -370,16 +370,16 @@ async def test_nixl_tells_of_an_end_before_its_thread_lets_go_of_the_lock_again(
     telling. Only what has landed is told of before its handle is released.
     """
     ends, transport = nixl
-    thread, agents = transport._alive()
+    thread, agents = transport._require_open()
     log: list[str] = []
-    put, native = agents._put, agents._reading.native
+    put, native = agents._put_event, agents._reading.native
 
     def tell(event: Event) -> None:
         log.append("told")
         put(event)
 
     def watch() -> None:
-        agents._put, agents._reading.native = tell, Watched(native, log)
+        agents._put_event, agents._reading.native = tell, Watched(native, log)
 
     await thread.call(watch)
     await read_ended(ends, (0, 0, 8))

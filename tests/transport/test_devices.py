@@ -54,9 +54,9 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_xpu_is_reached_by_a_ucx_that_was_built_for_it(loaded: Path) -> None:
-    assert native.found_kinds() == {"xpu": False}
+    assert native.readable_kinds() == {"xpu": False}
     (loaded / "ucx" / "libuct_ze.so.0").touch()
-    assert native.found_kinds() == {"xpu": True}
+    assert native.readable_kinds() == {"xpu": True}
 
 
 @pytest.mark.parametrize("where", [".", "ucx"])
@@ -64,9 +64,9 @@ def test_amds_devices_are_called_cuda_and_need_a_ucx_of_their_own(
     loaded: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert native.found_kinds() == {"xpu": False, "cuda": False}
+    assert native.readable_kinds() == {"xpu": False, "cuda": False}
     (loaded / where / "libuct_rocm.so").touch()
-    assert native.found_kinds() == {"xpu": False, "cuda": True}
+    assert native.readable_kinds() == {"xpu": False, "cuda": True}
 
 
 @pytest.mark.nixl

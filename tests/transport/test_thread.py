@@ -1,4 +1,4 @@
-"""The thread of agents, copies and files: all jobs that wait come before the crank, and it is woken once for them."""
+"""The thread of agents, copies and files: all jobs that wait run before the next step, and wake it once."""
 
 from __future__ import annotations
 
@@ -17,53 +17,53 @@ def assert_set(gate: threading.Event) -> None:
     assert gate.wait(WAIT_S)
 
 
-async def test_jobs_that_wait_are_all_done_before_the_crank_turns() -> None:
-    """The crank may start something that takes milliseconds; what is to go first must be known by then."""
+async def test_jobs_that_wait_are_all_done_before_the_next_step() -> None:
+    """A step may start something that takes milliseconds; what is to go first must be known by then."""
     log: list[str] = []
     gate, ending = threading.Event(), threading.Event()
 
-    def crank() -> float | None:
-        log.append("crank")
+    def step() -> float | None:
+        log.append("step")
         return None if ending.is_set() else WAIT_S
 
-    thread = OwnerThread("kvflow-test", crank, lambda cause: None)
+    thread = OwnerThread("kvflow-test", step, lambda cause: None)
     thread.submit(lambda: log.append("gate") if gate.wait(WAIT_S) else None)
     for name in ("first", "second"):
         thread.submit(lambda name=name: log.append(name))  # type: ignore[misc]
     thread.submit(ending.set)
     gate.set()
     await thread.ended()
-    assert log == ["crank", "gate", "first", "second", "crank"]
+    assert log == ["step", "gate", "first", "second", "step"]
 
 
 async def test_it_is_woken_once_for_all_jobs_that_wait() -> None:
     """Waking it costs the loop a system call, and the thread a wait for Python's lock."""
     running, gate, ending = (threading.Event() for _ in range(3))
-    cranks: list[int] = []
+    steps: list[int] = []
     done: list[int] = []
 
-    def crank() -> float | None:
-        cranks.append(len(done))
+    def step() -> float | None:
+        steps.append(len(done))
         return None if ending.is_set() else WAIT_S
 
     def hold() -> None:
         running.set()
         assert_set(gate)
 
-    thread = OwnerThread("kvflow-test", crank, lambda cause: None)
+    thread = OwnerThread("kvflow-test", step, lambda cause: None)
     thread.submit(hold)
     assert running.wait(WAIT_S)
-    assert not thread.called()
+    assert not thread.has_jobs()
     for index in range(100):
         thread.submit(lambda index=index: done.append(index))  # type: ignore[misc]
-    assert thread.called()
+    assert thread.has_jobs()
     gate.set()
     await thread.call(lambda: None)
     ending.set()
     thread.submit(lambda: None)
     await thread.ended()
     assert done == list(range(100))
-    assert set(cranks) == {0, 100}, "no crank between them"
+    assert set(steps) == {0, 100}, "no step between them"
 
 
 async def test_who_waits_for_a_thread_that_dies_is_told_why() -> None:

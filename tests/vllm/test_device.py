@@ -66,7 +66,7 @@ def test_copies_run_behind_vllms_steps(standin: StandIn, monkeypatch: pytest.Mon
             for tensor in producer.kv_caches.values():
                 tensor.mul_(3.0)  # the step
             torch.accelerator.set_device_index(0)
-            ready: Any = producer.connector._event()
+            ready: Any = producer.connector._record_event()
             assert not ready.query()
             lease = producer.runtime.serve_blocks(ServeRequest("req", THEIRS, num_tokens=TOKENS, ready=ready))
             monkeypatch.setattr(KVConnectorBase_V1, "bind_connector_metadata", lambda *_: None)

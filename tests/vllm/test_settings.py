@@ -43,7 +43,7 @@ from kvflow.vllm.vllm_metrics import KVFlowStats
 
 HEADS: dict[str, Any] = {"block_size": 128, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
 STATE: dict[str, Any] = {"block_size": 2048, "shapes": ((3, 8),), "dtypes": (torch.float32,)}
-FULL = Group(at=0, specs={}, facts=GroupFacts(name="full", block_size=16), recycles=False)
+FULL = Group(index=0, specs={}, facts=GroupFacts(name="full", block_size=16), frees_blocks=False)
 
 
 def vllm_config(role: str = "kv_both", **extra: Any) -> Any:
@@ -213,14 +213,18 @@ def test_prefixes_are_pulled_only_where_a_failed_pull_is_computed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "extra"),
-    [("stock", {"stock_peers": True}), ("prefix", {"share_prefixes": True}), ("prefix", {"prefix_peers": []})],
+    ("part", "module", "extra"),
+    [
+        ("stock", "stock_settings", {"stock_peers": True}),
+        ("prefix", "prefix", {"share_prefixes": True}),
+        ("prefix", "prefix", {"prefix_peers": []}),
+    ],
 )
 def test_a_setting_whose_part_is_not_there_names_it(
-    part: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    part: str, module: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, f"kvflow.vllm.{part}")
-    monkeypatch.delattr(sys.modules["kvflow.vllm"], part)
+    monkeypatch.delitem(sys.modules, f"kvflow.vllm.{module}")
+    monkeypatch.delattr(sys.modules["kvflow.vllm"], module)
     monkeypatch.setitem(sys.modules, f"kvflow.{part}", None)  # as if its folder were deleted
     config = vllm_config(**extra)
     config.kv_transfer_config.kv_load_failure_policy = "recompute"
@@ -243,11 +247,11 @@ def test_who_shares_also_serves(caplog: pytest.LogCaptureFixture) -> None:
         made = prefixes(share_prefixes=True, prefix_peers=["tcp://a:1"], spec=MambaSpec(**STATE))
     assert not made._shares
     assert not made._pulls
-    made.bind(SimpleNamespace())
+    made.bind_pool(SimpleNamespace())
     shared = prefixes(share_prefixes=True)
     with caplog.at_level("WARNING"):
-        shared.bind(SimpleNamespace())
-    assert "this vLLM's block pool does not tell when blocks are reused" in caplog.text
+        shared.bind_pool(SimpleNamespace())
+    assert "this vLLM's block pool does not report reused blocks" in caplog.text
 
 
 def cache_of(*specs: KVCacheSpec) -> KVCacheConfig:
@@ -266,7 +270,7 @@ def test_groups_and_their_windows() -> None:
             FullAttentionSpec(**HEADS, sliding_window=96),  # as with the hybrid cache manager off
         )
     )
-    facts = [(group.facts.kind, group.facts.window, group.facts.block_size, group.recycles) for group in found]
+    facts = [(group.facts.kind, group.facts.window, group.facts.block_size, group.frees_blocks) for group in found]
     assert facts == [
         ("full", 0, 128, False),
         ("sliding", 95, 128, True),
@@ -274,7 +278,7 @@ def test_groups_and_their_windows() -> None:
         ("state", 0, 1, True),
         ("full", 0, 128, True),
     ]
-    assert [group.at for group in found] == [0, 1, 2, 3, 4]
+    assert [group.index for group in found] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +308,7 @@ def test_what_is_not_transferred_is_refused_at_the_start(specs: tuple[KVCacheSpe
 )
 def test_the_last_token_is_left_only_by_who_offers(role: str, params: dict[str, Any] | None, left: bool) -> None:
     connector = KVFlowConnector.__new__(KVFlowConnector)
-    connector._scheduling = scheduling_of(vllm_config(role), [dataclasses.replace(FULL, recycles=True)])
+    connector._scheduling = scheduling_of(vllm_config(role), [dataclasses.replace(FULL, frees_blocks=True)])
     connector._scheduler = ConnectorScheduler(connector._scheduling, new_secret=lambda: "secret")
     connector._stats = KVFlowStats()
     prompt = [5, 6, 7]
@@ -386,7 +390,7 @@ def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As vLLM 0.33 calls it; 0.32 has no such calls, and sleep mode is refused on a GPU there."""
-    monkeypatch.setattr(connector_module, "_TELLS_OF_SLEEP", True)
+    monkeypatch.setattr(connector_module, "_NOTIFIES_OF_SLEEP", True)
     config = vllm_config("kv_both")
     config.model_config.enable_sleep_mode = True
     cache = torch.zeros(2, 4, 2, 16, 8)
@@ -395,11 +399,11 @@ def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_i
         worker, scheduler = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
         worker._runtime, worker._worker, worker._vllm_config = runtime, ConnectorWorker(runtime), config
         worker._role = KVConnectorRole.WORKER
-        worker._registered = [CacheGroup("full", {"layers.0": cache}, layout)]
+        worker._cache_groups = [CacheGroup("full", {"layers.0": cache}, layout)]
         scheduler._vllm_config, scheduler._stats = config, KVFlowStats()
         scheduler._scheduling = scheduling_of(config, [FULL])
         scheduler._scheduler = ConnectorScheduler(scheduler._scheduling, new_secret=lambda: "secret")
-        runtime.register_kv_caches(worker._registered)
+        runtime.register_kv_caches(worker._cache_groups)
 
         def step() -> KVFlowWorkerReport | None:
             made = scheduler._scheduler.build_step({}, preempted=(), block_ids=lambda _: ())
@@ -449,8 +453,8 @@ def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step(
 
 
 def test_prompts_of_windows_are_computed_whole_for_stock_readers() -> None:
-    window = dataclasses.replace(FULL, recycles=True)
-    state = Group(at=1, specs={}, facts=GroupFacts(name="s", block_size=1, kind=GroupKind.STATE), recycles=True)
+    window = dataclasses.replace(FULL, frees_blocks=True)
+    state = Group(index=1, specs={}, facts=GroupFacts(name="s", block_size=1, kind=GroupKind.STATE), frees_blocks=True)
     config = vllm_config(stock_peers=True)
     assert scheduling_of(config, [window]).withhold_last_token
     assert not scheduling_of(config, [FULL]).withhold_last_token

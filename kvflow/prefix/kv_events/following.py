@@ -118,10 +118,10 @@ class _Follower:
                 found = prepare(socket, self.source.replay_endpoint, messages_max=1, bytes_max=BATCH_BYTES_MAX)
                 socket.connect(found)
 
-    def silence(self) -> None:
+    def ignore_events(self) -> None:
         """Stop receiving, in a forked child process."""
         for socket in (self._monitor, self._socket, *self._replays):
-            forks.silence(socket)
+            forks.ignore_events(socket)
 
     def close(self) -> None:
         """Close all sockets."""
@@ -335,7 +335,7 @@ class Subscriber:
         """Stop following, in a forked child process: see `kvflow.forks`."""
         self._inherited = True
         for follower in self._followers:
-            follower.silence()
+            follower.ignore_events()
 
     def _close(self) -> None:
         for follower in self._followers:

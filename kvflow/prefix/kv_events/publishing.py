@@ -92,7 +92,7 @@ class Publisher:
     def forked(self) -> None:
         """Stop publishing, in a forked child process: see `kvflow.forks`."""
         if self._replays is not None:
-            forks.silence(self._replays)
+            forks.ignore_events(self._replays)
         self._socket = self._replays = self._task = None
 
     def _bind(self, socket: zmq.Socket[Any], endpoint: str) -> str:

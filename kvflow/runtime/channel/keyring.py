@@ -29,7 +29,7 @@ from kvflow.logs import logger_of
 
 logger = logger_of(__name__)
 
-_SECRET, _PUBLIC = ".secret", ".public"
+_SECRET_SUFFIX, _PUBLIC_SUFFIX = ".secret", ".public"
 _KEY_CHARS = 40
 _FILE_BYTES_MAX = 4096
 _FILES_MAX = 1 << 14
@@ -70,7 +70,9 @@ class Keyring:
         own = await asyncio.to_thread(_read_pair, secret_file)
         allowlist = await asyncio.to_thread(_read_allowlist, folder)
         if allowlist.keys.get(engine_id, own.public) != own.public:
-            raise ConfigError(f"curve_peers_dir: {folder / (engine_id + _PUBLIC)} does not belong to {secret_file}")
+            raise ConfigError(
+                f"curve_peers_dir: {folder / (engine_id + _PUBLIC_SUFFIX)} does not belong to {secret_file}"
+            )
         return cls(own, folder, allowlist, now_s)
 
     async def key_of(self, engine_id: str) -> bytes | None:
@@ -106,7 +108,7 @@ def make_key_files(folder: Path, name: str) -> tuple[Path, Path]:
     if not is_key_name(name):
         raise ConfigError(f"name: {name[:80]!r} is no engine id that can name a file")
     public, secret = zmq.curve_keypair()
-    files = folder / (name + _SECRET), folder / (name + _PUBLIC)
+    files = folder / (name + _SECRET_SUFFIX), folder / (name + _PUBLIC_SUFFIX)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write_new(files[1], f"# Public key of the kvflow engine {name}\n{public.decode()}\n", 0o644)
@@ -138,7 +140,7 @@ def _read_allowlist(folder: Path) -> _Allowlist:
     keys: dict[str, bytes] = {}
     engines: dict[bytes, str] = {}
     try:
-        files = sorted(file for file in folder.iterdir() if file.suffix == _PUBLIC and file.stem)
+        files = sorted(file for file in folder.iterdir() if file.suffix == _PUBLIC_SUFFIX and file.stem)
     except OSError as error:
         raise ConfigError(f"{what}: {error}") from error
     if len(files) > _FILES_MAX:
@@ -146,7 +148,7 @@ def _read_allowlist(folder: Path) -> _Allowlist:
     for file in files:
         key = keys[file.stem] = _read_key(file, what)
         if engines.setdefault(key, file.stem) != file.stem:
-            raise ConfigError(f"{what}: {folder}: {engines[key]}{_PUBLIC} and {file.name} hold the same key")
+            raise ConfigError(f"{what}: {folder}: {engines[key]}{_PUBLIC_SUFFIX} and {file.name} hold the same key")
     return _Allowlist(keys, engines)
 
 

@@ -119,7 +119,7 @@ class ZmqListener:
         """In a forked child, neither receive on the sockets nor close them. See `forks`."""
         self._in_forked_child = True
         for socket in (self._monitor, self._zap, self._socket):
-            forks.silence(socket)
+            forks.ignore_events(socket)
 
     async def serve(self) -> None:
         """Answer requests one after another, until cancelled. Sending never waits, so a slow peer delays no other peer.

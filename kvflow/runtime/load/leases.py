@@ -257,7 +257,7 @@ class RemoteLeases:
                 told = False
             return told
 
-        return len(await self._cache.kvflow_resolver.walk(ticket, visit)) > 0 and told
+        return len(await self._cache.kvflow_resolver.visit_ranks(ticket, visit)) > 0 and told
 
     async def _release_unasked(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         try:
@@ -297,7 +297,7 @@ class RemoteLeases:
         for kept in (kept for leases in self._kept.values() for kept in leases):
             if kept.due_s - kept.pause_s / 2 <= now_s:
                 due.setdefault(kept.source.connection.agent, []).append(kept.source)
-                kept.source.peer.used_s = now_s  # the peer is not idle, so its connection stays
+                kept.source.peer.last_used_s = now_s  # the peer is not idle, so its connection stays
                 kept.due_s = now_s + kept.pause_s
         for sources in due.values():
             self.sent += sources[0].connection.lease_notifier.needed(sources)
@@ -311,10 +311,10 @@ class RemoteLeases:
         named, local = ticket.find(at.rank), self._cache.local
         lease = named if named is not None and named.lease_id else None
         peer = self._cache.peers.get(at)
-        if peer.current is not None:
-            check_parallelism(ticket, peer, peer.current)
-            if lease is not None and peer.current.incarnation == lease.incarnation:
-                self._cache.lease_notifier.report(peer.current.agent, lease.lease_id, *peer.current.report_share)
+        if peer.connection is not None:
+            check_parallelism(ticket, peer, peer.connection)
+            if lease is not None and peer.connection.incarnation == lease.incarnation:
+                self._cache.lease_notifier.report(peer.connection.agent, lease.lease_id, *peer.connection.report_share)
                 return True
         if lease is None:
             answer = await self._cache.kvflow_resolver.ask_about_lease(ticket, peer)
@@ -327,4 +327,4 @@ class RemoteLeases:
             lease_id=lease.lease_id,
             cache_shares=local.cache_shares,
         )
-        return (await self._cache.peers.tell(peer, word)).incarnation == lease.incarnation
+        return (await self._cache.peers.send(peer, word)).incarnation == lease.incarnation

@@ -33,7 +33,7 @@ from kvflow.errors import (
     UsageError,
 )
 from kvflow.logs import logger_of
-from kvflow.parts import part
+from kvflow.parts import import_part
 from kvflow.runtime.load import steps
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.load import Carry, Load, request_name, said_priority
@@ -101,7 +101,8 @@ class Loader:
             quarantines=len(self.quarantines),
             renewals=self._cache.remote_leases.sent,
             never_read=sum(
-                many >= NEVER_READ_AT and not self._cache.peers.delivered(one) for one, many in self._never_read.items()
+                many >= NEVER_READ_AT and not self._cache.peers.has_delivered(one)
+                for one, many in self._never_read.items()
             ),
             **self._counts,
             **{str(one): self._verified[one] for one in Verification if one is not Verification.OFF},
@@ -194,7 +195,7 @@ class Loader:
             carry: Carry = partial(steps.carry, cache)
             if len(tickets) > 1 or plain.again is not None:
                 needing = f"{what}: a load of several tickets, or with `again`,"
-                carry = part("failover", needing).carrier(cache, tickets)
+                carry = import_part("failover", needing).carrier(cache, tickets)
             elif tickets[0].awaited:
                 carry = cache.part("growing", f"{what}: a load of a rendezvous").rendezvous.carry
             if plain.verify and (problem := cache.part("verify", f"{what}: verify").problem):
@@ -302,7 +303,7 @@ class Loader:
         If all loads from an engine fail, prompts take long. A router that sends the requests elsewhere hides the
         errors, so nothing but this warning shows the reason.
         """
-        if self._cache.peers.delivered(engine_id):
+        if self._cache.peers.has_delivered(engine_id):
             self._never_read.pop(engine_id, None)
             return
         many = self._never_read[engine_id] = self._never_read.get(engine_id, 0) + 1

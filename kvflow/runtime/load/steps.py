@@ -69,13 +69,13 @@ async def carry(cache: RegisteredCache, load: Load) -> LoadReport:
         flight.land()
     except (TransportError, CopyFailed) as error:
         if flight.failed is not None:
-            cache.peers.failed(flight.failed.connection, str(error))
+            cache.peers.note_read_failure(flight.failed.connection, str(error))
         await flight.stop(grace_s)
         raise load.failure(TransferFailed, f"the transfer failed: {error}") from error
     except BaseException:
         await flight.stop(grace_s)
         raise
-    cache.peers.succeeded(plan.sources, fresh=fresh)
+    cache.peers.note_read_success(plan.sources, fresh=fresh)
     if not fresh:
         raise _over_error(load)
     return await _tell(cache, load, sources)

@@ -20,7 +20,7 @@ from kvflow.errors import Overloaded, PeerUnreachable
 T = TypeVar("T")
 
 
-def patience_s(config: Config) -> float:
+def first_contact_timeout_s(config: Config) -> float:
     """Return how many seconds a first contact may wait for its answer while other first contacts wait for a turn."""
     return config.handshake_timeout_s / 10
 
@@ -38,8 +38,8 @@ class FirstContacts:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._patience_s = patience_s(config)
-        self._contacts = Contacts(config.limits.first_contacts_max, self._patience_s)
+        self._answer_timeout_s = first_contact_timeout_s(config)
+        self._contacts = Contacts(config.limits.first_contacts_max, self._answer_timeout_s)
         self._timeouts: dict[Contact, asyncio.Timeout] = {}
         self._granted: dict[Contact, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -48,12 +48,14 @@ class FirstContacts:
     def under_way(self) -> int:
         return self._contacts.under_way
 
-    async def ask(self, peer: Address, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None]) -> T:
-        """Wait for a turn to ask the new peer `peer`, call `begin` with the turn, and return the result of `question`.
+    async def ask_in_turn(
+        self, peer: Address, question: Callable[[], Awaitable[T]], on_turn: Callable[[Contact], None]
+    ) -> T:
+        """Wait for a turn to ask the new peer `peer`, call `on_turn` with the turn, and return what `question` returns.
 
         Raises Overloaded if no turn comes within Config.handshake_timeout_s. Raises PeerUnreachable if `peer` does not
-        answer within `patience_s` while other new peers wait for a turn. If cancelled, give up the turn or the place in
-        the queue.
+        answer within `first_contact_timeout_s` while other new peers wait for a turn. If cancelled, give up the turn or
+        the place in the queue.
         """
         loop = asyncio.get_running_loop()
         contact = self._contacts.request_turn(loop.time())
@@ -64,13 +66,13 @@ class FirstContacts:
                 if contact.state is ContactState.WAITING:
                     bound.reschedule(loop.time() + self._config.handshake_timeout_s)
                     await self._wait_for_turn(contact)
-                begin(contact)
+                on_turn(contact)
                 return await question()
         except TimeoutError:
             if not bound.expired():
                 raise
             if contact.state is ContactState.PREEMPTED:
-                why = f"no answer within {self._patience_s:.3g} s, and others wait to be asked"
+                why = f"no answer within {self._answer_timeout_s:.3g} s, and others wait to be asked"
                 raise peer.failure(PeerUnreachable, why) from None
             most = self._config.limits.first_contacts_max
             others = f"asked at once: {counted(most, 'other new peer')} (limits.first_contacts_max)"
@@ -80,7 +82,7 @@ class FirstContacts:
             del self._timeouts[contact]
             self._end_contact(contact)
 
-    def look(self) -> None:
+    def end_overdue(self) -> None:
         """End a first contact that has had its time, if another waits for a turn.
 
         Called by a timer, and whenever a handshake has lost its last waiter (`Contact.wanted` is False).
@@ -93,7 +95,7 @@ class FirstContacts:
 
     async def _wait_for_turn(self, contact: Contact) -> None:
         granted = self._granted[contact] = asyncio.get_running_loop().create_future()
-        self.look()
+        self.end_overdue()
         try:
             await granted
         finally:
@@ -107,7 +109,7 @@ class FirstContacts:
                 bound.reschedule(None)
             if not granted.done():
                 granted.set_result(None)
-        self.look()
+        self.end_overdue()
 
     def _set_timer(self, now_s: float) -> None:
         if self._timer is not None:
@@ -115,4 +117,4 @@ class FirstContacts:
             self._timer = None
         due_s = self._contacts.due_s(now_s)
         if due_s < math.inf:
-            self._timer = asyncio.get_running_loop().call_at(due_s, self.look)
+            self._timer = asyncio.get_running_loop().call_at(due_s, self.end_overdue)

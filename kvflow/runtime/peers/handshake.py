@@ -69,9 +69,9 @@ class Handshakes:
             reply = await self.ask(peer, question)
             if not isinstance(reply, messages.Metadata):
                 raise at.failure(ProtocolError, f"asked for metadata, got {type(reply).__name__}")
-            regions = judge(at, reply, self._local)
+            regions = check_metadata(at, reply, self._local)
             agent = AgentName(agent_name(at.engine_id, at.rank, reply.incarnation))
-            known = await self.agents.find(agent)
+            known = await self.agents.find_open(agent)
             if known is not None:
                 return known
             connection = Connection(agent, reply, regions, self._local, self.lease_notifier)
@@ -103,7 +103,7 @@ class Agents:
         self._open: dict[AgentName, Connection] = {}
         self._changing: dict[AgentName, asyncio.Future[None]] = {}
 
-    async def find(self, agent: AgentName) -> Connection | None:
+    async def find_open(self, agent: AgentName) -> Connection | None:
         """Wait until `agent` is not being added or removed, and return its open connection.
 
         None: the agent is not in the transport, and the caller may `add` it now.
@@ -113,7 +113,7 @@ class Agents:
         return self._open.get(agent)
 
     async def add(self, at: Address, connection: Connection, metadata: bytes) -> None:
-        """Add the agent of the rank at `at` to the transport. Call this right after `find` has returned None.
+        """Add the agent of the rank at `at` to the transport. Call this right after `find_open` has returned None.
 
         Raises a PeerError if the transport refuses `metadata`, or if the metadata is that of another agent. If
         cancelled, remove the agent again.
@@ -139,13 +139,13 @@ class Agents:
                 await self._transport.remove_peer(name)
             raise at.failure(ProtocolError, f"agent name: expected {agent!r}, got {peer_text(name)!r}")
 
-    def leave(self, connection: Connection) -> None:
+    def remove_when_idle(self, connection: Connection) -> None:
         """Begin to remove the connection's agent, which leaves the transport once no load holds the connection."""
         if self._open.get(connection.agent) is connection:
             del self._open[connection.agent]
             self._remove_soon(connection, self._begin(connection.agent))
 
-    async def gone(self, agents: Collection[AgentName], timeout_s: float) -> bool:
+    async def wait_removed(self, agents: Collection[AgentName], timeout_s: float) -> bool:
         """Wait until those of `agents` that are being removed are gone. Return False if `timeout_s` is too short."""
         changes = [self._changing[agent] for agent in agents if agent in self._changing]
         if not changes:
@@ -167,7 +167,7 @@ class Agents:
         Task `kvflow-remove <agent>`: begun when a connection is dropped. Ends when no load holds it, and the
         transport has removed the agent.
         """
-        await connection.idle()
+        await connection.wait_idle()
         await self._transport.remove_peer(connection.agent)
 
     def _begin(self, agent: AgentName) -> asyncio.Future[None]:
@@ -204,7 +204,7 @@ def _incompatible_error(peer: Address, differences: list[str]) -> PeerIncompatib
     return peer.failure(PeerIncompatible, f"it is not compatible: {shown}")
 
 
-def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
+def check_metadata(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
     """Check the metadata that `peer` has sent. Return its regions, one entry for each set of layers, or raise.
 
     Raises PeerRefused, PeerIncompatible or ProtocolError.

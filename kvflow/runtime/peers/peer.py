@@ -116,7 +116,7 @@ class Connection:
     def __repr__(self) -> str:
         return f"<Connection {self.agent}, {counted(self.users, 'load')}>"
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Wait until no load holds the connection."""
         while self.users:
             if self.unused is None or self.unused.is_set():
@@ -129,7 +129,7 @@ class Handshake:
     """A handshake under way. Every load that needs the peer meanwhile waits for `future`."""
 
     future: asyncio.Future[Connection]
-    since_s: float
+    started_s: float
     task: asyncio.Task[None] | None = None
     contact: Contact | None = None
     """The turn that the handshake has as a first contact; None while it waits for a turn, or if it needs none."""
@@ -141,7 +141,7 @@ class Handshake:
         if self.contact is not None:
             self.contact.wanted = self.waiters > 0
 
-    def begin(self, contact: Contact) -> None:
+    def start_turn(self, contact: Contact) -> None:
         """Store the turn, `contact`, that the handshake has got as a first contact."""
         self.contact = contact
         self.add_waiters(0)
@@ -155,9 +155,9 @@ class Peer:
         self.at = address
         self.label = f"{self.engine_id} ({self.rank}) at {self.address}"
         self.state = PeerState.UNKNOWN
-        self.met = False
+        self.was_connected = False
         """True once a handshake with the peer has succeeded."""
-        self.current: Connection | None = None
+        self.connection: Connection | None = None
         self.handshake: Handshake | None = None
         self.circuit = NEVER_FAILED
         self.last_error = ""
@@ -165,7 +165,7 @@ class Peer:
         """Class of the last failure that began a back-off; loads that fail during the back-off raise it again."""
         self.delivered = False
         """True once a load has read fresh bytes from the peer."""
-        self.used_s = now_s
+        self.last_used_s = now_s
         self.leases_kept = 0
         """Number of the peer's leases that this rank renews. While it is above 0 the peer is not evicted as unused."""
         self.tried_incarnations: set[str] = set()
@@ -185,7 +185,7 @@ class Peer:
     @property
     def busy(self) -> bool:
         """True if a load holds the connection, a handshake is under way, or this rank renews leases of the peer."""
-        used = self.current is not None and self.current.users > 0
+        used = self.connection is not None and self.connection.users > 0
         return used or self.handshake is not None or self.leases_kept > 0
 
     def fire(self, event: PeerEvent, why: str = "") -> None:
@@ -196,15 +196,15 @@ class Peer:
         """Remember the text `why` as the peer's last error, without the peer's name at its beginning."""
         self.last_error = why.removeprefix(f"{self.at}: ")[:_ERROR_CHARS_MAX]
 
-    def usable(self, incarnation: str | None) -> Connection | None:
+    def usable_connection(self, incarnation: str | None) -> Connection | None:
         """Return the connection for a ticket of `incarnation`, or None if a handshake is needed.
 
         A handshake is needed if there is no connection, or if `incarnation` is new. A past incarnation needs none: a
         load with its ticket fails in any case.
         """
-        if self.current is None or incarnation is None or incarnation in self.past_incarnations:
-            return self.current
-        return self.current if self.current.incarnation == incarnation else None
+        if self.connection is None or incarnation is None or incarnation in self.past_incarnations:
+            return self.connection
+        return self.connection if self.connection.incarnation == incarnation else None
 
 
 @dataclass(slots=True, eq=False)
@@ -333,11 +333,15 @@ def peer_to_evict(peers: Collection[Peer], *, asked_before_s: float, used_before
     evicted only if it was last used before `used_before_s`: a load that was just given its connection may not hold it
     yet.
     """
-    never_met = [peer for peer in peers if not peer.met]
+    never_met = [peer for peer in peers if not peer.was_connected]
     asked = ((one, one.handshake) for one in never_met if one.handshake)
-    silent = (one for one, handshake in asked if not handshake.waiters or handshake.since_s < asked_before_s)
+    silent = (one for one, handshake in asked if not handshake.waiters or handshake.started_s < asked_before_s)
     found = next((one for one in never_met if one.handshake is None), None) or next(silent, None)
     if found is not None:
         return found
-    unused = [one for one in peers if one.met and not one.busy and (one.current is None or one.used_s <= used_before_s)]
-    return min(unused, key=lambda one: (one.current is not None, one.used_s), default=None)
+    unused = [
+        one
+        for one in peers
+        if one.was_connected and not one.busy and (one.connection is None or one.last_used_s <= used_before_s)
+    ]
+    return min(unused, key=lambda one: (one.connection is not None, one.last_used_s), default=None)

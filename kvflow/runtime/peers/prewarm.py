@@ -40,7 +40,7 @@ async def _prewarm_one(
             wanted = await resolver.ranks_at(engine)
         else:
             ticket = resolver.read_ticket(engine)
-            await resolver.check(ticket)
+            await resolver.check_compatible(ticket)
             wanted = resolver.addresses_of(ticket)
             peer = peers.get(first_to_ask(ticket, wanted))
             check_parallelism(ticket, peer, await peers.connect(peer, None))

@@ -44,7 +44,7 @@ from kvflow.errors import (
 from kvflow.limits import QUESTION_WAIT_S
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.peers.first_contacts import FirstContacts, overloaded, patience_s
+from kvflow.runtime.peers.first_contacts import FirstContacts, first_contact_timeout_s, overloaded
 from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, Source, peer_to_evict
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class PeerStatistics:
     """Seconds for which loads that need the peer still fail at once; 0 if the next load may ask the peer."""
     last_error: str
     """Text of the last failure since the peer was last connected; "" if nothing has failed."""
-    met: bool
+    was_connected: bool
     """True once a handshake has succeeded. Until then the peer may not exist, since a ticket can name any address."""
 
 
@@ -98,7 +98,7 @@ class Peers:
         self._spawn = cache.spawn
         self._token_hex = cache.token_hex
         self._contacts = FirstContacts(config)
-        self.known: dict[tuple[str, Rank, str], Peer] = {}
+        self.by_address: dict[tuple[str, Rank, str], Peer] = {}
         """All peers by `Address`. Other modules may read this dict but not change it."""
         self._logged_incompatible: BoundedMap[tuple[str, str], None] = BoundedMap(_LOGGED_INCOMPATIBLE_MAX)
         """Pairs of address and error text for which `note_incompatible` has logged its warning."""
@@ -117,9 +117,9 @@ class Peers:
                 failures=peer.circuit.failures,
                 retry_after_s=peer.circuit.wait_s(now_s),
                 last_error=peer.last_error,
-                met=peer.met,
+                was_connected=peer.was_connected,
             )
-            for peer in self.known.values()
+            for peer in self.by_address.values()
         )
 
     def get(self, at: Address) -> Peer:
@@ -127,10 +127,10 @@ class Peers:
 
         If this rank knows `Limits.peers_max` peers, evict one. Raises Overloaded if all of these are in use.
         """
-        peer = self.known.get(at)
+        peer = self.by_address.get(at)
         if peer is None:
             self._make_room(at)
-            peer = self.known[at] = Peer(at, self._clock.now_s())
+            peer = self.by_address[at] = Peer(at, self._clock.now_s())
             if self._sweep_alarm.due_s == math.inf and not self._closed:
                 self._set_sweep_alarm()
         return peer
@@ -146,8 +146,8 @@ class Peers:
         while True:
             if peer.state is PeerState.CLOSED:  # evicted while its rank took long to answer
                 peer = self.get(peer.at)
-            peer.used_s = self._clock.now_s()
-            connection = peer.usable(incarnation)
+            peer.last_used_s = self._clock.now_s()
+            connection = peer.usable_connection(incarnation)
             if connection is not None:
                 return connection
             handshake, ours = peer.handshake, peer.handshake is None
@@ -166,21 +166,21 @@ class Peers:
                 handshake.add_waiters(-1)
                 self._note_waiters(peer, handshake)
 
-    async def find_lease(self, peer: Peer, question: messages.ReaderRequest) -> messages.LeaseAnswer:
+    async def ask_once(self, peer: Peer, question: messages.ReaderRequest) -> messages.LeaseAnswer:
         """Ask `peer` about a lease and return the answer. The `question` must not ask the peer to wait.
 
         If the peer does not answer, drop its connection. Raises a PeerError, or Overloaded.
         """
-        connection = peer.current
+        connection = peer.connection
         async with peer.questions:
-            if connection is not None and peer.current is None:  # another question has failed meanwhile
+            if connection is not None and peer.connection is None:  # another question has failed meanwhile
                 raise peer.at.failure(PeerUnreachable, peer.last_error)
-            connection = peer.current
+            connection = peer.connection
             try:
                 return await self._ask(peer, question, messages.LeaseAnswer)
             except PeerUnreachable as error:
                 if connection is not None:
-                    self.failed(connection, str(error))
+                    self.note_read_failure(connection, str(error))
                 raise
 
     async def ask_until_answered(
@@ -224,14 +224,14 @@ class Peers:
             raise peer.at.failure(ProtocolError, f"expected {names}, got {type(reply).__name__}")
         return reply
 
-    async def tell(self, peer: Peer, word: messages.ReleaseRequest | messages.DeclineRequest) -> messages.Ack:
+    async def send(self, peer: Peer, message: messages.ReleaseRequest | messages.DeclineRequest) -> messages.Ack:
         """Send a ReleaseRequest or DeclineRequest to a peer, and return its acknowledgement.
 
         Raises a PeerError, or Overloaded.
         """
         self.check_back_off(peer, None)
         async with peer.questions:
-            return await self._ask(peer, word, messages.Ack)
+            return await self._ask(peer, message, messages.Ack)
 
     async def ask_digests(
         self, peer: Peer, question: messages.DigestRequest
@@ -243,28 +243,28 @@ class Peers:
         async with peer.digest_questions:
             return await self._ask(peer, question, messages.Digests, messages.LeaseAnswer)
 
-    def succeeded(self, sources: Sequence[Source], *, fresh: bool) -> None:
+    def note_read_success(self, sources: Sequence[Source], *, fresh: bool) -> None:
         """Reset the failure counts of the peers of `sources`, since reads from these peers succeeded.
 
         `fresh`: a proof has shown that the bytes were fresh.
         """
         now_s = self._clock.now_s()
         for source in sources:
-            source.peer.circuit, source.peer.used_s = NEVER_FAILED, now_s
+            source.peer.circuit, source.peer.last_used_s = NEVER_FAILED, now_s
             source.peer.delivered |= fresh
 
     def in_back_off(self, ticket: Ticket) -> bool:
         """Return True if a rank that the ticket names is in back-off, so that a load would fail at once."""
         now_s = self._clock.now_s()
         places = (((ticket.dp_rank, one.pp_rank, one.tp_rank), one.address) for one in ticket.ranks)
-        peers = (self.known.get((ticket.engine_id, Rank(*rank), address)) for rank, address in places)
+        peers = (self.by_address.get((ticket.engine_id, Rank(*rank), address)) for rank, address in places)
         return any(peer.circuit.wait_s(now_s) > 0 for peer in peers if peer is not None)
 
-    def delivered(self, engine_id: str) -> bool:
+    def has_delivered(self, engine_id: str) -> bool:
         """Return whether any rank of an engine has ever delivered fresh bytes to a load."""
-        return any(peer.engine_id == engine_id and peer.delivered for peer in self.known.values())
+        return any(peer.engine_id == engine_id and peer.delivered for peer in self.by_address.values())
 
-    def failed(self, connection: Connection, why: str) -> None:
+    def note_read_failure(self, connection: Connection, why: str) -> None:
         """Drop `connection` after a failed read, so that new loads shake hands again. Count a failure of its peers.
 
         Further calls for the same connection change nothing: its other reads fail, too.
@@ -277,8 +277,8 @@ class Peers:
 
     def on_goodbye(self, goodbye: messages.Goodbye) -> None:
         """Drop the connection to the rank that has sent `goodbye`, unless the connection is to another incarnation."""
-        for peer in self.known.values():
-            connection = peer.current
+        for peer in self.by_address.values():
+            connection = peer.connection
             if peer.at[:2] == goodbye.sender[:2] and connection and connection.incarnation == goodbye.incarnation:
                 self._disconnect(peer, "break", "it closes")
 
@@ -286,23 +286,23 @@ class Peers:
         """See `Runtime.forget_peer`."""
 
         def chosen() -> list[Peer]:
-            peers = self.known.values()
+            peers = self.by_address.values()
             return [one for one in peers if one.engine_id == engine_id and address in (None, one.address)]
 
         handshakes = [peer.handshake.future for peer in chosen() if peer.handshake is not None]
         if handshakes:
             await asyncio.wait(handshakes)  # bounded: handshake_timeout_s for a turn, and as long again
-        agents = [peer.current.agent for peer in chosen() if peer.current is not None]
+        agents = [peer.connection.agent for peer in chosen() if peer.connection is not None]
         for peer in chosen():
             if peer.handshake is None:  # a handshake that began meanwhile starts from scratch anyway
                 self._drop(peer, "forgotten")
-        return await self._agents.gone(agents, self._config.handshake_timeout_s)
+        return await self._agents.wait_removed(agents, self._config.handshake_timeout_s)
 
     async def aclose(self) -> None:
         """Drop all peers. Call this after all loads and handshakes have ended."""
         self._closed = True
         self._sweep_alarm.set(math.inf)
-        for peer in list(self.known.values()):
+        for peer in list(self.by_address.values()):
             self._drop(peer, "closing")
 
     def _start_handshake(self, peer: Peer, incarnation: str | None, request_id: str | None) -> Handshake:
@@ -336,15 +336,15 @@ class Peers:
             raise peer.at.failure(peer.last_error_type, why, retry_after_s=wait_s)
 
     async def _ask_in_turn(
-        self, peer: Peer, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None] = lambda _: None
+        self, peer: Peer, question: Callable[[], Awaitable[T]], on_turn: Callable[[Contact], None] = lambda _: None
     ) -> T:
         """Await `question` and return its result.
 
-        If `peer` was never connected, wait for its turn as a first contact first, and call `begin` with the turn.
+        If `peer` was never connected, wait for its turn as a first contact first, and call `on_turn` with the turn.
         """
-        if peer.met:
+        if peer.was_connected:
             return await question()
-        return await self._contacts.ask(peer.at, question, begin)
+        return await self._contacts.ask_in_turn(peer.at, question, on_turn)
 
     async def _run_handshake(
         self, peer: Peer, incarnation: str | None, request_id: str | None, handshake: Handshake
@@ -357,7 +357,7 @@ class Peers:
         """
         try:
             shake_hands = partial(self.handshakes.connect, peer, request_id)
-            connection = await self._ask_in_turn(peer, shake_hands, handshake.begin)
+            connection = await self._ask_in_turn(peer, shake_hands, handshake.start_turn)
         except KVFlowError as problem:
             self._fail_handshake(peer, handshake, problem)
         except TimeoutError:
@@ -393,10 +393,10 @@ class Peers:
         """
         if handshake.waiters or handshake.future.done():
             return
-        if not peer.met and handshake.contact is None:
+        if not peer.was_connected and handshake.contact is None:
             self._cancel_handshake(peer, handshake, "nobody waited any more")
         else:
-            self._contacts.look()
+            self._contacts.end_overdue()
 
     def _cancel_handshake(self, peer: Peer, handshake: Handshake, why: str) -> None:
         """Cancel a handshake, for the reason `why`, without counting a failure of the peer."""
@@ -410,12 +410,12 @@ class Peers:
         `incarnation` comes from the ticket that led to the handshake. If it, or the last connection's incarnation, is
         not the new connection's, count it as past.
         """
-        before, past = peer.current, peer.past_incarnations
+        before, past = peer.connection, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
         past.extend(other for other in others if other is not None and other not in past)
         peer.fire("connected")
-        peer.current = connection
-        peer.met = True
+        peer.connection = connection
+        peer.was_connected = True
         peer.tried_incarnations = {connection.incarnation}
         peer.last_error = ""
         if not connection.block_maps:  # no read will ever reset its failures
@@ -453,14 +453,14 @@ class Peers:
 
     def _peers_with(self, connection: Connection) -> list[Peer]:
         """Return the peers with this connection: several if several addresses lead to one rank."""
-        return [peer for peer in self.known.values() if peer.current is connection]
+        return [peer for peer in self.by_address.values() if peer.connection is connection]
 
     def _disconnect(self, peer: Peer, event: PeerEvent, why: str) -> None:
         """Drop the connection of `peer`, if it has one, and change its state by `event`.
 
         While a handshake is under way the state stays, since the handshake's outcome will decide on it.
         """
-        connection, peer.current = peer.current, None
+        connection, peer.connection = peer.connection, None
         if peer.handshake is None:
             peer.fire(event, why)
         if connection is not None:
@@ -468,26 +468,28 @@ class Peers:
 
     def _leave_connection(self, connection: Connection) -> None:
         if not self._peers_with(connection):
-            self._agents.leave(connection)
+            self._agents.remove_when_idle(connection)
 
     def _drop(self, peer: Peer, why: str) -> None:
         """Close and forget a peer that has no handshake under way."""
-        del self.known[peer.at]
+        del self.by_address[peer.at]
         self._disconnect(peer, "close", why)
 
-    def _make_room(self, newcomer: Address) -> None:
-        """If there are `Limits.peers_max` peers, evict one to make room for `newcomer`.
+    def _make_room(self, new_peer: Address) -> None:
+        """If there are `Limits.peers_max` peers, evict one to make room for `new_peer`.
 
         Raises Overloaded if none may be evicted.
         """
-        if len(self.known) < self._config.limits.peers_max:
+        if len(self.by_address) < self._config.limits.peers_max:
             return
         now_s = self._clock.now_s()
-        asked_s, used_s = now_s - patience_s(self._config), now_s - self._config.handshake_timeout_s
-        peer = peer_to_evict(self.known.values(), asked_before_s=asked_s, used_before_s=used_s)
+        asked_s, used_s = now_s - first_contact_timeout_s(self._config), now_s - self._config.handshake_timeout_s
+        peer = peer_to_evict(self.by_address.values(), asked_before_s=asked_s, used_before_s=used_s)
         if peer is None:
-            raise overloaded(newcomer, f"no room for it: {counted(len(self.known), 'peer')} in use (limits.peers_max)")
-        why = f"it made room for another of {counted(len(self.known), 'peer')} (limits.peers_max)"
+            raise overloaded(
+                new_peer, f"no room for it: {counted(len(self.by_address), 'peer')} in use (limits.peers_max)"
+            )
+        why = f"it made room for another of {counted(len(self.by_address), 'peer')} (limits.peers_max)"
         if peer.handshake is not None:
             self._cancel_handshake(peer, peer.handshake, why)
         self._drop(peer, why)
@@ -498,8 +500,8 @@ class Peers:
     def _evict_idle(self) -> None:
         """Forget the peers that are not busy and were last used `Limits.peer_idle_s` ago. Called by the alarm."""
         now_s, idle_s = self._clock.now_s(), self._config.limits.peer_idle_s
-        for peer in list(self.known.values()):
-            if not peer.busy and peer.used_s <= now_s - idle_s:
+        for peer in list(self.by_address.values()):
+            if not peer.busy and peer.last_used_s <= now_s - idle_s:
                 self._drop(peer, f"not used for {idle_s} s")
-        if self.known:
+        if self.by_address:
             self._set_sweep_alarm()

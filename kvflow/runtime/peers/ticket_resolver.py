@@ -111,11 +111,11 @@ class TicketResolver:
 
         async def visit(at: Address) -> _ConnectedRank:
             lease, source = ticket.find(at.rank), None
-            peer, connection = await self.connected(ticket, at)
+            peer, connection = await self.connect_rank(ticket, at)
             check_parallelism(ticket, peer, connection)
             if connection.report_share.numerator > 0 and lease is not None:
                 if lease.lease_id:
-                    source = self.source(ticket, peer, connection, lease)
+                    source = self.source_from_ticket(ticket, peer, connection, lease)
                     found(source)
                 else:
                     self._check_incarnation(ticket, peer, connection, lease.incarnation)
@@ -126,12 +126,12 @@ class TicketResolver:
             if source is None and connection.report_share.numerator > 0:
                 lease = await self.find_lease(ticket, peer)
                 connection = await self._peers.connect(peer, lease.incarnation, ticket.request_id)
-                source = self.told(ticket, peer, connection, lease, lease.block_tables)
+                source = self.source_from_answer(ticket, peer, connection, lease, lease.block_tables)
                 found(source)
             return peer, connection, source
 
-        await self.check(ticket)
-        reached = await for_each(await self.walk(ticket, visit), complete, _QUESTIONS_AT_ONCE_MAX)
+        await self.check_compatible(ticket)
+        reached = await for_each(await self.visit_ranks(ticket, visit), complete, _QUESTIONS_AT_ONCE_MAX)
         self._check_layers(ticket, [(peer, connection) for peer, connection, _ in reached])
         return [source for *_, source in reached if source is not None]
 
@@ -142,7 +142,7 @@ class TicketResolver:
         in the ticket is wrong, return None without a call of `found`. Raises PeerIncompatible if the ranks do not have
         all layers of this rank.
         """
-        parallelism, engine_id, known = ticket.parallelism, ticket.engine_id, self._peers.known
+        parallelism, engine_id, known = ticket.parallelism, ticket.engine_id, self._peers.by_address
         plan = self._plans.get((parallelism, ticket.dp_rank))
         if plan is None or not plan.ranks:
             return None
@@ -153,7 +153,7 @@ class TicketResolver:
             lease = ticket.leases.get((rank.pp, rank.tp))
             if lease is None or not lease.lease_id or (peer := known.get((engine_id, rank, lease.address))) is None:
                 return None
-            connection = peer.current
+            connection = peer.connection
             if connection is None or connection.incarnation != lease.incarnation:
                 return None
             cut_alike = connection.parallelism == parallelism and connection.ticket_groups == ticket.groups
@@ -168,7 +168,7 @@ class TicketResolver:
             connections[0].complete_with = connections
         now_s = self._clock.now_s()
         for peer, _ in reached:
-            peer.used_s = now_s
+            peer.last_used_s = now_s
         for source in sources:
             found(source)
         return sources
@@ -220,7 +220,7 @@ class TicketResolver:
             num_tokens=ticket.num_tokens,
             blocks_digest=ticket.blocks_digest,
         )
-        answer = await self._peers.find_lease(peer, question)
+        answer = await self._peers.ask_once(peer, question)
         return (
             answer
             if answer.state is not LeaseAnswerState.WAITING
@@ -249,7 +249,9 @@ class TicketResolver:
             raise wrong_lease_error(peer.at, error) from error
         return lease
 
-    async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    async def visit_ranks(
+        self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, ResultT]]
+    ) -> list[ResultT]:
         """Await `visit` with the address of each rank that a load of a checked ticket may need.
 
         Return the results in the order of `addresses_of`. A rank that the ticket names goes first, then the other
@@ -307,7 +309,7 @@ class TicketResolver:
             wanted.append(Address(engine.engine_id, rank, address_at(host, there)))
         return wanted
 
-    def source(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source:
+    def source_from_ticket(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source:
         """Return the source for a lease that the ticket names.
 
         Raises LeaseExpired if the lease is of another incarnation than the connection, RequestError if its seal index
@@ -319,7 +321,7 @@ class TicketResolver:
             raise RequestError(f"seal_index {lease.seal_index} of its lease: {seals}")
         return _source(peer, connection, lease)
 
-    def told(
+    def source_from_answer(
         self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease, tables: Sequence[Sequence[int]]
     ) -> Source:
         """Return the source for a lease that `peer` has sent in an answer, after checking the lease.
@@ -335,11 +337,11 @@ class TicketResolver:
         try:
             for ids, count in zip(tables, counts, strict=False):
                 check_block_ids(ids, num_blocks=count, what="block_ids")
-            return self.source(ticket, peer, connection, lease)
+            return self.source_from_ticket(ticket, peer, connection, lease)
         except RequestError as error:
             raise wrong_lease_error(peer.at, error) from error
 
-    async def check(self, ticket: Ticket) -> None:
+    async def check_compatible(self, ticket: Ticket) -> None:
         """Raise PeerIncompatible if ranks of the ticket's parallelism cannot fill this rank's cache.
 
         Before that, connect the first rank that the ticket names: if its handshake fails, that error lists all
@@ -348,7 +350,7 @@ class TicketResolver:
         plan = self._plan(ticket.parallelism, ticket.dp_rank)
         if plan.problems and not plan.impossible:  # `addresses_of` refuses what is impossible
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
-            await self.connected(ticket, Address(ticket.engine_id, first, ticket.address))  # names all differences
+            await self.connect_rank(ticket, Address(ticket.engine_id, first, ticket.address))  # names all differences
             raise self._incompatible_error(ticket, plan.problems)
 
     def _plan(self, parallelism: Parallelism, dp_rank: int) -> RankPlan:
@@ -359,7 +361,7 @@ class TicketResolver:
             self._plans[parallelism, dp_rank] = found
         return found
 
-    async def connected(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
+    async def connect_rank(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
         """Return the peer at `at` and its connection, after a handshake if there is none. Raises as `Peers.connect`."""
         named, peer = ticket.find(at.rank), self._peers.get(at)
         return peer, await self._peers.connect(peer, named.incarnation if named else None, ticket.request_id)

@@ -57,7 +57,7 @@ class HeldBlocks:
     seal_index: int
     host_tables: tuple[BlockIds, ...] | None
     """Ids of the host blocks that peers read, for each group; None without host staging."""
-    taken_on_host: list[tuple[BlockIds, ...]] = field(default_factory=list)
+    host_tables_by_call: list[tuple[BlockIds, ...]] = field(default_factory=list)
     """Ids of the same host blocks, with one item for the opening of the lease and one for each extension.
 
     A pool takes back only buffers that were taken together.
@@ -98,7 +98,7 @@ class HeldBlocks:
         return self.tables if self.host_tables is None else self.host_tables
 
     @property
-    def told(self) -> int:
+    def announced(self) -> int:
         """Number of tokens in the last announcement: computed now, or once the announcement's event has happened."""
         return self.advances[-1].tokens if self.advances else self.computed
 
@@ -123,7 +123,7 @@ class OfferedBlocks:
         self._stage_step = self._stage_unit * max(cache.config.limits.slice_bytes_max // max(self._unit_bytes(), 1), 1)
         """Maximum number of tokens that one copy to host blocks copies."""
 
-    def extends(self, block_ids: object, num_tokens: int, what: str) -> bool:
+    def needs_more_blocks(self, block_ids: object, num_tokens: int, what: str) -> bool:
         """Return True if `block_ids` do not cover every full block of `num_tokens` tokens, so that more must follow.
 
         Raises RequestError, which begins with `what`, for an invalid block id.
@@ -163,14 +163,14 @@ class OfferedBlocks:
             entries=entries,
             seal_index=seal_index,
             host_tables=host_tables,
-            taken_on_host=[] if host_tables is None else [host_tables],
+            host_tables_by_call=[] if host_tables is None else [host_tables],
             num_tokens=num_tokens,
             offered_tokens=offered_tokens,
             counts=counts,
-            extends=extends and _few(tables, counts),
+            extends=extends and _lacks_blocks(tables, counts),
         )
 
-    def give_up(self, held: HeldBlocks) -> None:
+    def undo_take(self, held: HeldBlocks) -> None:
         """Give back the blocks, seal and host blocks of a lease that was not opened."""
         self._seals.free_slot(held.seal_index)
         self._free(held, lambda: None)
@@ -190,12 +190,12 @@ class OfferedBlocks:
             undo.callback(self._ledger.release, added)
             if held.host_tables is not None:
                 host = self._take_host_blocks(what, more, undo)
-                held.taken_on_host.append(host)
+                held.host_tables_by_call.append(host)
                 held.host_tables = tuple(np.concatenate(both) for both in zip(held.host_tables, host, strict=True))
             undo.pop_all()
-        held.tables, held.entries, held.extends = tables, entries, _few(tables, held.counts)
+        held.tables, held.entries, held.extends = tables, entries, _lacks_blocks(tables, held.counts)
 
-    def holds(self, held: HeldBlocks) -> int:
+    def tokens_with_blocks(self, held: HeldBlocks) -> int:
         """Return how many tokens, from the first, have room in the current blocks of the lease in every group."""
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
 
@@ -207,7 +207,7 @@ class OfferedBlocks:
         self._ledger.check_enough_blocks(counts, f"{what}: num_tokens {tokens}")
         for group, count, buffers in zip(self._groups, counts, self._staging, strict=False):
             if count > buffers.pool.size:
-                needs = f"{counted(count, 'host block')}{self._of(group)}"
+                needs = f"{counted(count, 'host block')}{self._group_text(group)}"
                 there_are = f"there are {buffers.pool.size} (host_buffer_bytes_max)"
                 raise RequestError(f"{what}: num_tokens {tokens} needs {needs}, {there_are}")
 
@@ -218,7 +218,7 @@ class OfferedBlocks:
         """
         for group, count, needed in zip(self._groups, counts, most, strict=True):
             if count > needed:
-                given = f"{counted(count, 'block id')}{self._of(group)}"
+                given = f"{counted(count, 'block id')}{self._group_text(group)}"
                 needs = f"{needed} of {group.block_size} for {counted(tokens, 'token')}"
                 raise RequestError(f"{what}: {given} in all, expected at most {needs}")
 
@@ -239,20 +239,20 @@ class OfferedBlocks:
             if group.kind is GroupKind.STATE and (count > 1 or tokens < num_tokens):
                 why = f"a state is of one slot and of the whole prompt, {counted(num_tokens, 'token')}; "
                 why += f"blocks of other groups hold {tokens}"
-                raise RequestError(f"{what}: {counted(count, 'block id')}{self._of(group)}: {why}")
+                raise RequestError(f"{what}: {counted(count, 'block id')}{self._group_text(group)}: {why}")
             if count < needed:
                 why = f"expected {needed} for {counted(tokens, 'token')} ({group.kind}, window {group.window})"
-                raise RequestError(f"{what}: {counted(count, 'block id')}{self._of(group)}, {why}")
+                raise RequestError(f"{what}: {counted(count, 'block id')}{self._group_text(group)}, {why}")
         return tokens
 
     def _check_filled(self, group: GroupFacts, count: int, tokens: int, what: str) -> None:
         size, filled = group.block_size, -(-tokens // group.block_size)
         if count > filled:
-            given = f"{counted(count, 'block id')}{self._of(group)}"
+            given = f"{counted(count, 'block id')}{self._group_text(group)}"
             needs = f"{counted(filled, 'block')} of {size} for {counted(tokens, 'token')}"
             raise RequestError(f"{what}: {given}, expected at most {needs}")
 
-    def _of(self, group: GroupFacts) -> str:
+    def _group_text(self, group: GroupFacts) -> str:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
 
     def advance(self, held: HeldBlocks, tokens: int, ready: DeviceEvent | None) -> None:
@@ -266,7 +266,7 @@ class OfferedBlocks:
         advance = _Advance(tokens, None, ready is None)
         held.advances.append(advance)
         if ready is not None:
-            advance.watch = self._copy_thread.watch(ready, partial(self._happened, held, advance))
+            advance.watch = self._copy_thread.watch(ready, partial(self._on_event, held, advance))
 
     def grow(self, held: HeldBlocks) -> None:
         """Write the number of missing tokens into the lease's seal, so that readers can read the other tokens.
@@ -283,7 +283,7 @@ class OfferedBlocks:
             if held.host_tables is not None:
                 self._stage_next(held, held.host_tables)
 
-    def _happened(self, held: HeldBlocks, advance: _Advance, error: BaseException | None) -> None:
+    def _on_event(self, held: HeldBlocks, advance: _Advance, error: BaseException | None) -> None:
         """Called when the event of `advance` has happened. If querying the event raised `error`, the lease fails."""
         if held.closed:
             return
@@ -390,14 +390,14 @@ class OfferedBlocks:
     def _free(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
         """Free the blocks and host blocks of a lease: after this the producer may reuse the blocks (invariant I3)."""
         self._ledger.release(held.entries)
-        for taken in held.taken_on_host:
+        for taken in held.host_tables_by_call:
             for host_ids, buffers in zip(taken, self._staging, strict=True):
                 if len(host_ids):
                     buffers.pool.give_back(host_ids)
         on_free()
 
 
-def _few(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
+def _lacks_blocks(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
     """Return True if some group has fewer block ids in `tables` than `counts` says that the lease needs."""
     return any(len(ids) < count for ids, count in zip(tables, counts, strict=True))
 

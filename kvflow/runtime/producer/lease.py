@@ -126,7 +126,7 @@ class OpenLease:
         """True once peers can read all tokens, and `Lease.complete` has given the payload if one was promised."""
         return not self.held.missing and self.payload is not None
 
-    def is_of(self, num_tokens: int, blocks_digest: bytes) -> bool:
+    def matches(self, num_tokens: int, blocks_digest: bytes) -> bool:
         """Return whether the lease has `num_tokens` tokens and blocks with `blocks_digest`.
 
         The digest may be that of the blocks at the opening, which the ticket names, or of the blocks now.
@@ -139,7 +139,7 @@ class OpenLease:
         ids = tuple(tuple(table.tolist()) for table in tables)
         return messages.digest_of(ids if len(ids) > 1 else ids[0]) == blocks_digest
 
-    def lease(self) -> RankLease:
+    def rank_lease(self) -> RankLease:
         """Return this rank's entry for a ticket, to be sent to a reader that has another rank's ticket or none."""
         own, held = self.ticket.first, self.held
         return msgspec.structs.replace(own, pending=held.computed < held.num_tokens or self.ticket.extends)
@@ -275,7 +275,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_loop("advance()")
-        self._serving.growing(self.request_id).advance(self._opened, num_tokens, ready)
+        self._serving.growing_leases(self.request_id).advance(self._opened, num_tokens, ready)
 
     def extend(self, block_ids: GivenBlockIds) -> None:
         """Add the next blocks, in prompt order, to a lease that was opened with fewer blocks than its tokens need.
@@ -294,7 +294,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_loop("extend()")
-        self._serving.growing(self.request_id).extend(self._opened, block_ids)
+        self._serving.growing_leases(self.request_id).extend(self._opened, block_ids)
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
         """Announce that all tokens are computed, now or once `ready` has happened, and give `payload` to every load.
@@ -312,7 +312,7 @@ class Lease:
             UsageError: off the runtime's loop.
         """
         self._require_loop("complete()")
-        self._serving.growing(self.request_id).complete(self._opened, payload, ready)
+        self._serving.growing_leases(self.request_id).complete(self._opened, payload, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
         """Start the lease's time again, as if the lease were opened now with `ttl_s`.

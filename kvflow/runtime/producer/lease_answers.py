@@ -46,13 +46,13 @@ WAITING_MAX = 1 << 14
 """Maximum number of waiting questions. Any further question is answered at once, and the reader asks again later."""
 WAITING_OF_READER_MAX = 1 << 12
 WAITING_OF_REQUEST_MAX = 256
-_NOTES_MAX = 1 << 12
+_KEPT_ANSWERS_MAX = 1 << 12
 _REASON_CHARS_MAX = 500
 _ENDED = messages.LeaseAnswer(state=LeaseAnswerState.ENDED)
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _WaitingQuestion:
     """A reader's question that waits for news of a lease, and the future of its answer."""
 
     question: messages.LeaseRequest
@@ -77,22 +77,22 @@ class LeaseAnswers:
         ended lately.
         """
         self._open_lease = open_lease
-        self._served = served
+        self._ended_recently = served
         self._clock = clock
-        self._of_request: dict[str, dict[_Question, None]] = {}
+        self._of_request: dict[str, dict[_WaitingQuestion, None]] = {}
         """Waiting questions by request id, in order of arrival. The inner dict is an ordered set."""
         self._of_reader: Counter[str] = Counter()
         self.waiting = 0
         """Number of waiting questions."""
         self._incarnation = incarnation
-        self._notes: BoundedMap[str, messages.LeaseAnswer] = BoundedMap(_NOTES_MAX)
+        self._kept_answers: BoundedMap[str, messages.LeaseAnswer] = BoundedMap(_KEPT_ANSWERS_MAX)
         """Answers by request id, for the last few thousand requests that were declined, failed or had no blocks.
 
         A question that comes after the end of the lease, or without a lease, gets this answer.
         """
-        self._elsewhere = BoundedMap[str, messages.LeaseAnswer](_NOTES_MAX)
+        self._redirects = BoundedMap[str, messages.LeaseAnswer](_KEPT_ANSWERS_MAX)
         """Answers by request id, for requests that the router sent to another engine, which has reported that."""
-        self.turned_away = ""
+        self.refusal_reason = ""
         """Reason why this rank opens no further leases; "" while it still opens leases."""
 
     def answer(self, question: messages.LeaseRequest) -> Answered:
@@ -100,24 +100,24 @@ class LeaseAnswers:
 
         Raises WireError if the question is impossible.
         """
-        reply = self._now(question)
-        return self._wait(question) if reply is None else reply
+        reply = self._answer_now(question)
+        return self._hold_question(question) if reply is None else reply
 
-    def opened(self, found: OpenLease, *, nothing: bool) -> None:
+    def opened(self, found: OpenLease, *, empty: bool) -> None:
         """Answer the questions that wait for the lease `found`, which has been opened.
 
-        `nothing`: the lease has no blocks, so it ends at once; readers, also later ones, get an empty offer.
+        `empty`: the lease has no blocks, so it ends at once; readers, also later ones, get an empty offer.
         """
         request_id = found.ticket.request_id
-        self._notes.pop(request_id, None)
-        if nothing:
-            self._note(request_id, messages.LeaseAnswer(state=LeaseAnswerState.COMPLETE, offer=found.offer()))
+        self._kept_answers.pop(request_id, None)
+        if empty:
+            self._keep_answer(request_id, messages.LeaseAnswer(state=LeaseAnswerState.COMPLETE, offer=found.offer()))
         else:
-            self.tell(request_id)
+            self.answer_waiting(request_id)
 
     def decline(self, request_id: str, reason: str) -> None:
         """Answer waiting and later questions about a request: its prompt will not be computed, because of `reason`."""
-        self._note(request_id, _failed(reason))
+        self._keep_answer(request_id, _failed_answer(reason))
 
     def redirect(self, question: messages.DeclineRequest) -> messages.Ack:
         """Answer waiting and later questions about a request with the pending ticket of another engine.
@@ -125,11 +125,11 @@ class LeaseAnswers:
         That engine has sent `question`: a router has sent the request to it, while readers wait at this rank. Changes
         nothing for a request that is served, was served or is declined here.
         """
-        self._elsewhere[question.request_id] = _failed(question.reason, question.instead)
-        self.tell(question.request_id)
+        self._redirects[question.request_id] = _failed_answer(question.reason, question.instead)
+        self.answer_waiting(question.request_id)
         return messages.Ack(incarnation=self._incarnation)
 
-    def tell(self, request_id: str) -> None:
+    def answer_waiting(self, request_id: str) -> None:
         """Answer each waiting question about a request for which there is news now.
 
         Call this after each change of the request's lease.
@@ -137,51 +137,51 @@ class LeaseAnswers:
         if request_id not in self._of_request:
             return
         for waiting in list(self._of_request[request_id]):
-            reply = self._now(waiting.question)
+            reply = self._answer_now(waiting.question)
             if reply is not None:
-                self._end(waiting, reply)
+                self._reply(waiting, reply)
 
-    def turn_away(self, why: str) -> None:
+    def refuse_questions(self, why: str) -> None:
         """Refuse waiting and later questions about leases that are not open, with the reason `why`.
 
         Call this when the rank opens no further leases.
         """
-        self.turned_away = why
+        self.refusal_reason = why
         for request_id in list(self._of_request):
-            self.tell(request_id)
+            self.answer_waiting(request_id)
 
-    def _note(self, request_id: str, reply: messages.LeaseAnswer) -> None:
-        self._notes[request_id] = reply
-        self.tell(request_id)
+    def _keep_answer(self, request_id: str, reply: messages.LeaseAnswer) -> None:
+        self._kept_answers[request_id] = reply
+        self.answer_waiting(request_id)
 
-    def _now(self, question: messages.LeaseRequest) -> messages.Reply | None:
+    def _answer_now(self, question: messages.LeaseRequest) -> messages.Reply | None:
         """Return the answer to a question by the table in the module's docstring, or None if the question must wait."""
         request_id = question.request_id
         found = self._open_lease(request_id)
         if question.lease_id is not None:
-            return self._news(question, found)
+            return self._answer_known(question, found)
         if found is not None and question.blocks_digest:
-            meant = found.is_of(question.num_tokens, question.blocks_digest)
-            return messages.LeaseAnswer(state=LeaseAnswerState.OPEN, lease=found.lease()) if meant else _ENDED
-        if request_id in self._notes:
-            return self._notes[request_id]
+            meant = found.matches(question.num_tokens, question.blocks_digest)
+            return messages.LeaseAnswer(state=LeaseAnswerState.OPEN, lease=found.rank_lease()) if meant else _ENDED
+        if request_id in self._kept_answers:
+            return self._kept_answers[request_id]
         if found is not None:
-            return messages.LeaseAnswer(state=LeaseAnswerState.OPEN, lease=found.lease(), offer=found.offer())
-        if self._served(request_id):
+            return messages.LeaseAnswer(state=LeaseAnswerState.OPEN, lease=found.rank_lease(), offer=found.offer())
+        if self._ended_recently(request_id):
             return _ENDED
-        if request_id in self._elsewhere:
-            return self._elsewhere[request_id]
-        if self.turned_away:
-            return refusal(self.turned_away, transient=True)
+        if request_id in self._redirects:
+            return self._redirects[request_id]
+        if self.refusal_reason:
+            return refusal(self.refusal_reason, transient=True)
         return None
 
-    def _news(self, question: messages.LeaseRequest, found: OpenLease | None) -> messages.LeaseAnswer | None:
+    def _answer_known(self, question: messages.LeaseRequest, found: OpenLease | None) -> messages.LeaseAnswer | None:
         """Return the answer to a question about a lease that the reader knows, or None if there is no news.
 
         `found` is the open lease of the request, if any.
         """
         if found is None or found.held.lease_id != question.lease_id:
-            noted = self._notes.get(question.request_id)
+            noted = self._kept_answers.get(question.request_id)
             return noted if found is None and noted is not None and noted.state is LeaseAnswerState.FAILED else _ENDED
         tables, known = found.held.readable, question.known
         counts = tuple(map(len, tables))
@@ -196,7 +196,7 @@ class LeaseAnswers:
             )
         return messages.LeaseAnswer(state=LeaseAnswerState.OPEN, more_block_ids=more)
 
-    def _wait(self, question: messages.LeaseRequest) -> Answered:
+    def _hold_question(self, question: messages.LeaseRequest) -> Answered:
         """Let a question wait, and return the future of its answer.
 
         If the question does not ask to wait, or too many questions wait, return an answer without news at once.
@@ -206,15 +206,15 @@ class LeaseAnswers:
         room = self.waiting < WAITING_MAX and len(others) < WAITING_OF_REQUEST_MAX
         if not room or self._of_reader[reader] >= WAITING_OF_READER_MAX or not question.wait_s:
             return messages.NOTHING_YET
-        waiting = _Question(question, asyncio.get_running_loop().create_future())
-        ending = partial(self._end, waiting, messages.NOTHING_YET)
+        waiting = _WaitingQuestion(question, asyncio.get_running_loop().create_future())
+        ending = partial(self._reply, waiting, messages.NOTHING_YET)
         waiting.timer = self._clock.call_later(min(question.wait_s, QUESTION_WAIT_S), ending)
         self._of_request.setdefault(question.request_id, {})[waiting] = None
         self._of_reader[reader] += 1
         self.waiting += 1
         return waiting.reply
 
-    def _end(self, waiting: _Question, reply: messages.Reply) -> None:
+    def _reply(self, waiting: _WaitingQuestion, reply: messages.Reply) -> None:
         request_id, reader = waiting.question.request_id, messages.claimed_engine_id(waiting.question)
         del self._of_request[request_id][waiting]
         if not self._of_request[request_id]:
@@ -233,7 +233,7 @@ def _outside(known: int, count: int) -> bool:
     return not 0 <= known <= count
 
 
-def _failed(reason: str, instead: bytes = b"") -> messages.LeaseAnswer:
+def _failed_answer(reason: str, instead: bytes = b"") -> messages.LeaseAnswer:
     return messages.LeaseAnswer(
         state=LeaseAnswerState.FAILED, reason=printable(reason, _REASON_CHARS_MAX), instead=instead
     )

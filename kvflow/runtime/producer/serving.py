@@ -45,7 +45,7 @@ from kvflow.core.protocol.rank_lease import RankLease
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError, UsageError
 from kvflow.logs import logger_of
-from kvflow.parts import part
+from kvflow.parts import import_part
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.peers.peer import blocks_by_group, ticket_groups
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
@@ -80,15 +80,15 @@ class Serving:
         self._local = cache.local
         self._blocks = OfferedBlocks(cache)
         self._book = LeaseBook(hold_s=config.limits.seal_hold_s, lifetime_s=config.lease_lifetime_s)
-        self._offers: dict[LeaseEntry, OpenLease] = {}
-        self._alarm = Alarm(cache.clock, self._look)
+        self._open_leases: dict[LeaseEntry, OpenLease] = {}
+        self._alarm = Alarm(cache.clock, self._on_alarm)
         self._renewals = 0
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
         """Numbers of answered and of refused questions for digests of blocks. `verify.Verifying` counts them."""
         self._late_reads = 0
-        self.news = LeaseAnswers(cache.clock, cache.incarnation, self.open_lease, self._book.ended_recently)
+        self.lease_answers = LeaseAnswers(cache.clock, cache.incarnation, self.open_lease, self._book.ended_recently)
         self._growing: Any = None
         """The `GrowingLeases` for leases that open before all tokens are computed; None until a lease has needed it."""
         self._all_ended = asyncio.Event()
@@ -100,7 +100,7 @@ class Serving:
     @property
     def statistics(self) -> ServingStatistics:
         return ServingStatistics(
-            open_leases=len(self._offers),
+            open_leases=len(self._open_leases),
             renewals=self._renewals,
             late_notifications=self._notifications[Counted.LATE],
             duplicate_notifications=self._notifications[Counted.DUPLICATE],
@@ -113,13 +113,13 @@ class Serving:
     @property
     def open_requests(self) -> list[str]:
         """Request ids of the leases that are open or still hold their blocks."""
-        return [entry.request_id for entry in self._offers]
+        return [entry.request_id for entry in self._open_leases]
 
-    def serve(self, request: ServeRequest, *, holds: bool = True, alone: bool = False) -> Lease:
+    def serve(self, request: ServeRequest, *, hold_blocks: bool = True, one_reader_rank: bool = False) -> Lease:
         """Open a lease and return its handle. If this raises a RequestError or UsageError, nothing is changed.
 
-        `holds`: the blocks stay held for `limits.seal_hold_s` after the end of the lease. `alone`: exactly one reader
-        rank will read this lease.
+        `hold_blocks`: the blocks stay held for `limits.seal_hold_s` after the end of the lease. `one_reader_rank`:
+        exactly one reader rank will read this lease.
         """
         ids_max = self._config.limits.block_ids_max
         request = checks.normalize_request(request, ServeRequest, "serve_blocks", ids_max)
@@ -130,30 +130,30 @@ class Serving:
             raise RequestError(f"request {request.request_id!r}: it is being served already")
         prompt = request.prompt
         digest = "" if prompt is None else offered_digest(request.request_id, prompt, request.num_tokens)
-        held = self._take(request)
+        held = self._take_blocks(request)
         offered_s = self._clock.now_s()
         if held.computed < held.num_tokens:
             held.history = History(self._clock.now_s, offered_s)
-        ticket = self._make_ticket(request, held, digest, holds)
+        ticket = self._make_ticket(request, held, digest, hold_blocks)
         entry = self._book.open(
             held.lease_id,
             request.request_id,
             offered_s,
             ttl_s=ticket.ttl_s,
-            reader_count=0 if alone else request.reader_count,
-            holds_blocks=holds and (len(held.entries) > 0 or held.extends),
+            reader_count=0 if one_reader_rank else request.reader_count,
+            holds_blocks=hold_blocks and (len(held.entries) > 0 or held.extends),
         )
         outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
         payload = None if request.payload else b""
-        opened = self._offers[entry] = OpenLease(entry, ticket, held, outcome, payload)
+        opened = self._open_leases[entry] = OpenLease(entry, ticket, held, outcome, payload)
         self._all_ended.clear()
-        held.on_error = partial(self._not_there, entry)
+        held.on_error = partial(self._fail_unreadable, entry)
         self._blocks.grow(held)
-        held.on_readable = partial(self.news.tell, request.request_id)
+        held.on_readable = partial(self.lease_answers.answer_waiting, request.request_id)
         nothing = len(held.entries) == 0 and not held.extends and not request.payload
-        self.news.opened(opened, nothing=nothing)
+        self.lease_answers.opened(opened, empty=nothing)
         if nothing:
-            self._end(entry, "all_read")  # no reader will report a read
+            self._end_lease(entry, "all_read")  # no reader will report a read
         elif entry.expires_s < self._alarm.due_s:
             self._alarm.set(entry.expires_s)
         return Lease(opened, self)
@@ -172,7 +172,7 @@ class Serving:
             prompt_digest="",
         )
 
-    def _make_ticket(self, request: ServeRequest, held: HeldBlocks, digest: str, holds: bool) -> Ticket:
+    def _make_ticket(self, request: ServeRequest, held: HeldBlocks, digest: str, hold_blocks: bool) -> Ticket:
         """Return the ticket of a lease that is about to be opened."""
         first, *more = map(np.ndarray.tolist, held.tables)
         host = [*map(np.ndarray.tolist, held.host_tables or ())]
@@ -184,7 +184,7 @@ class Serving:
             "more_block_ids": host[1:],
             "pending": (len(held.entries) > 0 and held.computed < held.num_tokens) or extends,
             "payload": request.payload,
-            "held": holds,
+            "held": hold_blocks,
         }
         offer = {
             "request_id": request.request_id,
@@ -200,7 +200,7 @@ class Serving:
         made: Ticket = msgspec.convert(self._ticket_facts | offer, Ticket)
         return made
 
-    def _take(self, request: ServeRequest) -> HeldBlocks:
+    def _take_blocks(self, request: ServeRequest) -> HeldBlocks:
         """Check `request`, and take the blocks and the seal of its lease.
 
         If this raises a RequestError, nothing is taken.
@@ -214,16 +214,16 @@ class Serving:
         if computed is not None:
             if computed > tokens:
                 raise RequestError(f"{what}: computed_tokens is {computed}, num_tokens is {tokens}")
-            extends = extends or self._blocks.extends(request.block_ids, tokens, what)
+            extends = extends or self._blocks.needs_more_blocks(request.block_ids, tokens, what)
         if request.payload or extends or (computed is not None and computed < tokens):
-            self.growing(request.request_id)
+            self.growing_leases(request.request_id)
         held = self._blocks.take(request.block_ids, tokens, what, lease_id, extends=extends)
         if extends and (count := sum(held.counts)) > (most := self._config.limits.block_ids_max):
-            self._blocks.give_up(held)  # no reader accepts a ticket of that size
+            self._blocks.undo_take(held)  # no reader accepts a ticket of that size
             needs = f"num_tokens {tokens} needs {counted(count, 'block')}"
             raise RequestError(f"{what}: {needs}, at most {most} (limits.block_ids_max)")
-        if computed is not None and computed > (holds := self._blocks.holds(held)):
-            self._blocks.give_up(held)
+        if computed is not None and computed > (holds := self._blocks.tokens_with_blocks(held)):
+            self._blocks.undo_take(held)
             raise RequestError(f"{what}: computed_tokens is {computed}, its blocks hold {holds}")
         if len(held.entries) or extends:
             self._blocks.advance(held, tokens if computed is None else computed, awaited)
@@ -247,7 +247,7 @@ class Serving:
                 for lease_id in lease_ids:
                     self._renew(lease_id, reader)
 
-    def known(self, lease_id: str, request_id: str) -> OpenLease | None:
+    def find_lease(self, lease_id: str, request_id: str) -> OpenLease | None:
         """Return the open lease with this lease id and request id, or None.
 
         Only readers of the lease know its lease id, so a question that names it comes from a reader.
@@ -255,18 +255,18 @@ class Serving:
         entry = self._book.find(lease_id)
         if entry is None or not entry.is_open or entry.request_id != request_id:
             return None
-        return self._offers[entry]
+        return self._open_leases[entry]
 
     def open_lease(self, request_id: str) -> OpenLease | None:
         """Return the open lease of a request, or None."""
         entry = self._book.open_lease_of(request_id)
-        return None if entry is None else self._offers[entry]
+        return None if entry is None else self._open_leases[entry]
 
     def decline(self, request_id: str, reason: str) -> None:
         """See `Runtime.decline`."""
         if self._book.open_lease_of(request_id) is not None:
             raise RequestError(f"request {request_id!r}: decline: it is being served already")
-        self.news.decline(request_id, reason)
+        self.lease_answers.decline(request_id, reason)
 
     def lease_id_of(self, request_id: str) -> str | None:
         """Return the lease id of the open lease of a request, or None."""
@@ -277,7 +277,7 @@ class Serving:
         """Count a read that a stock reader, which checks no seal, has reported after the lease had ended."""
         self._late_reads += 1
 
-    def serves(self, request_id: str | None) -> bool:
+    def has_open_lease(self, request_id: str | None) -> bool:
         """Return True if the request has an open lease."""
         return self._book.open_lease_of(request_id) is not None
 
@@ -301,16 +301,16 @@ class Serving:
 
     def close(self) -> None:
         """Revoke all open leases, and refuse readers that wait for a lease, now and later."""
-        self.news.turn_away("it is closing, or gives its cache back")
-        for entry in list(self._offers):
-            self._end(entry, "revoke")
+        self.lease_answers.refuse_questions("it is closing, or gives its cache back")
+        for entry in list(self._open_leases):
+            self._end_lease(entry, "revoke")
 
     def _note_read(self, lease_id: str, reader: str, share: tuple[int, int]) -> None:
         counted, ended = self._book.note_read(lease_id, reader, share, self._clock.now_s())
         self._notifications[counted] += 1
         if ended is not None:
-            self._ended(ended)
-            self._look_later()
+            self._after_end(ended)
+            self._set_alarm()
 
     def _renew(self, lease_id: str, reader: str) -> None:
         counted = self._book.renew(lease_id, reader, self._clock.now_s())
@@ -319,82 +319,84 @@ class Serving:
 
     def revoke(self, entry: LeaseEntry) -> None:
         """See `Lease.revoke`."""
-        self._end(entry, "revoke")
+        self._end_lease(entry, "revoke")
 
     def fail(self, entry: LeaseEntry, reason: str) -> None:
         """See `Lease.fail`."""
         if entry.is_open:
-            self._offers[entry].reason = reason
+            self._open_leases[entry].reason = reason
             logger.info("lease %s: its prompt will not be computed: %s", entry.request_id, reason)
-            self._end(entry, "fail")
+            self._end_lease(entry, "fail")
 
-    def growing(self, request_id: str) -> Any:
+    def growing_leases(self, request_id: str) -> Any:
         """Return the `GrowingLeases`, for leases that open before all tokens are computed. The first call makes it.
 
         Raises RequestError, for `request_id`, if `kvflow.growing` is not installed.
         """
         if self._growing is None:
-            needing = part("growing", f"request {request_id!r}: a lease that grows")
-            self._growing = needing.GrowingLeases(self._blocks, self.news.tell, self._config.limits.block_ids_max)
+            module = import_part("growing", f"request {request_id!r}: a lease that grows")
+            self._growing = module.GrowingLeases(
+                self._blocks, self.lease_answers.answer_waiting, self._config.limits.block_ids_max
+            )
         return self._growing
 
     def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
         """See `Lease.restart`."""
         self._book.restart(entry, self._config.lease_ttl_s if ttl_s is None else ttl_s, self._clock.now_s())
 
-    def _not_there(self, entry: LeaseEntry, error: BaseException) -> None:
+    def _fail_unreadable(self, entry: LeaseEntry, error: BaseException) -> None:
         logger.error("request %s: its blocks cannot be read, its lease fails", entry.request_id, exc_info=error)
         self.fail(entry, f"{type(error).__name__}: {checks.error_text(error)}")
 
-    def _end(self, entry: LeaseEntry, event: LeaseEvent) -> None:
+    def _end_lease(self, entry: LeaseEntry, event: LeaseEvent) -> None:
         """End a lease by `event`, an event of the lease state table. No effect if the lease has ended."""
         if self._book.end(entry, event, self._clock.now_s()):
-            self._ended(entry)
-            self._look_later()
+            self._after_end(entry)
+            self._set_alarm()
 
-    def _ended(self, entry: LeaseEntry) -> None:
+    def _after_end(self, entry: LeaseEntry) -> None:
         """Wipe the seal of a lease that the lease book has ended, and answer the questions that wait for the lease.
 
         If the lease holds its blocks for a while, the alarm gives them back later; else give them back now.
         """
-        offer, failed = self._offers[entry], entry.state is LeaseState.FAILED
+        offer, failed = self._open_leases[entry], entry.state is LeaseState.FAILED
         self._blocks.close(offer.held, failed=failed)
         if failed:
-            self.news.decline(entry.request_id, offer.reason)
+            self.lease_answers.decline(entry.request_id, offer.reason)
         else:
-            self.news.tell(entry.request_id)
+            self.lease_answers.answer_waiting(entry.request_id)
         nothing = entry.state is LeaseState.READ and len(offer.held.entries) == 0 and not offer.payload
         level = logging.DEBUG if nothing else logging.INFO  # a lease without blocks ends as it begins
         logger.log(level, "lease %s: offered -> %s", entry.request_id, entry.state)
         if not entry.holds_blocks:
-            self._blocks.give_back(offer.held, partial(self._settle, entry))
+            self._blocks.give_back(offer.held, partial(self._complete_outcome, entry))
 
-    def _look_later(self) -> None:
+    def _set_alarm(self) -> None:
         """Set the alarm for the next time at which the lease book expires or frees a lease. It may ring too early."""
         next_s = self._book.next_s
         if next_s is None or next_s < self._alarm.due_s:
             self._alarm.set(math.inf if next_s is None else next_s)
 
-    def _look(self) -> None:
+    def _on_alarm(self) -> None:
         """Expire the leases, and give back the blocks of ended leases, for which the clock says that it is time.
 
         Called by the alarm, which may be early or late.
         """
         now_s = self._clock.now_s()
         for entry in self._book.expire(now_s):
-            self._ended(entry)
+            self._after_end(entry)
         for entry in self._book.release_held(now_s):
-            self._blocks.give_back(self._offers[entry].held, partial(self._settle, entry))
-        self._look_later()
+            self._blocks.give_back(self._open_leases[entry].held, partial(self._complete_outcome, entry))
+        self._set_alarm()
 
-    def _settle(self, entry: LeaseEntry) -> None:
+    def _complete_outcome(self, entry: LeaseEntry) -> None:
         """Complete the outcome of a lease, now that its blocks are free, and pass its record to the observers."""
-        offer, outcome = self._offers.pop(entry), LeaseOutcome(entry.state)
+        offer, outcome = self._open_leases.pop(entry), LeaseOutcome(entry.state)
         offer.outcome.set_result(outcome)
         self._outcomes[outcome] += 1
         if self._observers.all:
             self._observers.lease_ended(self._record(entry, offer, outcome))
-        if not self._offers:
+        if not self._open_leases:
             self._all_ended.set()
 
     def _record(self, entry: LeaseEntry, offer: OpenLease, outcome: LeaseOutcome) -> LeaseRecord:

@@ -39,7 +39,7 @@ class AcceleratorDevice(CacheDevice):
         self._indexed: dict[torch.dtype, bool] = {}
         self._index_type: torch.dtype | None = None
         if not self.as_bytes:
-            self._index_type = next((one for one in _INDEX_TYPES if self._indexes(torch.uint8, one)), None)
+            self._index_type = next((one for one in _INDEX_TYPES if self._can_index(torch.uint8, one)), None)
 
     def _open(self) -> tuple[torch.Stream, torch.Event]:
         """Make the device current on this thread. Return a new stream and event for copies on the device."""
@@ -49,17 +49,17 @@ class AcceleratorDevice(CacheDevice):
         torch.accelerator.set_device_index(self.where.number)
         return torch.Stream(self.name), torch.Event(self.name)
 
-    def _entered(self) -> contextlib.AbstractContextManager[object]:
+    def _stream_context(self) -> contextlib.AbstractContextManager[object]:
         """Return a context in which the copy stream is the current stream."""
         return self._stream
 
     @property
-    def eager(self) -> bool:
+    def allocates_at_registration(self) -> bool:
         return True
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        with self._entered():
+        with self._stream_context():
             try:
                 yield
             finally:
@@ -82,18 +82,18 @@ class AcceleratorDevice(CacheDevice):
             return None
         return torch.from_numpy(np.ascontiguousarray(ids)).to(self._index_type).to(self.name)
 
-    def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def view_elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return `views` reinterpreted in the dtype of the engine's tensors, or as bytes.
 
         They are bytes if all `views` are, or if the device has no gather and scatter kernels for that dtype.
         """
-        found = super().elements(*views)
+        found = super().view_elements(*views)
         dtype = found[0].dtype
         if dtype not in self._indexed:
-            self._indexed[dtype] = self._index_type is not None and self._indexes(dtype, self._index_type)
+            self._indexed[dtype] = self._index_type is not None and self._can_index(dtype, self._index_type)
         return found if self._indexed[dtype] else tuple(view.view(torch.uint8) for view in found)
 
-    def _indexes(self, dtype: torch.dtype, index_type: torch.dtype) -> bool:
+    def _can_index(self, dtype: torch.dtype, index_type: torch.dtype) -> bool:
         """Return whether the device can gather and scatter rows of `dtype` by indices of `index_type`.
 
         Found out by a trial, since torch has no query for that.

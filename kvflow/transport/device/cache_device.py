@@ -23,7 +23,7 @@ from kvflow.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-_BOUNCE_BYTES = 8 << 20
+_GATHER_BUFFER_BYTES = 8 << 20
 
 
 class CacheDevice:
@@ -31,7 +31,7 @@ class CacheDevice:
 
     def __init__(self, where: Device) -> None:
         self.where = where
-        self._bounce: torch.Tensor | None = None
+        self._gather_buffer: torch.Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class CacheDevice:
         return self.where.kind == "cpu"
 
     @property
-    def eager(self) -> bool:
+    def allocates_at_registration(self) -> bool:
         """True if device memory for copies is allocated at registration, before the engine takes all free memory."""
         return False
 
@@ -110,23 +110,23 @@ class CacheDevice:
         """Size in bytes from which `copy_pieces` is faster than gather kernels; None if it is not supported."""
         return None
 
-    def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def view_elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return `views` reinterpreted in the engine's dtype: the first dtype among them that is not uint8, if any."""
         import torch
 
         dtype = next((view.dtype for view in views if view.dtype is not torch.uint8), torch.uint8)
         return tuple(view.view(dtype) for view in views)
 
-    def bounce(self, count: int, size_bytes: int) -> torch.Tensor:
+    def gather_buffer(self, count: int, size_bytes: int) -> torch.Tensor:
         """Return device memory to gather blocks into, as a tensor with one row of `size_bytes` bytes for each block.
 
         It has at most `count` rows: as many as fit into the buffer, but at least one. Every call returns the same
         buffer, which a call with a larger `size_bytes` replaces. Call it inside `copying`.
         """
-        if self._bounce is None or len(self._bounce) < size_bytes:
-            self._bounce = self.allocate(max(_BOUNCE_BYTES, size_bytes))
-        rows = min(count, len(self._bounce) // size_bytes)
-        return self._bounce[: rows * size_bytes].view(rows, size_bytes)
+        if self._gather_buffer is None or len(self._gather_buffer) < size_bytes:
+            self._gather_buffer = self.allocate(max(_GATHER_BUFFER_BYTES, size_bytes))
+        rows = min(count, len(self._gather_buffer) // size_bytes)
+        return self._gather_buffer[: rows * size_bytes].view(rows, size_bytes)
 
 
 def is_rocm() -> bool:

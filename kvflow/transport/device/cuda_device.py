@@ -37,7 +37,7 @@ class CudaDevice(AcceleratorDevice):
         stream = torch.cuda.Stream(self.where.number, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         return stream, torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # a waiting thread sleeps
 
-    def _entered(self) -> contextlib.AbstractContextManager[object]:
+    def _stream_context(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)  # type: ignore[arg-type]
 
     @property
@@ -84,7 +84,7 @@ class CudaDevice(AcceleratorDevice):
     ) -> None:
         self._driver.copy_batch(targets, sources, sizes, torch.cuda.current_stream(self.where.number).cuda_stream)
 
-    def elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def view_elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return `views`, which are bytes, reinterpreted with elements of 1 to 16 bytes.
 
         All get the same dtype: the largest that the addresses and strides of all `views` allow.

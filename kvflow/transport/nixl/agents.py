@@ -65,17 +65,17 @@ _TOGETHER_COUNT_MAX = 4096
 # An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
 _QUIET_AFTER_S = 0.2
 _QUIET_FACTOR = 10
-_LOOK_S = 1.0
+_LISTENER_CHECK_S = 1.0
 
 
-class _ToPost(NamedTuple):
+class _QueuedRead(NamedTuple):
     """A read that waits to be posted."""
 
     read: PostedRead
     peer: AgentName
     descriptors: Descriptors
 
-    def goes_with(self, other: _ToPost) -> bool:
+    def can_join(self, other: _QueuedRead) -> bool:
         """Return True if both reads can be posted as one NIXL request: they have the same peer and devices."""
         ours, theirs = self.descriptors, other.descriptors
         same_devices = ours.local_device == theirs.local_device and ours.remote_device == theirs.remote_device
@@ -86,7 +86,7 @@ class _ToPost(NamedTuple):
 class _Request:
     """A NIXL transfer request for one or several reads. `handle` is 0 before NIXL creates and after it releases it."""
 
-    together: Sequence[_ToPost]
+    reads: Sequence[_QueuedRead]
     handle: int = 0
     size_bytes: int = 0
     post_s: float = 0.0
@@ -96,18 +96,20 @@ class _Request:
 class NixlAgents:
     """The serving and the reading agent, and the reads in flight. Made and used only on the thread `kvflow-agent`."""
 
-    def __init__(self, config: Config, name: str, put: Callable[[Event], None], called: Callable[[], bool]) -> None:
+    def __init__(
+        self, config: Config, name: str, put_event: Callable[[Event], None], has_jobs: Callable[[], bool]
+    ) -> None:
         """Start both agents.
 
-        `put` is a function that passes an event to the event loop. `called` returns True while jobs wait for this
-        thread. Raises ConfigError if NIXL cannot start as configured.
+        `put_event` is a function that passes an event to the event loop. `has_jobs` returns True while jobs wait for
+        this thread. Raises ConfigError if NIXL cannot start as configured.
         """
         self._bindings = bindings = import_bindings()
         self._memory_kinds = defaultdict[str, Any](lambda: bindings.VRAM_SEG, cpu=bindings.DRAM_SEG)
         """NIXL's memory type for each kind of device: DRAM for the CPU, VRAM for every other."""
         self._errors = error_types(self._bindings)
-        self._put = put
-        self._called = called
+        self._put_event = put_event
+        self._has_jobs = has_jobs
         self._config = config
         try:
             self._serving = Agent(self._bindings, name, config, progress=True)
@@ -117,43 +119,43 @@ class NixlAgents:
         self._name = name
         self._serving_listeners = self._serving.listener_count
         self._in_flight: list[_Request] = []
-        self._made: deque[_Request] = deque()
+        self._created: deque[_Request] = deque()
         """Requests that NIXL has created and that will be posted next, in order."""
         self._ended: list[_Request] = []
         """Requests that have ended but are not yet reported to the loop."""
-        self.taken = 0
+        self.taken_cost_bytes = 0
         """Total cost of the reads taken from the queue to be posted so far: their bytes, and `POST_COST_BYTES` for each
         read. Any thread may read this.
         """
-        self._to_post: ShortestFirst[_ToPost] = ShortestFirst(POST_COST_BYTES)
+        self._to_post: ShortestFirst[_QueuedRead] = ShortestFirst(POST_COST_BYTES)
         self._keepalive: list[object] = []
         self._active_s = 0.0
         self._spin_until_s = 0.0
         self._flush: Callable[[], None] | None = None
-        self._heard_s = 0.0
+        self._last_notification_s = 0.0
         self._outbox: dict[tuple[AgentName, Join | None], list[bytes]] = {}
         self._outbox_since_s = 0.0
         self._next_notifications_s = 0.0
-        self._look_s = 0.0
-        self.lost: tuple[int, int] = (0, 0)
+        self._next_listener_check_s = 0.0
+        self.listeners_lost: tuple[int, int] = (0, 0)
         """How many listeners UCX has closed: (of the serving agent, of the reading agent)."""
         self.sent = 0
         self.unsent = 0
 
     @property
-    def deaf(self) -> bool:
+    def unreachable(self) -> bool:
         """True if UCX has closed all listeners of the serving agent."""
-        return 0 < self._serving_listeners == self.lost[0]
+        return 0 < self._serving_listeners == self.listeners_lost[0]
 
     @property
     def busy(self) -> bool:
         """True if a read waits to be posted, is under way, or has ended without a report. Then `close` is illegal."""
-        return bool(self._in_flight or self._ended) or self._more
+        return bool(self._in_flight or self._ended) or self._has_reads_to_post
 
     @property
-    def _more(self) -> bool:
+    def _has_reads_to_post(self) -> bool:
         """True if reads wait to be posted."""
-        return bool(self._made or self._to_post)
+        return bool(self._created or self._to_post)
 
     def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
         if device.kind == "cuda" and not is_rocm():
@@ -195,11 +197,11 @@ class NixlAgents:
         self._reading.native.invalidateRemoteMD(name)
 
     def post(self, read: PostedRead, peer: AgentName, descriptors: Descriptors) -> None:
-        """Queue a read to be posted by a later `crank` call, small reads first. A `ReadEnded` event always follows.
+        """Queue a read to be posted by a later `step` call, small reads first. A `ReadEnded` event always follows.
 
         Over shared memory the call that posts a read also copies the bytes, so reads happen in the order of posting.
         """
-        self._to_post.add(_ToPost(read, peer, descriptors), descriptors.size_bytes)
+        self._to_post.add(_QueuedRead(read, peer, descriptors), descriptors.size_bytes)
 
     def _post_next(self) -> None:
         """Report ended reads to the loop, and post the next NIXL request.
@@ -208,14 +210,14 @@ class NixlAgents:
         milliseconds. So ended reads are reported to the loop only when the next request is made; the loop then handles
         them while that request is being posted.
         """
-        if not self._made:
-            self._make()
-        told = self._tell()
-        if self._made:
-            self._start(self._made.popleft())
-        self._release(told)
+        if not self._created:
+            self._create_next()
+        ended = self._report_ended()
+        if self._created:
+            self._post_request(self._created.popleft())
+        self._release(ended)
 
-    def _make(self) -> None:
+    def _create_next(self) -> None:
         """Create one NIXL request for the next read and for the reads queued behind it with the same peer and devices.
 
         A request has at most `_TOGETHER_BYTES_MAX` bytes unless it is a single read. So a burst of small reads takes
@@ -226,14 +228,14 @@ class NixlAgents:
         while self._to_post:
             following = self._to_post.next
             more, count = following.descriptors.size_bytes, count + len(following.descriptors)
-            if size_bytes + more > _TOGETHER_BYTES_MAX or count > _TOGETHER_COUNT_MAX or not first.goes_with(following):
+            if size_bytes + more > _TOGETHER_BYTES_MAX or count > _TOGETHER_COUNT_MAX or not first.can_join(following):
                 break
             together.append(self._to_post.pop())
             size_bytes += more
-        self.taken += size_bytes + len(together) * POST_COST_BYTES
-        self._make_request(together)
+        self.taken_cost_bytes += size_bytes + len(together) * POST_COST_BYTES
+        self._create_request(together)
 
-    def _make_request(self, together: Sequence[_ToPost]) -> None:
+    def _create_request(self, together: Sequence[_QueuedRead]) -> None:
         """Create one NIXL request for all of these reads.
 
         If that fails, create one for each read. A read for which that fails, too, ends with the error.
@@ -255,17 +257,17 @@ class NixlAgents:
             self._failed_to_start(request, error)
             return
         request.size_bytes, request.post_s = size_bytes, time.monotonic() - started_s
-        self._made.append(request)
+        self._created.append(request)
 
     def _failed_to_start(self, request: _Request, error: Exception) -> None:
-        if len(request.together) == 1:
-            self._end(request, translated(error, self._bindings))
+        if len(request.reads) == 1:
+            self._end_request(request, translated(error, self._bindings))
             return
         self._release([request])
-        for one in request.together:  # at least one of the reads is faulty
-            self._make_request([one])
+        for one in request.reads:  # at least one of the reads is faulty
+            self._create_request([one])
 
-    def _start(self, request: _Request) -> None:
+    def _post_request(self, request: _Request) -> None:
         """Post a request that NIXL has created."""
         started_s = time.monotonic()
         try:
@@ -275,10 +277,10 @@ class NixlAgents:
             return
         self._active_s = time.monotonic()
         request.post_s += self._active_s - started_s
-        patience_s = POLLING[request.together[0].descriptors.local_device.kind].until_s(request.size_bytes)
+        patience_s = POLLING[request.reads[0].descriptors.local_device.kind].until_s(request.size_bytes)
         self._spin_until_s = max(self._spin_until_s, self._active_s + patience_s)
         if status == self._bindings.NIXL_SUCCESS:
-            self._end(request, None)
+            self._end_request(request, None)
         else:
             self._in_flight.append(request)
 
@@ -305,30 +307,32 @@ class NixlAgents:
                     self.unsent += 1
                 else:
                     self.sent += 1
-        self._heard_s = time.monotonic()  # the first message to a peer takes several steps: poll often for a while
-        self._next_notifications_s = min(self._next_notifications_s, self._heard_s)
+        self._last_notification_s = (
+            time.monotonic()
+        )  # the first message to a peer takes several steps: poll often for a while
+        self._next_notifications_s = min(self._next_notifications_s, self._last_notification_s)
         self._reading.native.getNotifs({}, [])  # progress, so that the message leaves now
 
-    def crank(self) -> float:
+    def step(self) -> float:
         """Post and check reads, send and collect notifications, and report events to the loop.
 
         Called again and again on the agents' thread. Return the seconds for which the thread may sleep before the next
         call.
         """
-        if self._more:
+        if self._has_reads_to_post:
             self._post_next()
         elif self._ended:
-            self._release(self._tell())
+            self._release(self._report_ended())
         now_s = time.monotonic()
-        if now_s >= self._look_s:
-            self._look_s = now_s + _LOOK_S
-            self._look_at_listeners()
+        if now_s >= self._next_listener_check_s:
+            self._next_listener_check_s = now_s + _LISTENER_CHECK_S
+            self._check_listeners()
         if self._in_flight:
-            if not self._more and now_s < self._spin_until_s:
+            if not self._has_reads_to_post and now_s < self._spin_until_s:
                 self._spin(now_s + _SPIN_TURN_S)
             self._check_reads()
-        if self._ended and not self._more and not self._called():
-            self._release(self._tell())  # else by the next call, after the waiting jobs
+        if self._ended and not self._has_reads_to_post and not self._has_jobs():
+            self._release(self._report_ended())  # else by the next call, after the waiting jobs
         send_s = math.inf
         if self._outbox:
             send_s = min(self._active_s + _SEND_QUIET_S, self._outbox_since_s + _SEND_DELAY_MAX_S)
@@ -337,11 +341,11 @@ class NixlAgents:
                 send_s = math.inf
         if now_s >= self._next_notifications_s:
             if self._collect_notifications():
-                self._heard_s = now_s
-            quiet = now_s - max(self._heard_s, self._active_s) > _QUIET_AFTER_S
+                self._last_notification_s = now_s
+            quiet = now_s - max(self._last_notification_s, self._active_s) > _QUIET_AFTER_S
             interval_s = self._config.limits.notification_poll_interval_s * (_QUIET_FACTOR if quiet else 1)
             self._next_notifications_s = now_s + interval_s
-        if self._more or self._ended:
+        if self._has_reads_to_post or self._ended:
             return 0.0
         if not self._in_flight:
             return max(min(self._next_notifications_s, send_s) - now_s, 0.0)
@@ -349,18 +353,18 @@ class NixlAgents:
             return 0.0
         return pause_s(now_s - self._active_s)
 
-    def _look_at_listeners(self) -> None:
+    def _check_listeners(self) -> None:
         """Count the listeners that UCX has closed, and log if there are new ones."""
         ports = [*(serving := self._serving.lost_listeners()), *self._reading.lost_listeners()]
         lost = (len(serving), len(ports) - len(serving))
-        if sum(lost) > sum(self.lost):
+        if sum(lost) > sum(self.listeners_lost):
             logger.error(
                 "agent %s: UCX has closed its listener at port %s, as it does when open files run out: no new peer can "
                 "connect there until the cache is unregistered and registered again",
                 self._name,
                 ports,
             )
-        self.lost = lost
+        self.listeners_lost = lost
 
     def close(self) -> None:
         """Deregister the memory and destroy both agents. Illegal while `busy`."""
@@ -378,16 +382,16 @@ class NixlAgents:
             while status(handle) == in_progress and time.monotonic() < until_s:
                 pass
         except self._errors:
-            pass  # `_check` gets the error again
+            pass  # `_still_in_flight` gets the error again
 
     def _check_reads(self) -> None:
-        still = [request for request in self._in_flight if self._check(request)]
+        still = [request for request in self._in_flight if self._still_in_flight(request)]
         if len(still) != len(self._in_flight):
             self._active_s = time.monotonic()
             self._spin_until_s = max(self._spin_until_s, self._active_s + _SPIN_S)
             self._in_flight = still
 
-    def _check(self, request: _Request) -> bool:
+    def _still_in_flight(self, request: _Request) -> bool:
         """Check a request in flight, and end it if it is done. Return True if it is still in flight."""
         error = None
         try:
@@ -395,10 +399,10 @@ class NixlAgents:
                 return True
         except self._errors as problem:
             error = translated(problem, self._bindings)
-        self._end(request, error)
+        self._end_request(request, error)
         return False
 
-    def _end(self, request: _Request, error: TransportError | None) -> None:
+    def _end_request(self, request: _Request, error: TransportError | None) -> None:
         """Mark a request as ended; its reads are reported to the loop later.
 
         If the request failed, release it in NIXL, so that no byte can still land. Otherwise flush, if the device needs
@@ -411,15 +415,15 @@ class NixlAgents:
         request.error = error
         self._ended.append(request)
 
-    def _tell(self) -> Sequence[_Request]:
+    def _report_ended(self) -> Sequence[_Request]:
         """Report the ended reads to the loop and return their requests, which the caller must release in NIXL.
 
         Releasing a request gives up the GIL, so it comes after the report.
         """
         ended, self._ended = self._ended, []
         for request in ended:
-            for one in request.together:
-                self._put(ReadEnded(one.read, request.error, request.post_s))
+            for one in request.reads:
+                self._put_event(ReadEnded(one.read, request.error, request.post_s))
         return ended
 
     def _release(self, requests: Sequence[_Request]) -> None:
@@ -433,7 +437,7 @@ class NixlAgents:
         count = 0
         for payloads in self._serving.native.getNotifs({}, []).values():
             for payload in payloads:
-                self._put(Notified(bytes(payload)))
+                self._put_event(Notified(bytes(payload)))
                 count += 1
         self._reading.native.getNotifs({}, [])  # the reading agent gets no notifications: this only makes progress
         return count

@@ -25,11 +25,11 @@ from kvflow.transport.base import (
 )
 from kvflow.transport.device import cuda
 from kvflow.transport.nixl.agents import POST_COST_BYTES, NixlAgents
-from kvflow.transport.nixl.native import found_kinds
+from kvflow.transport.nixl.native import readable_kinds
 from kvflow.transport.owner_thread import OwnerThread
 
-_BEHIND = 8 << 20  # in the units of `NixlAgents.taken`: one full request, while another is posted
-_OPENING_S = 1.0  # sleep of the crank until the agents are made
+_BEHIND_COST_BYTES = 8 << 20  # in the units of `NixlAgents.taken_cost_bytes`: one full request, while another is posted
+_OPENING_S = 1.0  # sleep of the thread until the agents are made
 
 
 class NixlTransport:
@@ -45,28 +45,28 @@ class NixlTransport:
         self._reads: set[PostedRead] = set()
         self._peers: set[AgentName] = set()
         self._open_spans = 0
-        self._given = 0
-        """Total cost of all reads passed to the agents' thread so far, counted as in `NixlAgents.taken`."""
+        self._given_cost_bytes = 0
+        """Total cost of all reads passed to the agents' thread so far, counted as in `NixlAgents.taken_cost_bytes`."""
         self._reads_total = 0
         self._reads_failed = 0
         self._bytes_read = 0
         self._notifications_received = 0
-        self._found_kinds: Mapping[str, bool] = {}
+        self._readable_kinds: Mapping[str, bool] = {}
         self._events: deque[Event] = deque()
         """Events that are not yet delivered on the loop."""
-        self._wake_scheduled = False
+        self._delivery_scheduled = False
         self._deliver: Callable[[Event], None] | None = None
 
     async def open(self) -> None:
-        thread = OwnerThread(f"kvflow-agent {self._name}", self._crank, self._on_death)
+        thread = OwnerThread(f"kvflow-agent {self._name}", self._step, self._on_death)
         self._run_on_loop = thread.run_on_loop
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         device = cuda.current_device()
         try:
             if device is not None:  # UCX uses the current device of the thread that makes an agent
                 await thread.call(lambda: cuda.make_current(device))
-            self._agents, self._found_kinds = await thread.call(
-                lambda: (NixlAgents(self._config, self._name, self._put, thread.called), found_kinds())
+            self._agents, self._readable_kinds = await thread.call(
+                lambda: (NixlAgents(self._config, self._name, self._put_event, thread.has_jobs), readable_kinds())
             )
         except BaseException:
             self._closing = True
@@ -75,48 +75,48 @@ class NixlTransport:
         self._thread = thread
 
     def reaches(self, device: str) -> bool:
-        return self._found_kinds.get(device, usually_reached(device))
+        return self._readable_kinds.get(device, usually_reached(device))
 
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
         if not self.reaches(device.kind):
             raise TransportError(f"NIXL cannot reach device {device.kind!r}")
-        thread, agents = self._alive()
+        thread, agents = self._require_open()
         await thread.call(lambda: agents.register(spans, device, keepalive, use))
         self._open_spans += len(spans)
 
     async def metadata(self) -> bytes:
-        thread, agents = self._alive()
+        thread, agents = self._require_open()
         return await thread.call(agents.metadata)
 
     async def add_peer(self, metadata: bytes) -> AgentName:
-        thread, agents = self._alive()
+        thread, agents = self._require_open()
         name = await thread.call(lambda: agents.add_peer(metadata))
         self._peers.add(name)
         return name
 
     async def remove_peer(self, name: AgentName) -> None:
-        thread, agents = self._alive()
+        thread, agents = self._require_open()
         self._peers.discard(name)
         await thread.call(lambda: agents.remove_peer(name))
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
-        thread, agents = self._alive()
+        thread, agents = self._require_open()
         read = PostedRead(descriptors.size_bytes)
-        self._given += read.size_bytes + POST_COST_BYTES
+        self._given_cost_bytes += read.size_bytes + POST_COST_BYTES
         thread.submit(partial(agents.post, read, peer, descriptors))
         self._reads.add(read)
         self._reads_total += 1
         return read
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
-        thread, agents = self._alive()
+        thread, agents = self._require_open()
         thread.submit(partial(agents.notify, peer, payload, join))
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
         self._deliver = deliver
         try:
-            self._wake()
-            await asyncio.shield(self._over)
+            self._deliver_events()
+            await asyncio.shield(self._ended)
         finally:
             self._deliver = None
 
@@ -135,7 +135,7 @@ class NixlTransport:
                 f"not stopped within {timeout_s} s: {counted(len(self._reads), 'read')}; "
                 "the agent and its memory stay until they have"
             ) from None
-        self._wake()
+        self._deliver_events()
         self._fail(TransportBroken("the transport was closed"))
         self._peers.clear()
         self._open_spans = 0
@@ -151,7 +151,7 @@ class NixlTransport:
 
     @property
     def behind(self) -> bool:
-        return self._agents is not None and self._given - self._agents.taken > _BEHIND
+        return self._agents is not None and self._given_cost_bytes - self._agents.taken_cost_bytes > _BEHIND_COST_BYTES
 
     @property
     def statistics(self) -> TransportStatistics:
@@ -167,16 +167,16 @@ class NixlTransport:
             notifications_sent=agents.sent if agents else 0,
             notifications_received=self._notifications_received,
             notifications_failed=agents.unsent if agents else 0,
-            listeners_lost=sum(agents.lost) if agents else 0,
-            deaf=agents is not None and agents.deaf,
+            listeners_lost=sum(agents.listeners_lost) if agents else 0,
+            unreachable=agents is not None and agents.unreachable,
         )
 
-    def _alive(self) -> tuple[OwnerThread, NixlAgents]:
+    def _require_open(self) -> tuple[OwnerThread, NixlAgents]:
         if self._thread is None or self._agents is None or self._closing:
             raise TransportBroken("the transport is closed" if self._closing else "the transport is not open")
         return self._thread, self._agents
 
-    def _crank(self) -> float | None:
+    def _step(self) -> float | None:
         """Run one step of the agents. Return the seconds that the thread may sleep, or None to end the thread.
 
         After `_end`, the thread ends as soon as no read is under way.
@@ -189,7 +189,7 @@ class NixlTransport:
             return None if self._ending else _OPENING_S
         if self._thread is not None and self._thread.orphaned:
             self._ending = True
-        idle_s = agents.crank()
+        idle_s = agents.step()
         if self._ending and not agents.busy:
             agents.send_notifications()
             agents.close()
@@ -201,24 +201,24 @@ class NixlTransport:
         self._ending = True
 
     def _on_death(self, cause: BaseException) -> None:
-        self._wake()  # deliver earlier events first
+        self._deliver_events()  # deliver earlier events first
         self._fail(cause)
 
-    def _put(self, event: Event) -> None:
+    def _put_event(self, event: Event) -> None:
         """Queue an event for delivery on the loop. May be called on any thread.
 
-        One callback on the loop (`_wake`) delivers all events that are queued until it runs. Waking the task of `run`
-        instead would cost every read a turn of the loop.
+        One callback on the loop (`_deliver_events`) delivers all events that are queued until it runs. Waking the task
+        of `run` instead would cost every read a turn of the loop.
         """
         self._events.append(event)
-        if not self._wake_scheduled:
-            self._wake_scheduled = True
-            self._run_on_loop(self._wake)
+        if not self._delivery_scheduled:
+            self._delivery_scheduled = True
+            self._run_on_loop(self._deliver_events)
 
-    def _wake(self) -> None:
+    def _deliver_events(self) -> None:
         """Pass the queued events to the `deliver` of `run`, if `run` is active. If `deliver` raises, so does `run`."""
         # Cleared first, so that an event that is put after this schedules another wake-up.
-        self._wake_scheduled = False
+        self._delivery_scheduled = False
         while self._events and self._deliver is not None:
             event = self._events.popleft()
             if isinstance(event, ReadEnded):
@@ -234,8 +234,8 @@ class NixlTransport:
                 return
 
     def _fail(self, cause: BaseException) -> None:
-        if not self._over.done():
+        if not self._ended.done():
             error = TransportBroken(f"the transport ended: {cause}")
             error.__cause__ = cause
-            self._over.set_exception(error)
-            self._over.exception()  # retrieved here, since `run` may not be running
+            self._ended.set_exception(error)
+            self._ended.exception()  # retrieved here, since `run` may not be running

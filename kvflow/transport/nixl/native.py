@@ -31,7 +31,7 @@ _PROGRESS_DELAY_US = 100_000
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 VERBS = "libibverbs.so.1"
 _TCP_LISTEN = "0A"
-_LOST: set[int] = set()
+_LOST_LISTENERS: set[int] = set()
 """File descriptor numbers of listeners that UCX has closed in this process."""
 
 
@@ -39,8 +39,8 @@ class Agent:
     """A NIXL agent with its backends, its registered memory and the tcp listeners that UCX opened for it."""
 
     def __init__(self, bindings: ModuleType, name: str, given: Config, *, progress: bool) -> None:
-        for file in _LOST:
-            _keep_from_ucx(file)
+        for file in _LOST_LISTENERS:
+            _occupy_descriptor(file)
         others = listening_sockets()
         self.native = new_agent(bindings, name, progress=progress)
         plugins = self.native.getAvailPlugins()
@@ -70,7 +70,7 @@ class Agent:
     def lost_listeners(self) -> list[int]:
         """Return the ports of this agent's listeners that UCX has closed since."""
         lost = {file: socket.port for file, socket in self._listeners.items() if _inode(file) != socket.inode}
-        _LOST.update(lost)
+        _LOST_LISTENERS.update(lost)
         return list(lost.values())
 
     def register(self, descriptors: Any) -> None:
@@ -108,7 +108,7 @@ def listening_sockets() -> dict[int, ListeningSocket]:
     return found
 
 
-def _keep_from_ucx(file: int) -> None:
+def _occupy_descriptor(file: int) -> None:
     """Occupy the file descriptor number `file` until the process ends, so that UCX gets no new listener of that number.
 
     UCX has closed a listener of that number but still has a handler for it, so an agent with a new listener of the same
@@ -188,7 +188,7 @@ def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
     return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
 
 
-_GONE = (
+_PEER_GONE = (
     "the connection to the peer's process is broken: it has ended or was killed, or the network between has failed;"
     " what NIXL and UCX print on stderr at this time is about the same"
 )
@@ -198,7 +198,7 @@ def translated(error: Exception, bindings: ModuleType) -> TransportError:
     """Return the TransportError for an exception of NIXL: PeerGone if the peer has disconnected."""
     reported = f"{type(error).__name__}: {error}"
     if isinstance(error, bindings.nixlRemoteDisconnectError):
-        found: TransportError = PeerGone(f"{_GONE} (NIXL: {reported})")
+        found: TransportError = PeerGone(f"{_PEER_GONE} (NIXL: {reported})")
     else:
         found = TransportError(f"NIXL reports an error: {reported}")
     found.__cause__ = error
@@ -212,7 +212,7 @@ def prefault(span: Span) -> None:
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
 
-def found_kinds() -> Mapping[str, bool]:
+def readable_kinds() -> Mapping[str, bool]:
     """Return whether the loaded UCX can read memory of "xpu" devices and, with ROCm, of "cuda" devices, by kind.
 
     Call this after an agent has been made, which loads UCX.

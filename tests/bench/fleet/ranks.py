@@ -49,8 +49,8 @@ class Surroundings:
             side_channel=wires.side_channel,
             clock=LoopClock,
             token_hex=lambda count: self._secrets.randbytes(count).hex(),
-            copier=InlineCopier,
-            real=False,
+            copy_thread=InlineCopier,
+            real_process=False,
         )
 
 

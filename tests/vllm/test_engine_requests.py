@@ -22,7 +22,7 @@ from kvflow.connector.step import Step
 from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.vllm.connector import KVFlowConnector
-from kvflow.vllm.engine_requests import asked as facts_of
+from kvflow.vllm.engine_requests import engine_request_of as facts_of
 from kvflow.vllm.engine_requests import names_pictures, sharing_of, tokens_of
 from kvflow.vllm.vllm_metrics import KVFlowStats
 from tests.support.tests_support import any_ticket
