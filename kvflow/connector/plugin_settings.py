@@ -29,7 +29,7 @@ class PluginSettings:
     """Name of the engine, for errors."""
     from_engine: Collection[str]
     """Fields of Config that the plugin takes from the engine, so that users cannot set them."""
-    own: Collection[str] = ()
+    own_keys: Collection[str] = ()
     """Keys of the plugin's own settings, beside the fields of Config."""
 
     def check_known(self, given: Mapping[str, Any]) -> None:
@@ -37,13 +37,13 @@ class PluginSettings:
         known = {entry.name for entry in fields(Config)}.difference(self.from_engine)
         listed = ", ".join(self.from_engine)
         hint = f" ({listed} come from {self.engine})" if given.keys() & {*self.from_engine} else ""
-        checks.check_known(given, known.union(self.own), where=self.where, hint=hint)
+        checks.check_known(given, known.union(self.own_keys), where=self.where, hint=hint)
 
     def own_settings(self, given: Mapping[str, Any], kind: type[OwnT]) -> OwnT:
         """Return the plugin's own settings in `given` as a `kind`. ConfigError names the wrong key."""
         self.check_known(given)
         try:
-            return msgspec.convert({name: given[name] for name in given if name in self.own}, kind)
+            return msgspec.convert({name: given[name] for name in given if name in self.own_keys}, kind)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{self.where}: {checks.refused_value_text(error, given)}") from error
 
@@ -62,7 +62,7 @@ class PluginSettings:
                 setting.
         """
         self.check_known(given)
-        ours = {name: checks.without_doubles(given[name]) for name in given if name not in self.own}
+        ours = {name: checks.without_doubles(given[name]) for name in given if name not in self.own_keys}
         try:
             return Config(**{**values, **ours})
         except ConfigError as error:

@@ -97,37 +97,37 @@ class ProducingRequests:
 
     def add(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
         """Add a request that offers its prompt, with the pending ticket that `params` may have."""
-        awaited = pending_ticket_in(params)
+        pending = pending_ticket_in(params)
         self._requests[request.request_id] = _Producer(
             request_id=request.request_id,
             num_prompt_tokens=max(request.num_prompt_tokens - self._config.withhold_last_token, 0),
             prompt=request.prompt_token_ids,
             serve_id=pending_id_in(params),
         )
-        if awaited is not None and self._introduction is not None:
-            self._redirect_readers(request.request_id, awaited, self._introduction)
+        if pending is not None and self._introduction is not None:
+            self._redirect_readers(request.request_id, pending, self._introduction)
 
-    def _redirect_readers(self, request_id: str, awaited: Ticket, ours: Ticket) -> None:
+    def _redirect_readers(self, request_id: str, pending: Ticket, ours: Ticket) -> None:
         """If the readers of a prompt wait at another engine or DP rank than this one, redirect them to this one.
 
-        `awaited` is the readers' pending ticket, `ours` the introduction of this engine's ranks.
+        `pending` is the readers' pending ticket, `ours` the introduction of this engine's ranks.
         """
-        places = ({rank.address for rank in one.ranks} for one in (awaited, ours))
-        if (awaited.engine_id, awaited.dp_rank) == (ours.engine_id, ours.dp_rank) and set.intersection(*places):
+        places = ({rank.address for rank in one.ranks} for one in (pending, ours))
+        if (pending.engine_id, pending.dp_rank) == (ours.engine_id, ours.dp_rank) and set.intersection(*places):
             return
-        here, there = (f"{one.engine_id!r} (dp_rank {one.dp_rank}) at {one.address}" for one in (ours, awaited))
+        here, there = (f"{one.engine_id!r} (dp_rank {one.dp_rank}) at {one.address}" for one in (ours, pending))
         reason = f"its prompt was sent to {here}, not to {there}"
-        if (awaited.engine_id, awaited.address) not in self._warned_engines:
-            self._warned_engines[awaited.engine_id, awaited.address] = None
+        if (pending.engine_id, pending.address) not in self._warned_engines:
+            self._warned_engines[pending.engine_id, pending.address] = None
             logger.warning(
                 "request %s: %s, where its readers wait: they are redirected, which costs one more question. Have the "
                 "router send prompts to the engine and DP rank that the pending ticket names (logged once per engine)",
                 request_id,
                 reason,
             )
-        instead = Ticket.rendezvous(ours, awaited.request_id, ttl_s=awaited.ttl_s)
+        instead = Ticket.rendezvous(ours, pending.request_id, ttl_s=pending.ttl_s)
         self._next_step.decline.append(
-            Decline(serve_id=awaited.request_id, reason=reason, waiting_at=awaited, instead=instead)
+            Decline(serve_id=pending.request_id, reason=reason, waiting_at=pending, instead=instead)
         )
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids: TablesOf) -> Step:
@@ -205,7 +205,7 @@ class ProducingRequests:
             self._decline(request, "the request has ended before its prompt was computed")
 
     def _decline(self, request: _Producer, reason: str) -> None:
-        """If readers wait for the prompt of `request`, have the next step tell them that it will not be offered."""
+        """If readers wait for the prompt of `request`, have the next step notify them that it will not be offered."""
         serve_id, request.serve_id = request.serve_id, None
         if serve_id is not None:
             self._next_step.decline.append(Decline(serve_id=serve_id, reason=reason))

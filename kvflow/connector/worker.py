@@ -43,7 +43,7 @@ __all__ = ["ConnectorWorker", "FailedLoad", "Results"]
 logger = logger_of(__name__)
 
 _EMPTY_STEP = Step()
-_RECALL_S = 60.0  # a recall takes as long as the seal hold, and a copy that has begun
+_RECALL_TIMEOUT_S = 60.0  # a recall takes as long as the seal hold, and a copy that has begun
 _PINNED_BLOCKS_MAX = 1 << 31  # bound on pinned blocks: none is really pinned for a reader
 
 
@@ -156,7 +156,7 @@ class ConnectorWorker:
         self._lock = threading.Lock()
         """Lock on `_results`, which the engine's thread and the loop's thread both use."""
         self._results = Results()
-        self._problem: BaseException | None = None
+        self._internal_error: BaseException | None = None
         self._saved: dict[str, _SavedPrompt] = {}
         """The saved prompt of each request that has one, by request id, until its end is reported."""
         self._receiving: dict[str, _ReceivingRequest] = {}
@@ -197,7 +197,7 @@ class ConnectorWorker:
             self._sharing = peers.prefixes.share(cache, pinned_blocks_max=_PINNED_BLOCKS_MAX)
             self._prefix_cache = cache  # an earlier cache has ended with its registration
 
-        self._runtime.start(share).result(_RECALL_S)
+        self._runtime.start(share).result(_RECALL_TIMEOUT_S)
 
     def connect_peers(self, *, follow_events: bool) -> None:
         """Begin to connect to the known peers (`PrefixPeers.known_peers`), once a cache is registered. Returns at once.
@@ -238,7 +238,7 @@ class ConnectorWorker:
         cache = self._prefix_cache
         read = cache.remove_reused(step.reused) if cache is not None and step.reused else []
         if step.recall or read:
-            self._runtime.start(lambda _: self._recall(step, read)).result(_RECALL_S)
+            self._runtime.start(lambda _: self._recall(step, read)).result(_RECALL_TIMEOUT_S)
         if step.questions and (peers := self._peers) is not None:
             self._runtime.start(lambda runtime: self._ask_all(runtime, peers, step.questions))
 
@@ -269,8 +269,8 @@ class ConnectorWorker:
         Raises:
             BaseException: an error in kvflow itself. Every later call raises it, too.
         """
-        if self._problem is not None:
-            raise self._problem
+        if self._internal_error is not None:
+            raise self._internal_error
         with self._lock:
             taken, self._results = self._results, Results()
         return taken
@@ -284,7 +284,7 @@ class ConnectorWorker:
         try:
             self._start(runtime, step, ready, after)
         except Exception as problem:  # noqa: BLE001 - a bug in kvflow, which `collect` raises
-            self._problem = problem
+            self._internal_error = problem
 
     def _start(self, runtime: Runtime, step: Step, ready: DeviceEvent | None, after: DeviceEvent | None) -> None:
         for request_id in step.send:
@@ -503,7 +503,7 @@ class ConnectorWorker:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._problem = task.exception()
+            self._internal_error = task.exception()
 
 
 def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None) -> LoadRequest:
@@ -513,13 +513,13 @@ def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None)
     its prompt is computed: the load has to begin within the ticket's `ttl_s`, and its producer reports any failure.
     """
     config = runtime.config
-    awaited = any(ticket.awaited for ticket in receive.tickets)
+    pending = any(ticket.awaited for ticket in receive.tickets)
     return LoadRequest(
         runtime_id_of(receive.request_id),
         ticket=receive.tickets,
         block_ids=given_block_ids(receive.block_tables),
         after=after,
-        deadline_s=max(config.load_deadline_s, config.lease_lifetime_s) if awaited else None,
+        deadline_s=max(config.load_deadline_s, config.lease_lifetime_s) if pending else None,
         prompt=with_marks(receive.prompt, receive.marks),
         num_tokens=receive.num_tokens,
         keep_offer=receive.shared,

@@ -45,7 +45,7 @@ def _hook(target: str, hook: Callable[..., Any]) -> None:
         HookRegistry.apply_hooks()
 
 
-def _after_prefill_add(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+def _after_prefill_add(manager_class: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     """After SGLang has added `req` on a prefill server, pass its prompt tokens to its sender.
 
     If the server has refused `req`, which then has no sender, notify the decode server.
@@ -53,7 +53,7 @@ def _after_prefill_add(kind: type[Any], result: Any, queue: Any, req: Any, *_: A
     sender = req.disagg_kv_sender
     if isinstance(sender, KVFlowSender):
         sender.prompt = prompt_of(req)
-    elif sender is None and _has_counterpart(req) and isinstance(queue.kv_manager, kind):
+    elif sender is None and _has_counterpart(req) and isinstance(queue.kv_manager, manager_class):
         reason = req.finished_reason or req.to_finish
         queue.kv_manager.refuse(
             req.bootstrap_room, getattr(reason, "message", None) or "the prefill server refused the prompt"
@@ -66,11 +66,11 @@ def _after_create_receiver(result: Any, queue: Any, req: Any, *_: Any, **__: Any
         result.kv_receiver.prompt = prompt_of(req)
 
 
-def _after_decode_add(kind: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
+def _after_decode_add(manager_class: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     """After a decode server has refused `req`, which then has no receiver, notify the prefill server."""
     manager, reason = queue.kv_manager, _reason_of(req)
     refused = reason and not any(one.req is req for one in queue.queue)
-    if refused and _has_counterpart(req) and isinstance(manager, kind):
+    if refused and _has_counterpart(req) and isinstance(manager, manager_class):
         address = NetworkAddress(req.bootstrap_host, req.bootstrap_port).to_host_port_str()
         receiver = KVFlowReceiver(manager, address, req.bootstrap_room)
         receiver.refuse(RequestError(f"the decode server refuses the prompt: {reason}"))

@@ -94,17 +94,17 @@ class RoomRequest:
     """Why the decode server has given the request up; "" if it has not."""
 
     @property
-    def first(self) -> RoomMessage | None:
+    def first_message(self) -> RoomMessage | None:
         """Message of the decode rank that sent one first; None before any message."""
         return next(iter(self.readers.values()), None)
 
     @property
     def complete(self) -> bool:
         """True once all decode ranks of the request have sent a message."""
-        first = self.first
+        first = self.first_message
         return first is not None and len(self.readers) == first.readers
 
-    def note(self, message: RoomMessage) -> None:
+    def add_message(self, message: RoomMessage) -> None:
         """Add the message `message` of one decode rank."""
         if message.given_up:
             self.given_up = self.given_up or printable(message.given_up, REASON_CHARS_MAX)
@@ -154,13 +154,13 @@ class Rooms:
             return None
         request = self._paired_by_name.get(message.name) or self._waiting_by_name.get(message.name)
         if request is not None:
-            request.note(message)
+            request.add_message(message)
             if request.given_up and request.name in self._waiting_by_name:
                 request.since_s = now_s
                 self._waiting_by_name.move_to_end(request.name)
             return None
         request = RoomRequest(message.room, message.name, now_s)
-        request.note(message)
+        request.add_message(message)
         answers = self.answers.get(message.room)
         if answers is None:
             self.requests.setdefault(message.room, deque()).append(request)

@@ -109,7 +109,7 @@ class KVFlowSender(CommonKVSender):
         None before any message has arrived, and after the decode server has given the request up.
         """
         request = self._answer.request
-        return None if request is None or request.given_up else request.first
+        return None if request is None or request.given_up else request.first_message
 
     def _given_up_text(self) -> str:
         request = self._answer.request
@@ -139,7 +139,7 @@ class KVFlowSender(CommonKVSender):
         if request.given_up and not self._all_ended():
             self._fail(self._given_up_text())
         elif status == KVPoll.Bootstrapping and request.complete:
-            mismatch = self._mismatch(request.first)
+            mismatch = self._mismatch(request.first_message)
             if mismatch:
                 self._fail(mismatch)
             else:

@@ -131,7 +131,7 @@ def read_stock_params(
         prompt_digest="",
         ranks=(RankLease.without_lease_id(Rank(0, 0, 0), "stock", str(host), fields.remote_port),),
         least_line=line.version,
-        arrived=_arrival(arrived),
+        arrived=_checked_arrival(arrived),
         params={key: value for key, value in given.items() if key in LINES[-1].params},
         left=min(left, num_tokens),
     )
@@ -248,7 +248,7 @@ def _groups(ticket: Ticket) -> tuple[GroupFacts, ...]:
     return ticket.groups or (GroupFacts(name=DEFAULT_NAME, block_size=ticket.block_size),)
 
 
-def _arrival(value: object) -> Arrival | None:
+def _checked_arrival(value: object) -> Arrival | None:
     """Return `value` if it is None or a valid Arrival, else raise RequestError: any caller may have made it."""
     if value is not None:
         fits = isinstance(value, Arrival) and type(value.machine) is str and type(value.now_s) in (int, float)

@@ -80,15 +80,15 @@ class StockService:
         if not is_text(payload):
             return False
         try:
-            heard = decode_text(payload)
+            text = decode_text(payload)
         except WireError as error:
             self.refused += 1
             logger.info("dropped a stock reader's notification: %s", error)
             return True
-        if heard.readers:
-            self._read(heard.request_ids[0], heard.readers)
+        if text.readers:
+            self._count_read_report(text.request_ids[0], text.readers)
         else:
-            self._renew(heard.request_ids)
+            self._renew(text.request_ids)
         return True
 
     def _renew(self, request_ids: tuple[str, ...]) -> None:
@@ -101,7 +101,7 @@ class StockService:
         for lease_id in leased:
             self._leases.on_notification(codec.encode(Renew(lease_ids=(lease_id,), reader="stock")))
 
-    def _read(self, request_id: str, readers: int) -> None:
+    def _count_read_report(self, request_id: str, readers: int) -> None:
         """Count one report that a request was read, by one of `readers` readers.
 
         Reports do not name their readers, so only the number of reports is known.

@@ -29,13 +29,13 @@ from kvflow.transport.base import AgentName
 if TYPE_CHECKING:
     from kvflow.stock.stock_peers import StockPeers
 
-_MARK = "stock+"
+_ADDRESS_PREFIX = "stock+"
 _ASK_AGAIN_S = 2.0  # no engine restarts faster
 
 
 def peer_address(ticket: StockTicket, rank: Rank) -> Address:
     """Return the address under which a rank of the ticket's stock engine is kept as a peer."""
-    return Address(ticket.engine_id, rank, f"{_MARK}{ticket.address}/{ticket.tp_size}")
+    return Address(ticket.engine_id, rank, f"{_ADDRESS_PREFIX}{ticket.address}/{ticket.tp_size}")
 
 
 class StockHandshakes:
@@ -55,7 +55,7 @@ class StockHandshakes:
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
         """Connect to a kvflow peer or a stock peer, by its address; see `Handshakes.connect`."""
-        if not peer.address.startswith(_MARK):
+        if not peer.address.startswith(_ADDRESS_PREFIX):
             return await self._own.connect(peer, request_id)
         async with asyncio.timeout(self._config.handshake_timeout_s):
             return await self._connect(peer)
@@ -65,7 +65,7 @@ class StockHandshakes:
 
         ProtocolError for a stock peer: the request would crash its listener.
         """
-        if peer.address.startswith(_MARK):
+        if peer.address.startswith(_ADDRESS_PREFIX):
             raise peer.at.failure(ProtocolError, "a stock engine is asked for its metadata, and nothing else")
         return await self._own.ask(peer, request, timeout_s)
 
@@ -78,29 +78,29 @@ class StockHandshakes:
         asked_s = self._clock.now_s()
         if asked_s - connection.alive_s < _ASK_AGAIN_S:
             return True
-        if _agent(peer, await self._ask(peer)) != connection.agent:
+        if _agent(peer, await self._ask_metadata(peer)) != connection.agent:
             return False
         connection.alive_s = max(connection.alive_s, asked_s)
         return True
 
     async def _connect(self, peer: Peer) -> Connection:
         at, asked_s = peer.at, self._clock.now_s()
-        shown = await self._ask(peer)
-        agent = _agent(peer, shown)
+        answer = await self._ask_metadata(peer)
+        agent = _agent(peer, answer)
         if parse_agent_name(agent, at.engine_id) is not None:
             lost = "a router has removed from its parameters all that kvflow writes into them"
             why = f"it is a kvflow engine, but {lost}: the router must pass remote_request_id on unchanged"
             raise at.failure(PeerIncompatible, why)
-        if (theirs := shown.compatibility_hash) not in self._hashes:
+        if (theirs := answer.compatibility_hash) not in self._hashes:
             pinned = ", ".join(one[:12] for one in self._hashes)
             why = f"compatibility hash: ours {pinned}, theirs {theirs} (another model, version or cache)"
             raise at.failure(PeerIncompatible, why)
-        metadata = metadata_of(at, shown.metadata, agent, self.ours, tp_size=int(at.address.rpartition("/")[2]))
+        metadata = metadata_of(at, answer.metadata, agent, self.ours, tp_size=int(at.address.rpartition("/")[2]))
         check_tp_size(at, metadata.cache_shares[0], self.ours, self._tp_sizes)
         regions = check_metadata(at, metadata, self._local)
         connection = StockConnection(agent, metadata, regions, self._local, self.leases)
         connection.stock_metadata, connection.alive_s = metadata, asked_s
-        connection.reporters = self._reporters(metadata, shown)
+        connection.reporters = self._reporter_count(metadata, answer)
         known = await self._own.agents.find_open(agent)
         if known is None:
             await self._own.agents.add(at, connection, metadata.agent_metadata)
@@ -109,24 +109,24 @@ class StockHandshakes:
             raise at.failure(ProtocolError, f"agent {agent!r} belongs to another rank, {known!r}")
         return known
 
-    async def _ask(self, peer: Peer) -> StockAnswer:
+    async def _ask_metadata(self, peer: Peer) -> StockAnswer:
         return await ask_rank(
-            peer.address.removeprefix(_MARK).rpartition("/")[0],
+            peer.address.removeprefix(_ADDRESS_PREFIX).rpartition("/")[0],
             tp_rank=peer.rank.tp,
             timeout_s=self._config.handshake_timeout_s,
             engine_id=peer.engine_id,
         )
 
-    def _reporters(self, metadata: messages.Metadata, shown: StockAnswer) -> int:
-        if line_of_metadata(shown.fields).reports_tp_size:
+    def _reporter_count(self, metadata: messages.Metadata, answer: StockAnswer) -> int:
+        if line_of_metadata(answer.fields).reports_tp_size:
             return self._local.cache_shares[0].tp_size
         pairs = topology.common_shares(self._local.cache_shares, metadata.cache_shares)
         sources = (topology.source_at(mine, theirs) for _, _, mine, theirs in pairs)
         return max((source.reporters for source in sources if source is not None), default=1)
 
 
-def _agent(peer: Peer, shown: StockAnswer) -> AgentName:
+def _agent(peer: Peer, answer: StockAnswer) -> AgentName:
     try:
-        return AgentName(agent_name_of(shown.metadata.agent_metadata))
+        return AgentName(agent_name_of(answer.metadata.agent_metadata))
     except WireError as error:
         raise peer.at.failure(ProtocolError, str(error)) from error

@@ -18,8 +18,8 @@ from kvflow.core.protocol.spare import bare_id
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
 _HEARTBEAT = "HB:"
-_PUSHED = "PUSH_REG:"
-_ARRAYS = range(0x90, 0xA0)
+_PUSH_REGISTRATION = "PUSH_REG:"
+_MSGPACK_ARRAYS = range(0x90, 0xA0)
 TEXT_BYTES_MAX = 1 << 14
 """Largest size of a notification that is sent, in bytes."""
 RECEIVED_BYTES_MAX = 1 << 22
@@ -41,13 +41,13 @@ def is_text(payload: bytes) -> bool:
 
     kvflow's own notifications begin with a byte that no text of a stock reader begins with.
     """
-    return not payload or payload[0] not in _ARRAYS
+    return not payload or payload[0] not in _MSGPACK_ARRAYS
 
 
 def fits_text(request_id: str) -> bool:
     """Return True if a text can contain this request id, so that a stock producer takes it for no other request."""
     plain = request_id.isprintable() and request_id.isascii() and 0 < len(request_id) <= REQUEST_ID_CHARS_MAX
-    return plain and "," not in request_id and not request_id.startswith((_HEARTBEAT, _PUSHED))
+    return plain and "," not in request_id and not request_id.startswith((_HEARTBEAT, _PUSH_REGISTRATION))
 
 
 def read_text(request_id: str, readers: int) -> bytes:
@@ -90,7 +90,7 @@ def decode_text(payload: bytes) -> ReaderText:
         text = payload.decode("ascii")
     except UnicodeDecodeError as error:
         raise WireError(f"expected a stock reader's text, got {counted(len(payload), 'byte')}: {error}") from error
-    if text.startswith(_PUSHED):
+    if text.startswith(_PUSH_REGISTRATION):
         raise WireError("a reader that wants blocks pushed (NixlPushConnector)")
     if text.startswith(_HEARTBEAT):
         ids = text.removeprefix(_HEARTBEAT).split(",", _HEARTBEAT_IDS_MAX)

@@ -87,15 +87,15 @@ def line_of_params(params: Collection[str]) -> ReleaseLine:
         raise RequestError(
             f"stock params: {what}, whose listener crashes on kvflow's question: {SUPPORTED} are supported"
         )
-    return _line_alike(lambda line: line.params, params)
+    return _line_with_fields(lambda line: line.params, params)
 
 
 def line_of_metadata(metadata: Collection[str]) -> ReleaseLine:
     """Return the oldest release line with metadata that has the fields `metadata`."""
-    return _line_alike(lambda line: line.metadata, metadata)
+    return _line_with_fields(lambda line: line.metadata, metadata)
 
 
-def _line_alike(names_of: Callable[[ReleaseLine], tuple[str, ...]], found: Collection[str]) -> ReleaseLine:
+def _line_with_fields(names_of: Callable[[ReleaseLine], tuple[str, ...]], found: Collection[str]) -> ReleaseLine:
     """Return the newest line that has no other fields than `found`; of lines with the same fields, the oldest.
 
     `names_of` returns the names of a line's fields, of the kind that is compared.

@@ -54,7 +54,7 @@ from kvflow.logs import logger_of
 from kvflow.parts import importing_part
 from kvflow.runtime.part import Part
 from kvflow.transport.device.cache_device import record_event
-from kvflow.vllm.engine_requests import engine_request_of, names_pictures, sharing_of, spreads_samples
+from kvflow.vllm.engine_requests import engine_request_of, picture_ids_from_content, sharing_of, spreads_samples
 from kvflow.vllm.extra_config import config_of, extra_of, scheduling_of, warn_of_side_channel
 from kvflow.vllm.kv_cache_layout import cache_groups, groups_of
 from kvflow.vllm.vllm_metrics import KVFlowPromMetrics, KVFlowStats
@@ -131,19 +131,19 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = CacheHitSource.P2P
     _cards: tuple[bytes, ...] = ()
     """Scheduler: the workers' metadata for stock readers (`EngineRanks.card`), to be sent with the next step."""
-    _names_pictures = True
+    _picture_ids_from_content = True
     """Scheduler: True if vLLM's identifiers of pictures are made from their content (see `engine_request_of`)."""
-    _recomputes = False
+    _recomputes_failed_loads = False
     """Scheduler: True if vLLM computes a prompt locally after its load has failed."""
     _spreads_samples = False
     """Scheduler: True if vLLM may distribute the samples of a prompt over several engines."""
     _prefixes: RequestPrefixes | None = None
     """Scheduler: prefix keys of requests; None if prefixes are neither shared with peers nor pulled from peers."""
-    _shares = False
+    _shares_prefixes = False
     """Worker: True if peers may read prefixes from this engine's cache."""
     _asks_for_engine = True
     """Worker: True on the one rank that asks peers for prefixes on behalf of the whole engine."""
-    _pulls = False
+    _pulls_prefixes = False
     """Worker: True if this engine asks peers for prefixes and loads them."""
     _worker_report = KVFlowWorkerReport()
     """Worker: reports that are sent with the results of the next step."""
@@ -160,8 +160,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         extra = extra_of(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduling = scheduling_of(vllm_config, self._groups)
-            self._names_pictures = names_pictures(vllm_config)
-            self._recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+            self._picture_ids_from_content = picture_ids_from_content(vllm_config)
+            self._recomputes_failed_loads = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
             warn_of_side_channel(vllm_config)
             self._spreads_samples = spreads_samples(vllm_config)
             dialect = OWN_DIALECT
@@ -202,7 +202,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             peers = prefix.prefix_peers_of(vllm_config, extra)
             parts.append(peers.prefixes)
             possible = not prefix.sharing_obstacle(self._groups, kv_cache_config)
-            self._shares, self._pulls = extra.share_prefixes and possible, extra.pulls_prefixes and possible
+            self._shares_prefixes, self._pulls_prefixes = (
+                extra.share_prefixes and possible,
+                extra.pulls_prefixes and possible,
+            )
         self._runtime = Runtime(config, parts=parts)
         self._worker = ConnectorWorker(self._runtime, peers)
         self._asks_for_engine = (config.tp_rank, config.pp_rank) == (0, 0)
@@ -255,12 +258,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if self._prefixes is not None:
             self._prefixes.add(request)
         offered = self._scheduling.offers(request.kv_transfer_params or {})
-        if offered and self._scheduling.leaves_last_token and not self._ends_before_last_token(request):
+        if offered and self._scheduling.leaves_last_token and not self._leave_out_last_token(request):
             logger.info("request %s: its prompt is not offered: its last token cannot be left out", request.request_id)
             return
         try:
             sharing = sharing_of(request.request_id, spread=self._spreads_samples)
-            self._scheduler.add(engine_request_of(request, names_pictures=self._names_pictures), sharing=sharing)
+            self._scheduler.add(
+                engine_request_of(request, picture_ids_from_content=self._picture_ids_from_content), sharing=sharing
+            )
         except RequestError as error:
             logger.warning("request %s: its prompt is computed here: %s", request.request_id, error)
             self._stats.data["tickets_refused"].append(type(error).__name__)
@@ -289,17 +294,17 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         vLLM adds the request to the scheduler only to abort it at once.
         """
         try:
-            self._scheduler.reject(engine_request_of(request, names_pictures=self._names_pictures))
+            self._scheduler.reject(engine_request_of(request, picture_ids_from_content=self._picture_ids_from_content))
         except RequestError as error:
             logger.debug("request %s: it was rejected, and has no ticket: %s", request.request_id, error)
 
-    def _ends_before_last_token(self, request: Request) -> bool:
+    def _leave_out_last_token(self, request: Request) -> bool:
         """Make the offer of `request` end before the prompt's last token. Return True if that is possible.
 
         The last token is either not computed at all, or computed but not offered (`withhold_last_token`).
         """
         if not self._scheduling.withhold_last_token:
-            return _without_last_token(request)
+            return _remove_last_token(request)
         request.max_tokens = 1
         return bool(request.num_prompt_tokens > 1)
 
@@ -310,16 +315,16 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        tables = self._transferred(blocks.get_block_ids())
+        tables = self._transferred_tables(blocks.get_block_ids())
         self._scheduler.update_after_alloc(request.request_id, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         resolve = scheduler_output.kv_connector_block_state.resolve_block_ids
-        scheduled = _scheduled(scheduler_output)
+        scheduled = _computed_after_step(scheduler_output)
         preempted = scheduler_output.preempted_req_ids or ()
 
         def block_ids(request_id: str) -> tuple[list[int], ...]:
-            return self._transferred(resolve(request_id))
+            return self._transferred_tables(resolve(request_id))
 
         step = self._scheduler.build_step(scheduled, preempted=preempted, block_ids=block_ids)
         if self._prefixes is not None:
@@ -335,7 +340,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         report = meta if isinstance(meta, KVFlowWorkerReport) else KVFlowWorkerReport()
         self._scheduler.update_from_workers(received=received, sent=sent, found=report.found)
         self._scheduler.refuse(report.refused)
-        if self._recomputes:
+        if self._recomputes_failed_loads:
             for _ in connector_output.failed_recving or ():
                 self._scheduler.note_computed_here("its load failed")
         workers = report.introductions
@@ -356,7 +361,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        tables = self._transferred(block_ids)
+        tables = self._transferred_tables(block_ids)
         if self._prefixes is not None:
             self._prefixes.finish(request, tables)
         completed = request.status in _COMPLETED
@@ -365,7 +370,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         return tuple(group.index for group in self._groups)
 
-    def _transferred(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
+    def _transferred_tables(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
         """Return those of a request's block `tables` that belong to transferred groups, in the order of `_groups`."""
         return tuple(tables[group.index] for group in self._groups)
 
@@ -400,12 +405,12 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._cache_groups = groups
         self._runtime.open()
         self._register()
-        if self._pulls:
+        if self._pulls_prefixes:
             self._worker.connect_peers(follow_events=self._asks_for_engine)
 
     def _register(self) -> None:
         self._runtime.register_kv_caches(self._cache_groups)
-        if self._shares:
+        if self._shares_prefixes:
             facts = [(group.facts, of.split) for group, of in zip(self._groups, self._cache_groups, strict=True)]
             size = facts[0][0].block_size
             self._worker.share([as_registered(one, size // split) for one, split in facts], size)
@@ -478,7 +483,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker_report = self._worker_report.aggregate(
             KVFlowWorkerReport(found=found.found, refused=found.refused)
         )
-        self._stats.note(found)
+        self._stats.add_results(found)
         self._stats.data["prefix_runs"] += self._worker.shared_outcomes()
         while self._late_reads:
             self._late_reads.popleft()
@@ -530,7 +535,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return KVFlowPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _scheduled(output: SchedulerOutput) -> dict[str, int]:
+def _computed_after_step(output: SchedulerOutput) -> dict[str, int]:
     """Return, by id of each request in the step, the request's total of computed tokens once the step has run."""
     cached = output.scheduled_cached_reqs
     before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -548,7 +553,7 @@ def _log_as_vllm() -> None:
         ours.propagate = False
 
 
-def _without_last_token(request: Request) -> bool:
+def _remove_last_token(request: Request) -> bool:
     """Remove the last prompt token of `request`, and limit its answer to one token. Return True if that is possible.
 
     It is not if the prompt has one token, no token ids, or its log probabilities are asked for.

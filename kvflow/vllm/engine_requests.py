@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SAMPLE = re.compile(r"([0-9]{1,9})_")
 
 
-def names_pictures(vllm_config: VllmConfig) -> bool:
+def picture_ids_from_content(vllm_config: VllmConfig) -> bool:
     """Return True if vLLM's identifier of a picture is made from the picture's content.
 
     If vLLM caches neither processed pictures nor prefixes, its identifiers are only numbers.
@@ -56,24 +56,25 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
     return Sharing.SAMPLES_ELSEWHERE if spread and int(sample[1]) else Sharing.SAMPLES
 
 
-def engine_request_of(request: Request, *, names_pictures: bool) -> EngineRequest:
+def engine_request_of(request: Request, *, picture_ids_from_content: bool) -> EngineRequest:
     """Convert vLLM's `request` to an `EngineRequest`.
 
     It gets prompt tokens only if the request has `kv_transfer_params`.
     """
     params, tokens = request.kv_transfer_params, None
     if params is not None:
-        tokens = tokens_of(request, request.num_prompt_tokens, names_pictures=names_pictures)
+        tokens = tokens_of(request, request.num_prompt_tokens, picture_ids_from_content=picture_ids_from_content)
     return EngineRequest(request.request_id, request.num_prompt_tokens, params, tokens)
 
 
-def tokens_of(request: Request, num_tokens: int, *, names_pictures: bool) -> Sequence[int] | None:
+def tokens_of(request: Request, num_tokens: int, *, picture_ids_from_content: bool) -> Sequence[int] | None:
     """Return the first `num_tokens` tokens of a request's prompt and answer, marked with vLLM's further keys.
 
     These are all keys that vLLM includes in block hashes. Return None if the tokens and keys do not identify the
-    prompt: it has pictures, and their identifiers are not made from their content (`names_pictures` is False).
+    prompt: it has pictures, and their identifiers are not made from their content (`picture_ids_from_content` is
+    False).
     """
-    if request.mm_features and not names_pictures:
+    if request.mm_features and not picture_ids_from_content:
         return None
     keys: defaultdict[int, list[tuple[str | bytes, ...]]] = defaultdict(list)
     if request.lora_request is not None:

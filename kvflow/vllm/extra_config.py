@@ -109,7 +109,7 @@ _SETTINGS = PluginSettings(
     where="kv_connector_extra_config",
     engine="vLLM",
     from_engine=_FROM_VLLM,
-    own=Extra.__struct_fields__,
+    own_keys=Extra.__struct_fields__,
 )
 
 
@@ -152,14 +152,14 @@ def warn_of_side_channel(vllm_config: VllmConfig) -> None:
     found = [f"{name}={os.environ[name]}" for name in _NIXL_VARIABLES if os.environ.get(name)]
     if found and "listen" not in given:
         logger.warning(
-            "%s is set, but only NixlConnector reads it. KVFlowConnector listens at %s, where only this host reaches "
-            "it. Set `listen` (and `advertise_host`) in kv_connector_extra_config",
+            "%s: only NixlConnector reads this. KVFlowConnector listens at %s, where only this host reaches it. Set "
+            "`listen` (and `advertise_host`) in kv_connector_extra_config",
             ", ".join(found),
             _DEFAULTS["listen"],
         )
 
 
-def _check_outputs(vllm_config: VllmConfig) -> None:
+def _refuse_routed_experts(vllm_config: VllmConfig) -> None:
     """Raise ConfigError if vLLM is to return routed experts.
 
     The experts of a prompt are known only to the engine that computed the prompt.
@@ -190,7 +190,7 @@ def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
 
 def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> SchedulingConfig:
     """Return the settings of the `ConnectorScheduler` from vLLM's configuration. ConfigError names a wrong setting."""
-    _check_outputs(vllm_config)
+    _refuse_routed_experts(vllm_config)
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
     frees_blocks = any(group.frees_blocks for group in groups)
     has_state = any(group.facts.kind is GroupKind.STATE for group in groups)

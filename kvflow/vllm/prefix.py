@@ -25,7 +25,7 @@ from kvflow.logs import logger_of
 from kvflow.prefix import Prefixes, prefix_keys
 from kvflow.prefix.kv_events import EventSource
 from kvflow.prefix.prefix_requests import PEERS_MAX
-from kvflow.vllm.engine_requests import names_pictures, tokens_of
+from kvflow.vllm.engine_requests import picture_ids_from_content, tokens_of
 from kvflow.vllm.extra_config import Extra
 from kvflow.vllm.kv_cache_layout import Group
 
@@ -95,11 +95,11 @@ class RequestPrefixes:
         if why:
             logger.warning("prefixes are neither shared nor pulled: %s", why)
         self._scheduling = scheduling
-        self._names_pictures = names_pictures(vllm_config)
+        self._picture_ids_from_content = picture_ids_from_content(vllm_config)
         self._block_tokens = groups[0].facts.block_size
-        self._shares = extra.share_prefixes and not why
+        self._shares_prefixes = extra.share_prefixes and not why
         self._cached_prompts: CachedPrompts | None = None
-        self._pulls = extra.pulls_prefixes and not why
+        self._pulls_prefixes = extra.pulls_prefixes and not why
         self.questions = PrefixQuestions(
             known_peers(extra),
             block_tokens=self._block_tokens,
@@ -109,7 +109,7 @@ class RequestPrefixes:
 
     def bind_pool(self, pool: BlockPool) -> None:
         """If prefixes are shared, watch when `pool` reuses the blocks of requests."""
-        if not self._shares:
+        if not self._shares_prefixes:
             return
         if not hasattr(pool, "unpin_blocks"):
             logger.warning("prefixes are not shared: this vLLM's block pool does not report reused blocks")
@@ -134,7 +134,7 @@ class RequestPrefixes:
     def add(self, request: Request) -> None:
         """Add a new request. If it has no ticket of a prefill engine, have peers be asked for its prefix."""
         params = request.kv_transfer_params
-        asks = self._pulls and not self._scheduling.takes(params or {})
+        asks = self._pulls_prefixes and not self._scheduling.takes(params or {})
         if self._cached_prompts is None and not asks:
             return
         keys = self._keys(request, request.num_prompt_tokens)
@@ -150,7 +150,7 @@ class RequestPrefixes:
             self.questions.add(request.request_id, keys[:most], source)
 
     def _keys(self, request: Request, num_tokens: int) -> list[bytes]:
-        tokens = tokens_of(request, num_tokens, names_pictures=self._names_pictures)
+        tokens = tokens_of(request, num_tokens, picture_ids_from_content=self._picture_ids_from_content)
         return [] if tokens is None else prefix_keys(tokens, self._block_tokens)
 
     def build_step(

@@ -38,7 +38,7 @@ def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str]
         hashes=tuple(dict.fromkeys((shown, own, *given.hashes))),
         terms=Terms(lease_s=given.lease_s, router_s=given.router_s),
         tp_sizes=given.tp_sizes,
-        serve_version=_serve_version(extra),
+        serve_version=_reader_version(extra),
         attn_backend_name=backend,
         ranks=EngineRanks(),
         on_late_read=on_late_read,
@@ -56,7 +56,7 @@ def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Di
         raise ConfigError(
             "stock_peers: only whole prompts are exchanged with stock engines: full_blocks_only must be off"
         )
-    version, lease_s = _serve_version(extra), extra.stock.lease_s
+    version, lease_s = _reader_version(extra), extra.stock.lease_s
     ids_max, groups = config.limits.block_ids_max, scheduling.all_groups
     left = int(scheduling.leaves_last_token)
 
@@ -80,5 +80,5 @@ def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Di
     return Dialect(read_ticket, params_of, lambda request_id: _UNSAFE_CHARS.sub("_", request_id))
 
 
-def _serve_version(extra: Extra) -> str:
+def _reader_version(extra: Extra) -> str:
     return extra.stock.serve_version or vllm.__version__

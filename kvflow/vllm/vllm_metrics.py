@@ -62,7 +62,7 @@ class KVFlowStats(KVConnectorStats):
     def reset(self) -> None:
         self.data: dict[str, list[Any]] = {key: [] for key in (*_HISTOGRAMS, *_COUNTERS)}
 
-    def note(self, results: Results) -> None:
+    def add_results(self, results: Results) -> None:
         """Add to these statistics the loads, leases and prefix questions that ended, from a worker's `results`."""
         data = self.data
         for report in results.loaded.values():

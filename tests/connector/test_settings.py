@@ -24,7 +24,7 @@ class Own(msgspec.Struct, frozen=True):
     other: int = 1
 
 
-PLUGIN = PluginSettings(where="extra", engine="an engine", from_engine=("engine_id", "role"), own=("other",))
+PLUGIN = PluginSettings(where="extra", engine="an engine", from_engine=("engine_id", "role"), own_keys=("other",))
 
 
 def default_of(name: str) -> Any:

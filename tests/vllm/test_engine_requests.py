@@ -23,7 +23,7 @@ from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.vllm.connector import KVFlowConnector
 from kvflow.vllm.engine_requests import engine_request_of as facts_of
-from kvflow.vllm.engine_requests import names_pictures, sharing_of, tokens_of
+from kvflow.vllm.engine_requests import picture_ids_from_content, sharing_of, tokens_of
 from kvflow.vllm.vllm_metrics import KVFlowStats
 from tests.support.tests_support import any_ticket
 
@@ -67,7 +67,7 @@ def request_of(name: str, request_id: str = "r", **more: Any) -> Request:
 
 
 def asked(name: str, **more: Any) -> EngineRequest:
-    return facts_of(request_of(name, **{"params": {"do_remote_decode": True}, **more}), names_pictures=True)
+    return facts_of(request_of(name, **{"params": {"do_remote_decode": True}, **more}), picture_ids_from_content=True)
 
 
 @pytest.mark.parametrize("tokens", [6, 2])
@@ -87,15 +87,15 @@ def test_a_prompt_with_nothing_but_tokens_has_the_digest_that_it_always_had() ->
 
 
 def test_pictures_that_vllm_only_numbers_are_not_compared() -> None:
-    assert tokens_of(request_of("a picture"), 6, names_pictures=False) is None
-    assert tokens_of(request_of("plain"), 6, names_pictures=False) == TOKENS
+    assert tokens_of(request_of("a picture"), 6, picture_ids_from_content=False) is None
+    assert tokens_of(request_of("plain"), 6, picture_ids_from_content=False) == TOKENS
     for pictures, prefixes, expected in ((0, True, True), (4, False, True), (0, False, False), (None, False, True)):
         multimodal = None if pictures is None else SimpleNamespace(mm_processor_cache_gb=pictures)
         config: Any = SimpleNamespace(
             model_config=SimpleNamespace(multimodal_config=multimodal),
             cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
         )
-        assert names_pictures(config) == expected
+        assert picture_ids_from_content(config) == expected
 
 
 @pytest.mark.parametrize(

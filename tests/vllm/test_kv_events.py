@@ -147,7 +147,7 @@ def test_an_events_keys_are_those_of_the_request(salt: str | None, pictures: lis
     known = PrefixMap()
     for told in decode_batch(msgspec.msgpack.encode(kv_events.KVEventBatch(ts=1.5, events=[event]))):
         known.apply("engine", told)
-    prompt = tokens_of(request, request.num_prompt_tokens, names_pictures=True)
+    prompt = tokens_of(request, request.num_prompt_tokens, picture_ids_from_content=True)
     assert prompt is not None
     assert tokens_known(known, prompt, SMALL) == 64
     assert (tokens_known(known, tokens, SMALL) == 64) == (salt is None and not pictures)

@@ -242,11 +242,11 @@ def test_addresses_of_peers_are_checked_at_the_start() -> None:
 
 def test_who_shares_also_serves(caplog: pytest.LogCaptureFixture) -> None:
     assert config_of(vllm_config("kv_consumer", share_prefixes=True), tp_rank=0, pp_rank=0).role == "both"
-    assert prefixes(share_prefixes=True)._shares
+    assert prefixes(share_prefixes=True)._shares_prefixes
     with caplog.at_level("WARNING"):
         made = prefixes(share_prefixes=True, prefix_peers=["tcp://a:1"], spec=MambaSpec(**STATE))
-    assert not made._shares
-    assert not made._pulls
+    assert not made._shares_prefixes
+    assert not made._pulls_prefixes
     made.bind_pool(SimpleNamespace())
     shared = prefixes(share_prefixes=True)
     with caplog.at_level("WARNING"):
@@ -466,8 +466,8 @@ def test_prompts_of_windows_are_computed_whole_for_stock_readers() -> None:
 def test_statistics_add_up() -> None:
     error = LeaseExpired("gone", request_id="r", peer="tcp://127.0.0.1:1")
     stats, others = KVFlowStats(), KVFlowStats()
-    stats.note(Results(failed={"r": FailedLoad(((1,),), error)}, leases=[("s", LeaseOutcome.READ)]))
-    others.note(Results(failed={"r": FailedLoad(((1,),), None)}))
+    stats.add_results(Results(failed={"r": FailedLoad(((1,),), error)}, leases=[("s", LeaseOutcome.READ)]))
+    others.add_results(Results(failed={"r": FailedLoad(((1,),), None)}))
     both = stats.aggregate(others)
     assert both.data["load_failures"] == ["LeaseExpired", "Abandoned"]
     assert both.reduce()["Failed loads"] == 2
