@@ -20,8 +20,8 @@ from kvflow.errors import RequestError
 
 KEY_BYTES = 32
 SALT_BYTES_MAX = 1024
-_BEGINNING = b"kvflow-prefix-1\0"
-_TOKEN = np.dtype("<i8")
+_HASH_PREFIX = b"kvflow-prefix-1\0"
+_TOKEN_DTYPE = np.dtype("<i8")
 
 
 def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") -> list[bytes]:
@@ -40,7 +40,7 @@ def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") 
     Raises:
         RequestError: `tokens` are no token ids, `block_tokens` is below 1, or `salt` is not bytes or is too long.
     """
-    step = whole(block_tokens, "block_tokens", least=1) * _TOKEN.itemsize
+    step = whole(block_tokens, "block_tokens", least=1) * _TOKEN_DTYPE.itemsize
     data = memoryview(token_bytes(tokens, "tokens"))
     state, keys = key_state(salt), list[bytes]()
     for start in range(0, len(data) - step + 1, step):
@@ -57,7 +57,7 @@ def key_state(salt: bytes) -> hashlib.blake2b:
     given = instance(salt, bytes, "salt")
     if len(given) > SALT_BYTES_MAX:
         raise RequestError(f"salt: expected at most {SALT_BYTES_MAX} bytes, got {len(given)}")
-    beginning = _BEGINNING + len(given).to_bytes(4, "little") + given
+    beginning = _HASH_PREFIX + len(given).to_bytes(4, "little") + given
     return hashlib.blake2b(beginning, digest_size=KEY_BYTES, usedforsecurity=False)
 
 
@@ -66,4 +66,4 @@ def token_bytes(tokens: Sequence[int], what: str) -> bytes:
 
     `what`: name of the tokens in the error message.
     """
-    return whole_numbers(tokens, what).astype(_TOKEN, copy=False).tobytes()
+    return whole_numbers(tokens, what).astype(_TOKEN_DTYPE, copy=False).tobytes()

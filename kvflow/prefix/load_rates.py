@@ -7,8 +7,8 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.runtime.load.requests import LoadReport
 
 _ENGINES_MAX = 1 << 10
-_NEWEST = 0.3  # weight of the last load
-_QUEUED_MOST_S = 1.0
+_NEWEST_WEIGHT = 0.3  # weight of the last load
+_QUEUED_S_MAX = 1.0
 
 
 class LoadRates:
@@ -26,7 +26,7 @@ class LoadRates:
             engine_id, seconds = report.attempts[-1].engine_id, report.attempts[-1].seconds
         newest = seconds / report.tokens
         before = self._s_per_token.get(engine_id, newest)
-        self._s_per_token[engine_id] = before + _NEWEST * (newest - before)
+        self._s_per_token[engine_id] = before + _NEWEST_WEIGHT * (newest - before)
 
     def expected_s(self, engine_id: str, tokens: int, queued_tokens: float) -> float | None:
         """Return the seconds that a load of `tokens` tokens should take; None if the engine was never read from.
@@ -36,4 +36,4 @@ class LoadRates:
         s_per_token = self._s_per_token.get(engine_id)
         if s_per_token is None:
             return None
-        return s_per_token * tokens + min(s_per_token * queued_tokens, _QUEUED_MOST_S)
+        return s_per_token * tokens + min(s_per_token * queued_tokens, _QUEUED_S_MAX)

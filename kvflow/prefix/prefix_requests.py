@@ -46,7 +46,7 @@ class PrefixRequest:
     keys: PrefixKeys
     key_tokens: Size
     block_ids: GivenBlockIds
-    peers: Peers
+    peers: GivenPeers
     cached_tokens: Count = 0
     """Number of tokens that full blocks of the local cache hold already. They are not read from a peer."""
     deadline_s: Seconds | None = None
@@ -202,7 +202,7 @@ def token_size_bytes(local: LocalRank) -> int:
     return size
 
 
-def _keys(given: object, what: str) -> tuple[bytes, ...]:
+def _checked_keys(given: object, what: str) -> tuple[bytes, ...]:
     checks.count(given, what, most=_KEYS_MAX)
     found: tuple[Any, ...] | None = checks.try_call(lambda: tuple(cast(Any, given)))
     if not found or not all(type(key) is bytes and len(key) == KEY_BYTES for key in found):
@@ -210,11 +210,11 @@ def _keys(given: object, what: str) -> tuple[bytes, ...]:
     return found
 
 
-def _peers(given: object, what: str) -> tuple[Any, ...]:
+def _checked_peers(given: object, what: str) -> tuple[Any, ...]:
     if not isinstance(given, tuple | list) or checks.count(given, what) > PEERS_MAX:
         raise RequestError(f"{what}: expected at most {PEERS_MAX} addresses or tickets, got {checks.short_repr(given)}")
     return tuple(given)
 
 
-PrefixKeys: TypeAlias = Annotated[Sequence[bytes], _keys]
-Peers: TypeAlias = Annotated[Sequence[GivenPeer], _peers]
+PrefixKeys: TypeAlias = Annotated[Sequence[bytes], _checked_keys]
+GivenPeers: TypeAlias = Annotated[Sequence[GivenPeer], _checked_peers]

@@ -20,7 +20,7 @@ from kvflow.prefix.prefix_requests import (
 )
 from kvflow.prefix.pull import Pull
 from kvflow.prefix.seek import PrefixQuestions
-from kvflow.prefix.seek_request import PREFIX_OF, SeekRequest
+from kvflow.prefix.seek_request import LEASE_ID_PREFIX, SeekRequest
 from kvflow.prefix.sharing import SharedPrefixes
 from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.load.requests import LoadReport
@@ -45,7 +45,7 @@ class Prefixes(Part):
         self._rates = LoadRates()
         self._questions: PrefixQuestions | None = None
         self._counts: dict[str, int] = {}
-        self._under_way: set[Pull] = set()
+        self._pulls: set[Pull] = set()
         self._shared: SharedPrefixes | None = None
 
     def __repr__(self) -> str:
@@ -103,7 +103,7 @@ class Prefixes(Part):
         checked = checked_prefix_request(request, "seek", cache.config.limits)
         search = await questions.ask(checked, checked.answer_within_s)
         found = search.holders
-        search.give_back(found)
+        search.end(found)
         return tuple(one.offer for one in found)
 
     async def pull(self, request: PrefixRequest) -> PrefixReport:
@@ -129,13 +129,13 @@ class Prefixes(Part):
         """
         cache, questions = self._require("pull")
         checked = checked_prefix_request(request, "pull", cache.config.limits)
-        under_way, made = self._under_way, Pull(cache, self._rates, self._counts, checked)
-        under_way.add(made)
+        under_way, pull = self._pulls, Pull(cache, self._rates, self._counts, checked)
+        under_way.add(pull)
         try:
-            return await made.run(questions)
+            return await pull.run(questions)
         finally:
-            under_way.discard(made)
-            made.over.set()
+            under_way.discard(pull)
+            pull.ended.set()
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
         """Record how long the load of an offer took, so that later values of `PrefixOffer.pull_s` are better.
@@ -151,7 +151,7 @@ class Prefixes(Part):
         """
         checks.instance(ticket, Ticket, "learn: ticket")
         checks.instance(report, LoadReport, "learn: report")
-        if ticket.request_id.startswith(PREFIX_OF):
+        if ticket.request_id.startswith(LEASE_ID_PREFIX):
             self._rates.learn(ticket, report)
 
     @property
@@ -160,13 +160,13 @@ class Prefixes(Part):
         if self._questions is None or not self._owner.registered:
             return None
         sharing = None if self._shared is None or self._shared.closed else self._shared.statistics
-        return PrefixStatistics(open_requests=len(self._under_way), sharing=sharing, **self._counts)
+        return PrefixStatistics(open_requests=len(self._pulls), sharing=sharing, **self._counts)
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
         """Only for the runtime, which calls it once a KV cache is registered: see `Part.registered`."""
         self._owner.begin(runtime)
         self._questions, self._shared = PrefixQuestions(cache, self._rates), None
-        self._under_way = set()
+        self._pulls = set()
         self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
 
     def end(self, why: Ending, wait_s: float = 0.0) -> None:
@@ -181,8 +181,8 @@ class Prefixes(Part):
 
     async def drained(self) -> None:
         """Only for the runtime, which waits here until all pulls have ended: see `Part.drained`."""
-        for one in tuple(self._under_way):  # a search ends by itself, and holds nothing
-            await one.over.wait()
+        for one in tuple(self._pulls):  # a search ends by itself, and holds nothing
+            await one.ended.wait()
 
     async def release(self, timeout_s: float) -> str:
         """Only for the runtime, which waits here for pulls while it closes: see `Part.closed`."""

@@ -55,35 +55,35 @@ class Pull:
             except RequestError as error:
                 raise RequestError(f"request {request.request_id!r}: rest: {error}") from error
         check_blocks(request, self._groups, self._tables)
-        self._request = request if request.rest is None else _in_whole_blocks(request, self._groups, self._tables)
+        self._request = request if request.rest is None else _cut_to_whole_blocks(request, self._groups, self._tables)
         deadline_s = cache.config.load_deadline_s if request.deadline_s is None else request.deadline_s
-        self._answers_s = min(request.answer_within_s, deadline_s)
+        self._answer_within_s = min(request.answer_within_s, deadline_s)
         now_s = asyncio.get_running_loop().time()
-        self._ends_s, self._answers_end_s = now_s + deadline_s, now_s + self._answers_s
+        self._deadline_at_s, self._answers_until_s = now_s + deadline_s, now_s + self._answer_within_s
         self._search: Search
         """The engines that are asked, and their answers; set by `run`."""
         self._tried: list[Holder] = []
-        self._taken: Holder | None = None
+        self._source_holder: Holder | None = None
         """The holder that the prefix was read from."""
-        self._told: Sequence[Holder] = ()
+        self._loaded_from: Sequence[Holder] = ()
         """Holders of the load that has succeeded. That load gives back the leases that it has not used."""
-        self.over = asyncio.Event()
-        self._there = 0
+        self.ended = asyncio.Event()
+        self._local_tokens = 0
         """Number of tokens of the prompt in the local blocks after the loads, including cached tokens."""
 
     async def run(self, questions: PrefixQuestions) -> PrefixReport:
         """Ask the peers, load the prefix, and return the report. Errors and cancellation are as for `Prefixes.pull`."""
         self._counts["pulls"] += 1
-        self._search = await questions.ask(self._request, self._answers_s)
+        self._search = await questions.ask(self._request, self._answer_within_s)
         try:
             loads = await (self._load_prefix() if self._request.rest is None else self._load_both())
         finally:
-            self._search.give_back(self._told)
-        return self._report(loads)
+            self._search.end(self._loaded_from)
+        return self._make_report(loads)
 
     def _left_s(self) -> float:
         """Return the seconds until the deadline; 0 or less once it has passed."""
-        return self._ends_s - asyncio.get_running_loop().time()
+        return self._deadline_at_s - asyncio.get_running_loop().time()
 
     async def _load_prefix(self) -> list[LoadReport]:
         """Load the prefix from the holders with most tokens; if they fail, from those with fewer.
@@ -95,24 +95,24 @@ class Pull:
                 # The load itself renews the leases of holders with most tokens.
                 if spare.offer.num_tokens < self._search.holders[0].offer.num_tokens:
                     kept.enter_context(self._remote_leases.keep_while(spare.offer.ticket))
-            while self._left_s() > 0 and (holders := await self._best()):
+            while self._left_s() > 0 and (holders := await self._next_holders()):
                 tokens = holders[0].offer.num_tokens
-                tables = _filled(self._groups, self._tables, self._request.cached_tokens, tokens)
-                report = await self._outcome(holders, self._start(_tickets(holders), tables, tokens=tokens))
+                tables = _blocks_filled_by(self._groups, self._tables, self._request.cached_tokens, tokens)
+                report = await self._await_load(holders, self._start_load(_tickets_of(holders), tables, tokens=tokens))
                 if report is not None:
-                    self._there = tokens
+                    self._local_tokens = tokens
                     return [report]
         return []
 
-    async def _best(self) -> list[Holder]:
+    async def _next_holders(self) -> list[Holder]:
         """Return the holders to load from next, the best first, all with equally many tokens.
 
         Holders are left out if computing the tokens should be faster than reading from them.
         """
-        while alike := await self._search.best(self._tried, self._answers_end_s):
-            del alike[TICKETS_MAX:]
-            self._tried += alike
-            if paying := [one for one in alike if self._pays(one)]:
+        while holders := await self._search.wait_for_best(self._tried, self._answers_until_s):
+            del holders[TICKETS_MAX:]
+            self._tried += holders
+            if paying := [one for one in holders if self._is_worth_reading(one)]:
                 return paying
         return []
 
@@ -122,13 +122,13 @@ class Pull:
         If no holder has a usable prefix, load all tokens by the ticket `rest`.
         """
         cached = self._request.cached_tokens
-        if holders := await self._best():
-            heads, tails = _divided(self._groups, self._tables, cached, holders[0].offer.num_tokens)
+        if holders := await self._next_holders():
+            heads, tails = _divide_blocks(self._groups, self._tables, cached, holders[0].offer.num_tokens)
             if any(map(len, heads)) and any(map(len, tails)):
                 return await self._load_side_by_side(holders, heads, tails)
         load = self._start_rest(self._tables, cached, keep_offer=False)
         report = await load
-        self._there = load.ticket.offered_tokens
+        self._local_tokens = load.ticket.offered_tokens
         return [report]
 
     async def _load_side_by_side(
@@ -137,10 +137,10 @@ class Pull:
         rest = self._start_rest(tails, holders[0].offer.num_tokens)
         loads = [rest]
         try:
-            prefix = self._start(_tickets(holders), heads, "/prefix")
+            prefix = self._start_load(_tickets_of(holders), heads, "/prefix")
             loads.append(prefix)
             await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
-            report, end = await self._outcome(holders, prefix), await rest
+            report, end = await self._await_load(holders, prefix), await rest
             if report is None:  # the engine of the rest has these blocks, too, and its lease is still open
                 if self._left_s() <= 0:
                     await prefix  # raises its error: no time is left to read elsewhere
@@ -152,14 +152,14 @@ class Pull:
                 load.cancel()
             await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
             if isinstance(error, KVFlowError):
-                error.quarantine = _quarantine(loads)
+                error.quarantine = _quarantine_of(loads)
             raise
-        self._there = rest.ticket.offered_tokens
+        self._local_tokens = rest.ticket.offered_tokens
         assert isinstance(self._request.rest, Ticket), "it was parsed"
         self._remote_leases.release_soon(self._request.rest)
         return [end] if report is None else [report, end]
 
-    def _start(
+    def _start_load(
         self,
         ticket: Any,
         tables: Sequence[BlockIds],
@@ -179,7 +179,7 @@ class Pull:
             LoadRequest(
                 request_id=request.request_id + part,
                 ticket=ticket,
-                block_ids=_given(tables),
+                block_ids=_as_block_ids(tables),
                 deadline_s=max(self._left_s(), 1e-6),  # positive: a load that starts late fails by its deadline
                 priority=request.priority,
                 after=request.after,
@@ -195,9 +195,9 @@ class Pull:
         assert isinstance(rest, Ticket), "it was parsed"
         # The blocks were given for this ticket; without an offer yet, its number of tokens is not known.
         tokens = rest.offered_tokens if rest.has_blocks and not rest.awaited else None
-        return self._start(rest, tables, cached_tokens=cached_tokens, tokens=tokens, keep_offer=keep_offer)
+        return self._start_load(rest, tables, cached_tokens=cached_tokens, tokens=tokens, keep_offer=keep_offer)
 
-    async def _outcome(self, holders: Sequence[Holder], load: Load) -> LoadReport | None:
+    async def _await_load(self, holders: Sequence[Holder], load: Load) -> LoadReport | None:
         """Await a load from `holders`. Return None if it failed, and no byte can land in its blocks.
 
         If bytes may still land, raise the error of the load.
@@ -205,15 +205,15 @@ class Pull:
         try:
             report = await load
         except (PeerError, LoadError) as error:
-            self._note(holders, load, str(error))
-            if not await _settled(load, self._left_s()):
+            self._note_failures(holders, load, str(error))
+            if not await _wait_until_safe(load, self._left_s()):
                 raise
             return None
-        self._told, self._taken = holders, self._note(holders, load, "")
+        self._loaded_from, self._source_holder = holders, self._note_failures(holders, load, "")
         self._rates.learn(holders[0].offer.ticket, report)
         return report
 
-    def _note(self, holders: Sequence[Holder], load: Load, error: str) -> Holder:
+    def _note_failures(self, holders: Sequence[Holder], load: Load, error: str) -> Holder:
         """Set `Holder.why` of each holder that `load` has tried, and count failures. Return the last tried holder.
 
         `error`: error of the load, "" if it has succeeded.
@@ -226,20 +226,20 @@ class Pull:
         self._counts["failed_sources"] += max(len(attempts), 1) - (not error)
         return last
 
-    def _pays(self, one: Holder) -> bool:
+    def _is_worth_reading(self, one: Holder) -> bool:
         """Return False if computing the tokens should be faster than reading from a holder, and say so in `Holder.why`.
 
         Return True if the holder's rate is not known.
         """
         offer = one.offer
         if not offer.pays:
-            one.why = f"it takes {offer.pull_s:.3g} s from there, and {offer.compute_s:.3g} s to compute"
+            one.why = f"reading takes {offer.pull_s:.3g} s, computing takes {offer.compute_s:.3g} s"
             self._counts["declined"] += 1
         return offer.pays
 
-    def _report(self, loads: Sequence[LoadReport]) -> PrefixReport:
+    def _make_report(self, loads: Sequence[LoadReport]) -> PrefixReport:
         """Return the report of the pull and its successful `loads`. Add the tokens that were read to the counts."""
-        request, taken = self._request, self._taken
+        request, taken = self._request, self._source_holder
         judged = taken or (self._tried[-1] if self._tried else None)
         pulled = 0 if taken is None else taken.offer.num_tokens - request.cached_tokens
         if pulled:
@@ -248,7 +248,7 @@ class Pull:
             self._counts["bytes"] += loads[0].bytes
         return PrefixReport(
             request_id=request.request_id,
-            num_tokens=max(self._there, request.cached_tokens),
+            num_tokens=max(self._local_tokens, request.cached_tokens),
             pulled_tokens=pulled,
             bytes=sum(report.bytes for report in loads),
             source=taken.offer.peer if taken is not None else "",
@@ -259,11 +259,11 @@ class Pull:
         )
 
 
-def _tickets(holders: Sequence[Holder]) -> list[Ticket]:
+def _tickets_of(holders: Sequence[Holder]) -> list[Ticket]:
     return [one.offer.ticket for one in holders]
 
 
-async def _settled(load: Load, within_s: float) -> bool:
+async def _wait_until_safe(load: Load, within_s: float) -> bool:
     """Wait until no byte can land in the blocks of a failed load. Return False if that takes more than `within_s`."""
     if load.safe:
         return True
@@ -275,14 +275,14 @@ async def _settled(load: Load, within_s: float) -> bool:
     return True
 
 
-def _quarantine(loads: Sequence[Load]) -> Quarantine | None:
+def _quarantine_of(loads: Sequence[Load]) -> Quarantine | None:
     """Return the quarantine of all `loads` with blocks in which bytes may still land; None if no load has any."""
     unsafe = [load for load in loads if not load.safe]
-    return _Unsafe(unsafe) if len(unsafe) > 1 else next(iter(unsafe), None)
+    return _UnsafeLoads(unsafe) if len(unsafe) > 1 else next(iter(unsafe), None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Unsafe:
+class _UnsafeLoads:
     """Quarantine of several loads that ran at the same time, as the `quarantine` of one error."""
 
     loads: Sequence[Load]
@@ -304,7 +304,9 @@ class _Unsafe:
             await load.settled()
 
 
-def _in_whole_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> PrefixRequest:
+def _cut_to_whole_blocks(
+    request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]
+) -> PrefixRequest:
     """Return `request` with only those keys that end at the end of a local block in each group.
 
     The next block is filled by another load, so no block may have tokens of both.
@@ -317,12 +319,14 @@ def _in_whole_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], table
     return replace(request, keys=keys, key_tokens=unit, peers=request.peers if keys else ())
 
 
-def _given(tables: Sequence[BlockIds]) -> Any:
+def _as_block_ids(tables: Sequence[BlockIds]) -> Any:
     """Return block ids in the form of `LoadRequest.block_ids`: one list, or one for each of several groups."""
     return tables[0].tolist() if len(tables) == 1 else [ids.tolist() for ids in tables]
 
 
-def _filled(groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int) -> list[BlockIds]:
+def _blocks_filled_by(
+    groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
+) -> list[BlockIds]:
     """Return the local blocks, by group, that a prefix of `tokens` tokens fills; of a window only its last blocks.
 
     `tables` begin with the block after the `cached` tokens.
@@ -340,7 +344,7 @@ def _filled(groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: in
     return filled
 
 
-def _divided(
+def _divide_blocks(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
 ) -> tuple[list[BlockIds], list[BlockIds]]:
     """Divide local blocks, by group: those that a prefix of `tokens` tokens fills, and those after it.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.prefix.prefix_requests import PrefixAnswer, PrefixOffer
 
-_SILENT = "it has not answered in time"
+_NOT_ANSWERED = "it has not answered in time"
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +20,7 @@ class Holder:
     why: str = "another one was taken"
     """Reason why nothing was read from the engine; "" if the prefix was read from it."""
 
-    def worth(self) -> tuple[int, int]:
+    def sort_key(self) -> tuple[int, int]:
         """Return the sort key of the holder: the longest prefix first, then the least busy engine."""
         return -self.offer.num_tokens, self.offer.queued_bytes
 
@@ -30,7 +30,7 @@ class Holder:
 
 
 class Search:
-    """The engines that are asked for one prefix, and their answers, which are accepted until `give_back`."""
+    """The engines that are asked for one prefix, and their answers, which are accepted until `end`."""
 
     def __init__(self, peers: Iterable[str], release: Callable[[Ticket], None]) -> None:
         """`peers`: the peers, as the request names them. `release`: gives a ticket's lease back, without waiting."""
@@ -39,13 +39,13 @@ class Search:
         self.tasks: list[asyncio.Task[None]] = []
         """Tasks of the questions, one for each engine that is asked."""
         self._release = release
-        self._over = False
+        self._ended = False
         for peer in peers:
-            self.refuse(peer, peer, _SILENT)
+            self.set_reason(peer, peer, _NOT_ANSWERED)
 
     @property
     def holders(self) -> list[Holder]:
-        """Engines with an offer. After `order` the best is first; engines that answer later are not sorted."""
+        """Engines with an offer. After `sort` the best is first; engines that answer later are not sorted."""
         return [answer for answer in self._answers.values() if isinstance(answer, Holder)]
 
     @property
@@ -58,35 +58,35 @@ class Search:
             for one in self._answers.values()
         )
 
-    def refuse(self, given: str, peer: str, why: str = _SILENT) -> None:
+    def set_reason(self, peer_given: str, peer: str, why: str = _NOT_ANSWERED) -> None:
         """Note that an engine has no offer so far, and why.
 
-        `given`: the peer, as the request names it. `peer`: name of the engine in the report.
+        `peer_given`: the peer, as the request names it. `peer`: name of the engine in the report.
         """
-        self._answers[given] = PrefixAnswer(peer=peer, num_tokens=0, why=why)
+        self._answers[peer_given] = PrefixAnswer(peer=peer, num_tokens=0, why=why)
 
-    def take(self, given: str, offer: PrefixOffer) -> None:
+    def add_offer(self, peer_given: str, offer: PrefixOffer) -> None:
         """Note the offer of an engine. If the search has ended, give the offer back."""
-        if self._over:
+        if self._ended:
             self._release(offer.ticket)
         else:
-            self._answers[given] = Holder(offer)
+            self._answers[peer_given] = Holder(offer)
 
-    def order(self, turn: int) -> None:
-        """Sort the engines: those with an offer first, in the order of `Holder.worth`.
+    def sort(self, offset: int) -> None:
+        """Sort the engines: those with an offer first, in the order of `Holder.sort_key`.
 
-        `turn` is a random number that decides which of equally good holders is first, so that readers that ask the same
-        engines do not all read from the same one.
+        `offset` is a random number that decides which of equally good holders is first, so that readers that ask the
+        same engines do not all read from the same one.
         """
         asked = list(self._answers.items())
-        at = turn % max(len(asked), 1)
+        at = offset % max(len(asked), 1)
 
         def place(asked: tuple[str, Holder | PrefixAnswer]) -> tuple[int, ...]:
-            return (0, *asked[1].worth()) if isinstance(asked[1], Holder) else (1,)
+            return (0, *asked[1].sort_key()) if isinstance(asked[1], Holder) else (1,)
 
         self._answers = dict(sorted(asked[at:] + asked[:at], key=place))
 
-    async def best(self, tried: Collection[Holder], until_s: float) -> list[Holder]:
+    async def wait_for_best(self, tried: Collection[Holder], until_s: float) -> list[Holder]:
         """Return the holders with most tokens among those that are not in `tried`, the least busy engine first.
 
         If all holders were tried, wait for further answers, until the loop's time `until_s` at the latest. Return an
@@ -96,16 +96,16 @@ class Search:
             left = [one for one in self.holders if one not in tried]
             if left:
                 most = max(one.offer.num_tokens for one in left)
-                return sorted((one for one in left if one.offer.num_tokens == most), key=Holder.worth)
+                return sorted((one for one in left if one.offer.num_tokens == most), key=Holder.sort_key)
             waiting = [task for task in self.tasks if not task.done()]
             left_s = until_s - asyncio.get_running_loop().time()
             if not waiting or left_s <= 0:
                 return []
             await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
-    def give_back(self, but: Collection[Holder] = ()) -> None:
-        """End the search: give back all offers except those of `but`, including offers that arrive later."""
-        self._over = True
+    def end(self, keep: Collection[Holder] = ()) -> None:
+        """End the search: give back all offers except those of `keep`, including offers that arrive later."""
+        self._ended = True
         for one in self.holders:
-            if one not in but:
+            if one not in keep:
                 self._release(one.offer.ticket)

@@ -28,29 +28,29 @@ from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.load_rates import LoadRates
 from kvflow.prefix.prefix_requests import GivenPeer, PrefixOffer, PrefixRequest, token_size_bytes
 from kvflow.prefix.search import Search
-from kvflow.prefix.seek_request import KEYS_MAX, PREFIX_OF, SeekRequest
+from kvflow.prefix.seek_request import KEYS_MAX, LEASE_ID_PREFIX, SeekRequest
 from kvflow.runtime.peers.peer import Connection, peer_text
 from kvflow.runtime.peers.ticket_resolver import lease_from_answer
 
 if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
 
-_NAMES_MAX = 1 << 10
+_ADDRESSES_MAX = 1 << 10
 
 
 class _Engine(NamedTuple):
     """An engine that is asked for a prefix."""
 
-    asked: list[Address]
+    asked_ranks: list[Address]
     """Ranks that have blocks for this reader rank, so they are asked."""
-    others: list[RankLease]
+    other_ranks: list[RankLease]
     """Ranks without blocks for this reader rank. They are not asked, but the ticket of the offer names them, too."""
     connection: Connection
-    """Connection to one of the ranks in `asked`."""
+    """Connection to one of the ranks in `asked_ranks`."""
     fixed_ports: bool
 
 
-_Offered: TypeAlias = tuple[Address, messages.Offer, RankLease]
+_RankOffer: TypeAlias = tuple[Address, messages.Offer, RankLease]
 """A rank, its offer of a prefix, and the lease of that offer."""
 
 
@@ -65,15 +65,15 @@ class PrefixQuestions:
         self._peers = cache.peers
         self._remote_leases = cache.remote_leases
         self._rates = rates
-        self._asking: set[asyncio.Task[None]] = set()
-        self._names: BoundedMap[str, PeerAddress] = BoundedMap(_NAMES_MAX)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._addresses: BoundedMap[str, PeerAddress] = BoundedMap(_ADDRESSES_MAX)
         """Engine and rank that listen at an address, by the address as requests give it."""
         self._unanswered: dict[str, tuple[float, float]] = {}
         """Oldest unanswered question to each peer: when it was sent (loop time), and how many seconds it might take."""
 
     def close(self) -> None:
         """Cancel all questions. Searches then report that the engine has not answered in time."""
-        for task in self._asking:
+        for task in self._tasks:
             task.cancel()
 
     async def ask(self, request: PrefixRequest, within_s: float) -> Search:
@@ -81,26 +81,26 @@ class PrefixQuestions:
 
         Wait until all peers have answered, or `within_s` has passed. After the first offer of the whole prefix, wait
         for other offers at most as long again as that offer took. The search accepts later answers until
-        `Search.give_back`. Cancelling gives the offers back.
+        `Search.end`. Cancelling gives the offers back.
 
         A peer is not asked if it has an unanswered question that is older than both the time allowed for it and
         `within_s`.
         """
         loop, question_id = asyncio.get_running_loop(), self._cache.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
-        peers = {_named(peer): peer for peer in request.peers}
+        peers = {_peer_name(peer): peer for peer in request.peers}
         search = Search(peers, self._remote_leases.release_soon)
         try:
             for given, peer in peers.items():
                 asked_s, had_s = self._unanswered.setdefault(given, (begun_s, within_s))
                 if begun_s - asked_s >= max(had_s, within_s):
-                    search.refuse(given, given, "it has not answered an earlier question yet")
+                    search.set_reason(given, given, "it has not answered an earlier question yet")
                     continue
-                body = self._ask(search, given, peer, request, question_id)
+                body = self._ask_peer(search, given, peer, request, question_id)
                 task = self._cache.spawn(body, name=f"kvflow-seek {request.request_id}")
                 search.tasks.append(task)
-                self._asking.add(task)
-                task.add_done_callback(self._asking.discard)
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             waiting, ends_s = {*search.tasks}, begun_s + within_s
             while waiting and (left_s := ends_s - loop.time()) > 0:
                 _, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -108,42 +108,44 @@ class PrefixQuestions:
                     ends_s = min(ends_s, begun_s + 2 * (loop.time() - begun_s))
                     most = math.inf  # only the first full match shortens the wait
         except BaseException:
-            search.give_back()
+            search.end()
             raise
-        search.order(int(question_id[:8], 16))
+        search.sort(int(question_id[:8], 16))
         return search
 
-    async def _ask(self, search: Search, given: str, peer: GivenPeer, request: PrefixRequest, question_id: str) -> None:
+    async def _ask_peer(
+        self, search: Search, given: str, peer: GivenPeer, request: PrefixRequest, question_id: str
+    ) -> None:
         """Body of a task: ask one engine, and note its answer in `search`.
 
         Task `kvflow-seek <request>`: begun by a search, for each engine that it asks. Ends with the answer.
         """
         name, answer = given, None
         try:
-            engine = await self._found(peer, request)
-            name = self._peers.get(engine.asked[0]).label
-            search.refuse(given, name)
+            engine = await self._find_ranks(peer, request)
+            name = self._peers.get(engine.asked_ranks[0]).label
+            search.set_reason(given, name)
             answer = await self._ask_engine(engine, name, request, question_id)
         except KVFlowError as error:
             if isinstance(peer, str):
-                self._names.pop(peer, None)
+                self._addresses.pop(peer, None)
             answer = str(error)
         self._unanswered.pop(given, None)
         if isinstance(answer, str):
-            search.refuse(given, name, answer)
+            search.set_reason(given, name, answer)
         else:
-            search.take(given, answer)
+            search.add_offer(given, answer)
 
     async def _ask_engine(
         self, engine: _Engine, name: str, request: PrefixRequest, question_id: str
     ) -> PrefixOffer | str:
         """Ask the ranks of one engine. Return its offer, or the reason why it has none."""
-        ranks = engine.asked
+        ranks = engine.asked_ranks
         begun_s = asyncio.get_running_loop().time()
         every = max(-(-len(request.keys) // KEYS_MAX), 1)
         keys, key_tokens = b"".join(request.keys[every - 1 :: every]), request.key_tokens * every
 
-        async def one(at: Address) -> _Offered | None:
+        async def one(at: Address) -> _RankOffer | None:
             question = SeekRequest(
                 reader=self._local.reader,
                 target=at,
@@ -157,23 +159,23 @@ class PrefixQuestions:
                 raise at.failure(PeerRefused, peer_text(answer.reason))
             if answer.offer is None or answer.lease is None:
                 return None
-            return _within(question, (at, answer.offer, lease_from_answer(at, answer.lease)))
+            return _check_tokens(question, (at, answer.offer, lease_from_answer(at, answer.lease)))
 
         replies = await asyncio.gather(*map(one, ranks), return_exceptions=True)
         took_s = asyncio.get_running_loop().time() - begun_s
         offers = [reply for reply in replies if isinstance(reply, tuple)]
         problem = next((reply for reply in replies if isinstance(reply, BaseException)), None)
-        engine = await self._connected_again(engine, offers)
-        ticket = _ticket(engine, question_id, offers, self._cache.config.limits.block_ids_max)
+        engine = await self._reconnect(engine, offers)
+        ticket = _join_offers(engine, question_id, offers, self._cache.config.limits.block_ids_max)
         if len(offers) < len(ranks) or ticket is None or ticket.num_tokens <= request.cached_tokens:
             if ticket is not None:
                 self._remote_leases.release_soon(ticket)
             if problem is not None:
                 raise problem
-            return "it has nothing of it" if not offers else "it has no more than is cached here"
+            return "it has no block of the prefix" if not offers else "it has no more tokens than the local cache"
         try:
             for at, _, _ in offers:
-                self._check(ticket, at)
+                self._check_blocks(ticket, at)
         except PeerError:
             self._remote_leases.release_soon(ticket)
             raise
@@ -190,7 +192,7 @@ class PrefixQuestions:
             compute_s=None if token_s is None else tokens * token_s,
         )
 
-    async def _connected_again(self, engine: _Engine, offers: Sequence[_Offered]) -> _Engine:
+    async def _reconnect(self, engine: _Engine, offers: Sequence[_RankOffer]) -> _Engine:
         """Connect again to ranks that have restarted or registered again. Return `engine` with its valid connection.
 
         `offers` name the current registration (incarnation) of each rank.
@@ -202,7 +204,7 @@ class PrefixQuestions:
                 connection = await self._peers.connect(peer, lease.incarnation)
         return engine._replace(connection=connection)
 
-    def _check(self, ticket: Ticket, at: Address) -> None:
+    def _check_blocks(self, ticket: Ticket, at: Address) -> None:
         """Raise ProtocolError if `ticket` names blocks of the rank at `at` that the rank's cache does not have.
 
         Raise LeaseExpired if the rank has registered its cache again.
@@ -213,10 +215,10 @@ class PrefixQuestions:
                 ticket, peer, peer.connection, lease, lease.block_tables or ticket.block_tables
             )
 
-    async def _found(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
+    async def _find_ranks(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
         """Connect to an engine, and find which ranks have blocks for this reader. Raise a KVFlowError if that fails."""
         if isinstance(peer, str):
-            peer = self._names.get(peer) or await self._who(peer)
+            peer = self._addresses.get(peer) or await self._identify(peer)
         fixed = isinstance(peer, PeerAddress)
         if isinstance(peer, PeerAddress):
             ranks = await self._resolver.ranks_at(peer, every_rank=request.every_rank)
@@ -239,10 +241,10 @@ class PrefixQuestions:
                 host, port = split_address(at.address, what="peer")
                 others.append(RankLease.without_lease_id(at.rank, connection.incarnation, host, port))
         if not wanted:
-            raise RequestError("none of its ranks has anything for us")
+            raise RequestError("no rank of the engine has blocks for this reader rank")
         return _Engine(wanted, others, first, fixed)
 
-    async def _who(self, given: str) -> PeerAddress:
+    async def _identify(self, given: str) -> PeerAddress:
         """Ask which engine listens at an address, and return its PeerAddress."""
         address = given if given.startswith("tcp://") else f"tcp://{given}"
         address = PeerAddress(engine_id="unknown", address=address).address
@@ -254,15 +256,15 @@ class PrefixQuestions:
         if known is None:
             said = reply.reason if isinstance(reply, messages.Refusal) else f"a {type(reply).__name__}"
             kind: type[PeerError] = PeerUnreachable if isinstance(reply, messages.Refusal) else ProtocolError
-            raise kind(f"{given}: it does not say who it is: {checks.printable(said, 300)}", peer=address)
+            raise kind(f"{given}: it does not name its engine: {checks.printable(said, 300)}", peer=address)
         dp, pp, tp = known.rank
-        found = self._names[given] = PeerAddress(
+        found = self._addresses[given] = PeerAddress(
             engine_id=known.engine_id, address=address, dp_rank=dp, pp_rank=pp, tp_rank=tp
         )
         return found
 
 
-def _named(peer: GivenPeer) -> str:
+def _peer_name(peer: GivenPeer) -> str:
     """Return the text that names `peer` in reports and error messages."""
     if isinstance(peer, PeerAddress | Ticket):
         return f"{peer.engine_id} at {peer.address}"
@@ -271,7 +273,7 @@ def _named(peer: GivenPeer) -> str:
     return peer if isinstance(peer, str) else checks.short_repr(peer)
 
 
-def _within(question: SeekRequest, offered: _Offered) -> _Offered:
+def _check_tokens(question: SeekRequest, offered: _RankOffer) -> _RankOffer:
     """Return an offer; raise ProtocolError if it has more tokens than `question` asked for, or not whole keys."""
     at, offer, _ = offered
     keys, key_tokens = len(question.keys) // KEY_BYTES, question.key_tokens
@@ -281,7 +283,7 @@ def _within(question: SeekRequest, offered: _Offered) -> _Offered:
     return offered
 
 
-def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block_ids_max: int) -> Ticket | None:
+def _join_offers(engine: _Engine, question_id: str, offers: Sequence[_RankOffer], block_ids_max: int) -> Ticket | None:
     """Join the offers of an engine's ranks into one ticket, with as many tokens as the rank with fewest tokens offers.
 
     Ranks may have a prefix in different blocks. The blocks of a window or state fit one number of tokens only, so ranks
@@ -316,7 +318,7 @@ def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block
     try:
         ticket = Ticket(
             engine_id=first.engine_id,
-            request_id=PREFIX_OF + question_id,
+            request_id=LEASE_ID_PREFIX + question_id,
             block_ids=tables[0][0],
             more_block_ids=tuple(tables[0][1:]),
             num_tokens=tokens,
@@ -332,10 +334,10 @@ def _ticket(engine: _Engine, question_id: str, offers: Sequence[_Offered], block
             fixed_ports=engine.fixed_ports,
             traceparent="",
             prompt_digest="",
-            ranks=(*ranks, *engine.others),
+            ranks=(*ranks, *engine.other_ranks),
         )
     except RequestError as error:
-        raise first.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
+        raise first.failure(ProtocolError, f"its offer is invalid: {error}") from error
     if ticket.block_ids_count > block_ids_max:
         raise too_many_block_ids(ticket.block_ids_count, block_ids_max, f"the offer of {first}")
     return ticket

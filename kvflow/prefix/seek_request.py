@@ -12,7 +12,7 @@ from kvflow.prefix.keys import KEY_BYTES
 
 KEYS_MAX = 1 << 10
 """Maximum number of keys in one question, so that a peer answers it in one short turn of its event loop."""
-PREFIX_OF = "kvflow-prefix/"
+LEASE_ID_PREFIX = "kvflow-prefix/"
 """First characters of the request id of each lease on a prefix, so that it differs from every engine's own request."""
 
 
@@ -20,7 +20,7 @@ class SeekRequest(messages.ReaderRequest, frozen=True, kw_only=True, tag="seek")
     """Asks a rank for the longest beginning of a prefix that is in its cache now. The reply leases these blocks."""
 
     request_id: RequestName
-    """Request id of the wanted lease, without `PREFIX_OF`. All ranks of an engine are asked with the same id."""
+    """Request id of the wanted lease, without `LEASE_ID_PREFIX`. All ranks of an engine are asked with the same id."""
     keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * KEYS_MAX)]
     """Keys of the prefix, 32 bytes each, concatenated. Key i covers the first (i + 1) * `key_tokens` tokens."""
     key_tokens: Size

@@ -24,7 +24,7 @@ from kvflow.logs import logger_of
 from kvflow.prefix.keys import KEY_BYTES
 from kvflow.prefix.prefix_cache import PinnedPrefix, PrefixCache, SharingStatistics
 from kvflow.prefix.prefix_requests import token_size_bytes
-from kvflow.prefix.seek_request import PREFIX_OF, SeekRequest
+from kvflow.prefix.seek_request import LEASE_ID_PREFIX, SeekRequest
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.producer.lease import OpenLease, ServeRequest
 from kvflow.runtime.tasks import require_loop
@@ -36,9 +36,9 @@ logger = logger_of(__name__)
 
 _TTL_S = 5.0  # readers begin at once, and renew the lease
 _LEASES_MAX = 1 << 10
-_ASKED_AT_ONCE_MAX = 256  # questions that wait for an asynchronous `match`
-_CACHE_WITHIN_S = 1.0
-_SHARE_OF_CACHE = 4
+_MATCHES_MAX = 256  # questions that wait for an asynchronous `match`
+_MATCH_TIMEOUT_S = 1.0
+_PINNED_BLOCKS_DIVISOR = 4
 
 
 class SharedPrefixes:
@@ -49,22 +49,22 @@ class SharedPrefixes:
         if not checks.try_call(lambda: isinstance(cache, PrefixCache)):
             raise UsageError(f"share: expected a PrefixCache, with match and unpin, got {checks.short_repr(cache)}")
         num_blocks = registered.ledger.counts().total
-        most = max(num_blocks // _SHARE_OF_CACHE, 1)
+        most = max(num_blocks // _PINNED_BLOCKS_DIVISOR, 1)
         if pinned_blocks_max is not None:
             most = checks.whole(pinned_blocks_max, "share: pinned_blocks_max", least=1, error=UsageError)
         self._ttl_s = min(_TTL_S, registered.config.lease_ttl_s)
         self._loop = asyncio.get_running_loop()
         self._serving = registered.serving
         self._cache = cache
-        self._pinned_max = most
+        self._pinned_blocks_max = most
         self._groups = registered.local.groups
         self._token_bytes = token_size_bytes(registered.local)
         self._pins: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         """Number of leases that pin each block, by the index of the block's entry in the ledger."""
-        self._pinned = self._leased_tokens = 0
+        self._pinned_blocks = self._leased_tokens = 0
         self._leased: dict[OpenLease, PinnedPrefix] = {}
         """Pinned prefixes by their leases, the oldest first."""
-        self._asked: dict[asyncio.Future[messages.Reply], asyncio.Future[object]] = {}
+        self._waiting_replies: dict[asyncio.Future[messages.Reply], asyncio.Future[object]] = {}
         """Replies that wait for an asynchronous `match`, each with the future of the `match`."""
         self._counts = dict.fromkeys(("found", "missed", "busy", "failed", "reclaimed"), 0)
         self._closed = False
@@ -77,12 +77,12 @@ class SharedPrefixes:
     @property
     def pinned_blocks(self) -> int:
         """Number of blocks that are pinned for readers now, each counted once."""
-        return self._pinned
+        return self._pinned_blocks
 
     @property
     def statistics(self) -> SharingStatistics:
         """Number of prefixes and blocks leased now, and counts of questions so far."""
-        return SharingStatistics(prefixes=len(self._leased), pinned_blocks=self._pinned, **self._counts)
+        return SharingStatistics(prefixes=len(self._leased), pinned_blocks=self._pinned_blocks, **self._counts)
 
     def reclaim(self, blocks: int) -> int:
         """End the oldest leases at once, until `blocks` pinned blocks are free. For an engine that needs the blocks.
@@ -102,13 +102,13 @@ class SharedPrefixes:
             UsageError: this is not the runtime's event loop.
         """
         require_loop(self._loop, "reclaim()")
-        wanted, before = checks.whole(blocks, "reclaim: blocks", least=0), self._pinned
+        wanted, before = checks.whole(blocks, "reclaim: blocks", least=0), self._pinned_blocks
         for opened in list(self._leased):
-            if before - self._pinned >= wanted:
+            if before - self._pinned_blocks >= wanted:
                 break
             self._counts["reclaimed"] += 1
-            self._end(opened)
-        return before - self._pinned
+            self._revoke(opened)
+        return before - self._pinned_blocks
 
     def end(self, pinned: PinnedPrefix) -> None:
         """End all leases of a pinned prefix at once, as `reclaim` does. Call it before the engine reuses the blocks.
@@ -124,7 +124,7 @@ class SharedPrefixes:
         for opened, leased in list(self._leased.items()):
             if leased is pinned:
                 self._counts["reclaimed"] += 1
-                self._end(opened)
+                self._revoke(opened)
 
     def close(self) -> None:
         """Stop sharing: end all leases, as `reclaim` does. Waiting and later questions get no prefix.
@@ -137,19 +137,19 @@ class SharedPrefixes:
         require_loop(self._loop, "close()")
         if not self._closed:
             self._closed = True
-            for reply in self._asked:
+            for reply in self._waiting_replies:
                 if not reply.done():
                     reply.set_result(messages.NOTHING_YET)
             for opened in list(self._leased):
-                self._end(opened)
+                self._revoke(opened)
 
-    def _end(self, opened: OpenLease) -> None:
+    def _revoke(self, opened: OpenLease) -> None:
         """Revoke a lease. If the lease has ended when this returns, its prefix is unpinned."""
         self._serving.revoke(opened.entry)
         if opened.outcome.done():
-            self._over(opened)
+            self._unpin_ended(opened)
 
-    def _over(self, opened: OpenLease) -> None:
+    def _unpin_ended(self, opened: OpenLease) -> None:
         """Unpin the prefix of a lease that has ended: no reader can use its blocks. A second call does nothing."""
         pinned = self._leased.pop(opened, None)
         if pinned is None:
@@ -157,7 +157,7 @@ class SharedPrefixes:
         entries = opened.held.entries
         self._leased_tokens -= pinned.num_tokens
         self._pins[entries] -= 1
-        self._pinned -= int((self._pins[entries] == 0).sum())
+        self._pinned_blocks -= int((self._pins[entries] == 0).sum())
         self._unpin(pinned)
 
     def _unpin(self, pinned: PinnedPrefix) -> None:
@@ -181,106 +181,110 @@ class SharedPrefixes:
             return refusal(f"keys of a prefix: {counted(len(question.keys), 'byte')}, expected a multiple of {size}")
         if self._closed:
             return messages.NOTHING_YET
-        if self._serving.open_lease(PREFIX_OF + question.request_id) is not None:
+        if self._serving.open_lease(LEASE_ID_PREFIX + question.request_id) is not None:
             return refusal("this question has an offer already")  # asked at another address of this engine
-        most = self._tokens_in(self._pinned_max) // question.key_tokens
-        if most < 1 or len(self._leased) >= _LEASES_MAX or len(self._asked) >= _ASKED_AT_ONCE_MAX:
-            return self._counted("busy")
+        most = self._tokens_that_fit(self._pinned_blocks_max) // question.key_tokens
+        if most < 1 or len(self._leased) >= _LEASES_MAX or len(self._waiting_replies) >= _MATCHES_MAX:
+            return self._empty_answer("busy")
         del keys[most:]
         try:
             found = self._cache.match(keys, question.key_tokens)
         except Exception as error:  # noqa: BLE001 - an engine's own code: whatever it is, the reader gets a miss
-            return self._failed(question, error)
+            return self._failed_answer(question, error)
         if found is not None and inspect.isawaitable(found):
             loop = asyncio.get_running_loop()
             reply: asyncio.Future[messages.Reply] = loop.create_future()
-            looked: asyncio.Future[object] = asyncio.ensure_future(found)
-            self._asked[reply] = looked
-            timer = loop.call_later(_CACHE_WITHIN_S, self._late, reply)
-            looked.add_done_callback(partial(self._looked, question, keys, reply, timer))
+            match_task: asyncio.Future[object] = asyncio.ensure_future(found)
+            self._waiting_replies[reply] = match_task
+            timer = loop.call_later(_MATCH_TIMEOUT_S, self._match_timeout, reply)
+            match_task.add_done_callback(partial(self._match_done, question, keys, reply, timer))
             return reply
-        return self._offered(question, keys, found)
+        return self._lease_prefix(question, keys, found)
 
-    def _late(self, reply: asyncio.Future[messages.Reply]) -> None:
+    def _match_timeout(self, reply: asyncio.Future[messages.Reply]) -> None:
         """Callback of a timer, after which an asynchronous `match` has taken too long: answer with no prefix."""
         if not reply.done():
-            reply.set_result(self._counted("busy"))
+            reply.set_result(self._empty_answer("busy"))
 
-    def _looked(
+    def _match_done(
         self,
         question: SeekRequest,
         keys: Sequence[bytes],
         reply: asyncio.Future[messages.Reply],
         timer: asyncio.TimerHandle,
-        looked: asyncio.Future[object],
+        match_task: asyncio.Future[object],
     ) -> None:
         """Callback when an asynchronous `match` has ended: set `reply`. If `reply` was set before, unpin the prefix."""
         timer.cancel()
-        del self._asked[reply]
-        error = None if looked.cancelled() else looked.exception()
-        found = not looked.cancelled() and error is None
+        del self._waiting_replies[reply]
+        error = None if match_task.cancelled() else match_task.exception()
+        found = not match_task.cancelled() and error is None
         if reply.done():
             if found:
-                self._too_late(looked.result())
+                self._unpin_unused(match_task.result())
         else:
-            reply.set_result(self._offered(question, keys, looked.result()) if found else self._failed(question, error))
+            reply.set_result(
+                self._lease_prefix(question, keys, match_task.result())
+                if found
+                else self._failed_answer(question, error)
+            )
 
-    def _too_late(self, pinned: object) -> None:
+    def _unpin_unused(self, pinned: object) -> None:
         """Unpin a prefix that was found after its question had been answered."""
         if isinstance(pinned, PinnedPrefix):
             self._unpin(pinned)
 
-    def _offered(self, question: SeekRequest, keys: Sequence[bytes], pinned: object) -> messages.Reply:
+    def _lease_prefix(self, question: SeekRequest, keys: Sequence[bytes], pinned: object) -> messages.Reply:
         """Lease the prefix that `match` has returned. Return the reply that offers it, or one without a prefix."""
         if pinned is None:
-            return self._counted("missed")
+            return self._empty_answer("missed")
         if not isinstance(pinned, PinnedPrefix):
-            return self._failed(
+            return self._failed_answer(
                 question,
                 RequestError(f"a PrefixCache's match: expected a PinnedPrefix, got {checks.short_repr(pinned)}"),
             )
-        request_id = PREFIX_OF + question.request_id
+        request_id = LEASE_ID_PREFIX + question.request_id
         try:
             if (
                 self._closed or self._serving.lease_answers.refusal_reason
             ):  # either may have changed since the cache was asked
-                raise RequestError(self._serving.lease_answers.refusal_reason or "it is shared no more")
-            self._check(pinned, len(keys), question.key_tokens)
+                raise RequestError(self._serving.lease_answers.refusal_reason or "the prefix cache is no longer shared")
+            self._check_match(pinned, len(keys), question.key_tokens)
             request = ServeRequest(request_id, pinned.block_ids, pinned.num_tokens, ttl_s=self._ttl_s)
             self._serving.serve(request, hold_blocks=False, one_reader_rank=question.alone)
         except HostBlocksBusy:
             self._unpin(pinned)
-            return self._counted("busy")
+            return self._empty_answer("busy")
         except KVFlowError as error:
             self._unpin(pinned)
-            return self._failed(question, error)
+            return self._failed_answer(question, error)
         opened = self._serving.open_lease(request_id)
         if opened is None:  # the prefix has no blocks, so there is no lease
             self._unpin(pinned)
-            return self._counted("missed")
+            return self._empty_answer("missed")
         queued = self._leased_tokens * self._token_bytes
         self._leased_tokens += pinned.num_tokens
         entries = opened.held.entries
         fresh = int((self._pins[entries] == 0).sum())
         self._leased[opened] = pinned
         self._pins[entries] += 1
-        self._pinned += fresh
-        opened.outcome.add_done_callback(partial(self._ended, opened))
-        if self._pinned > self._pinned_max:
-            self._end(opened)
-            return self._counted("busy")
+        self._pinned_blocks += fresh
+        opened.outcome.add_done_callback(partial(self._on_lease_end, opened))
+        if self._pinned_blocks > self._pinned_blocks_max:
+            self._revoke(opened)
+            return self._empty_answer("busy")
         if opened.held.offered_tokens != pinned.num_tokens:
-            self._end(opened)
+            self._revoke(opened)
             blocks, tokens = counted(len(opened.held.entries), "block"), counted(pinned.num_tokens, "token")
-            return self._failed(question, RequestError(f"a PrefixCache's match: {blocks} for {tokens}"))
+            return self._failed_answer(question, RequestError(f"a PrefixCache's match: {blocks} for {tokens}"))
         self._counts["found"] += 1
         state, lease = messages.LeaseAnswerState.OPEN, opened.rank_lease()
         return messages.LeaseAnswer(state=state, lease=lease, offer=opened.offer(queued))
 
-    def _ended(self, opened: OpenLease, _: object) -> None:
-        self._over(opened)
+    def _on_lease_end(self, opened: OpenLease, _: object) -> None:
+        self._unpin_ended(opened)
 
-    def _tokens_in(self, blocks: int) -> int:
+    def _tokens_that_fit(self, blocks: int) -> int:
         """Return a number of tokens so small that a prefix of this length takes at most `blocks` blocks.
 
         The blocks of all groups of layers are added up.
@@ -289,19 +293,19 @@ class SharedPrefixes:
         rest = sum(group.blocks_needed(group.window + 1) for group in self._groups if not group.whole)
         return max(blocks - rest, 0) * min(whole) // len(whole)
 
-    def _check(self, pinned: PinnedPrefix, keys: int, key_tokens: int) -> None:
+    def _check_match(self, pinned: PinnedPrefix, keys: int, key_tokens: int) -> None:
         """Raise RequestError unless `pinned` has a multiple of `key_tokens` tokens, for at most `keys` keys."""
         tokens = checks.whole(pinned.num_tokens, "a PrefixCache's match: num_tokens", least=1)
         if tokens % key_tokens or tokens > keys * key_tokens:
             up_to = f"up to {keys} x {key_tokens}"
             raise RequestError(f"a PrefixCache's match: {counted(tokens, 'token')}, expected {up_to}")
 
-    def _counted(self, what: str) -> messages.Reply:
+    def _empty_answer(self, what: str) -> messages.Reply:
         """Add 1 to the count `what` of questions, and return the reply without a prefix."""
         self._counts[what] += 1
         return messages.NOTHING_YET
 
-    def _failed(self, question: SeekRequest, error: BaseException | None) -> messages.Reply:
+    def _failed_answer(self, question: SeekRequest, error: BaseException | None) -> messages.Reply:
         """Log and count a failure of the prefix cache, and return the reply without a prefix.
 
         The cause is a bug of the engine, or a block that is being written.
@@ -310,4 +314,4 @@ class SharedPrefixes:
         logger.error(
             "prefix question %s: what the prefix cache has found could not be leased: %s", question.request_id, why
         )
-        return self._counted("failed")
+        return self._empty_answer("failed")

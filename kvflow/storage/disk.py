@@ -17,15 +17,15 @@ import stat
 from collections.abc import Iterable, Sequence
 
 from kvflow.checks import counted
-from kvflow.storage.entry import PREFIX_BYTES, EntryHeader, NotAnEntry, decode, encode, header_bytes
+from kvflow.storage.entry import PREFIX_BYTES, EntryHeader, NotAnEntry, decode_header, encode_header, header_size_bytes
 from kvflow.storage.index import Entry
 from kvflow.storage.store_thread import MoveFailed, Mover
 
-_LOCK = "lock"
-_PART = ".part"
-_NAME = re.compile(r"[0-9a-f]{40}-[0-9a-f]{16}(\.part)?\Z")
-_NO_FILE = frozenset((errno.ELOOP, errno.ENXIO, errno.ENODEV))  # a symbolic link; a socket; a missing device
-_OURS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO or a device does not wait
+_LOCK_FILE = "lock"
+_PARTIAL_SUFFIX = ".part"
+_FILE_NAME = re.compile(r"[0-9a-f]{40}-[0-9a-f]{16}(\.part)?\Z")
+_NOT_REGULAR_ERRORS = frozenset((errno.ELOOP, errno.ENXIO, errno.ENODEV))  # a symbolic link; a socket; a missing device
+_OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO or a device does not wait
 
 
 class Directory:
@@ -41,15 +41,17 @@ class Directory:
         Raises BlockingIOError if another owner has locked the directory. `close` must follow, also after an error.
         """
         os.makedirs(self.path, exist_ok=True)
-        self._lock = os.open(self.at(_LOCK), os.O_RDWR | os.O_CREAT | _OURS, 0o600)
+        self._lock = os.open(self.path_of(_LOCK_FILE), os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         ours = [
-            item for item in os.scandir(self.path) if _NAME.match(item.name) and item.is_file(follow_symlinks=False)
+            item
+            for item in os.scandir(self.path)
+            if _FILE_NAME.match(item.name) and item.is_file(follow_symlinks=False)
         ]
         found: dict[str, Entry] = {}
         for item in sorted(ours, key=lambda item: (item.stat(follow_symlinks=False).st_mtime_ns, item.name)):
             name = item.name.partition("-")[0]
-            if item.name.endswith(_PART):
+            if item.name.endswith(_PARTIAL_SUFFIX):
                 self.remove(item.name)
                 continue
             if name in found:  # the entry was replaced, and a crash prevented its removal
@@ -66,7 +68,7 @@ class Directory:
     def remove(self, file: str) -> None:
         """Remove `file`, if it exists."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.at(file))
+            os.unlink(self.path_of(file))
 
     def remove_all(self, files: Sequence[str]) -> None:
         """Remove `files`, and sync the directory so that they stay removed.
@@ -91,7 +93,7 @@ class Directory:
         finally:
             os.close(folder)
 
-    def at(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
         """Return the path of the file called `name`."""
         return os.path.join(self.path, name)
 
@@ -104,34 +106,36 @@ class EntryFile:
         self.fd = -1
         self.complete = False
         """True once the file has its final name."""
-        self.remove = False
-        """True if `put_away` is to remove the file."""
+        self.remove_when_closed = False
+        """True if `close` is to remove the file."""
         self.restored = False
-        """True once a restore from the file has succeeded: `put_away` then updates its time, so it is evicted last."""
+        """True once a restore from the file has succeeded: `close` then updates its time, so it is evicted last."""
         self.victims = list(victims)
         """Entries evicted to make room for this file, and not removed from disk yet."""
         self._directory = directory
         self._mover = mover
-        self._part = entry.file + _PART
-        self._written = False
+        self._partial_name = entry.file + _PARTIAL_SUFFIX
+        self._created = False
 
     def create(self) -> None:
         """Remove the files of `victims`, which makes room, then create the `.part` file at its full size."""
         while self.victims:
             self._directory.remove(self.victims[0].file)
             del self.victims[0]
-        self.fd = os.open(self._directory.at(self._part), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._written = True
+        self.fd = os.open(
+            self._directory.path_of(self._partial_name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+        )
+        self._created = True
         os.posix_fallocate(self.fd, 0, self.entry.size_bytes)
-        self._mover.opened(self.fd, self.entry.size_bytes)
+        self._mover.register_file(self.fd, self.entry.size_bytes)
 
     def commit(self, header: EntryHeader) -> None:
         """Write `header`, sync the file and give it its final name. All blocks of the entry must be written before."""
-        start = encode(header)
+        start = encode_header(header)
         if os.pwrite(self.fd, start, 0) != len(start):
             raise OSError("the header was not written whole")
         os.fsync(self.fd)
-        os.rename(self._directory.at(self._part), self._directory.at(self.entry.file))
+        os.rename(self._directory.path_of(self._partial_name), self._directory.path_of(self.entry.file))
         self.complete = True
         self._directory.sync()
 
@@ -141,29 +145,29 @@ class EntryFile:
         Does not wait even if the file is a FIFO or a device. Also raises FileNotFoundError and MoveFailed.
         """
         try:
-            self.fd = os.open(self._directory.at(self.entry.file), os.O_RDONLY | _OURS)
+            self.fd = os.open(self._directory.path_of(self.entry.file), os.O_RDONLY | _OPEN_FLAGS)
         except OSError as error:
-            if error.errno in _NO_FILE:
-                raise NotAnEntry(f"it is no regular file: {error.strerror}") from error
+            if error.errno in _NOT_REGULAR_ERRORS:
+                raise NotAnEntry(f"not a regular file: {error.strerror}") from error
             raise
         facts = os.fstat(self.fd)
         if not stat.S_ISREG(facts.st_mode):
-            raise NotAnEntry(f"it is no regular file: {stat.filemode(facts.st_mode)}")
+            raise NotAnEntry(f"not a regular file: {stat.filemode(facts.st_mode)}")
         os.set_blocking(self.fd, True)  # with a non-blocking file io_uring fails reads that would wait
         try:
-            size_bytes = header_bytes(os.pread(self.fd, PREFIX_BYTES, 0))
-            header = decode(os.pread(self.fd, size_bytes, 0), facts.st_size)
+            size_bytes = header_size_bytes(os.pread(self.fd, PREFIX_BYTES, 0))
+            header = decode_header(os.pread(self.fd, size_bytes, 0), facts.st_size)
         except OSError as error:
             raise MoveFailed(f"reading its header: {error}") from error
         if facts.st_size != self.entry.size_bytes:
             raise NotAnEntry(f"it has {counted(facts.st_size, 'byte')}, it had {self.entry.size_bytes}")
-        self._mover.opened(self.fd, facts.st_size)
+        self._mover.register_file(self.fd, facts.st_size)
         return header
 
-    def put_away(self) -> None:
+    def close(self) -> None:
         """Close the file. Remove it if it is marked for removal or was not completed. Never raises."""
         if self.fd >= 0:
-            self._mover.closing(self.fd)
+            self._mover.deregister_file(self.fd)
             with contextlib.suppress(OSError):
                 if self.restored:
                     os.utime(self.fd)
@@ -171,7 +175,7 @@ class EntryFile:
                 os.close(self.fd)
             self.fd = -1
         with contextlib.suppress(OSError):
-            if self._written and not self.complete:
-                self._directory.remove(self._part)
-            elif self.remove:
+            if self._created and not self.complete:
+                self._directory.remove(self._partial_name)
+            elif self.remove_when_closed:
                 self._directory.remove(self.entry.file)

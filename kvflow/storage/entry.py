@@ -5,8 +5,8 @@
     the blocks, as `placing` lays them out
 
 The header is written last, and the file gets its name after that, so a file with a name was complete once. Later damage
-is found by `decode`, which checks the header, or by a restore, which compares the digests in the header with those of
-the blocks that it has read.
+is found by `decode_header`, which checks the header, or by a restore, which compares the digests in the header with
+those of the blocks that it has read.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def checked_key(key: object, what: str) -> bytes:
     return plain
 
 
-def encode(header: EntryHeader) -> bytes:
+def encode_header(header: EntryHeader) -> bytes:
     """Return the start of the file, up to its first block."""
     body = msgspec.msgpack.encode(header)
     start = _PREFIX.pack(_MAGIC, VERSION, zlib.crc32(body), len(body))
     return (start + body).ljust(header.data_start, b"\0")
 
 
-def header_bytes(start: bytes) -> int:
+def header_size_bytes(start: bytes) -> int:
     """Return the size of the header of a file that begins with `start`, which has at least `PREFIX_BYTES` bytes.
 
     Raises NotAnEntry.
@@ -100,18 +100,18 @@ def header_bytes(start: bytes) -> int:
     if magic != _MAGIC:
         raise NotAnEntry(f"it begins with {magic!r}, not with {_MAGIC!r}")
     if version != VERSION:
-        raise NotAnEntry(f"it is of version {version}, this is {VERSION}")
+        raise NotAnEntry(f"its version is {version}, expected {VERSION}")
     if length > _BODY_BYTES_MAX:
         raise NotAnEntry(f"its header has {counted(length, 'byte')}")
     return _padded(PREFIX_BYTES + length)
 
 
-def decode(start: bytes, file_bytes: int) -> EntryHeader:
+def decode_header(start: bytes, file_bytes: int) -> EntryHeader:
     """Return the header of a file of `file_bytes` bytes that begins with `start`.
 
     Raises NotAnEntry if the file cannot be a whole entry.
     """
-    end = header_bytes(start)
+    end = header_size_bytes(start)
     _, _, expected, length = _PREFIX.unpack_from(start)
     body = start[PREFIX_BYTES : PREFIX_BYTES + length]
     if len(body) < length:

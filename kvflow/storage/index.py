@@ -25,23 +25,23 @@ class Entry:
     file: str
     size_bytes: int
     readers: int = 0
-    aside: bool = False
+    unreadable: bool = False
     """True once a read of its file has failed: the entry still takes room, but is not found."""
     dropped: bool = False
     """True once the entry has left the index: its bytes count until its last reader has finished."""
-    unwanted: bool = False
+    dropped_by_caller: bool = False
     """True if the entry was dropped by a caller while it was evicted, so `put_back` must not take it back."""
 
 
 class StoreIndex:
     """The entries of a store by name, ordered by eviction: the first is evicted first."""
 
-    def __init__(self, bytes_max: int, found: Iterable[Entry] = ()) -> None:
-        """`found`: entries that the directory has already, in the order in which they are to be evicted."""
+    def __init__(self, bytes_max: int, existing: Iterable[Entry] = ()) -> None:
+        """`existing`: entries that the directory has already, in the order in which they are to be evicted."""
         self.bytes_max = bytes_max
         self.used_bytes = 0
         self._entries: OrderedDict[str, Entry] = OrderedDict()
-        for entry in found:
+        for entry in existing:
             self.used_bytes += entry.size_bytes
             self.commit(entry)
 
@@ -49,19 +49,19 @@ class StoreIndex:
         return len(self._entries)
 
     def drop_all(self, names: Collection[str] | None) -> list[Entry]:
-        """Drop the entries called `names`, or all entries if None, even those set aside. Return the dropped entries."""
-        found = [*self._entries] if names is None else [name for name in names if name in self._entries]
-        dropped = [self._entries[name] for name in found]
+        """Drop the entries called `names`, or all entries if None, even unreadable ones. Return the dropped entries."""
+        listed = [*self._entries] if names is None else [name for name in names if name in self._entries]
+        dropped = [self._entries[name] for name in listed]
         for entry in dropped:
             self.drop(entry)
         return dropped
 
     def find(self, name: str) -> Entry | None:
-        """Return the entry called `name`; None if there is none or it was set aside."""
+        """Return the entry called `name`; None if there is none or it is unreadable."""
         entry = self._entries.get(name)
-        return None if entry is None or entry.aside else entry
+        return None if entry is None or entry.unreadable else entry
 
-    def make_room(self, size_bytes: int, request_id: str) -> list[Entry]:
+    def reserve(self, size_bytes: int, request_id: str) -> list[Entry]:
         """Reserve `size_bytes` for a request. Return the entries evicted for that; the caller removes their files.
 
         If evicting every entry that is not in use would not be enough, raises StoreFull and evicts none.
@@ -75,7 +75,7 @@ class StoreIndex:
                 excess -= entry.size_bytes
         if excess > 0:
             full = f"{counted(size_bytes, 'byte')} more, {self.used_bytes} of {self.bytes_max} are used"
-            text = f"request {request_id!r}: {full}; all entries that are left are being read or written"
+            text = f"request {request_id!r}: {full}; every other entry is being read or written"
             raise StoreFull(text, request_id=request_id)
         for entry in victims:
             self.drop(entry)
@@ -88,26 +88,28 @@ class StoreIndex:
         Return the entries that were not taken back because they were replaced meanwhile or are unwanted: their files
         still have to be removed.
         """
-        kept = {entry.name: entry for entry in entries if entry.name not in self._entries and not entry.unwanted}
+        kept = {
+            entry.name: entry for entry in entries if entry.name not in self._entries and not entry.dropped_by_caller
+        }
         for entry in kept.values():
             entry.dropped = False
             self.used_bytes += entry.size_bytes
         self._entries = kept | self._entries
         return [entry for entry in entries if entry.name not in kept]
 
-    def set_aside(self, entry: Entry) -> bool:
-        """Set aside an entry with a file that could not be read: it is not found, and is evicted first.
+    def mark_unreadable(self, entry: Entry) -> bool:
+        """Mark an entry as unreadable, after a failed read of its file: it is not found, and is evicted first.
 
-        Return False, and do nothing, if the entry was dropped or set aside before.
+        Return False, and do nothing, if the entry was dropped or marked before.
         """
-        if entry.dropped or entry.aside:
+        if entry.dropped or entry.unreadable:
             return False
-        entry.aside = True
+        entry.unreadable = True
         self._entries.move_to_end(entry.name, last=False)
         return True
 
-    def give_back(self, size_bytes: int) -> None:
-        """Free `size_bytes` that `make_room` has reserved, for an entry that was not completed."""
+    def release(self, size_bytes: int) -> None:
+        """Free `size_bytes` that `reserve` took, for an entry that was not completed."""
         self.used_bytes -= size_bytes
 
     def commit(self, entry: Entry) -> Entry | None:
@@ -144,5 +146,5 @@ class StoreIndex:
     def touch(self, entry: Entry) -> None:
         """Make `entry`, which was just restored, the last to be evicted, and clear its mark as unreadable."""
         if not entry.dropped:
-            entry.aside = False
+            entry.unreadable = False
             self._entries.move_to_end(entry.name)

@@ -17,7 +17,7 @@ from kvflow.core.plan.slices import cut_slices
 
 FILE = "file"
 """Kind of device that a file is; the number of the device is the file descriptor."""
-_PLANNED_AT_ONCE = 1 << 13  # descriptors
+_DESCRIPTORS_AT_ONCE = 1 << 13  # descriptors
 
 
 class BlockSpan(NamedTuple):
@@ -28,18 +28,18 @@ class BlockSpan(NamedTuple):
     ids: BlockIds
 
 
-def data_bytes(sets: Sequence[tuple[int, Regions]], counts: Sequence[int]) -> int:
+def data_bytes(layer_sets: Sequence[tuple[int, Regions]], counts: Sequence[int]) -> int:
     """Return how many bytes the blocks of an entry take in its file, without the header.
 
     Args:
         sets: for each layer set the index of its group, and its regions.
         counts: number of blocks in each group.
     """
-    return sum(len(regions) * regions.block_size_bytes * counts[group] for group, regions in sets)
+    return sum(len(regions) * regions.block_size_bytes * counts[group] for group, regions in layer_sets)
 
 
 def plan_file(
-    sets: Sequence[tuple[int, Regions]],
+    layer_sets: Sequence[tuple[int, Regions]],
     counts: Sequence[int],
     span: BlockSpan,
     *,
@@ -61,14 +61,14 @@ def plan_file(
     """
     group, place, ids = span
     order = np.arange(place, place + len(ids), dtype=np.int64)
-    for of_group, regions in sets:
+    for of_group, regions in layer_sets:
         count, block_bytes = counts[of_group], regions.block_size_bytes
         if of_group != group:
             start += len(regions) * count * block_bytes
             continue
         chunks = Chunks(ids, None, order, None, regions.block.tokens)
-        most = max(min(_PLANNED_AT_ONCE // len(ids), bytes_max // (len(ids) * block_bytes)), 1)
-        for first, last in _alike(regions, most):
+        most = max(min(_DESCRIPTORS_AT_ONCE // len(ids), bytes_max // (len(ids) * block_bytes)), 1)
+        for first, last in _equal_stride_runs(regions, most):
             places = start + np.arange(last - first, dtype=np.int64) * count * block_bytes
             pairs = RegionMap(
                 local_bases=regions.bases[first:last].astype(np.int64),
@@ -87,7 +87,7 @@ def plan_file(
             start += (last - first) * count * block_bytes
 
 
-def _alike(regions: Regions, most: int) -> Iterator[tuple[int, int]]:
+def _equal_stride_runs(regions: Regions, most: int) -> Iterator[tuple[int, int]]:
     """Yield (first, after the last) for runs of at most `most` regions with the same distance between blocks."""
     first = 0
     for at in range(1, len(regions) + 1):

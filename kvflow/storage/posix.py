@@ -30,7 +30,7 @@ from kvflow.transport.nixl.native import error_types, import_bindings, new_agent
 _AIO_NOTCANCELED = 1  # from <aio.h>
 
 
-def _runs_posix_aio(fd: int) -> bool:
+def _cancel_posix_aio(fd: int) -> bool:
     """Cancel the POSIX AIO operations on a file that have not begun. Return True if one has begun and still runs."""
     return bool(ctypes.CDLL(None).aio_cancel(fd, None) == _AIO_NOTCANCELED)
 
@@ -38,7 +38,7 @@ def _runs_posix_aio(fd: int) -> bool:
 class PosixMover:
     """A `storage.store_thread.Mover` over NIXL's POSIX backend.
 
-    After `settle` has ended the agent, the next file or move makes another.
+    After `stop_lost_moves` has ended the agent, the next file or move makes another.
     """
 
     def __init__(self, name: str, params: Mapping[str, str], spans: Sequence[Span]) -> None:
@@ -50,9 +50,9 @@ class PosixMover:
         self._spans = spans
         self._sizes: dict[int, int] = {}
         """Sizes of the open files, by file descriptor."""
-        self._lost: list[object] = []
+        self._lost_handles: list[object] = []
         """Handles of failed moves, which may still run."""
-        self._api: Any = None
+        self._agent: Any = None
         """The NIXL agent; None before `_start` and after `close`."""
         self._backends: list[Any] = []
         self._memory: list[Any] = []
@@ -63,7 +63,7 @@ class PosixMover:
             what = f"backend {POSIX!r} as configured, with {counted(len(spans), 'span')} of memory"
             raise ConfigError(f"NIXL cannot start {what}: {error}") from error
 
-    def opened(self, fd: int, size_bytes: int) -> None:
+    def register_file(self, fd: int, size_bytes: int) -> None:
         try:
             self._start()
             self._add_file(fd, size_bytes)
@@ -71,9 +71,9 @@ class PosixMover:
             raise TransportError(f"NIXL cannot register a file of {counted(size_bytes, 'byte')}: {error}") from error
         self._sizes[fd] = size_bytes
 
-    def closing(self, fd: int) -> None:
-        if self._sizes.pop(fd, None) is not None and self._api is not None:
-            self._api.deregisterMem(self._files.pop(fd), self._backends)
+    def deregister_file(self, fd: int) -> None:
+        if self._sizes.pop(fd, None) is not None and self._agent is not None:
+            self._agent.deregisterMem(self._files.pop(fd), self._backends)
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
         bindings = self._bindings
@@ -85,51 +85,51 @@ class PosixMover:
                 bindings.nixlXferDList(bindings.DRAM_SEG, ours),
                 bindings.nixlXferDList(bindings.FILE_SEG, theirs),
             )
-            handle = self._api.createXferReq(operation, local, remote, self._name, "", self._backends)
+            handle = self._agent.createXferReq(operation, local, remote, self._name, "", self._backends)
         except self._errors as error:
             raise TransportError(f"{type(error).__name__}: {error}") from error
         try:
-            self._api.postXferReq(handle, "")
+            self._agent.postXferReq(handle, "")
         except self._errors as error:
-            raise self._loss(handle, error) from error
+            raise self._keep_lost(handle, error) from error
         return handle
 
-    def ended(self, begun: object) -> bool:
+    def has_ended(self, handle: object) -> bool:
         try:
-            if self._api.getXferStatus(begun) != self._bindings.NIXL_SUCCESS:
+            if self._agent.getXferStatus(handle) != self._bindings.NIXL_SUCCESS:
                 return False
         except self._errors as error:
-            raise self._loss(begun, error) from error
-        self._api.releaseXferReq(begun)
+            raise self._keep_lost(handle, error) from error
+        self._agent.releaseXferReq(handle)
         return True
 
-    def settle(self) -> LostMoves:
+    def stop_lost_moves(self) -> LostMoves:
         if "use_uring" in self._params:
             return LostMoves.NEVER
-        if any(map(_runs_posix_aio, self._files)):
+        if any(map(_cancel_posix_aio, self._files)):
             return LostMoves.NOT_YET
         self.close()
         return LostMoves.STOPPED
 
     def close(self) -> None:
-        for handle in self._lost:
+        for handle in self._lost_handles:
             with contextlib.suppress(*self._errors):
-                self._api.releaseXferReq(handle)
+                self._agent.releaseXferReq(handle)
         for descriptors in (*self._memory, *self._files.values()):
             with contextlib.suppress(*self._errors):
-                self._api.deregisterMem(descriptors, self._backends)
-        self._lost, self._memory, self._files, self._backends, self._api = [], [], {}, [], None
+                self._agent.deregisterMem(descriptors, self._backends)
+        self._lost_handles, self._memory, self._files, self._backends, self._agent = [], [], {}, [], None
 
     def _start(self) -> None:
         """If there is no agent, make one and register all memory and open files with it. Raises NIXL's own errors."""
-        if self._api is not None:
+        if self._agent is not None:
             return
-        self._api = new_agent(self._bindings, self._name)
+        self._agent = new_agent(self._bindings, self._name)
         try:
-            self._backends = [self._api.createBackend(POSIX, self._params)]
+            self._backends = [self._agent.createBackend(POSIX, self._params)]
             rows = [(span.address, span.size_bytes, 0, "") for span in self._spans]
             self._memory.append(self._bindings.nixlRegDList(self._bindings.DRAM_SEG, rows))
-            self._api.registerMem(self._memory[0], self._backends)
+            self._agent.registerMem(self._memory[0], self._backends)
             for fd, size_bytes in self._sizes.items():
                 self._add_file(fd, size_bytes)
         except BaseException:
@@ -139,9 +139,9 @@ class PosixMover:
     def _add_file(self, fd: int, size_bytes: int) -> None:
         """Register an open file with the agent. Raises NIXL's own errors."""
         self._files[fd] = self._bindings.nixlRegDList(self._bindings.FILE_SEG, [(0, size_bytes, fd, "")])
-        self._api.registerMem(self._files[fd], self._backends)
+        self._agent.registerMem(self._files[fd], self._backends)
 
-    def _loss(self, handle: object, error: Exception) -> MoveLost:
+    def _keep_lost(self, handle: object, error: Exception) -> MoveLost:
         """Keep the handle of a failed move, and return the error to raise."""
-        self._lost.append(handle)
+        self._lost_handles.append(handle)
         return MoveLost(f"{type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ from kvflow.storage.store_transfer import StoreTransfer
 from kvflow.transport.base import TransportError
 
 
-def make_files(config: Config, name: str) -> StoreThread:
+def make_store_thread(config: Config, name: str) -> StoreThread:
     """Return the store's I/O thread, not opened yet, with the mover for the transport that `config` names.
 
     Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`. Ends when no file is moved; then its
@@ -55,14 +55,14 @@ class Storage(Part):
         folder: str | os.PathLike[str],
         *,
         bytes_max: int = 16 << 30,
-        files: Callable[[Config, str], StoreThread] = make_files,
+        files: Callable[[Config, str], StoreThread] = make_store_thread,
     ) -> None:
         path = checks.try_call(lambda: os.fspath(folder))
         self.folder = checks.text(path, "folder", error=ConfigError) if isinstance(path, str) else "\0"
         if "\0" in self.folder:
             raise ConfigError(f"folder: expected a path, got {checks.short_repr(folder)}")
         self.bytes_max = checks.whole(bytes_max, "bytes_max", least=1, error=ConfigError)
-        self._files = files
+        self._make_thread = files
         self._owner = PartOwner(self)
         self._store: BlockStore | None = None
 
@@ -169,9 +169,9 @@ class Storage(Part):
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
         """Only for the runtime: see `Part`."""
         self._owner.begin(runtime)
-        files = self._files(cache.config, cache.local.reader)
+        store_thread = self._make_thread(cache.config, cache.local.reader)
         try:
-            self._store = await open_store(cache, files, self.folder, self.bytes_max)
+            self._store = await open_store(cache, store_thread, self.folder, self.bytes_max)
         except (TransportError, RuntimeError) as error:
             raise ConfigError(f"{self!r}: the cache cannot be registered with it: {error}") from error
 

@@ -67,16 +67,21 @@ class BlockStore:
     """All saves and restores of one registered cache, and the files of the entries."""
 
     def __init__(
-        self, cache: RegisteredCache, stored: StoredCache, directory: Directory, index: StoreIndex, files: StoreThread
+        self,
+        cache: RegisteredCache,
+        stored: StoredCache,
+        directory: Directory,
+        index: StoreIndex,
+        store_thread: StoreThread,
     ) -> None:
         self._config = cache.config
         self._token_hex = cache.token_hex
         self._resources = cache.resources
-        self._stored, self._directory, self._index, self._files = stored, directory, index, files
-        self._under_way: dict[StoreTransfer, None] = {}
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-        self._closed: type[RuntimeUnavailable] | None = None
+        self._stored_cache, self._directory, self._index, self._store_thread = stored, directory, index, store_thread
+        self._transfers: dict[StoreTransfer, None] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._close_error: type[RuntimeUnavailable] | None = None
         self._outcomes = dict.fromkeys(_OUTCOMES, 0)
         """Number of ended saves and restores, by outcome."""
         self._evicted = self._dropped = 0
@@ -87,7 +92,7 @@ class BlockStore:
             entries=len(self._index),
             bytes=self._index.used_bytes,
             bytes_max=self._index.bytes_max,
-            open_requests=len(self._under_way),
+            open_requests=len(self._transfers),
             quarantines=len(self.quarantines),
             evicted=self._evicted,
             dropped=self._dropped,
@@ -97,11 +102,11 @@ class BlockStore:
     @property
     def quarantines(self) -> tuple[StoreTransfer, ...]:
         """Restores that have ended while bytes may still land in their blocks."""
-        return tuple(transfer for transfer in self._under_way if transfer.quarantined)
+        return tuple(transfer for transfer in self._transfers if transfer.quarantined)
 
     def has(self, key: object) -> bool:
         """See `Storage.has`."""
-        return self._index.find(entry_name(self._stored.fingerprint, checked_key(key, "key"))) is not None
+        return self._index.find(entry_name(self._stored_cache.fingerprint, checked_key(key, "key"))) is not None
 
     async def drop(self, keys: Sequence[bytes | str] | None) -> int:
         """See `Storage.drop`."""
@@ -110,10 +115,10 @@ class BlockStore:
             checks.count(keys, "keys")
             if (listed := checks.try_call(lambda: tuple(keys))) is None:
                 raise RequestError(f"keys: expected a list, got {checks.short_repr(keys)}")
-            names = {entry_name(self._stored.fingerprint, checked_key(key, "keys")) for key in listed}
-        for transfer in self._under_way:  # do not put back an entry under eviction if removing its file fails
+            names = {entry_name(self._stored_cache.fingerprint, checked_key(key, "keys")) for key in listed}
+        for transfer in self._transfers:  # do not put back an entry under eviction if removing its file fails
             for victim in [] if transfer.file is None else list(transfer.file.victims):
-                victim.unwanted = victim.unwanted or names is None or victim.name in names
+                victim.dropped_by_caller = victim.dropped_by_caller or names is None or victim.name in names
         # A restore under way continues: its file is open, or is opened by a job before the removal.
         files = [entry.file for entry in self._index.drop_all(names)]
         self._dropped += len(files)
@@ -123,10 +128,10 @@ class BlockStore:
         logger.info("store %s: dropped %s", path, entries)
         try:
             async with asyncio.timeout(self._config.load_deadline_s):
-                await self._files.call(partial(self._directory.remove_all, files))
+                await self._store_thread.call(partial(self._directory.remove_all, files))
         except OSError as error:
             why = str(error) or f"not done within {self._config.load_deadline_s:g} s (load_deadline_s)"
-            left = f"files of {entries} that were dropped may be back at the next start"
+            left = f"{entries} dropped, but their files may be found again at the next start"
             raise StorageFailed(f"store {path!r}: {left}: {why}", request_id="") from error
         return len(files)
 
@@ -145,13 +150,13 @@ class BlockStore:
 
         `error`: RuntimeClosed or CacheUnregistered.
         """
-        self._closed = self._closed or error
-        for transfer in self._under_way:
-            transfer.hurry()
+        self._close_error = self._close_error or error
+        for transfer in self._transfers:
+            transfer.expire()
 
     async def drained(self) -> None:
         """Wait until no save or restore is under way and no block is quarantined."""
-        await self._quiet.wait()
+        await self._idle.wait()
 
     async def aclose(self, timeout_s: float) -> str:
         """End the I/O thread once no move is under way, within `timeout_s`.
@@ -161,21 +166,21 @@ class BlockStore:
         problem = ""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._files.aclose(self._put_all_away)
+                await self._store_thread.aclose(self._close_all)
         except TimeoutError:
-            moves = counted(self._files.moves_under_way, "move")
+            moves = counted(self._store_thread.moves_under_way, "move")
             problem = f"not stopped within {timeout_s} s: {moves} of the store"
-        if self._files.cause is not None:
+        if self._store_thread.cause is not None:
             self._directory.close()
-            problem = f"the store's thread has died: {self._files.cause}"
-        self._files.settle(problem)
-        for transfer in [] if problem else list(self._under_way):
-            self._over(transfer)
+            problem = f"the store's thread has died: {self._store_thread.cause}"
+        self._store_thread.end_all_moves(problem)
+        for transfer in [] if problem else list(self._transfers):
+            self._end_transfer(transfer)
         return problem
 
     def abandon(self, wait_s: float) -> None:
         """Shut down although the event loop no longer runs. Wait for the I/O thread for at most `wait_s`."""
-        self._files.abandon(self._put_all_away, wait_s)
+        self._store_thread.abandon(self._close_all, wait_s)
 
     # --- one save or restore
 
@@ -184,7 +189,7 @@ class BlockStore:
         given = checks.normalize_request(request, type(request), "request", self._config.limits.block_ids_max)
         what = f"request {given.request_id!r}"
         tables, entries = self._resources.ledger.find_entries(given.block_ids, f"{what}: block_ids")
-        for group, ids in zip(self._stored.groups, tables, strict=True):
+        for group, ids in zip(self._stored_cache.groups, tables, strict=True):
             needed = -(-given.num_tokens // group.block_size)
             if len(ids) > needed or (group.whole and len(ids) < needed):
                 blocks = f"{counted(len(ids), 'block')} of {counted(group.block_size, 'token')}"
@@ -192,14 +197,14 @@ class BlockStore:
                 raise RequestError(f"{what}: group {group.name!r}: {blocks}, {takes}")
         if not len(entries):
             raise RequestError(f"{what}: there are no blocks to {direction}")
-        if len(self._under_way) >= self._config.loads_waiting_max:
-            full = f"{what}: saves and restores under way: {len(self._under_way)} (loads_waiting_max)"
+        if len(self._transfers) >= self._config.loads_waiting_max:
+            full = f"{what}: saves and restores under way: {len(self._transfers)} (loads_waiting_max)"
             raise Overloaded(full, request_id=given.request_id, peer=self._directory.path)
         deadline_s = self._config.load_deadline_s if given.deadline_s is None else given.deadline_s
-        transfer = StoreTransfer(given, direction, tables, entries, self._resources, self._files, deadline_s)
-        transfer.flight.on_safe = lambda _: self._put_away(transfer)
-        self._under_way[transfer] = None
-        self._quiet.clear()
+        transfer = StoreTransfer(given, direction, tables, entries, self._resources, self._store_thread, deadline_s)
+        transfer.flight.on_safe = lambda _: self._close_when_safe(transfer)
+        self._transfers[transfer] = None
+        self._idle.clear()
         return transfer
 
     async def _carry_out(self, transfer: StoreTransfer, work: Callable[[StoreTransfer], Awaitable[ReportT]]) -> ReportT:
@@ -210,17 +215,17 @@ class BlockStore:
         try:
             try:
                 async with transfer.timeout:
-                    if self._closed:
-                        raise self._late(transfer)
+                    if self._close_error:
+                        raise self._early_end_error(transfer)
                     report = await work(transfer)
                 transfer.flight.land()
                 transfer.outcome = "saved" if transfer.direction is Direction.SAVE else "restored"
             except (OSError, TransportError, CopyFailed) as error:  # TimeoutError is an OSError
                 cause = transfer.error or error  # a lost move ends the transfer before its deadline
                 if cause is error and transfer.timeout.expired():
-                    raise self._late(transfer) from None
-                self._note_failure(transfer, cause)
-                text = f"{self._what(transfer)}: {cause}"
+                    raise self._early_end_error(transfer) from None
+                self._mark_if_unreadable(transfer, cause)
+                text = f"{self._subject(transfer)}: {cause}"
                 raise StorageFailed(text, request_id=transfer.request_id) from cause
             finally:
                 self._outcomes[transfer.outcome] += 1
@@ -231,46 +236,46 @@ class BlockStore:
             raise
         return report
 
-    def _what(self, transfer: StoreTransfer) -> str:
+    def _subject(self, transfer: StoreTransfer) -> str:
         return f"request {transfer.request_id!r}: {transfer.direction} in {self._directory.path!r}"
 
-    def _late(self, transfer: StoreTransfer) -> KVFlowError:
+    def _early_end_error(self, transfer: StoreTransfer) -> KVFlowError:
         """Return the error of a transfer that was ended because the store was closed or the deadline has passed."""
         what, phase = f"request {transfer.request_id!r}", transfer.phase
-        if self._closed is CacheUnregistered:
+        if self._close_error is CacheUnregistered:
             return CacheUnregistered(f"{what}: the cache was unregistered in phase {phase!r}")
-        if self._closed:
+        if self._close_error:
             return RuntimeClosed(f"{what}: the runtime was closed, or had drained, in phase {phase!r}")
-        late = f"{self._what(transfer)}: deadline exceeded in phase {phase!r}"
+        late = f"{self._subject(transfer)}: deadline exceeded in phase {phase!r}"
         return DeadlineExceeded(late, request_id=transfer.request_id, peer=self._directory.path, phase=phase)
 
     async def _save(self, transfer: StoreTransfer) -> SaveReport:
-        request, stored, counts = transfer.request, self._stored, tuple(map(len, transfer.tables))
+        request, stored, counts = transfer.request, self._stored_cache, tuple(map(len, transfer.tables))
         key = cast(bytes, request.key)
         header = EntryHeader(
             fingerprint=stored.fingerprint,
             key=key,
             num_tokens=request.num_tokens,
             block_counts=counts,
-            data_bytes=data_bytes(stored.sets, counts),
+            data_bytes=data_bytes(stored.layer_sets, counts),
             digests=b"",
         )
         if header.file_bytes > self._index.bytes_max:
             takes = f"it takes {counted(header.file_bytes, 'byte')}, bytes_max is {self._index.bytes_max}"
             raise RequestError(f"request {request.request_id!r}: {takes}")
         header = msgspec.structs.replace(header, digests=await stored.digests(transfer.tables))
-        victims = self._index.make_room(header.file_bytes, request.request_id)
+        victims = self._index.reserve(header.file_bytes, request.request_id)
         name = entry_name(stored.fingerprint, key)
         entry = Entry(name, f"{name}-{self._token_hex(_RANDOM_BYTES)}", header.file_bytes)
-        file = transfer.file = EntryFile(self._directory, entry, self._files.mover, victims)
+        file = transfer.file = EntryFile(self._directory, entry, self._store_thread.mover, victims)
         evicted = len(victims)
         self._evicted += evicted
-        await self._files.call(file.create)
-        await self._move(transfer, file.fd, header.data_start)
-        transfer.enter("sync")
-        await self._files.call(partial(file.commit, header))
-        self._commit(entry)
-        transfer.enter("sync")
+        await self._store_thread.call(file.create)
+        await self._move_blocks(transfer, file.fd, header.data_start)
+        transfer.begin_phase("sync")
+        await self._store_thread.call(partial(file.commit, header))
+        self._commit_entry(entry)
+        transfer.begin_phase("sync")
         return SaveReport(
             request_id=request.request_id,
             bytes=header.file_bytes,
@@ -282,33 +287,33 @@ class BlockStore:
 
     async def _restore(self, transfer: StoreTransfer) -> RestoreReport:
         request_id, key = transfer.request_id, cast(bytes, transfer.request.key)
-        entry = self._index.find(entry_name(self._stored.fingerprint, key))
+        entry = self._index.find(entry_name(self._stored_cache.fingerprint, key))
         if entry is None:
             transfer.outcome = "missed"
             raise NotStored(f"request {request_id!r}: nothing is stored under its key", request_id=request_id)
         entry.readers += 1
-        file = transfer.file = EntryFile(self._directory, entry, self._files.mover)
+        file = transfer.file = EntryFile(self._directory, entry, self._store_thread.mover)
         try:
-            header = await self._files.call(file.open)
+            header = await self._store_thread.call(file.open)
         except FileNotFoundError:
             self._index.drop(entry)
             transfer.outcome = "missed"
             raise NotStored(f"request {request_id!r}: its file was removed", request_id=request_id) from None
         except NotAnEntry as error:
-            raise self._damaged(transfer, file, str(error)) from error
-        expected = self._stored.fingerprint, key, data_bytes(self._stored.sets, header.block_counts)
+            raise self._drop_damaged(transfer, file, str(error)) from error
+        expected = self._stored_cache.fingerprint, key, data_bytes(self._stored_cache.layer_sets, header.block_counts)
         if (header.fingerprint, header.key, header.data_bytes) != expected:
-            raise self._damaged(transfer, file, "it is of another cache, or of another key")
+            raise self._drop_damaged(transfer, file, "it was saved from another cache or under another key")
         tokens, counts = transfer.request.num_tokens, tuple(map(len, transfer.tables))
         if (tokens, counts) != (header.num_tokens, header.block_counts):
             what = f"request {request_id!r}: num_tokens and blocks of each group"
             saved = f"saved {header.num_tokens} and {list(header.block_counts)}"
             raise RequestError(f"{what}: asked for {tokens} and {list(counts)}, {saved}")
-        await self._move(transfer, file.fd, header.data_start)
-        transfer.enter("check")
-        if await self._stored.digests(transfer.tables) != header.digests:
-            raise self._damaged(transfer, file, "its blocks are not those that were saved")
-        transfer.enter("sync")
+        await self._move_blocks(transfer, file.fd, header.data_start)
+        transfer.begin_phase("check")
+        if await self._stored_cache.digests(transfer.tables) != header.digests:
+            raise self._drop_damaged(transfer, file, "its blocks are not those that were saved")
+        transfer.begin_phase("sync")
         file.restored = True
         self._index.touch(entry)
         return RestoreReport(
@@ -319,80 +324,85 @@ class BlockStore:
             seconds=transfer.seconds,
         )
 
-    def _damaged(self, transfer: StoreTransfer, file: EntryFile, why: str) -> EntryDamaged:
+    def _drop_damaged(self, transfer: StoreTransfer, file: EntryFile, why: str) -> EntryDamaged:
         """Drop the entry of a damaged file, mark the file for removal, and return the error for the caller to raise."""
         transfer.outcome = "damaged"
         self._index.drop(file.entry)
-        file.remove = True
+        file.remove_when_closed = True
         path, request_id = f"{self._directory.path}/{file.entry.file}", transfer.request_id
         logger.warning("request %s: removing the damaged file %s: %s", request_id, path, why)
         return EntryDamaged(f"request {request_id!r}: the file {path!r} is damaged: {why}", request_id=request_id)
 
-    async def _move(self, transfer: StoreTransfer, fd: int, start: int) -> None:
-        transfer.enter("move")
-        await transfer.flight.fly_groups(self._stored.moves(transfer, fd, start))
+    async def _move_blocks(self, transfer: StoreTransfer, fd: int, start: int) -> None:
+        transfer.begin_phase("move")
+        await transfer.flight.fly_groups(self._stored_cache.moves(transfer, fd, start))
         queued_s = transfer.flight.queued_s
         transfer.seconds["queued"] += queued_s
         transfer.seconds["move"] -= queued_s
 
     # --- its end
 
-    def _note_failure(self, transfer: StoreTransfer, error: BaseException | None) -> None:
-        """If `error` says that a restore could not read its file, set the entry aside, so that no restore finds it."""
+    def _mark_if_unreadable(self, transfer: StoreTransfer, error: BaseException | None) -> None:
+        """If `error` says that a restore could not read its file, mark the entry as unreadable."""
         file = transfer.file
         if file is None or transfer.direction is Direction.SAVE or not isinstance(error, MoveFailed):
             return
-        if self._index.set_aside(file.entry):
+        if self._index.mark_unreadable(file.entry):
             path = f"{self._directory.path}/{file.entry.file}"
-            logger.warning("request %r: setting %s aside, which cannot be read: %s", transfer.request_id, path, error)
+            logger.warning(
+                "request %r: %s is unreadable, restores ignore it now: %s",
+                transfer.request_id,
+                path,
+                error,
+            )
 
-    def _put_away(self, transfer: StoreTransfer) -> None:
+    def _close_when_safe(self, transfer: StoreTransfer) -> None:
         """Callback when all moves of `transfer` have stopped: release the blocks of a save, and close the file.
 
         The I/O thread closes the file after all earlier jobs with that file.
         """
         self._resources.ledger.release(transfer.leased)
         if transfer.file is None:
-            self._over(transfer)
+            self._end_transfer(transfer)
             return
         try:
-            self._files.submit(transfer.file.put_away, partial(self._over, transfer))
+            self._store_thread.submit(transfer.file.close, partial(self._end_transfer, transfer))
         except KVFlowError:  # the thread has ended, so it has no file to close
-            self._over(transfer)
+            self._end_transfer(transfer)
 
-    def _put_all_away(self) -> None:
+    def _close_all(self) -> None:
         """Last job of the I/O thread: close the files of all transfers, then the directory."""
-        for transfer in list(self._under_way):
+        for transfer in list(self._transfers):
             if transfer.file is not None:
-                transfer.file.put_away()
+                transfer.file.close()
         self._directory.close()
 
-    def _over(self, transfer: StoreTransfer) -> None:
+    def _end_transfer(self, transfer: StoreTransfer) -> None:
         """End a transfer after its file was closed: update the index, and wake the tasks that wait for the transfer."""
-        if transfer not in self._under_way:
+        if transfer not in self._transfers:
             return
-        del self._under_way[transfer]
-        self._note_failure(transfer, transfer.error)  # the transfer may have ended before the error was known
+        del self._transfers[transfer]
+        self._mark_if_unreadable(transfer, transfer.error)  # the transfer may have ended before the error was known
         if (file := transfer.file) is not None:
             for victim in self._index.put_back(file.victims):
-                self._remove(victim)
+                self._remove_file(victim)
             if transfer.direction is Direction.RESTORE:
                 self._index.end_read(file.entry)
             elif file.complete:
-                self._commit(file.entry)
+                self._commit_entry(file.entry)
             else:
-                self._index.give_back(file.entry.size_bytes)
-        transfer.over.set_result(None)
-        if not self._under_way:
-            self._quiet.set()
+                self._index.release(file.entry.size_bytes)
+        transfer.ended.set_result(None)
+        if not self._transfers:
+            self._idle.set()
 
-    def _commit(self, entry: Entry) -> None:
+    def _commit_entry(self, entry: Entry) -> None:
         """Add a completed entry to the index, and remove the file of the entry that it replaces, if there is one."""
         replaced = self._index.commit(entry)
         if replaced is not None:
-            self._remove(replaced)
+            self._remove_file(replaced)
 
-    def _remove(self, entry: Entry) -> None:
+    def _remove_file(self, entry: Entry) -> None:
         """Remove the file of `entry`, by a job of the I/O thread; log a failure."""
 
         def remove() -> None:
@@ -402,17 +412,17 @@ class BlockStore:
                 logger.warning("store %s: cannot remove %s: %s", self._directory.path, entry.file, error)
 
         try:
-            self._files.submit(remove, lambda: None)
+            self._store_thread.submit(remove, lambda: None)
         except KVFlowError:
             logger.info("store %s: %s is removed when it is opened again", self._directory.path, entry.file)
 
 
-async def open_store(cache: RegisteredCache, files: StoreThread, folder: str, bytes_max: int) -> BlockStore:
+async def open_store(cache: RegisteredCache, store_thread: StoreThread, folder: str, bytes_max: int) -> BlockStore:
     """Open the store of a cache that is being registered. Cancelling leaves nothing open.
 
     Args:
         cache: the registered cache; its blocks are saved and restored.
-        files: the I/O thread, not opened yet.
+        store_thread: the I/O thread, not opened yet.
         folder: folder for the files of all ranks.
         bytes_max: most bytes that the files of this rank may take.
 
@@ -423,12 +433,12 @@ async def open_store(cache: RegisteredCache, files: StoreThread, folder: str, by
     directory = Directory(os.path.join(folder, f"dp{rank.dp}-pp{rank.pp}-tp{rank.tp}"))
     path = directory.path
     try:
-        await files.open(map_spans(stored.tensors), stored.tensors)
-        index = StoreIndex(bytes_max, await files.call(directory.open))
-        victims = [entry.file for entry in index.make_room(0, "")]  # an earlier run may have had a larger bound
-        await files.call(lambda: directory.remove_all(victims))
+        await store_thread.open(map_spans(stored.tensors), stored.tensors)
+        index = StoreIndex(bytes_max, await store_thread.call(directory.open))
+        victims = [entry.file for entry in index.reserve(0, "")]  # an earlier run may have had a larger bound
+        await store_thread.call(lambda: directory.remove_all(victims))
     except BaseException as error:
-        files.abandon(directory.close, 0.0)
+        store_thread.abandon(directory.close, 0.0)
         if isinstance(error, BlockingIOError):
             raise ConfigError(f"storage: {path!r} is in use by another runtime, here or in another process") from None
         if isinstance(error, OSError):
@@ -441,4 +451,4 @@ async def open_store(cache: RegisteredCache, files: StoreThread, folder: str, by
         counted(index.used_bytes, "byte"),
         bytes_max,
     )
-    return BlockStore(cache, stored, directory, index, files)
+    return BlockStore(cache, stored, directory, index, store_thread)

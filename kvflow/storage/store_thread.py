@@ -5,7 +5,7 @@ after its last move, and each job sees the results of the jobs before it.
 
 A posted move cannot be cancelled. When it has stopped, its `on_end` is called on the loop, once. A move that has failed
 and may still run is *lost*: its `on_loss` is called at once. When no other move is under way, the mover stops the
-lost moves (`Mover.settle`). Moves posted meanwhile begin after that.
+lost moves (`Mover.stop_lost_moves`). Moves posted meanwhile begin after that.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Direction(enum.StrEnum):
 
 
 class LostMoves(enum.Enum):
-    """State of the lost moves after `Mover.settle`."""
+    """State of the lost moves after `Mover.stop_lost_moves`."""
 
     STOPPED = enum.auto()
     """All lost moves have stopped."""
     NOT_YET = enum.auto()
-    """A lost move is still running; call `settle` again."""
+    """A lost move is still running; call `stop_lost_moves` again."""
     NEVER = enum.auto()
     """Lost moves are known to have stopped only once the I/O thread has ended."""
 
@@ -61,10 +61,10 @@ class MoveLost(MoveFailed):
 class Mover(Protocol):
     """Moves bytes between memory and files. Made and used on the store's I/O thread only."""
 
-    def opened(self, fd: int, size_bytes: int) -> None:
+    def register_file(self, fd: int, size_bytes: int) -> None:
         """Register the open file `fd`, which moves may touch from then on. Raises TransportError."""
 
-    def closing(self, fd: int) -> None:
+    def deregister_file(self, fd: int) -> None:
         """Forget the file `fd`, which no further move touches and which is about to be closed. Never raises."""
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
@@ -74,13 +74,13 @@ class Mover(Protocol):
         if some of the move may run, another TransportError if none of it does.
         """
 
-    def ended(self, begun: object) -> bool:
-        """Return whether the move with handle `begun`, from `begin`, has ended.
+    def has_ended(self, handle: object) -> bool:
+        """Return whether the move with `handle`, from `begin`, has ended.
 
         MoveFailed or MoveLost if it has failed.
         """
 
-    def settle(self) -> LostMoves:
+    def stop_lost_moves(self) -> LostMoves:
         """Stop the lost moves, and return whether they have stopped. Called only while no other move is under way."""
 
     def close(self) -> None:
@@ -94,24 +94,24 @@ class _Move:
     on_end: Callable[[TransportError | RuntimeBroken | None], None]
     on_loss: Callable[[TransportError], None]
     error: TransportError | RuntimeBroken | None = None
-    begun: object = None
+    handle: object = None
 
 
 class StoreThread:
     """Runs file jobs and moves of bytes on the store's I/O thread, for callers on the event loop."""
 
-    def __init__(self, name: str, make: Callable[[Sequence[Span]], Mover]) -> None:
-        """`make` is called on the I/O thread, with the spans of memory that moves may touch. It returns the mover."""
+    def __init__(self, name: str, make_mover: Callable[[Sequence[Span]], Mover]) -> None:
+        """`make_mover` returns the mover; called on the I/O thread, with the spans of memory that moves may touch."""
         self._name = name
-        self._make = make
+        self._make_mover = make_mover
         self._mover: Mover | None = None
-        self._memory: object = None
+        self._keepalive: object = None
         self._thread: OwnerThread | None = None
         self._posted: deque[_Move] = deque()
         """Moves that have not begun. They begin at once, unless a lost move may still run."""
         self._moving: list[_Move] = []
-        self._lost: list[_Move] = []
-        self._active_s = 0.0
+        self._lost_moves: list[_Move] = []
+        self._last_active_s = 0.0
         self._under_way: set[_Move] = set()
         self._last_job: Callable[[], None] | None = None
         self._closing = False
@@ -138,20 +138,20 @@ class StoreThread:
         Raises:
             ConfigError: the mover does not start as configured, or cannot move these spans.
         """
-        self._memory = keepalive
-        self._thread = OwnerThread(self._name, self._crank, self._died)
-        self._mover = await self._thread.call(lambda: self._make(spans))
+        self._keepalive = keepalive
+        self._thread = OwnerThread(self._name, self._step, self._on_death)
+        self._mover = await self._thread.call(lambda: self._make_mover(spans))
 
     async def call(self, job: Callable[[], T]) -> T:
         """Run `job` on the I/O thread and return its result. Cancelling stops the waiting, not the job."""
-        return await self._alive().call(job)
+        return await self._open_thread().call(job)
 
     def submit(self, job: Callable[[], None], then: Callable[[], None]) -> None:
         """Run `job` on the I/O thread, then `then` on the event loop. `job` must not raise.
 
         Raises TransportBroken if the thread has ended.
         """
-        thread = self._alive()
+        thread = self._open_thread()
 
         def run() -> None:
             job()
@@ -176,7 +176,7 @@ class StoreThread:
             on_loss: called on the loop before `on_end`, if the move has failed and may not have stopped.
         """
         move = _Move(descriptors, direction, on_end, on_loss)
-        self._alive().submit(partial(self._posted.append, move))
+        self._open_thread().submit(partial(self._posted.append, move))
         self._under_way.add(move)
 
     async def aclose(self, last_job: Callable[[], None]) -> None:
@@ -191,7 +191,7 @@ class StoreThread:
             self._thread.submit(partial(setattr, self, "_last_job", last_job))
         await self._thread.ended()
 
-    def settle(self, problem: str) -> None:
+    def end_all_moves(self, problem: str) -> None:
         """Call `on_end` of every move that is under way, because the I/O thread has ended, or hangs.
 
         Args:
@@ -201,7 +201,7 @@ class StoreThread:
         for move in list(self._under_way):
             if problem:
                 move.error = RuntimeBroken(problem)
-            self._over(move)
+            self._end_move(move)
 
     def abandon(self, last_job: Callable[[], None], wait_s: float) -> None:
         """End the I/O thread although the event loop no longer runs. Wait for its end for at most `wait_s`."""
@@ -209,85 +209,85 @@ class StoreThread:
         if self._thread is not None:
             self._thread.abandon(partial(setattr, self, "_last_job", last_job), wait_s)
 
-    def _alive(self) -> OwnerThread:
+    def _open_thread(self) -> OwnerThread:
         if self._thread is None or self._closing:
             raise TransportBroken("the store's thread has ended")
         return self._thread
 
     # --- on the thread
 
-    def _crank(self) -> float | None:
-        while self._posted and not self._lost:
+    def _step(self) -> float | None:
+        while self._posted and not self._lost_moves:
             move = self._posted.popleft()
-            if not self._go_on(move):
+            if not self._advance(move):
                 self._moving.append(move)
-        self._moving = [move for move in self._moving if not self._go_on(move)]
-        if self._lost and not self._moving:
-            self._settle_lost()
-        if self._moving or self._lost or self._posted:
-            return pause_s(time.monotonic() - self._active_s)
+        self._moving = [move for move in self._moving if not self._advance(move)]
+        if self._lost_moves and not self._moving:
+            self._stop_lost()
+        if self._moving or self._lost_moves or self._posted:
+            return pause_s(time.monotonic() - self._last_active_s)
         if self._last_job is None and (self._thread is None or not self._thread.orphaned):
             return _IDLE_S
         if self._last_job is not None:
             self._last_job()
         if self._mover is not None:
             self._mover.close()
-        self._memory = None
+        self._keepalive = None
         return None
 
-    def _go_on(self, move: _Move) -> bool:
+    def _advance(self, move: _Move) -> bool:
         """Begin `move`, or check it if it has begun. Return True if it has stopped or is lost."""
         try:
-            if move.begun is None:
-                self._active_s = time.monotonic()
-                move.begun = self.mover.begin(move.descriptors, move.direction)
+            if move.handle is None:
+                self._last_active_s = time.monotonic()
+                move.handle = self.mover.begin(move.descriptors, move.direction)
                 return False
-            if not self.mover.ended(move.begun):
+            if not self.mover.has_ended(move.handle):
                 return False
         except TransportError as error:
             move.error = error
-        self._active_s = time.monotonic()
+        self._last_active_s = time.monotonic()
         if isinstance(move.error, MoveLost):
-            self._lost.append(move)
-            self._tell(partial(move.on_loss, move.error))
+            self._lost_moves.append(move)
+            self._call_on_loop(partial(move.on_loss, move.error))
         else:
-            self._tell(partial(self._over, move))
+            self._call_on_loop(partial(self._end_move, move))
         return True
 
-    def _settle_lost(self) -> None:
+    def _stop_lost(self) -> None:
         """Have the mover stop the lost moves, and report those that have stopped. Called while no other move runs."""
-        settled = self.mover.settle()
+        settled = self.mover.stop_lost_moves()
         if settled is LostMoves.STOPPED:
-            for move in self._lost:
-                self._tell(partial(self._over, move))
+            for move in self._lost_moves:
+                self._call_on_loop(partial(self._end_move, move))
         if settled is not LostMoves.NOT_YET:
-            self._lost = []
+            self._lost_moves = []
 
-    def _tell(self, callback: Callable[[], None]) -> None:
+    def _call_on_loop(self, callback: Callable[[], None]) -> None:
         assert self._thread is not None, "it runs"
         self._thread.run_on_loop(callback)
 
     # --- on the loop
 
-    def _over(self, move: _Move) -> None:
+    def _end_move(self, move: _Move) -> None:
         if move in self._under_way:
             self._under_way.discard(move)
             move.on_end(move.error)
 
-    def _died(self, cause: BaseException) -> None:
+    def _on_death(self, cause: BaseException) -> None:
         """Callback when a bug has ended the I/O thread: end all moves with RuntimeBroken."""
         self._closing = True
         self.cause = cause
-        self.settle(f"the store's thread has died: {cause}")
+        self.end_all_moves(f"the store's thread has died: {cause}")
 
 
 class PlainMover:
     """Moves bytes by system calls, for the in-process transport."""
 
-    def opened(self, fd: int, size_bytes: int) -> None:
+    def register_file(self, fd: int, size_bytes: int) -> None:
         pass
 
-    def closing(self, fd: int) -> None:
+    def deregister_file(self, fd: int) -> None:
         pass
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
@@ -300,10 +300,10 @@ class PlainMover:
             raise MoveFailed(f"moving {counted(descriptors.size_bytes, 'byte')}: {error}") from error
         return descriptors
 
-    def ended(self, begun: object) -> bool:
+    def has_ended(self, handle: object) -> bool:
         return True
 
-    def settle(self) -> LostMoves:
+    def stop_lost_moves(self) -> LostMoves:
         return LostMoves.STOPPED
 
     def close(self) -> None:

@@ -27,18 +27,18 @@ from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportErr
 if TYPE_CHECKING:
     from kvflow.runtime.peers.peer import Source
 
-STORE = AgentName("store")
+STORE_AGENT = AgentName("store")
 """Name by which moves of files take permits, in the queue in which reads have the name of their peer's agent."""
 
 
-def opened_file() -> Source:
+def file_source() -> Source:
     """Return a stand-in for the `Source` of a flight, for moves of an open file.
 
     An open file cannot go away, so no seal is needed; digests prove the bytes.
     """
     proof = SealProof(grows=False, quick_read_max_s=0.0)
     proof.note_fetched(0, 0.0)
-    return cast("Source", SimpleNamespace(connection=SimpleNamespace(agent=STORE), proof=proof))
+    return cast("Source", SimpleNamespace(connection=SimpleNamespace(agent=STORE_AGENT), proof=proof))
 
 
 class StoreTransfer:
@@ -57,7 +57,7 @@ class StoreTransfer:
         tables: Sequence[BlockIds],
         entries: BlockIds,
         resources: FlightResources,
-        files: StoreThread,
+        store_thread: StoreThread,
         deadline_s: float,
     ) -> None:
         """Claim the blocks to fill, or lease the blocks to save. Raises BlocksBusy.
@@ -68,13 +68,13 @@ class StoreTransfer:
             tables: block ids by group.
             entries: the same blocks, as ledger entries.
             resources: objects that all flights share.
-            files: the I/O thread that moves the bytes.
+            store_thread: the I/O thread that moves the bytes.
             deadline_s: seconds from now until the transfer fails.
         """
         loop = asyncio.get_running_loop()
         self.request, self.direction, self.tables = request, direction, tables
         self.timeout = asyncio.timeout_at(loop.time() + deadline_s)
-        self.over: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
         self.leased = entries if direction is Direction.SAVE else entries[:0]
         resources.ledger.lease(self.leased)
         written = entries[len(self.leased) :]
@@ -86,49 +86,49 @@ class StoreTransfer:
         """The file to write or read, once known. A save has then reserved room; a restore counts as a reader."""
         self.error: TransportError | None = None
         """Error of the first move that failed; else None."""
-        self._files = files
+        self._store_thread = store_thread
         self._now_s = resources.clock.now_s
         self._since_s = self._now_s()
 
     def __repr__(self) -> str:
         return f"<StoreTransfer {self.direction} {self.flight!r}>"
 
-    def enter(self, phase: str) -> None:
+    def begin_phase(self, phase: str) -> None:
         """Begin `phase`, and add the time since the last call to the phase that ends."""
         now_s = self._now_s()
         self.seconds[self.phase] += now_s - self._since_s
         self.phase, self._since_s = phase, now_s
 
-    def hurry(self) -> None:
+    def expire(self) -> None:
         """End the transfer soon, as if its deadline had passed."""
         with contextlib.suppress(RuntimeError):  # the deadline has passed, or the transfer has its outcome
             self.timeout.reschedule(asyncio.get_running_loop().time())
 
-    def post(self, _agent: AgentName, descriptors: Descriptors, told: LeaseAnswerState) -> None:
-        """Start a move for the flight. Call `told` when it has stopped. TransportBroken if the I/O thread has ended."""
+    def post(self, _agent: AgentName, descriptors: Descriptors, on_end: LeaseAnswerState) -> None:
+        """Start a move for the flight; call `on_end` when it has stopped. TransportBroken if the thread has ended."""
         move = PostedRead(descriptors.size_bytes)
 
         def ended(error: TransportError | RuntimeBroken | None) -> None:
             if isinstance(error, RuntimeBroken):
-                told(error)
+                on_end(error)
                 return
             self.error = self.error or error
-            told(ReadEnded(move, error, 0.0))
+            on_end(ReadEnded(move, error, 0.0))
 
-        self._files.post(descriptors, self.direction, ended, self._lost)
+        self._store_thread.post(descriptors, self.direction, ended, self._on_loss)
 
     async def stop(self, grace_s: float) -> None:
         """Wait until the transfer is over, for at most `grace_s`: see `Flight.stop`."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + grace_s
         await self.flight.stop(grace_s)
-        if not self.over.done():
-            await asyncio.wait([self.over], timeout=until_s - loop.time())
+        if not self.ended.done():
+            await asyncio.wait([self.ended], timeout=until_s - loop.time())
 
-    def _lost(self, error: TransportError) -> None:
+    def _on_loss(self, error: TransportError) -> None:
         """Callback when a move has failed but may still run: make the transfer fail soon."""
         self.error = self.error or error
-        self.hurry()
+        self.expire()
 
     # --- as a quarantine
 

@@ -23,7 +23,7 @@ from kvflow.runtime.memory import CopyDirection
 from kvflow.storage.entry import fingerprint_of
 from kvflow.storage.placing import BlockSpan, plan_file
 from kvflow.storage.store_thread import Direction
-from kvflow.storage.store_transfer import StoreTransfer, opened_file
+from kvflow.storage.store_transfer import StoreTransfer, file_source
 from kvflow.verify import digests
 from kvflow.verify.cache_digests import DigestedCache, Digesting
 
@@ -51,9 +51,9 @@ class StoredCache:
         self.tensors = named_layers(saved)
         """The memory that moves may touch, as pairs of a layer's name and its tensors."""
         found = [(one.group, one.regions) for one in saved]
-        self.sets = [(group, regions.distinct) for group, regions in found]
+        self.layer_sets = [(group, regions.distinct) for group, regions in found]
         """Pairs (index of the group, regions) for each layer set; a region that several layers share is listed once."""
-        self._layers = [regions.distinct_layers for _, regions in found]
+        self._digested_layers = [regions.distinct_layers for _, regions in found]
         """Indices of the layers to digest, for each layer set; if layers share all their memory, only the first."""
         shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in found]
         shared = [regions.first_at_address for _, regions in found if len(regions.distinct) < len(regions)]
@@ -68,14 +68,14 @@ class StoredCache:
             fd: descriptor of the file.
             start: offset of the first block in the file.
         """
-        file, fetched = opened_file(), transfer.direction is Direction.SAVE
+        file, copy_to_host = file_source(), transfer.direction is Direction.SAVE
         counts = [len(ids) for ids in transfer.tables]
         for span in self._spans(transfer.tables):
-            here, release = await self._take(span, fetched=fetched)
+            memory_ids, release = await self._take_host_blocks(span, copy_to_host=copy_to_host)
             slices = plan_file(
-                self.sets,
+                self.layer_sets,
                 counts,
-                span._replace(ids=here),
+                span._replace(ids=memory_ids),
                 fd=fd,
                 start=start,
                 bytes_max=self._limits.slice_bytes_max,
@@ -86,8 +86,8 @@ class StoredCache:
                 for read in reads:
                     yield CopyGroup([read])
             else:
-                copy = partial(self._staging[span.group].copy, CopyDirection.TO_DEVICE, span.ids, here)
-                yield CopyGroup([*reads], None if fetched else copy, release)
+                copy = partial(self._staging[span.group].copy, CopyDirection.TO_DEVICE, span.ids, memory_ids)
+                yield CopyGroup([*reads], None if copy_to_host else copy, release)
 
     async def digests(self, tables: Sequence[BlockIds]) -> bytes:
         """Return the digest of each layer of each layer set, as 8 bytes each, little-endian.
@@ -97,15 +97,23 @@ class StoredCache:
 
         Raises CopyFailed. Cancelling stops only the waiting.
         """
-        sums = [[0] * len(layers) for layers in self._layers]
+        sums = [[0] * len(layers) for layers in self._digested_layers]
         for span in self._spans(tables):
             size = self.groups[span.group].block_size
-            here, release = await self._take(span, fetched=True)
+            memory_ids, release = await self._take_host_blocks(span, copy_to_host=True)
             try:
-                tokens = range(span.first * size, (span.first + len(here)) * size)
-                places = [at for at, (group, _) in enumerate(self.sets) if group == span.group]
+                tokens = range(span.first * size, (span.first + len(memory_ids)) * size)
+                places = [at for at, (group, _) in enumerate(self.layer_sets) if group == span.group]
                 asked = [
-                    Digesting(at, self._layers[at], range(self.sets[at][1].block.heads), 0, here, size, tokens)
+                    Digesting(
+                        at,
+                        self._digested_layers[at],
+                        range(self.layer_sets[at][1].block.heads),
+                        0,
+                        memory_ids,
+                        size,
+                        tokens,
+                    )
                     for at in places
                 ]
                 found = iter(await self._digested.digests(asked))
@@ -114,7 +122,7 @@ class StoredCache:
                     release()
             for at in places:
                 sums[at] = [digests.added(before, next(found)) for before in sums[at]]
-        used = [numbers for (group, _), numbers in zip(self.sets, sums, strict=True) if len(tables[group])]
+        used = [numbers for (group, _), numbers in zip(self.layer_sets, sums, strict=True) if len(tables[group])]
         return np.array([number for numbers in used for number in numbers], dtype="<u8").tobytes()
 
     def _spans(self, tables: Sequence[BlockIds]) -> Iterator[BlockSpan]:
@@ -127,7 +135,9 @@ class StoredCache:
             for first in range(0, len(ids), step or 1):
                 yield BlockSpan(group, first, ids[first : first + step])
 
-    async def _take(self, span: BlockSpan, *, fetched: bool) -> tuple[BlockIds, Callable[[], None] | None]:
+    async def _take_host_blocks(
+        self, span: BlockSpan, *, copy_to_host: bool
+    ) -> tuple[BlockIds, Callable[[], None] | None]:
         """Wait for host blocks for a span. Return their ids, and a callback that gives them back.
 
         For a cache on the host, return the ids of the span itself and None. Raises CopyFailed.
@@ -141,7 +151,7 @@ class StoredCache:
         buffers = self._staging[span.group]
         host_ids = await buffers.pool.take(len(span.ids))
         give_back = partial(buffers.pool.give_back, host_ids)
-        if fetched:
+        if copy_to_host:
             copy = partial(buffers.copy, CopyDirection.TO_HOST, span.ids, host_ids)
             await self._copy_thread.run_into_buffers(copy, give_back)
         return host_ids, give_back

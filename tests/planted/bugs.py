@@ -202,8 +202,8 @@ BUGS: dict[str, Bug] = {
         ("tests/storage/test_index.py",),
     ),
     "what was saved is not compared with what is restored": Bug(
-        "if await self._stored.digests(transfer.tables) != header.digests:",
-        "if not await self._stored.digests(transfer.tables):",
+        "if await self._stored_cache.digests(transfer.tables) != header.digests:",
+        "if not await self._stored_cache.digests(transfer.tables):",
         ("tests/storage/test_storing.py::test_what_is_damaged_is_never_good_and_goes",),
     ),
     "blocks of a restore are free while its bytes may land": Bug(

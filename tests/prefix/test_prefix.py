@@ -219,7 +219,7 @@ async def test_the_longest_run_is_read_from_whoever_has_it() -> None:
         assert (counted.hits, counted.tokens, counted.bytes) == (1, 20, report.bytes)
         told = {answer.peer.split()[0]: (answer.num_tokens, answer.why) for answer in report.answers}
         assert told["holder-0"] == (8, "another one was taken")
-        assert told["holder-2"] == (0, "it has nothing of it")
+        assert told["holder-2"] == (0, "it has no block of the prefix")
         assert third.sharing.statistics.missed == 1
         await them.assert_nothing_pinned()
         assert known(second.runtime.statistics().serving).read == 1
@@ -230,7 +230,7 @@ async def test_what_is_cached_is_not_read(them: Fleet) -> None:
     them.assert_read(them.holders[0], range(8, 14), range(2, 8))
     assert (report.num_tokens, report.pulled_tokens) == (len(PROMPT), 6 * TOKENS)
     none = await them.pull(cached_tokens=len(PROMPT), block_ids=[])
-    assert (none.num_tokens, none.answers[0].why) == (len(PROMPT), "it has no more than is cached here")
+    assert (none.num_tokens, none.answers[0].why) == (len(PROMPT), "it has no more tokens than the local cache")
 
 
 async def test_nothing_found_is_no_error_nor_are_peers_that_cannot_be() -> None:

@@ -29,25 +29,25 @@ def believe_a_seal_seen_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unpin_as_soon_as_it_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pinned prefix is unpinned before its lease has ended."""
-    real = SharedPrefixes._offered
+    real = SharedPrefixes._lease_prefix
 
     def offered(self: SharedPrefixes, *given: Any) -> messages.Reply:
         reply = real(self, *given)
         for opened in list(self._leased):
-            self._over(opened)
+            self._unpin_ended(opened)
         return reply
 
-    monkeypatch.setattr(SharedPrefixes, "_offered", offered)
+    monkeypatch.setattr(SharedPrefixes, "_lease_prefix", offered)
 
 
 def reclaim_without_revoking(monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner gets its blocks back, but the seal still says that they are leased."""
-    monkeypatch.setattr(SharedPrefixes, "_end", lambda self, opened: self._over(opened))
+    monkeypatch.setattr(SharedPrefixes, "_revoke", lambda self, opened: self._unpin_ended(opened))
 
 
 def revoke_without_unpinning(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefix stays pinned after its lease has ended by itself."""
-    monkeypatch.setattr(SharedPrefixes, "_ended", lambda *_: None)
+    monkeypatch.setattr(SharedPrefixes, "_on_lease_end", lambda *_: None)
 
 
 def read_from_the_next_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def read_from_the_next_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     async def settled(*_: object) -> bool:
         return True
 
-    monkeypatch.setattr(pull, "_settled", settled)
+    monkeypatch.setattr(pull, "_wait_until_safe", settled)
 
 
 def leave_the_salt_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,41 +67,41 @@ def leave_the_salt_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_a_block_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pull reports one block more than it has filled."""
-    real = Pull._report
+    real = Pull._make_report
 
     def report(self: Pull, *given: Any) -> PrefixReport:
         made = real(self, *given)
         more = self._groups[0].block_size if made.pulled_tokens else 0
         return replace(made, num_tokens=made.num_tokens + more)
 
-    monkeypatch.setattr(Pull, "_report", report)
+    monkeypatch.setattr(Pull, "_make_report", report)
 
 
 def count_what_loads_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens of a prefix and of the rest are added up, although both may count the same window."""
-    real = Pull._report
+    real = Pull._make_report
 
     def report(self: Pull, loads: Any) -> PrefixReport:
         tokens = self._request.cached_tokens + sum(load.tokens for load in loads)
         return replace(real(self, loads), num_tokens=tokens)
 
-    monkeypatch.setattr(Pull, "_report", report)
+    monkeypatch.setattr(Pull, "_make_report", report)
 
 
 def fill_the_wrong_end_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of a prefix lands in the blocks of the prefix's beginning."""
-    real = pull._filled
+    real = pull._blocks_filled_by
 
     def filled(groups: Any, tables: Any, cached: int, tokens: int) -> list[Any]:
         found = real(groups, tables, cached, tokens)
         return [table[: len(some)] for table, some in zip(tables, found, strict=True)]
 
-    monkeypatch.setattr(pull, "_filled", filled)
+    monkeypatch.setattr(pull, "_blocks_filled_by", filled)
 
 
 def forget_answers_that_come_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefix that is found after its question has ended stays pinned."""
-    monkeypatch.setattr(SharedPrefixes, "_too_late", lambda *_: None)
+    monkeypatch.setattr(SharedPrefixes, "_unpin_unused", lambda *_: None)
 
 
 def stay_connected_to_who_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,12 +110,12 @@ def stay_connected_to_who_was_there_before(monkeypatch: pytest.MonkeyPatch) -> N
     async def connected_again(_: object, engine: object, __: object) -> object:
         return engine
 
-    monkeypatch.setattr(PrefixQuestions, "_connected_again", connected_again)
+    monkeypatch.setattr(PrefixQuestions, "_reconnect", connected_again)
 
 
 def say_that_blocks_are_safe(monkeypatch: pytest.MonkeyPatch) -> None:
     """If one of two loads side by side fails, the load that goes on is forgotten."""
-    monkeypatch.setattr(pull, "_quarantine", lambda loads: None)
+    monkeypatch.setattr(pull, "_quarantine_of", lambda loads: None)
 
 
 def end_a_prefix_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def end_a_prefix_inside_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_it_is(request: PrefixRequest, *_: object) -> PrefixRequest:
         return request
 
-    monkeypatch.setattr(pull, "_in_whole_blocks", as_it_is)
+    monkeypatch.setattr(pull, "_cut_to_whole_blocks", as_it_is)
 
 
 PREFIX_MUTATIONS = {

@@ -12,8 +12,8 @@ from kvflow.storage.entry import (
     EntryHeader,
     NotAnEntry,
     checked_key,
-    decode,
-    encode,
+    decode_header,
+    encode_header,
     entry_name,
     fingerprint_of,
 )
@@ -35,22 +35,22 @@ headers = st.builds(
 
 @given(headers)
 def test_what_was_written_is_read(header: EntryHeader) -> None:
-    start = encode(header)
+    start = encode_header(header)
     assert len(start) == header.data_start
     assert len(start) % 4096 == 0
-    assert decode(start, header.file_bytes) == header
+    assert decode_header(start, header.file_bytes) == header
 
 
 def test_a_file_that_was_cut_anywhere_is_no_entry() -> None:
-    start = encode(HEADER)
+    start = encode_header(HEADER)
     whole = len(start) + HEADER.data_bytes
     for size in [*range(200), *range(len(start) - 3, len(start) + 3), whole - 1, whole + 1]:
         with pytest.raises(NotAnEntry):
-            decode(start[:size], size)
+            decode_header(start[:size], size)
 
 
 def test_a_header_with_any_bit_flipped_is_none_or_says_the_same() -> None:
-    start = encode(HEADER)
+    start = encode_header(HEADER)
     used = len(start.rstrip(b"\0"))
     for at in range(len(start)):
         for bit in range(8) if at < used else (3,):
@@ -58,16 +58,16 @@ def test_a_header_with_any_bit_flipped_is_none_or_says_the_same() -> None:
             changed[at] ^= 1 << bit
             if at < used:
                 with pytest.raises(NotAnEntry):
-                    decode(bytes(changed), HEADER.file_bytes)
+                    decode_header(bytes(changed), HEADER.file_bytes)
             else:
-                assert decode(bytes(changed), HEADER.file_bytes) == HEADER  # what fills it up means nothing
+                assert decode_header(bytes(changed), HEADER.file_bytes) == HEADER  # what fills it up means nothing
 
 
 @given(st.binary(max_size=100))
 def test_what_is_none_is_refused(junk: bytes) -> None:
-    for start in (junk, encode(HEADER)[:16] + junk, encode(HEADER)[:24] + junk):
+    for start in (junk, encode_header(HEADER)[:16] + junk, encode_header(HEADER)[:24] + junk):
         with pytest.raises(NotAnEntry):
-            decode(start, len(start))
+            decode_header(start, len(start))
 
 
 def test_names_differ_by_layout_and_by_key() -> None:

@@ -18,7 +18,7 @@ from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import ConfigError, RuntimeBroken, TransportBroken
 from kvflow.storage.placing import FILE
 from kvflow.storage.posix import PosixMover
-from kvflow.storage.storage import make_files
+from kvflow.storage.storage import make_store_thread
 from kvflow.storage.store_thread import Direction, LostMoves, MoveFailed, MoveLost, PlainMover, StoreThread
 from kvflow.transport.base import TransportError
 from tests.support.tests_support import WAIT_S
@@ -68,12 +68,12 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 @contextlib.asynccontextmanager
 async def open_bench(transport: str, tmp_path: Path, params: Mapping[str, str] | None = None) -> AsyncIterator[Bench]:
     config = Config(engine_id="files", transport=transport, nixl_backend_params=params or {})
-    files = make_files(config, "files")
+    files = make_store_thread(config, "files")
     buffer = (np.arange(SIZE) % 251).astype(np.uint8)
     await files.open([Span(address=int(buffer.ctypes.data), size_bytes=SIZE)], buffer)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     os.truncate(fd, SIZE)
-    await files.call(lambda: files.mover.opened(fd, SIZE))
+    await files.call(lambda: files.mover.register_file(fd, SIZE))
     yield Bench(files, buffer, fd)
     await files.aclose(lambda: None)
     await files.aclose(lambda: None)
@@ -124,7 +124,7 @@ async def test_what_is_closed_takes_nothing(bench: Bench) -> None:
     last: list[bool] = []
     await bench.files.aclose(lambda: last.append(True))
     assert last == [True]
-    for verb in (lambda: bench.files.submit(lambda: None, lambda: None), lambda: bench.files._alive()):
+    for verb in (lambda: bench.files.submit(lambda: None, lambda: None), lambda: bench.files._open_thread()):
         with pytest.raises(TransportBroken):
             verb()
 
@@ -157,7 +157,7 @@ async def test_an_agent_that_cannot_be_made_again_fails_moves_until_it_can(
         assert isinstance(mover, PosixMover)
         with monkeypatch.context() as patched:
             patched.setitem(mover._params, "ios_pool_size", "many")
-            assert await bench.files.call(mover.settle) is LostMoves.STOPPED
+            assert await bench.files.call(mover.stop_lost_moves) is LostMoves.STOPPED
             for _ in range(2):
                 error = await bench.move(Direction.SAVE, (0, 0, 8))
                 assert isinstance(error, TransportError)
@@ -171,22 +171,22 @@ class Scripted(PlainMover):
     def __init__(self) -> None:
         self.ends: dict[int, bool | MoveLost] = {}
         self.told: list[object] = []
-        self.settles = [LostMoves.NOT_YET, LostMoves.NOT_YET, LostMoves.STOPPED]
+        self.results = [LostMoves.NOT_YET, LostMoves.NOT_YET, LostMoves.STOPPED]
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
         self.told.append(descriptors.size_bytes)
         return descriptors.size_bytes
 
-    def ended(self, begun: object) -> bool:
-        assert isinstance(begun, int)
-        end = self.ends.get(begun, False)
+    def has_ended(self, handle: object) -> bool:
+        assert isinstance(handle, int)
+        end = self.ends.get(handle, False)
         if isinstance(end, MoveLost):
             raise end
         return end
 
-    def settle(self) -> LostMoves:
-        self.told.append(self.settles[0])
-        return self.settles.pop(0)
+    def stop_lost_moves(self) -> LostMoves:
+        self.told.append(self.results[0])
+        return self.results.pop(0)
 
 
 async def test_a_loss_is_settled_when_the_last_move_has_ended_and_the_next_one_waits_for_that() -> None:
@@ -224,12 +224,12 @@ async def test_memory_that_is_not_registered_is_refused_by_nixl(tmp_path: Path) 
 @pytest.mark.parametrize("params", [{}, {"POSIX.use_posix_aio": "true"}, {"POSIX.ios_pool_size": "1024"}])
 async def test_the_backend_gets_its_parameters(tmp_path: Path, params: dict[str, str]) -> None:
     config = Config(engine_id="files", nixl_backend_params=params)
-    files = make_files(config, "files")
+    files = make_store_thread(config, "files")
     buffer = np.zeros(SIZE, dtype=np.uint8)
     spans = [Span(address=int(buffer.ctypes.data), size_bytes=SIZE)]
     await files.open(spans, buffer)
     await files.aclose(lambda: None)
-    wrong = make_files(Config(engine_id="f", nixl_backend_params={"POSIX.ios_pool_size": "many"}), "files")
+    wrong = make_store_thread(Config(engine_id="f", nixl_backend_params={"POSIX.ios_pool_size": "many"}), "files")
     with pytest.raises((ConfigError, ValueError)):
         await wrong.open(spans, buffer)
     await wrong.aclose(lambda: None)

@@ -21,7 +21,7 @@ def saved(index: StoreIndex, *entries: Entry) -> list[str]:
     """Save them in turn; whose room was needed."""
     gone = []
     for one in entries:
-        gone += [victim.name for victim in index.make_room(one.size_bytes, "save")]
+        gone += [victim.name for victim in index.reserve(one.size_bytes, "save")]
         index.commit(one)
     return gone
 
@@ -45,8 +45,8 @@ def test_what_is_read_stays_and_the_next_one_goes() -> None:
     index, a, _, _ = filled("abc")
     a.readers += 1
     assert saved(index, entry("d")) == ["b"]
-    with pytest.raises(StoreFull, match="'save': 80 bytes more, 90 of 100 are used; all entries that are left"):
-        index.make_room(80, "save")
+    with pytest.raises(StoreFull, match="'save': 80 bytes more, 90 of 100 are used; every other entry"):
+        index.reserve(80, "save")
     assert len(index) == 3, "nobody has gone for what does not fit"
     index.end_read(a)
     assert saved(index, entry("e", 80)) == ["a", "c", "d"]
@@ -69,22 +69,22 @@ def test_what_was_replaced_counts_until_nobody_reads_it() -> None:
 def test_what_was_found_counts_and_makes_room_for_a_smaller_bound() -> None:
     index = StoreIndex(BOUND, [entry("a", 50), entry("b", 50), entry("c", 50)])
     assert index.used_bytes == 150
-    assert [one.name for one in index.make_room(0, "save")] == ["a"]
+    assert [one.name for one in index.reserve(0, "save")] == ["a"]
 
 
 def test_what_could_not_be_removed_is_there_again_and_the_first_to_go() -> None:
     index, a, b, _ = filled("abc")
-    assert index.make_room(60, "save") == [a, b]
+    assert index.reserve(60, "save") == [a, b]
     assert index.put_back([b]) == []
-    index.give_back(60)
+    index.release(60)
     assert (len(index), index.used_bytes) == (2, 60)
     assert saved(index, entry("d", 60)) == ["b"]
 
 
 def test_what_was_saved_again_meanwhile_is_kept_when_the_old_one_could_not_be_removed() -> None:
     (index, old), new = filled("a"), entry("a")
-    assert index.make_room(80, "save") == [old]
-    index.give_back(80)
+    assert index.reserve(80, "save") == [old]
+    index.release(80)
     saved(index, new)
     assert index.put_back([old]) == [old]
     assert (index.find("a"), len(index), index.used_bytes) == (new, 1, 30)
@@ -92,15 +92,15 @@ def test_what_was_saved_again_meanwhile_is_kept_when_the_old_one_could_not_be_re
 
 def test_what_cannot_be_read_is_not_found_and_the_first_to_go() -> None:
     index, a, b, c = filled("abc")
-    assert index.set_aside(b)
-    assert not index.set_aside(b), "it was"
+    assert index.mark_unreadable(b)
+    assert not index.mark_unreadable(b), "it was"
     assert (index.find("b"), index.used_bytes) == (None, 90), "it takes room"
     assert saved(index, entry("d")) == ["b"]
-    assert not index.set_aside(b), "it is gone"
-    assert index.set_aside(a)
+    assert not index.mark_unreadable(b), "it is gone"
+    assert index.mark_unreadable(a)
     index.touch(a)
     assert index.find("a") is a, "somebody could read it"
-    index.set_aside(c)
+    index.mark_unreadable(c)
     new = entry("c", 0)
     assert index.commit(new) is c
     assert (index.find("c"), index.used_bytes) == (new, 60)
@@ -123,7 +123,7 @@ class Index(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abcdef"), size=st.integers(1, BOUND))
     def begin_save(self, name: str, size: int) -> None:
         try:
-            victims = self.index.make_room(size, "save")
+            victims = self.index.reserve(size, "save")
         except StoreFull:
             kept = sum(one.size_bytes for one in {*self.writing, *self.reading})
             assert kept + size > BOUND, "there was room"
@@ -138,7 +138,7 @@ class Index(RuleBasedStateMachine):
     def end_save(self, complete: bool) -> None:
         one = self.writing.pop(0)
         if not complete:
-            self.index.give_back(one.size_bytes)
+            self.index.release(one.size_bytes)
             self.disk.discard(one)
         elif (before := self.index.commit(one)) is not None and before not in self.reading:
             self.disk.discard(before)

@@ -16,7 +16,7 @@ START = 4096
 @st.composite
 def caches(draw: st.DrawFn) -> tuple[list[tuple[int, Regions]], list[np.ndarray]]:
     """Sets of layers, of two groups, and block ids of each group."""
-    sets, base = [], 1 << 20
+    layer_sets, base = [], 1 << 20
     for group in draw(st.lists(st.integers(0, 1), min_size=1, max_size=3)):
         size = draw(st.sampled_from([8, 24, 64]))
         block = BlockShape(1, 1, size, size, size)
@@ -28,18 +28,18 @@ def caches(draw: st.DrawFn) -> tuple[list[tuple[int, Regions]], list[np.ndarray]
         regions = Regions(
             bases=arrays[0], strides=arrays[1], block=block, parts=parts, num_blocks=16, device=Device("cpu", 0)
         )
-        sets.append((group, regions))
+        layer_sets.append((group, regions))
     ids = st.lists(st.integers(0, 15), unique=True, max_size=9)
-    return sets, [np.array(draw(ids), dtype=np.int64) for _ in range(2)]
+    return layer_sets, [np.array(draw(ids), dtype=np.int64) for _ in range(2)]
 
 
 @given(caches(), st.integers(1, 300), st.integers(1, 20), st.booleans())
 def test_every_byte_has_one_place(
     cache: tuple[list[tuple[int, Regions]], list[np.ndarray]], bytes_max: int, descriptors_max: int, whole: bool
 ) -> None:
-    sets, tables = cache
+    layer_sets, tables = cache
     counts = [len(ids) for ids in tables]
-    total = data_bytes(sets, counts)
+    total = data_bytes(layer_sets, counts)
     limits = {"bytes_max": bytes_max, "descriptors_max": descriptors_max}
     step = max(*counts, 1) if whole else 2
     spans = [
@@ -47,7 +47,7 @@ def test_every_byte_has_one_place(
         for at, ids in enumerate(tables)
         for first in range(0, len(ids), step)
     ]
-    slices = [one for span in spans for one in plan_file(sets, counts, span, fd=7, start=START, **limits)]
+    slices = [one for span in spans for one in plan_file(layer_sets, counts, span, fd=7, start=START, **limits)]
     found: dict[int, int] = {}
     for one in slices:
         assert 0 < one.size_bytes <= bytes_max
@@ -59,7 +59,7 @@ def test_every_byte_has_one_place(
     assert sorted(found.values()) == list(range(START, START + total))
     expected = {
         int(regions.bases[region]) + int(block) * int(regions.strides[region]) + at
-        for group, regions in sets
+        for group, regions in layer_sets
         for region in range(len(regions))
         for block in tables[group]
         for at in range(regions.block_size_bytes)

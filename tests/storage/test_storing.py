@@ -230,13 +230,13 @@ def another_key(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (replace_by(os.mkfifo), "it is no regular file: prw-"),
-        (replace_by(Path.mkdir), "it is no regular file: drwx"),
-        (listen, "it is no regular file: No such device or address"),
-        (link, "it is no regular file: Too many levels of symbolic links"),
-        (another_key, "of another cache, or of another key"),
+        (replace_by(os.mkfifo), "not a regular file: prw-"),
+        (replace_by(Path.mkdir), "not a regular file: drwx"),
+        (listen, "not a regular file: No such device or address"),
+        (link, "not a regular file: Too many levels of symbolic links"),
+        (another_key, "from another cache or under another key"),
     ],
-    ids=["FIFO", "folder", "socket", "link", "of another key"],
+    ids=["FIFO", "folder", "socket", "link", "under another key"],
 )
 async def test_only_regular_files_are_read_and_none_of_another_key(
     engine: StoringEngine, change: Callable[[Path], None], found: str
@@ -339,7 +339,7 @@ async def test_what_is_read_or_written_does_not_go(tmp_path: Path) -> None:
         restoring = await engine.held("a")
         saving = asyncio.create_task(engine.save("b"))
         await until(lambda: engine.moves == 2)
-        with pytest.raises(StoreFull, match="all entries that are left are being read or written"):
+        with pytest.raises(StoreFull, match="every other entry is being read or written"):
             await engine.save("c")
         assert not engine.storage.has("b"), "it counts, but is not there yet"
         engine.mover.gate.set()
@@ -396,7 +396,7 @@ async def test_a_restore_under_way_ends_well_though_its_entry_is_dropped(tmp_pat
         saved = engine.bytes_of([1, 2, 3])
         await engine.save("a")
         restoring = await engine.held("a")
-        begun = asyncio.create_task(engine.restore("a", [7, 8, 9]))  # before its file was opened
+        handle = asyncio.create_task(engine.restore("a", [7, 8, 9]))  # before its file was opened
         await asyncio.sleep(0)
         assert await engine.storage.drop(["a"]) == 1
         assert engine.files == []
@@ -405,7 +405,7 @@ async def test_a_restore_under_way_ends_well_though_its_entry_is_dropped(tmp_pat
             await engine.restore("a", [10, 11, 12])
         saving = asyncio.create_task(engine.save("a", [13, 14, 15]))
         engine.mover.gate.set()
-        await asyncio.gather(restoring, begun, saving)
+        await asyncio.gather(restoring, handle, saving)
         engine.assert_equal([4, 5, 6], saved)
         engine.assert_equal([7, 8, 9], saved)
         assert engine.storage.has("a"), "it was saved since"
@@ -435,7 +435,7 @@ async def test_files_that_cannot_be_removed_are_told_of(engine: StoringEngine, m
     with monkeypatch.context() as broken:
         broken.setattr("kvflow.storage.disk.os.unlink", failing(errno.EACCES))
         with pytest.raises(
-            StorageFailed, match=r"files of 2 entries that were dropped may be back .*Permission denied"
+            StorageFailed, match=r"2 entries dropped, but their files may be found again .*Permission denied"
         ):
             await engine.storage.drop()
     assert not engine.storage.has("a"), "nobody finds it in this run"
@@ -446,7 +446,7 @@ async def test_a_disk_that_hangs_ends_the_waiting(tmp_path: Path, monkeypatch: p
     async with storing(tmp_path, load_deadline_s=0.1) as engine:
         await engine.save("a", deadline_s=WAIT_S)
         monkeypatch.setattr("kvflow.storage.disk.Directory.sync", lambda _: gate.wait(WAIT_S))
-        with pytest.raises(StorageFailed, match=r"may be back at the next start: not done within 0\.1 s"):
+        with pytest.raises(StorageFailed, match=r"may be found again at the next start: not done within 0\.1 s"):
             await engine.storage.drop()
         gate.set()
 
@@ -563,7 +563,7 @@ async def test_bytes_that_do_not_stop_are_quarantined(tmp_path: Path, end: str) 
         await held.settled()
         assert held.safe
         await engine.quiet()
-        assert engine.storage.has("a") == (end != "failed"), "a file that cannot be read is set aside"
+        assert engine.storage.has("a") == (end != "failed"), "a file that cannot be read is not found"
 
 
 async def test_a_move_that_fails_fails_its_request(engine: StoringEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -586,7 +586,7 @@ async def test_a_move_that_fails_fails_its_request(engine: StoringEngine, monkey
             await engine.restore("a")
         assert caught.value.quarantine is None
         await engine.quiet()
-        assert not engine.storage.has("a"), "a file that cannot be read is set aside"
+        assert not engine.storage.has("a"), "a file that cannot be read is not found"
         with pytest.raises(NotStored):
             await engine.restore("a")
         assert (len(engine.files), engine.store.bytes) == (1, ENTRY_BYTES), "it may be the disk's fault"
@@ -639,7 +639,7 @@ async def test_what_is_lost_is_stopped_when_nothing_else_is_under_way_and_what_c
             await first
         assert caught.value.quarantine is None
         await second
-        assert engine.mover.settled == 1
+        assert engine.mover.stop_calls == 1
         await engine.quiet()
 
 
@@ -648,7 +648,7 @@ async def test_a_move_that_cannot_be_stopped_keeps_its_blocks_until_the_cache_is
     async with storing(tmp_path, cancel_grace_s=0.02) as engine:
         await engine.save("a")
         await engine.save("b")
-        engine.mover.settles = LostMoves.NEVER
+        engine.mover.stop_result = LostMoves.NEVER
         engine.mover.errors = [MoveLost("who knows")]
         with pytest.raises(StorageFailed, match="who knows") as caught:
             await engine.restore("a")
@@ -801,7 +801,7 @@ async def test_who_is_late_when_the_runtime_closes_is_told(tmp_path: Path) -> No
         closing = asyncio.create_task(engine.runtime.aclose())
         store = engine.storage._store
         assert store is not None
-        await until(lambda: store._closed)
+        await until(lambda: store._close_error)
         engine.mover.gate.set()
         await closing
         with pytest.raises(RuntimeClosed):

@@ -15,9 +15,9 @@ from kvflow.prefix import prefix_keys
 from kvflow.prefix.kv_events import EventSource, PrefixMap
 from kvflow.prefix.kv_events.batches import BlockStored, KVEvent, encode_batch
 
-__all__ = ["END", "WAIT_S", "KnownMap", "ScriptedPublisher", "stored", "until"]
+__all__ = ["END_OF_REPLAY", "WAIT_S", "KnownMap", "ScriptedPublisher", "stored", "until"]
 
-END = b"\xff" * 8
+END_OF_REPLAY = b"\xff" * 8
 
 
 def stored(number: int, parent: int | None = None) -> BlockStored:
@@ -93,7 +93,7 @@ class ScriptedPublisher:
             payload = encode_batch([event], ts=1.5)
             await self.replays.send_multipart([client, b"", *topic, number.to_bytes(8, "big"), payload])
         if end:
-            await self.replays.send_multipart([client, b"", *topic, END, b""])
+            await self.replays.send_multipart([client, b"", *topic, END_OF_REPLAY, b""])
 
     async def replayed(self, *batches: tuple[int, KVEvent], topics: bool = True) -> int:
         """Answer the next question for a replay. Return the number that it starts from."""

@@ -17,7 +17,7 @@ from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.runtime.world import World
 from kvflow.storage import RestoreReport, RestoreRequest, SaveReport, SaveRequest, Storage, StoreStatistics
-from kvflow.storage.storage import make_files
+from kvflow.storage.storage import make_store_thread
 from kvflow.storage.store_thread import Direction, LostMoves, PlainMover, StoreThread
 from kvflow.testing import assert_quiet
 from kvflow.testing.pair import CacheSize, open_engine
@@ -37,19 +37,19 @@ class HeldMover(PlainMover):
         self.gate.set()
         self.errors: list[Exception] = []
         """Errors of the next moves; their bytes do not land."""
-        self.settles = LostMoves.STOPPED
-        """Result of `settle`."""
-        self.settled = 0
-        """Number of calls of `settle`."""
+        self.stop_result = LostMoves.STOPPED
+        """Result of `stop_lost_moves`."""
+        self.stop_calls = 0
+        """Number of calls of `stop_lost_moves`."""
 
-    def settle(self) -> LostMoves:
-        self.settled += 1
-        return self.settles
+    def stop_lost_moves(self) -> LostMoves:
+        self.stop_calls += 1
+        return self.stop_result
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
         return descriptors, direction
 
-    def ended(self, begun: Any) -> bool:
+    def has_ended(self, begun: Any) -> bool:
         if not self.gate.is_set():
             return False
         if self.errors:
@@ -112,7 +112,7 @@ class StoringEngine:
     def moves(self) -> int:
         """Number of moves under way."""
         assert self.storage._store is not None
-        return self.storage._store._files.moves_under_way
+        return self.storage._store._store_thread.moves_under_way
 
     async def quiet(self) -> None:
         await until(lambda: not self.store.open_requests)
@@ -133,7 +133,11 @@ async def storing(
     mover = HeldMover()
 
     def files(config: Config, name: str) -> StoreThread:
-        return make_files(config, name) if transport == "nixl" else StoreThread(f"kvflow-store {name}", lambda _: mover)
+        return (
+            make_store_thread(config, name)
+            if transport == "nixl"
+            else StoreThread(f"kvflow-store {name}", lambda _: mover)
+        )
 
     def make(config: Config, name: str) -> Any:
         return World().transport(config, name) if transport == "nixl" else InprocTransport(name, InprocNetwork())

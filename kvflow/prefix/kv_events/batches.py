@@ -23,7 +23,7 @@ BATCH_BYTES_MAX = 4 << 20
 EVENTS_MAX, BLOCKS_MAX = 1 << 14, 1 << 16
 """Maximum number of events in a batch, and of blocks in an event."""
 TOKENS_MAX, BLOCK_TOKENS_MAX = 1 << 20, 1 << 16
-_SAID_CHARS = 200
+_ERROR_CHARS_MAX = 200
 
 BlockHash: TypeAlias = int | Annotated[bytes, Meta(max_length=64)]
 """An engine's own hash of a block: bytes or their low 64 bits (vLLM), or a signed number of 64 bits (SGLang)."""
@@ -77,9 +77,9 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
-_ARRAY_FIELDS = 10  # fields for which the arrays of both engines agree
-_PLACES_MAX = 256
-_NOT_VLLMS = {"BlockStored": ("cache_salt",), "AllBlocksCleared": ("medium",)}
+_ARRAY_FIELDS_MAX = 10  # fields for which the arrays of both engines agree
+_ARRAY_ENTRIES_MAX = 256
+_FIELDS_NOT_IN_VLLM = {"BlockStored": ("cache_salt",), "AllBlocksCleared": ("medium",)}
 
 
 class _Batch(msgspec.Struct, frozen=True, array_like=True):
@@ -88,12 +88,14 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
     data_parallel_rank: int | None = None
 
 
-_KINDS = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
-_batch = msgspec.msgpack.Decoder(_Batch)
-_event = msgspec.msgpack.Decoder(KVEvent)
-_array = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=_PLACES_MAX)])
-_name = msgspec.msgpack.Decoder(str)
-_in_lora_name = msgspec.msgpack.Decoder(str | dict[str, msgspec.Raw] | None)
+_EVENT_TYPES = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+_batch_decoder = msgspec.msgpack.Decoder(_Batch)
+_event_decoder = msgspec.msgpack.Decoder(KVEvent)
+_array_decoder = msgspec.msgpack.Decoder(
+    Annotated[list[msgspec.Raw], Meta(min_length=1, max_length=_ARRAY_ENTRIES_MAX)]
+)
+_name_decoder = msgspec.msgpack.Decoder(str)
+_lora_name_decoder = msgspec.msgpack.Decoder(str | dict[str, msgspec.Raw] | None)
 _MALFORMED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
@@ -117,34 +119,34 @@ def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
             peer=peer,
         )
     try:
-        batch = _batch.decode(payload)
+        batch = _batch_decoder.decode(payload)
     except _MALFORMED as error:
-        why = f"KV events from {peer or 'a publisher'}: no batch: {printable(str(error), _SAID_CHARS)}"
+        why = f"KV events from {peer or 'a publisher'}: not a batch: {printable(str(error), _ERROR_CHARS_MAX)}"
         raise ProtocolError(why, peer=peer) from error
-    return (event for raw in batch.events if (event := _event_of(raw)) is not None)
+    return (event for raw in batch.events if (event := _decode_event(raw)) is not None)
 
 
-def _event_of(raw: msgspec.Raw) -> KVEvent | None:
+def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
     """Return the event that `raw` encodes; None if its type or form is unknown."""
     kind = memoryview(raw)[0]
     is_array = 0x90 <= kind <= 0x9F or kind in (0xDC, 0xDD)
     try:
-        event: KVEvent = _event.decode(_by_names(raw) if is_array else raw)
+        event: KVEvent = _event_decoder.decode(_array_to_map(raw) if is_array else raw)
     except _MALFORMED:
         return None
     return event
 
 
-def _by_names(raw: msgspec.Raw) -> bytes:
+def _array_to_map(raw: msgspec.Raw) -> bytes:
     """Convert an event from an array of fields to a map of fields by name."""
-    tag, *values = _array.decode(raw)
-    kind = _name.decode(tag)
-    names = _KINDS[kind].__struct_fields__ if kind in _KINDS else ()
-    told: dict[str, Any] = dict(zip(names[:_ARRAY_FIELDS], values, strict=False))
-    if "lora_name" in told and isinstance(of_sglang := _in_lora_name.decode(told["lora_name"]), dict):
-        told["lora_name"] = of_sglang.get("lora_name")
-        told["cache_salt"] = of_sglang.get("cache_salt")
-    return msgspec.msgpack.encode({"type": kind, **told})
+    tag, *values = _array_decoder.decode(raw)
+    kind = _name_decoder.decode(tag)
+    names = _EVENT_TYPES[kind].__struct_fields__ if kind in _EVENT_TYPES else ()
+    fields: dict[str, Any] = dict(zip(names[:_ARRAY_FIELDS_MAX], values, strict=False))
+    if "lora_name" in fields and isinstance(of_sglang := _lora_name_decoder.decode(fields["lora_name"]), dict):
+        fields["lora_name"] = of_sglang.get("lora_name")
+        fields["cache_salt"] = of_sglang.get("cache_salt")
+    return msgspec.msgpack.encode({"type": kind, **fields})
 
 
 def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: int | None = None) -> bytes:
@@ -161,20 +163,20 @@ def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: in
     Raises:
         RequestError: a value is no event, or cannot be encoded.
     """
-    told = [instance(event, msgspec.Struct, "events") for event in events]
+    checked = [instance(event, msgspec.Struct, "events") for event in events]
     try:
-        return msgspec.msgpack.encode((ts, list(map(_by_name, told)), data_parallel_rank))
+        return msgspec.msgpack.encode((ts, list(map(_event_as_map, checked)), data_parallel_rank))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"events: a value that msgpack cannot carry: {error_text(error)}") from error
 
 
-def _by_name(event: msgspec.Struct) -> dict[str, Any]:
+def _event_as_map(event: msgspec.Struct) -> dict[str, Any]:
     """Return an event as a map of its fields, without null fields that vLLM's events do not have.
 
     vLLM's router refuses a batch with an unknown key, even if its value is null.
     """
     kind = type(event).__name__
-    left_out = {name for name in _NOT_VLLMS.get(kind, ()) if getattr(event, name) is None}
+    left_out = {name for name in _FIELDS_NOT_IN_VLLM.get(kind, ()) if getattr(event, name) is None}
     return {"type": kind} | {
         name: value for name, value in msgspec.structs.asdict(event).items() if name not in left_out
     }

@@ -27,23 +27,23 @@ from kvflow.logs import logger_of
 from kvflow.prefix.kv_events.batches import BATCH_BYTES_MAX, decode_batch
 from kvflow.prefix.kv_events.prefix_map import PrefixMap
 from kvflow.prefix.kv_events.sockets import (
-    END,
-    LIVE,
-    REPLAYED,
+    END_OF_REPLAY,
+    LIVE_FRAME_COUNTS,
+    REPLAYED_FRAME_COUNTS,
     SEQUENCE_BYTES,
-    host_in,
-    prepare,
+    prepare_socket,
     read_message,
     sequence_bytes,
+    tcp_host_of,
 )
 from kvflow.runtime.channel.lookups import Lookups
 
 logger = logger_of(__name__)
 
-WAITING_MAX = 256
+LIVE_BATCHES_MAX = 256
 """Maximum number of batches that wait in a socket. ZeroMQ drops further batches, which are then replayed."""
-REPLAYED_WAITING_MAX = 1000
-REPLAY_S = 5.0
+REPLAYED_BATCHES_MAX = 1000
+REPLAY_TIMEOUT_S = 5.0
 """Seconds to wait for each message of a replay."""
 
 
@@ -90,32 +90,32 @@ class SourceStatistics:
 class _Follower:
     """Follows one publisher of KV events into the map; has the sockets that receive its events."""
 
-    def __init__(self, source: EventSource, known: PrefixMap) -> None:
+    def __init__(self, source: EventSource, prefix_map: PrefixMap) -> None:
         self.source, self.statistics = source, SourceStatistics()
-        self._map, self._context = known, zmq.asyncio.Context.instance()
-        self._v6 = False
-        self._heard = -1  # the last sequence number of a live message
+        self._map, self._context = prefix_map, zmq.asyncio.Context.instance()
+        self._use_ipv6 = False
+        self._last_live = -1  # the last sequence number of a live message
         self._socket = self._context.socket(zmq.SUB)
         self._replays: list[zmq.asyncio.Socket] = []
         """The socket of the last replay, if there was one."""
         self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
         try:
-            self._open()
+            self._connect()
         except (zmq.ZMQError, ValueError, TypeError) as error:
             self.close()
             given = [one for one in (source.endpoint, source.replay_endpoint) if one is not None]
             meant = "".join(meant_address(one) for one in given if "://" not in one)
             raise ConfigError(f"KV events of {source.holder!r} at {', '.join(given)}: {error}{meant}") from error
 
-    def _open(self) -> None:
-        self._endpoint = prepare(
-            self._socket, self.source.endpoint, messages_max=WAITING_MAX, bytes_max=BATCH_BYTES_MAX
+    def _connect(self) -> None:
+        self._endpoint = prepare_socket(
+            self._socket, self.source.endpoint, messages_max=LIVE_BATCHES_MAX, bytes_max=BATCH_BYTES_MAX
         )
         self._socket.setsockopt(zmq.SUBSCRIBE, self.source.topic.encode())
         self._socket.connect(self._endpoint)
         if self.source.replay_endpoint is not None:
             with self._context.socket(zmq.DEALER) as socket:  # only to check the endpoint
-                found = prepare(socket, self.source.replay_endpoint, messages_max=1, bytes_max=BATCH_BYTES_MAX)
+                found = prepare_socket(socket, self.source.replay_endpoint, messages_max=1, bytes_max=BATCH_BYTES_MAX)
                 socket.connect(found)
 
     def ignore_events(self) -> None:
@@ -151,13 +151,13 @@ class _Follower:
 
         ZeroMQ looks a name up for one version of IP only.
         """
-        host = host_in(self._endpoint)
+        host = tcp_host_of(self._endpoint)
         try:
             if not host or is_v6(host) or not is_v6(await Lookups().find_address(host)):
                 return
         except (OSError, ValueError):  # the host has no address yet
             return
-        self._v6 = True
+        self._use_ipv6 = True
         self._socket.disconnect(self._endpoint)
         self._socket.setsockopt(zmq.IPV6, 1)
         self._socket.connect(self._endpoint)
@@ -168,32 +168,32 @@ class _Follower:
         if self.statistics.connected:
             await self._catch_up()
         else:
-            await self._begin_anew("its connection broke")
+            await self._reset("its connection broke")
 
     async def _on_message(self, frames: Sequence[bytes]) -> None:
         """Apply a live message to the map, after a replay of the batches missed before it."""
-        message = read_message(frames, LIVE)
-        if message is None or message[0] == END:
-            self._refuse(f"a message without a sequence number, bytes of its frames: {_sizes(frames)}")
+        message = read_message(frames, LIVE_FRAME_COUNTS)
+        if message is None or message[0] == END_OF_REPLAY:
+            self._count_refused(f"a message without a sequence number, bytes of its frames: {_sizes(frames)}")
             await asyncio.sleep(0)
             return
         number, payload = message
-        if number <= self._heard:
-            await self._begin_anew(f"its events began again at {number}")
-        self._heard = number
-        if number > self._next:
+        if number <= self._last_live:
+            await self._reset(f"its events began again at {number}")
+        self._last_live = number
+        if number > self._next_sequence:
             await self._catch_up()
-        if number > self._next:
-            await self._forget(f"events {self._next} to {number - 1} are missing")
-        if number >= self._next:
-            await self._take(number, payload)
+        if number > self._next_sequence:
+            await self._forget(f"events {self._next_sequence} to {number - 1} are missing")
+        if number >= self._next_sequence:
+            await self._apply_batch(number, payload)
 
     @property
-    def _next(self) -> int:
+    def _next_sequence(self) -> int:
         """Sequence number of the next batch to apply."""
         return self.statistics.sequence + 1
 
-    async def _take(self, number: int, payload: bytes) -> None:
+    async def _apply_batch(self, number: int, payload: bytes) -> None:
         """Apply batch `number` to the map, and count it. Other tasks run in between.
 
         If `payload` is no batch, forget all blocks of the publisher.
@@ -204,13 +204,13 @@ class _Follower:
                     await asyncio.sleep(0)
                 await asyncio.sleep(0)
         except ProtocolError as error:
-            self._refuse(str(error))
+            self._count_refused(str(error))
             await self._forget(str(error))
         self.statistics.batches += 1
         self.statistics.sequence = number
         await asyncio.sleep(0)
 
-    def _refuse(self, why: str) -> None:
+    def _count_refused(self, why: str) -> None:
         """Count a message that is no batch of events; log a warning for the first."""
         self.statistics.refused += 1
         if self.statistics.refused == 1:
@@ -220,15 +220,15 @@ class _Follower:
                 *(self.source.holder, self.source.endpoint, why, SEQUENCE_BYTES),
             )
 
-    async def _begin_anew(self, why: str) -> None:
+    async def _reset(self, why: str) -> None:
         """Forget all blocks of the publisher, and expect its sequence numbers to begin at 0 again."""
         await self._forget(why)
-        self.statistics.sequence = self._heard = -1
+        self.statistics.sequence = self._last_live = -1
 
     async def _forget(self, why: str) -> None:
         """Forget all blocks of the publisher, if any of its batches was applied. `why` is logged."""
         if self.statistics.sequence >= 0:
-            logger.info("KV events of %s: %s; what it has told is forgotten", self.source.holder, why)
+            logger.info("KV events of %s: %s; all its blocks are forgotten", self.source.holder, why)
             self.statistics.forgotten += 1
             for _ in self._map.forgetting(self.source.holder):
                 await asyncio.sleep(0)
@@ -249,25 +249,25 @@ class _Follower:
         """Ask for a replay, and apply its batches. Return True if all batches that the publisher keeps have arrived."""
         with self._context.socket(zmq.DEALER) as socket:
             self._replays = [socket]
-            limits = {"messages_max": REPLAYED_WAITING_MAX, "bytes_max": BATCH_BYTES_MAX}
-            socket.connect(prepare(socket, endpoint, **limits, v6=self._v6))
-            await socket.send_multipart([b"", sequence_bytes(self._next)])
+            limits = {"messages_max": REPLAYED_BATCHES_MAX, "bytes_max": BATCH_BYTES_MAX}
+            socket.connect(prepare_socket(socket, endpoint, **limits, v6=self._use_ipv6))
+            await socket.send_multipart([b"", sequence_bytes(self._next_sequence)])
             first = True
             while True:
-                async with asyncio.timeout(REPLAY_S):
-                    message = read_message(frames := await socket.recv_multipart(), REPLAYED)
+                async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                    message = read_message(frames := await socket.recv_multipart(), REPLAYED_FRAME_COUNTS)
                 if message is None:
-                    self._refuse(f"an answer without a sequence number, bytes of its frames: {_sizes(frames)}")
+                    self._count_refused(f"an answer without a sequence number, bytes of its frames: {_sizes(frames)}")
                     return False
                 number, payload = message
-                if number == END:
+                if number == END_OF_REPLAY:
                     return True
-                if number > self._next:
+                if number > self._next_sequence:
                     if not first:
                         return False
-                    await self._forget(f"events {self._next} to {number - 1} are not kept any more")
-                if number >= self._next:
-                    await self._take(number, payload)
+                    await self._forget(f"events {self._next_sequence} to {number - 1} are no longer kept")
+                if number >= self._next_sequence:
+                    await self._apply_batch(number, payload)
                 first = False
 
 
@@ -298,7 +298,7 @@ class Subscriber:
         self._followers: list[_Follower] = []
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
-        self._inherited = False
+        self._in_forked_child = False
         """True in a forked child."""
 
     async def __aenter__(self) -> Self:
@@ -319,7 +319,7 @@ class Subscriber:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._inherited:
+        if self._in_forked_child:
             return
         for task in self._tasks:
             task.cancel()
@@ -333,7 +333,7 @@ class Subscriber:
 
     def forked(self) -> None:
         """Stop following, in a forked child process: see `kvflow.forks`."""
-        self._inherited = True
+        self._in_forked_child = True
         for follower in self._followers:
             follower.ignore_events()
 

@@ -24,7 +24,7 @@ from kvflow.prefix.keys import key_state
 from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KVEvent
 
 BLOCKS_MAX = 100_000
-KEEP_ALL = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
+WHOLE_PROMPT_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
 """Kinds of vLLM's cache groups that keep all of a prompt; None for an event that names no kind."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
 """About how many tokens, and how many blocks, of an event are applied before other tasks of the loop run."""
@@ -52,7 +52,7 @@ class _Block:
         self.children = 0
 
 
-class _Cached:
+class _EngineBlocks:
     """The blocks of one engine.
 
     An engine may hold several copies of a block in one place (medium, cache group and the engine's hash of the block),
@@ -88,22 +88,22 @@ class _Cached:
         if place in block.places:
             self.copies[place] = self.copies.get(place, 1) + 1
         else:
-            self._leave(place)  # the engine may have used the name for another block
+            self._remove_place(place)  # the engine may have used the name for another block
             if len(block.places) < _PLACES_MAX:
                 self.places[place] = block
                 block.places += (place,)
         return block
 
-    def _leave(self, place: _Place) -> None:
+    def _remove_place(self, place: _Place) -> None:
         """Forget that a block is in `place`. If this was the block's last place, forget the block."""
         self.copies.pop(place, None)
         block = self.places.pop(place, None)
         if block is not None:
             block.places = tuple(one for one in block.places if one != place)
             if not block.places:
-                self._drop(block)
+                self._drop_block(block)
 
-    def removing(self, event: BlockRemoved) -> Iterator[None]:
+    def remove_steps(self, event: BlockRemoved) -> Iterator[None]:
         """Remove one copy of each block that an event names, one for each item of the iterator.
 
         A place without a copy is removed.
@@ -114,16 +114,16 @@ class _Cached:
             if copies > 1:
                 self.copies[place] = copies
             elif not copies:
-                self._leave(place)
+                self._remove_place(place)
             yield
 
-    def clearing(self, medium: str) -> Iterator[None]:
+    def clear_steps(self, medium: str) -> Iterator[None]:
         """Remove all places on a medium (kind of memory), one for each item of the iterator."""
         for place in [place for place in self.places if place[0] == medium]:
-            self._leave(place)
+            self._remove_place(place)
             yield
 
-    def parent(self, event: BlockStored) -> _Block | None:
+    def parent_of(self, event: BlockStored) -> _Block | None:
         """Return the known block before the event's first block, if any.
 
         It is looked up on the medium of the event first, then on the others, to which the engine may have moved it.
@@ -138,9 +138,9 @@ class _Cached:
         """Forget the block that was stored longest ago, of the blocks that no other block follows."""
         key = next(iter(self.leaves), None) or next(reversed(self.blocks))
         for place in self.blocks[key].places:
-            self._leave(place)
+            self._remove_place(place)
 
-    def _drop(self, block: _Block) -> None:
+    def _drop_block(self, block: _Block) -> None:
         """Remove a block. If no other block follows its parent, the parent becomes the oldest leaf."""
         del self.blocks[block.key]
         self.leaves.pop(block.key, None)
@@ -151,7 +151,7 @@ class _Cached:
                 self.leaves[parent.key] = None
                 self.leaves.move_to_end(parent.key, last=False)
 
-    def tokens(self, keys: Sequence[bytes], key_tokens: int) -> int:
+    def matched_tokens(self, keys: Sequence[bytes], key_tokens: int) -> int:
         """Return how many tokens of a prefix the engine has: up to the last key with only known blocks up to it."""
         have, stride = 0, math.lcm(key_tokens, self.block_tokens)
         for end, key in enumerate(keys, 1):
@@ -185,11 +185,11 @@ class PrefixMap:
     def __init__(
         self, *, salt: bytes = b"", blocks_max: int = BLOCKS_MAX, media: Collection[str | None] = (None, "GPU")
     ) -> None:
-        self._beginning = key_state(salt)
+        self._empty_state = key_state(salt)
         self._blocks_max = whole(blocks_max, "blocks_max", least=1)
         count(media, "media")
         self._media = frozenset(None if medium is None else text(medium, "media") for medium in media)
-        self._holders: dict[str, _Cached] = {}
+        self._holders: dict[str, _EngineBlocks] = {}
 
     @property
     def blocks(self) -> int:
@@ -212,7 +212,7 @@ class PrefixMap:
         if count(keys, "keys") and {*map(type, keys)} != {bytes}:
             raise RequestError("keys: expected a list of bytes")
         step = whole(key_tokens, "key_tokens", least=1)
-        found = [(name, holder.tokens(keys, step)) for name, holder in self._holders.items()]
+        found = [(name, holder.matched_tokens(keys, step)) for name, holder in self._holders.items()]
         return sorted((one for one in found if one[1]), key=lambda one: -one[1])
 
     def apply(self, holder: str, event: KVEvent) -> None:
@@ -246,16 +246,16 @@ class PrefixMap:
         if isinstance(event, AllBlocksCleared) and event.medium is None:
             yield from self.forgetting(holder)
         elif event.medium in self._media:
-            cached = self._holders.setdefault(holder, _Cached(self._media))
+            cached = self._holders.setdefault(holder, _EngineBlocks(self._media))
             if isinstance(event, BlockStored):
-                blocks = self._storing(cached, event)
+                blocks = self._store_steps(cached, event)
                 piece = max(1, PIECE_TOKENS // max(event.block_size, PIECE_TOKENS // _PIECE_BLOCKS))
             elif isinstance(event, BlockRemoved):
-                blocks, piece = cached.removing(event), _PIECE_BLOCKS
+                blocks, piece = cached.remove_steps(event), _PIECE_BLOCKS
             else:
-                blocks, piece = cached.clearing(_medium_of(event)), _PIECE_BLOCKS
+                blocks, piece = cached.clear_steps(_medium_of(event)), _PIECE_BLOCKS
             while sum(1 for _ in islice(blocks, piece)) and self._holders.get(holder) is cached:
-                self._make_room()
+                self._evict_excess()
                 yield
 
     def forget(self, holder: str) -> None:
@@ -284,26 +284,26 @@ class PrefixMap:
                 known.blocks.pop(known.places.popitem()[1].key, None)
             yield
 
-    def _storing(self, cached: _Cached, event: BlockStored) -> Iterator[None]:
+    def _store_steps(self, cached: _EngineBlocks, event: BlockStored) -> Iterator[None]:
         """Add the blocks of an event, one for each item of the iterator.
 
         Stop if the key of a block cannot be computed, or if the block before it has been removed.
         """
         size, place = event.block_size, (_medium_of(event), event.group_idx)
-        parent = cached.parent(event)
-        if not _tells_all(event) or (parent is None and event.parent_block_hash is not None):
+        parent = cached.parent_of(event)
+        if not _has_known_keys(event) or (parent is None and event.parent_block_hash is not None):
             return
         for at, name in enumerate(event.block_hashes):
             extra = event.extra_keys[at] if event.extra_keys else None
-            tokens = _tokens_of(event.token_ids[at * size : (at + 1) * size], extra, first=parent is None)
+            tokens = _key_bytes_of(event.token_ids[at * size : (at + 1) * size], extra, first=parent is None)
             if tokens is None or (parent is not None and parent.key not in cached.blocks):
                 return
-            state = self._beginning.copy() if parent is None else parent.state.copy()
+            state = self._empty_state.copy() if parent is None else parent.state.copy()
             state.update(tokens)
             parent = cached.store(state, (*place, name), parent, size)
             yield
 
-    def _make_room(self) -> None:
+    def _evict_excess(self) -> None:
         """Forget blocks until at most `blocks_max` are left, each of the engine that has most blocks then."""
         over = self.blocks - self._blocks_max
         for _ in range(over):
@@ -315,18 +315,18 @@ def _medium_of(event: KVEvent) -> str:
     return _DEVICE if event.medium is None else event.medium
 
 
-def _tells_all(event: BlockStored) -> bool:
+def _has_known_keys(event: BlockStored) -> bool:
     """Return True if the keys of the event's blocks follow from the event, and its group keeps all of a prompt."""
-    names, told = len(event.block_hashes), event.extra_keys
+    names, extra_keys = len(event.block_hashes), event.extra_keys
     return (
-        event.kv_cache_spec_kind in KEEP_ALL
+        event.kv_cache_spec_kind in WHOLE_PROMPT_KINDS
         and (event.lora_id, event.lora_name, event.cache_salt) == (None, None, None)
-        and (told is None or len(told) == names)
+        and (extra_keys is None or len(extra_keys) == names)
         and len(event.token_ids) == names * event.block_size
     )
 
 
-def _tokens_of(tokens: list[int], extra: Sequence[str | tuple[str, int]] | None, *, first: bool) -> bytes | None:
+def _key_bytes_of(tokens: list[int], extra: Sequence[str | tuple[str, int]] | None, *, first: bool) -> bytes | None:
     """Return a block's tokens as the bytes that its key hashes, with cache salt and pictures marked in them.
 
     Return None if `extra` has keys of an unknown form. `first`: the block begins a prompt.

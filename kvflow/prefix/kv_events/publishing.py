@@ -16,11 +16,11 @@ from kvflow import forks
 from kvflow.checks import counted, text, whole
 from kvflow.errors import ConfigError, RequestError, UsageError
 from kvflow.prefix.kv_events.batches import BATCH_BYTES_MAX, KVEvent, encode_batch
-from kvflow.prefix.kv_events.sockets import END, SEQUENCE_BYTES, prepare, sequence_bytes
+from kvflow.prefix.kv_events.sockets import END_OF_REPLAY, SEQUENCE_BYTES, prepare_socket, sequence_bytes
 
 BATCHES_MAX = 10_000
-_QUESTION_BYTES_MAX = 256
-_AT_ONCE = 16
+_REPLAY_REQUEST_BYTES_MAX = 256
+_BATCHES_PER_TURN = 16
 
 
 class Publisher:
@@ -56,12 +56,12 @@ class Publisher:
         self._bytes_max = whole(bytes_max, "bytes_max", least=0, error=ConfigError)
         rank = data_parallel_rank
         self._rank = None if rank is None else whole(rank, "data_parallel_rank", least=0, error=ConfigError)
-        self._next, self._bytes = 0, 0
-        self._kept: deque[tuple[int, bytes]] = deque()
+        self._next_sequence, self._kept_bytes = 0, 0
+        self._kept_batches: deque[tuple[int, bytes]] = deque()
         self._socket: zmq.Socket[bytes] | None = None
-        self._replays: zmq.asyncio.Socket | None = None
+        self._replay_socket: zmq.asyncio.Socket | None = None
         self._task: asyncio.Task[None] | None = None
-        self._over = False
+        self._closed = False
 
     @property
     def endpoint(self) -> str:
@@ -74,15 +74,17 @@ class Publisher:
         return self._replay_endpoint
 
     async def __aenter__(self) -> Self:
-        if self._socket is not None or self._over:
+        if self._socket is not None or self._closed:
             raise UsageError("a Publisher is entered once")
         try:
             self._socket = zmq.Context.instance().socket(zmq.PUB)
             self._endpoint = self._bind(self._socket, self._endpoint)
             if self._replay_endpoint is not None:
-                self._replays = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-                self._replay_endpoint = self._bind(self._replays, self._replay_endpoint)
-                self._task = asyncio.create_task(self._answer(self._replays), name="kvflow-kv-events-replays")
+                self._replay_socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+                self._replay_endpoint = self._bind(self._replay_socket, self._replay_endpoint)
+                self._task = asyncio.create_task(
+                    self._answer_replays(self._replay_socket), name="kvflow-kv-events-replays"
+                )
         except zmq.ZMQError as error:
             self._close()
             raise ConfigError(f"KV events: {self._endpoint!r}, {self._replay_endpoint!r}: {error}") from error
@@ -91,15 +93,15 @@ class Publisher:
 
     def forked(self) -> None:
         """Stop publishing, in a forked child process: see `kvflow.forks`."""
-        if self._replays is not None:
-            forks.ignore_events(self._replays)
-        self._socket = self._replays = self._task = None
+        if self._replay_socket is not None:
+            forks.ignore_events(self._replay_socket)
+        self._socket = self._replay_socket = self._task = None
 
     def _bind(self, socket: zmq.Socket[Any], endpoint: str) -> str:
         # ZeroMQ drops messages silently if its queue is full, so the queue has room for a whole replay.
         """Bind a socket, and return its address with the port in use."""
         most = self._batches_max + 1000
-        socket.bind(prepare(socket, endpoint, messages_max=most, bytes_max=_QUESTION_BYTES_MAX))
+        socket.bind(prepare_socket(socket, endpoint, messages_max=most, bytes_max=_REPLAY_REQUEST_BYTES_MAX))
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     async def __aexit__(
@@ -113,11 +115,11 @@ class Publisher:
             self._close()
 
     def _close(self) -> None:
-        self._over = True
-        for socket in (self._socket, self._replays):
+        self._closed = True
+        for socket in (self._socket, self._replay_socket):
             if socket is not None:
                 socket.close(0)
-        self._socket = self._replays = None
+        self._socket = self._replay_socket = None
 
     def publish(self, events: Iterable[KVEvent]) -> int:
         """Publish a batch of events, without waiting for subscribers.
@@ -137,16 +139,16 @@ class Publisher:
         payload = encode_batch(events, ts=time.time(), data_parallel_rank=self._rank)
         if len(payload) > BATCH_BYTES_MAX:
             raise RequestError(f"events: a batch of {counted(len(payload), 'byte')}, at most {BATCH_BYTES_MAX}")
-        number = self._next
-        self._next += 1
+        number = self._next_sequence
+        self._next_sequence += 1
         self._socket.send_multipart([self._topic, sequence_bytes(number), payload], zmq.NOBLOCK)
-        self._kept.append((number, payload))
-        self._bytes += len(payload)
-        while len(self._kept) > self._batches_max or self._bytes > self._bytes_max:
-            self._bytes -= len(self._kept.popleft()[1])
+        self._kept_batches.append((number, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept_batches) > self._batches_max or self._kept_bytes > self._bytes_max:
+            self._kept_bytes -= len(self._kept_batches.popleft()[1])
         return number
 
-    async def _answer(self, socket: zmq.asyncio.Socket) -> None:
+    async def _answer_replays(self, socket: zmq.asyncio.Socket) -> None:
         """Answer subscribers that ask for missed batches.
 
         Task `kvflow-kv-events-replays`: begun by a `Publisher`, until the `async with` block ends. If it dies, replays
@@ -161,9 +163,9 @@ class Publisher:
 
     async def _replay(self, socket: zmq.asyncio.Socket, client: bytes, start: int) -> None:
         """Send a subscriber all kept batches from sequence number `start` on, and then the end message of a replay."""
-        for at, (number, payload) in enumerate([batch for batch in self._kept if batch[0] >= start]):
+        for at, (number, payload) in enumerate([batch for batch in self._kept_batches if batch[0] >= start]):
             await socket.send_multipart([client, b"", self._topic, sequence_bytes(number), payload])
-            if at % _AT_ONCE == _AT_ONCE - 1:
+            if at % _BATCHES_PER_TURN == _BATCHES_PER_TURN - 1:
                 await asyncio.sleep(0)
-        await socket.send_multipart([client, b"", b"", sequence_bytes(END), b""])
+        await socket.send_multipart([client, b"", b"", sequence_bytes(END_OF_REPLAY), b""])
         await asyncio.sleep(0)

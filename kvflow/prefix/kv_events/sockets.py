@@ -14,22 +14,22 @@ import zmq
 from kvflow.hosts import ANY, bracketed, plain_host
 
 SEQUENCE_BYTES = 8
-END = -1
-LIVE, REPLAYED = (3,), (3, 4)
+END_OF_REPLAY = -1
+LIVE_FRAME_COUNTS, REPLAYED_FRAME_COUNTS = (3,), (3, 4)
 """Allowed counts of frames in a live message, and in a replayed one, which begins with an empty frame and may lack the
 topic.
 """
 
 
-def read_message(frames: Sequence[bytes], forms: Sequence[int]) -> tuple[int, bytes] | None:
+def read_message(frames: Sequence[bytes], frame_counts: Sequence[int]) -> tuple[int, bytes] | None:
     """Return the sequence number and the batch of a message; None if it is malformed.
 
-    `forms`: allowed counts of frames, `LIVE` or `REPLAYED`.
+    `frame_counts`: allowed counts of frames, `LIVE_FRAME_COUNTS` or `REPLAYED_FRAME_COUNTS`.
     """
-    if len(frames) not in forms or len(frames[-2]) != SEQUENCE_BYTES:
+    if len(frames) not in frame_counts or len(frames[-2]) != SEQUENCE_BYTES:
         return None
     sequence = int.from_bytes(frames[-2], "big", signed=True)
-    return None if sequence < END else (sequence, frames[-1])
+    return None if sequence < END_OF_REPLAY else (sequence, frames[-1])
 
 
 def sequence_bytes(sequence: int) -> bytes:
@@ -37,7 +37,9 @@ def sequence_bytes(sequence: int) -> bytes:
     return sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 
-def prepare(socket: zmq.Socket[Any], endpoint: str, *, messages_max: int, bytes_max: int, v6: bool = False) -> str:
+def prepare_socket(
+    socket: zmq.Socket[Any], endpoint: str, *, messages_max: int, bytes_max: int, v6: bool = False
+) -> str:
     """Set the limits of a socket, and return `endpoint` in the form that ZeroMQ takes.
 
     The socket queues at most `messages_max` messages each way, receives none above `bytes_max`, and drops unsent ones
@@ -54,7 +56,7 @@ def prepare(socket: zmq.Socket[Any], endpoint: str, *, messages_max: int, bytes_
     return endpoint
 
 
-def host_in(endpoint: str) -> str:
+def tcp_host_of(endpoint: str) -> str:
     """Return the host of a TCP endpoint in its canonical form; "" for another endpoint."""
     scheme, _, rest = bracketed(endpoint).partition("://")
     return (plain_host(rest.rpartition(":")[0]) or "") if scheme == "tcp" else ""

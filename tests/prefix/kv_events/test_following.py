@@ -88,7 +88,7 @@ async def test_what_a_replay_loses_is_asked_for_again() -> None:
 
 
 async def test_a_replay_that_is_never_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvflow.prefix.kv_events.following.REPLAY_S", 0.0)
+    monkeypatch.setattr("kvflow.prefix.kv_events.following.REPLAY_TIMEOUT_S", 0.0)
     async with following(answers=False) as (publisher, known, seen):
         await publisher.send(0, stored(1))
         await until(lambda: known.has(1))
@@ -158,7 +158,7 @@ async def test_messages_of_other_forms_are_counted_and_nothing_else(frames: list
     [
         ([b"kv", b"batch"], "a message without a sequence number, bytes of its frames: 2, 5"),
         ([b"kvevents", b"batch"], "a message without a sequence number, bytes of its frames: 8, 5"),
-        ([b"kv", (1).to_bytes(8, "big"), b"\xc1"], "no batch"),
+        ([b"kv", (1).to_bytes(8, "big"), b"\xc1"], "not a batch"),
     ],
 )
 async def test_what_cannot_be_followed_is_warned_of_once(

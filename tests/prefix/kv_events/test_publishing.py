@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from event_publishers import END, WAIT_S, KnownMap, stored, until
+from event_publishers import END_OF_REPLAY, WAIT_S, KnownMap, stored, until
 
 from kvflow.errors import ConfigError, RequestError, UsageError
 from kvflow.prefix.kv_events import EventSource, Publisher, Subscriber
@@ -26,7 +26,7 @@ async def replay(endpoint: str | None, *question: bytes) -> list[list[bytes]]:
         await socket.send_multipart(question)
         found = []
         async with asyncio.timeout(WAIT_S):
-            while not found or found[-1][-2] != END:
+            while not found or found[-1][-2] != END_OF_REPLAY:
                 found.append(await socket.recv_multipart())
         return found
 
