@@ -117,7 +117,7 @@ class BenchCache:
         self.shape = shape
         self._device = device
         self._on_device: list[torch.Tensor] = []
-        memory = allocate(shape.size_bytes) if memory is None else memory
+        memory = allocate_memory(shape.size_bytes) if memory is None else memory
         words = memory[: shape.size_bytes].view(np.uint32)
         self._memory = words.reshape(shape.layers, *shape.axes[:-1], shape.head_words)
         self.layers = self._memory if shape.order == "HND" else self._memory.swapaxes(3, 4)
@@ -142,13 +142,13 @@ class BenchCache:
 
     def write(self, block_ids: Sequence[int]) -> None:
         """Write the producer's pattern into `block_ids`."""
-        tokens = self._pool(self.shape.block_size)[list(block_ids)]
+        tokens = self._token_numbers(self.shape.block_size)[list(block_ids)]
         for index, layer in enumerate(self.layers):
-            layer[:, list(block_ids)] = self._expected(index, tokens)
+            layer[:, list(block_ids)] = self._expected_words(index, tokens)
 
     def poison(self, block_ids: Sequence[int], layers: Iterable[int] | None = None) -> None:
         """Overwrite `block_ids` with a value that no producer has, in `layers` or in all layers."""
-        for index in self._chosen(layers):
+        for index in self._layer_indices(layers):
             self.layers[index][:, list(block_ids)] = _POISON
         for layer, tensor in zip(self._memory, self._on_device, strict=False):
             tensor.copy_(tensor.new_tensor(layer.view(np.float16)))
@@ -167,11 +167,13 @@ class BenchCache:
         """
         for layer, tensor in zip(self._memory, self._on_device, strict=False):
             layer.view(np.float16)[:] = tensor.cpu().numpy()
-        pool = self._pool(remote_block_size or self.shape.block_size)
+        pool = self._token_numbers(remote_block_size or self.shape.block_size)
         tokens = pool[list(remote_ids)].reshape(-1, self.shape.block_size)
         parts = [slice(start, start + _CHECK_BLOCKS) for start in range(0, len(block_ids), _CHECK_BLOCKS)]
         return sum(
-            self._check_layer(index, block_ids[part], tokens[part]) for index in self._chosen(layers) for part in parts
+            self._check_layer(index, block_ids[part], tokens[part])
+            for index in self._layer_indices(layers)
+            for part in parts
         )
 
     def poison_loads(self, loads: Iterable[PlannedLoad]) -> None:
@@ -185,7 +187,7 @@ class BenchCache:
 
     def _check_layer(self, layer: int, block_ids: Sequence[int], tokens: Words) -> int:
         found = self.layers[layer][:, list(block_ids)]
-        wrong = np.argwhere(found != self._expected(layer, tokens))
+        wrong = np.argwhere(found != self._expected_words(layer, tokens))
         if len(wrong):
             part, block, head, token, _ = wrong[0]
             raise WrongBytes(
@@ -194,11 +196,11 @@ class BenchCache:
             )
         return int(found.nbytes)
 
-    def _pool(self, block_size: int) -> Words:
+    def _token_numbers(self, block_size: int) -> Words:
         """Return the numbers of all tokens of a pool that has blocks of `block_size`, as an array [block, token]."""
         return np.arange(self.shape.pool_tokens, dtype=np.uint32).reshape(-1, block_size)
 
-    def _expected(self, layer: int, tokens: Words) -> Words:
+    def _expected_words(self, layer: int, tokens: Words) -> Words:
         """Return the words of a producer's `layer` for token numbers, an array [block, token].
 
         The words are an array [K or V, block, head, token, word].
@@ -211,11 +213,11 @@ class BenchCache:
         words: Words = np.arange(shape.head_words, dtype=np.uint32)
         return places[..., None] * np.uint32(shape.head_words) + words
 
-    def _chosen(self, layers: Iterable[int] | None) -> Iterable[int]:
+    def _layer_indices(self, layers: Iterable[int] | None) -> Iterable[int]:
         return range(self.shape.layers) if layers is None else layers
 
 
-def allocate(size_bytes: int) -> Memory:
+def allocate_memory(size_bytes: int) -> Memory:
     """Return new private memory, filled with 0xFF, aligned to a huge page, and in huge pages if the machine has any."""
     rounded = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, rounded + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

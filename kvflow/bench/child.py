@@ -30,7 +30,7 @@ _PR_SET_PDEATHSIG = 1
 
 Environment: TypeAlias = Mapping[str, str | None]
 """Environment variables for a child; None removes the variable."""
-QUIET: Environment = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
+QUIET_ENVIRONMENT: Environment = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
@@ -156,12 +156,12 @@ async def open_caller() -> AsyncIterator[ChildCaller]:
 
 def call_in_child(name: str, function: Callable[..., Any], *arguments: object) -> Any:
     """Call `function` in a new child process and return its result. Raise BenchError if it raises or the child dies."""
-    with open_children([RankProcess(name, open_caller)], QUIET) as children:
+    with open_children([RankProcess(name, open_caller)], QUIET_ENVIRONMENT) as children:
         return children[name].run(ChildCaller.call, function, *arguments)
 
 
 def _child_main(pipe: Connection, parent_pid: int, rank: RankProcess, environment: Environment) -> None:
-    _die_with(parent_pid)
+    _die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes its children in order
     for name in environment:
         os.environ.pop(name, None)
@@ -186,7 +186,7 @@ async def _serve(pipe: Connection, rank: RankProcess) -> None:
             result = await getattr(steps, step)(*arguments, **named)
 
 
-def _die_with(parent_pid: int) -> None:
+def _die_with_parent(parent_pid: int) -> None:
     """Make the kernel kill this process when the process `parent_pid` ends, however it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

@@ -56,7 +56,7 @@ async def open_producer(
 
 
 class EngineProducer:
-    """A producer in a child process. The parent runs its methods `offer` and `settle` by `Child.run`."""
+    """A producer in a child process. The parent runs its methods `offer` and `end_leases` by `Child.run`."""
 
     def __init__(self, runtime: kvflow.Runtime, block_size: int) -> None:
         self._runtime = runtime
@@ -69,7 +69,7 @@ class EngineProducer:
         self._leases += leases
         return [dict(lease.ticket.to_params()) for lease in leases]
 
-    async def settle(self, *, read: bool = True) -> None:
+    async def end_leases(self, *, read: bool = True) -> None:
         """Wait until every lease has ended as read; if not `read`, revoke all leases and wait.
 
         Raise RuntimeError if a lease ended otherwise: a lost notification would falsify the bench.
@@ -160,5 +160,5 @@ def hand_over(pair: Pair, loads: Sequence[PlannedLoad]) -> list[LoadResult]:
     producer, consumer = pair
     tickets = producer.run(EngineProducer.offer, loads)
     results = consumer.run(EngineConsumer.load, loads, tickets)
-    producer.run(EngineProducer.settle)
+    producer.run(EngineProducer.end_leases)
     return results

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from kvflow.bench.child import QUIET
+from kvflow.bench.child import QUIET_ENVIRONMENT
 
 MIB = 1 << 20
 
@@ -28,7 +28,7 @@ class Fabric(enum.StrEnum):
     @property
     def environment(self) -> Mapping[str, str | None]:
         """Environment variables that make a child's UCX use this fabric. They override the caller's UCX_TLS."""
-        return {**QUIET, "UCX_TLS": "tcp" if self is Fabric.TCP else None}
+        return {**QUIET_ENVIRONMENT, "UCX_TLS": "tcp" if self is Fabric.TCP else None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

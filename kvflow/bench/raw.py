@@ -27,7 +27,7 @@ _SLEEP_MIN_S = 50e-6
 _SLEEP_MAX_S = 1e-3
 _PRODUCER_THREAD_DELAY_US = 100_000
 _NOTIFICATION = b"read"
-_DEVICE = 0
+_DEVICE_ID = 0
 
 Backends: TypeAlias = Mapping[str, Mapping[str, str]]
 """Parameters of each NIXL backend, by the backend's name."""
@@ -42,18 +42,18 @@ class AgentAddress(NamedTuple):
 
 
 class TunedAgent:
-    """A NIXL agent of one side with its registered cache. The reader calls `load`, the producer `drain`."""
+    """A NIXL agent of one side with its registered cache. Readers call `load`, producers `take_notifications`."""
 
     def __init__(self, name: str, cache: BenchCache, backends: Backends, *, producer: bool) -> None:
         import nixl
 
         self._cache = cache
         self._name = name
-        self._api: Any = nixl._bindings
-        self._agent: Any = self._api.nixlAgent(name, _config(self._api, producer=producer))
+        self._nixl: Any = nixl._bindings
+        self._agent: Any = self._nixl.nixlAgent(name, _agent_config(self._nixl, producer=producer))
         self._backends = [self._agent.createBackend(one, dict(params)) for one, params in backends.items()]
-        regions = [(base, cache.shape.layer_size_bytes, _DEVICE, "") for base in cache.bases]
-        self._agent.registerMem(self._api.nixlRegDList(self._api.DRAM_SEG, regions), self._backends)
+        regions = [(base, cache.shape.layer_size_bytes, _DEVICE_ID, "") for base in cache.bases]
+        self._agent.registerMem(self._nixl.nixlRegDList(self._nixl.DRAM_SEG, regions), self._backends)
         self._local_blocks = 0
         self._remote_blocks = 0
 
@@ -62,24 +62,24 @@ class TunedAgent:
 
     def connect(self, address: AgentAddress) -> None:
         self._agent.loadRemoteMD(address.metadata)
-        self._local_blocks = self._prepare(self._api.NIXL_INIT_AGENT, self._cache.bases)
-        self._remote_blocks = self._prepare(address.agent, address.bases)
+        self._local_blocks = self._prepare_blocks(self._nixl.NIXL_INIT_AGENT, self._cache.bases)
+        self._remote_blocks = self._prepare_blocks(address.agent, address.bases)
 
-    def _prepare(self, agent: str, bases: Sequence[int]) -> int:
+    def _prepare_blocks(self, agent: str, bases: Sequence[int]) -> int:
         """Prepare descriptors of all blocks of `agent`, one strided row per layer, and return NIXL's handle.
 
         K (part 0) or V (part 1) of a block has index (2 * layer + part) * blocks + block.
         """
         size, count = self._cache.shape.region_block_size_bytes, 2 * self._cache.shape.blocks
-        rows = np.array([(base, size, _DEVICE, size, count) for base in bases], dtype=np.uint64)
-        handle: int = self._agent.prepXferDlist(agent, self._api.DRAM_SEG, rows, self._backends)
+        rows = np.array([(base, size, _DEVICE_ID, size, count) for base in bases], dtype=np.uint64)
+        handle: int = self._agent.prepXferDlist(agent, self._nixl.DRAM_SEG, rows, self._backends)
         return handle
 
     def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
         remote = np.array(remote_ids, dtype=np.int32)
         order = np.argsort(remote)
         handle = self._agent.makeXferReq(
-            self._api.NIXL_READ,
+            self._nixl.NIXL_READ,
             self._local_blocks,
             self._indices(np.array(local_ids, dtype=np.int32)[order]),
             self._remote_blocks,
@@ -90,12 +90,12 @@ class TunedAgent:
         )
         state = self._agent.postXferReq(handle, _NOTIFICATION)
         posted = time.perf_counter()
-        while state == self._api.NIXL_IN_PROG:
+        while state == self._nixl.NIXL_IN_PROG:
             elapsed = time.perf_counter() - posted
             if elapsed > _SPIN_S:
                 time.sleep(min(max(elapsed / 8, _SLEEP_MIN_S), _SLEEP_MAX_S))
             state = self._agent.getXferStatus(handle)
-        if state != self._api.NIXL_SUCCESS:
+        if state != self._nixl.NIXL_SUCCESS:
             raise RuntimeError(f"raw NIXL transfer ended in state {state}")
         self._agent.releaseXferReq(handle)
 
@@ -104,11 +104,11 @@ class TunedAgent:
         regions = np.arange(shape.block_descriptors, dtype=np.int32)[:, None] * np.int32(shape.blocks)
         return (regions + block_ids).ravel()
 
-    def drain(self) -> None:
+    def take_notifications(self) -> None:
         self._agent.getNotifs({}, [])
 
 
-def _config(api: Any, *, producer: bool) -> Any:
+def _agent_config(api: Any, *, producer: bool) -> Any:
     config = api.nixlAgentConfig()
     config.useProgThread = producer
     config.pthrDelay = _PRODUCER_THREAD_DELAY_US
@@ -120,7 +120,7 @@ def _config(api: Any, *, producer: bool) -> Any:
 class RawRank:
     """A producer or a reader on NIXL alone, in a child process. The parent runs its methods by `Child.run`.
 
-    The methods of a producer are `address` and `drain`, those of a reader `connect` and `load`.
+    The methods of a producer are `address` and `take_notifications`, those of a reader `connect` and `load`.
     """
 
     def __init__(self, agent: TunedAgent, cache: BenchCache) -> None:
@@ -143,8 +143,8 @@ class RawRank:
         self._cache.check_loads(loads)
         return seconds
 
-    async def drain(self) -> None:
-        self._agent.drain()
+    async def take_notifications(self) -> None:
+        self._agent.take_notifications()
 
 
 @contextlib.asynccontextmanager

@@ -52,7 +52,7 @@ class Speed:
     """Speed of kvflow in GB (10**9 bytes) per second."""
 
 
-def blocks_of(sizes: str, layers: int) -> dict[str, int]:
+def blocks_by_size(sizes: str, layers: int) -> dict[str, int]:
     """Parse `sizes`, for instance "block,1,16". Return the number of blocks by label ("16 MB"), smallest first.
 
     Raise SettingsError for an entry that is neither "block" nor a number of MB that is a multiple of a block.
@@ -89,35 +89,40 @@ def measure(
 
     Args:
         transport: Fabric that moves the bytes.
-        sizes: Sizes of a load, as for `blocks_of`.
+        sizes: Sizes of a load, as for `blocks_by_size`.
         pairs: Number of times that all processes are started, since equal processes differ in speed.
         rounds: Number of rounds for each process pair and size; in each, kvflow and raw NIXL run the same loads.
         layers: Layers of the cache.
         backend: NIXL's backend for kvflow and raw NIXL; several are separated by commas.
         note: Called with a line of progress for each pair.
     """
-    blocks, block_bytes = blocks_of(sizes, layers), CacheShape(layers=layers, blocks=1).block_size_bytes
+    blocks, block_bytes = blocks_by_size(sizes, layers), CacheShape(layers=layers, blocks=1).block_size_bytes
     turns = {
         size: [1] + [count] * min(_TURN_LOADS_MAX, max(1, _TURN_BYTES // (count * block_bytes)))
         for size, count in blocks.items()
     }
     shape = CacheShape(layers=layers, blocks=max(map(sum, turns.values()))).checked("--sizes")
-    ranks, ways = [*pair_ranks(shape, backend=backend), *_raw_ranks(shape, backend)], (_by_kvflow, _by_raw)
-    seconds = {(size, way): list[list[float]]() for size in turns for way in ways}
+    ranks, contenders = (
+        [*pair_ranks(shape, backend=backend), *_raw_ranks(shape, backend)],
+        (_load_by_kvflow, _load_by_raw),
+    )
+    seconds = {(size, contender): list[list[float]]() for size in turns for contender in contenders}
     for pair in range(pairs):
         note(f"{transport}: processes {pair + 1} of {pairs}")
         with open_children(ranks, transport.environment) as children:
             children["raw reader"].run(RawRank.connect, children["raw producer"].run(RawRank.address))
             for size, counts in turns.items():
-                for way in ways:
-                    seconds[size, way].append([])
+                for contender in contenders:
+                    seconds[size, contender].append([])
                 for index in range(rounds):
                     loads = scattered_loads(f"{size} {pair} {index}", shape.blocks, counts)
-                    for way in ways[:: -1 if index % 2 else 1]:
-                        seconds[size, way][-1] += way(children, loads)[1:]
+                    for contender in contenders[:: -1 if index % 2 else 1]:
+                        seconds[size, contender][-1] += contender(children, loads)[1:]
     for size, count in blocks.items():
-        kvflow_s, raw_s = (statistics.median(map(statistics.median, seconds[size, way])) for way in ways)
-        every = list(chain(*seconds[size, _by_kvflow]))
+        kvflow_s, raw_s = (
+            statistics.median(map(statistics.median, seconds[size, contender])) for contender in contenders
+        )
+        every = list(chain(*seconds[size, _load_by_kvflow]))
         yield Speed(
             transport=transport,
             size=size,
@@ -139,11 +144,11 @@ def _raw_ranks(shape: CacheShape, backend: str) -> list[RankProcess]:
     ]
 
 
-def _by_kvflow(children: Mapping[str, Child], loads: Sequence[PlannedLoad]) -> list[float]:
+def _load_by_kvflow(children: Mapping[str, Child], loads: Sequence[PlannedLoad]) -> list[float]:
     return [one.seconds for one in hand_over((children["producer"], children["consumer"]), loads)]
 
 
-def _by_raw(children: Mapping[str, Child], loads: Sequence[PlannedLoad]) -> list[float]:
+def _load_by_raw(children: Mapping[str, Child], loads: Sequence[PlannedLoad]) -> list[float]:
     seconds = children["raw reader"].run(RawRank.load, loads)
-    children["raw producer"].run(RawRank.drain)
+    children["raw producer"].run(RawRank.take_notifications)
     return seconds

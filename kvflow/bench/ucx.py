@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from kvflow.bench.child import QUIET
+from kvflow.bench.child import QUIET_ENVIRONMENT
 
 _OPERATION = "remote memory read by ucp_get"
 _SIZE = r"\d+[KMGT]?"
@@ -48,7 +48,7 @@ class UcxLog:
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
-        self.environment = {**QUIET, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/%p.log"}
+        self.environment = {**QUIET_ENVIRONMENT, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/%p.log"}
 
     def read_path(self, pid: int, size_bytes: int) -> ReadPath | None:
         """Return the path of reads of `size_bytes` by the ended process `pid`; None if its log does not name a path."""

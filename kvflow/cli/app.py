@@ -18,7 +18,7 @@ from rich.text import Text
 from kvflow.bench.child import BenchError
 from kvflow.bench.loads import Fabric
 from kvflow.checks import counted
-from kvflow.cli.bench import bench, told
+from kvflow.cli.bench import bench, errors_reported
 from kvflow.cli.selftest import BLOCKS_MAX, hand_over
 from kvflow.config import Config
 from kvflow.doctor.findings import Finding, Status, is_broken
@@ -36,7 +36,7 @@ keys = typer.Typer(
 app.add_typer(keys, name="keys")
 
 
-def _say_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         print(version_lines())
         raise typer.Exit
@@ -46,7 +46,12 @@ def _say_version(asked: bool) -> None:
 def kvflow_command(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Print what is installed here, and exit."),
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the versions of kvflow and its dependencies, and exit.",
+        ),
     ] = False,
 ) -> None:
     """Move paged KV cache between LLM engines."""
@@ -59,9 +64,9 @@ def new(
 ) -> None:
     """Make an engine's key pair: NAME.secret stays with the engine, NAME.public goes to every engine it talks to."""
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
-    with told("keys new", ConfigError):
+    with errors_reported("keys new", ConfigError):
         secret, public = make_key_files(folder, name)
-    notes.print(f"{secret}: keep it to the machines that run {name}", markup=False)
+    notes.print(f"{secret}: keep it on machines that run {name} only", markup=False)
     notes.print(f"{public}: copy it into the curve_peers_dir of every engine that talks to {name}", markup=False)
     Console(highlight=False, soft_wrap=True).print(
         f'Config(engine_id="{name}", ...,\n    curve_secret_key_file="{secret}",\n    curve_peers_dir="{folder}")',
@@ -75,7 +80,7 @@ def selftest(
     transport: Annotated[Fabric, typer.Option(help="UCX path of the transfer: shared memory or TCP.")] = Fabric.SHM,
 ) -> None:
     """Hand a prompt's blocks over between two processes, over NIXL and without a model, and compare every byte."""
-    with told("selftest", BenchError):
+    with errors_reported("selftest", BenchError):
         hand_over(blocks, transport, Console(highlight=False))
 
 
@@ -86,7 +91,7 @@ def trace(
 ) -> None:
     """Make one timeline of the record files of several engines."""
     notes = Console(stderr=True, highlight=False)
-    with told("trace", BadRecords, OSError):
+    with errors_reported("trace", BadRecords, OSError):
         lines = [line for file in files for line in read_records(file)]
     out.write_text(json.dumps(timeline(lines)))
     notes.print(f"{counted(len(lines), 'record')} in {out}; open it at ui.perfetto.dev", markup=False)
@@ -98,15 +103,17 @@ def trace(
 @app.command()
 def doctor(
     peer: Annotated[str | None, typer.Option(help="A peer's side channel to try, tcp://host:port.")] = None,
-    peer_engine: Annotated[str, typer.Option(help="The engine id that is expected there.")] = "",
+    peer_engine: Annotated[str, typer.Option(help="The engine id expected there.")] = "",
     stock: Annotated[
         str | None, typer.Option(help="The side channel of a vLLM with its own NixlConnector, tcp://host:port.")
     ] = None,
     pair: Annotated[
         tuple[str, str] | None,
-        typer.Option(help="A prefill and a decode engine, ENGINE_ID@tcp://host:port each: would they hand over?"),
+        typer.Option(
+            help="A prefill and a decode engine, ENGINE_ID@tcp://host:port each: could decode load from prefill?"
+        ),
     ] = None,
-    engine_id: Annotated[str, typer.Option(help="Our engine id, whose CURVE keys are used.")] = "doctor",
+    engine_id: Annotated[str, typer.Option(help="The engine id whose CURVE keys the doctor uses.")] = "doctor",
     curve_secret_key_file: Annotated[Path | None, typer.Option(help="As in Config.")] = None,
     curve_peers_dir: Annotated[Path | None, typer.Option(help="As in Config.")] = None,
     transfer: Annotated[bool, typer.Option(help="Hand blocks over between two processes.")] = True,
@@ -114,7 +121,7 @@ def doctor(
 ) -> None:
     """Check whether kvflow works and is fast on this machine. Exit code 1: something is broken."""
     notes = Console(stderr=True, highlight=False)
-    with told("doctor", ConfigError, exit_code=2):
+    with errors_reported("doctor", ConfigError, exit_code=2):
         config = Config(
             engine_id=engine_id, curve_secret_key_file=curve_secret_key_file, curve_peers_dir=curve_peers_dir
         )

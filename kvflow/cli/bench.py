@@ -22,7 +22,7 @@ from kvflow.bench.transfer_bench import Speed, measure
 
 
 @contextlib.contextmanager
-def told(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator[None]:
+def errors_reported(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator[None]:
     """If the block raises one of `errors`, print it in one line to stderr and exit the command with `exit_code`."""
     try:
         yield
@@ -69,10 +69,10 @@ def transfer(
 ) -> None:
     """Compare loads between two processes through kvflow with the same loads through NIXL alone, at its best."""
     notes, machine = Console(stderr=True, highlight=False), describe_machine()
-    notes.print(f"load average {machine['load_average_1m']:.1f} before; others' work is in every number")
+    notes.print(f"load average {machine['load_average_1m']:.1f} before; every number includes other work here")
     settings = {"sizes": sizes, "pairs": pairs, "rounds": rounds, "layers": layers, "backend": backend}
     speeds: list[Speed] = []
-    with told("bench transfer", SettingsError, BenchError):
+    with errors_reported("bench transfer", SettingsError, BenchError):
         for one in tuple(Fabric) if transport is None else (transport,):
             speeds += measure(one, sizes, pairs=pairs, rounds=rounds, layers=layers, backend=backend, note=notes.print)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -31,6 +31,6 @@ def hand_over(blocks: int, transport: Fabric, console: Console) -> None:
         console.print(f"decode-0 (process {decode.pid}) has loaded them over {transport} into {ours}:")
         pieces = counted(report.descriptors, "piece")
         console.print(f"  {report.size_bytes:,} bytes in {pieces}, {report.seconds * 1e3:.1f} ms")
-        prefill.run(EngineProducer.settle)
+        prefill.run(EngineProducer.end_leases)
         console.print("the lease ended as 'read': prefill-0 has its blocks back")
     console.print("every byte is equal", style="green")

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 
 from kvflow.bench.cache import BenchCache, CacheShape
-from kvflow.bench.child import QUIET, BenchError, ChildCaller, RankProcess, open_caller, open_children
+from kvflow.bench.child import QUIET_ENVIRONMENT, BenchError, ChildCaller, RankProcess, open_caller, open_children
 from kvflow.bench.engine import EngineConsumer, config_of, open_producer, open_runtime
 from kvflow.bench.loads import scattered_loads
 from kvflow.config import STORE_BACKEND
@@ -22,7 +22,7 @@ from kvflow.errors import KVFlowError
 
 _SHAPE = CacheShape(layers=8, blocks=128)
 _WAIT_S = 30.0
-_FAILED = "!"
+_FAILURE_MARK = "!"
 """First character of the result text of a backend that does not work."""
 
 
@@ -32,48 +32,48 @@ def check_backends(plugins: Sequence[str]) -> Finding:
     left = list(plugins)
     while left:
         try:
-            with open_children([RankProcess("backends", open_caller)], QUIET) as children:
-                children["backends"].run(ChildCaller.call, _be_silent)
+            with open_children([RankProcess("backends", open_caller)], QUIET_ENVIRONMENT) as children:
+                children["backends"].run(ChildCaller.call, _discard_output)
                 while left:
-                    found[left[0]] = children["backends"].run(ChildCaller.call, _move, left[0])
+                    found[left[0]] = children["backends"].run(ChildCaller.call, _try_backend, left[0])
                     left.pop(0)
         except BenchError as error:
-            found[left.pop(0)] = _FAILED + error.reason
+            found[left.pop(0)] = _FAILURE_MARK + error.reason
     return judge_backends(found)
 
 
 def judge_backends(found: Mapping[str, str]) -> Finding:
     """Return one finding about all backends.
 
-    `found` has a text for each backend's name: the kind of bytes that it moves and how fast, or `_FAILED` and the
+    `found` has a text for each backend's name: the kind of bytes that it moves and how fast, or `_FAILURE_MARK` and the
     reason why it does not work.
     """
-    moving = [f"{name} moves {what}" for name, what in found.items() if not what.startswith(_FAILED)]
-    others = [name for name, what in found.items() if what.startswith(_FAILED)]
-    text = "; ".join([*moving, f"not here: {', '.join(others)}"] if others else moving)
+    moving = [f"{name} moves {what}" for name, what in found.items() if not what.startswith(_FAILURE_MARK)]
+    others = [name for name, what in found.items() if what.startswith(_FAILURE_MARK)]
+    text = "; ".join([*moving, f"not working: {', '.join(others)}"] if others else moving)
     if STORE_BACKEND in others or STORE_BACKEND not in found:
-        why = found.get(STORE_BACKEND, _FAILED + "there is no such plugin").removeprefix(_FAILED)
+        why = found.get(STORE_BACKEND, _FAILURE_MARK + "there is no such plugin").removeprefix(_FAILURE_MARK)
         return warn("backends", text, f"only kvflow.storage needs {STORE_BACKEND}, which does not work: {why}")
     return ok("backends", text)
 
 
-async def _move(name: str) -> str:
+async def _try_backend(name: str) -> str:
     """Move some bytes by the backend `name`. Return the text for `judge_backends`."""
     try:
         async with asyncio.timeout(_WAIT_S):
-            return await (_to_a_file() if name == STORE_BACKEND else _to_a_peer(name))
+            return await (_save_and_restore() if name == STORE_BACKEND else _hand_over(name))
     except (KVFlowError, OSError, ImportError) as error:
-        return f"{_FAILED}{type(error).__name__}: {error}"
+        return f"{_FAILURE_MARK}{type(error).__name__}: {error}"
 
 
-def _be_silent() -> None:
+def _discard_output() -> None:
     """Discard this process's output: some plugins print a greeting, which would break the output of --json."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
 
 
-async def _to_a_file() -> str:
+async def _save_and_restore() -> str:
     from kvflow.storage import RestoreRequest, SaveRequest, Storage
 
     blocks, cache = list(range(_SHAPE.blocks)), BenchCache(_SHAPE)
@@ -89,7 +89,7 @@ async def _to_a_file() -> str:
     return f"files ({write:.1f} GB/s to the disk, {read:.1f} GB/s back)"
 
 
-async def _to_a_peer(name: str) -> str:
+async def _hand_over(name: str) -> str:
     cache = BenchCache(_SHAPE)
     async with (
         open_producer(config_of("doctor-writer", name), _SHAPE) as producer,
@@ -99,5 +99,5 @@ async def _to_a_peer(name: str) -> str:
         for turn in range(2):  # the first load connects
             loads = scattered_loads(f"doctor {turn}", _SHAPE.blocks, [_SHAPE.blocks])
             (load,) = await consumer.load(loads, await producer.offer(loads))
-        await producer.settle()
+        await producer.end_leases()
     return f"memory between engines ({load.size_bytes / load.seconds / 1e9:.1f} GB/s within one process)"

@@ -26,14 +26,14 @@ from kvflow.runtime.peers.peer import LocalRank
 
 _READER = "kvflow-doctor"
 _NO_FINGERPRINT = bytes(16)
-_FIX = "make both sides equal in this, or let their router not pair them"
+_RULE_FIX = "make this equal on both sides, or do not let a router pair these engines"
 
 
-_Shown: TypeAlias = tuple[Address, Compatibility, messages.Metadata]
+_EngineFacts: TypeAlias = tuple[Address, Compatibility, messages.Metadata]
 """Rank 0 of an engine: its address, its compatibility facts, and the metadata that it sends to readers."""
 
 
-class _NotTold(Exception):
+class _Refused(Exception):
     """The engine refused to send facts or metadata. The message is its reason."""
 
 
@@ -42,17 +42,17 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
 
     Each is given as ENGINE_ID@tcp://host:port. `config` has the timeouts and CURVE keys for the questions.
     """
-    channel, shown, found = ZmqSideChannel(config, SystemClock().now_s), list[_Shown](), list[Finding]()
+    channel, engines, found = ZmqSideChannel(config, SystemClock().now_s), list[_EngineFacts](), list[Finding]()
     try:
         for name, given in (("prefill engine", prefill), ("decode engine", decode)):
             try:
-                shown.append(await _ask(channel, given))
-                found.append(ok(name, f"{shown[-1][0]}: it answers its readers"))
-            except (_NotTold, KVFlowError, codec.WireError) as problem:
+                engines.append(await _ask_engine(channel, given))
+                found.append(ok(name, f"{engines[-1][0]}: it answers readers"))
+            except (_Refused, KVFlowError, codec.WireError) as problem:
                 found.append(fail(name, f"{given}: {problem}", _advice(given, problem)))
     finally:
         channel.close()
-    return [*found, *judge_pair(*shown)] if len(shown) == 2 else found
+    return [*found, *judge_pair(*engines)] if len(engines) == 2 else found
 
 
 def _advice(given: str, problem: Exception) -> str:
@@ -65,13 +65,13 @@ def _advice(given: str, problem: Exception) -> str:
         case PeerRefused():
             own = given.rpartition("@")[0]
             return f"is {own!r} its id, has it registered its cache, are the CURVE keys of both sides in order?"
-        case _NotTold():
+        case _Refused():
             return "wait until the engine has registered its cache, and give the id that its tickets name"
         case _:
             return "is it a kvflow side channel, of this version?"
 
 
-async def _ask(channel: ZmqSideChannel, given: str) -> _Shown:
+async def _ask_engine(channel: ZmqSideChannel, given: str) -> _EngineFacts:
     """Ask an engine twice, and return its compatibility facts and metadata.
 
     The first question has an empty fingerprint, so the engine refuses it and shows its facts in the refusal. The second
@@ -79,21 +79,21 @@ async def _ask(channel: ZmqSideChannel, given: str) -> _Shown:
     """
     engine_id, named, where = given.rpartition("@")
     if not named or not engine_id:
-        raise ConfigError("--pair: it names no engine id")
+        raise ConfigError(f"--pair: expected ENGINE_ID@tcp://host:port, got {given!r}")
     address = plain_address(where, what="--pair")
     at = Address(engine_id or "?", Rank(0, 0, 0), address)
     question = messages.MetadataRequest(reader=_READER, target=at)
     refusal = await channel.ask(question, fingerprint=_NO_FINGERPRINT)
     if not isinstance(refusal, messages.Refusal) or refusal.compatibility is None:
-        raise _NotTold(refusal.reason if isinstance(refusal, messages.Refusal) else type(refusal).__name__)
+        raise _Refused(refusal.reason if isinstance(refusal, messages.Refusal) else type(refusal).__name__)
     facts = refusal.compatibility
     reply = await channel.ask(question, fingerprint=facts.fingerprint())
     if not isinstance(reply, messages.Metadata):
-        raise _NotTold(reply.reason if isinstance(reply, messages.Refusal) else type(reply).__name__)
+        raise _Refused(reply.reason if isinstance(reply, messages.Refusal) else type(reply).__name__)
     return at._replace(engine_id=engine_id), facts, reply
 
 
-def judge_pair(prefill: _Shown, decode: _Shown) -> list[Finding]:
+def judge_pair(prefill: _EngineFacts, decode: _EngineFacts) -> list[Finding]:
     """Return a finding for each rule of the handshake that forbids the hand-over, or one finding that none does.
 
     In the messages "ours" is the decode engine's value, and "theirs" the prefill engine's.
@@ -110,5 +110,5 @@ def judge_pair(prefill: _Shown, decode: _Shown) -> list[Finding]:
     found = facts.differences(their_facts)
     found += incompatibilities(their_at.rank, theirs, all_regions_from_wire(theirs.regions), ours)
     if found:
-        return [fail("hand-over", problem, _FIX) for problem in dict.fromkeys(found)]
-    return [ok("hand-over", "no rule says no; whether they reach each other only the two can find out")]
+        return [fail("hand-over", problem, _RULE_FIX) for problem in dict.fromkeys(found)]
+    return [ok("hand-over", "the handshake allows it; whether the two reach each other was not tested")]

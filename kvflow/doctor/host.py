@@ -20,7 +20,7 @@ from kvflow.runtime.open_files import ANSWER_FILES, PEER_FILES, QUESTION_FILES, 
 
 SHARED_MEMORY_FREE_MIN_BYTES = 256 << 20
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
-_OUR_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
+_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Host:
     environment: Mapping[str, str]
     """Environment variables that change how kvflow moves bytes, if set."""
 
-    def may(self, capability: int) -> bool:
+    def has_capability(self, capability: int) -> bool:
         return bool(self.capabilities >> capability & 1)
 
 
@@ -71,14 +71,14 @@ def read_host() -> Host:
         shared_memory_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         ptrace_scope=int(scope) if scope else None,
         huge_pages=huge_pages.partition("[")[2].partition("]")[0] or None,
-        rdma_devices=entries("/sys/class/infiniband"),
+        rdma_devices=directory_entries("/sys/class/infiniband"),
         networks=tuple(
             name
-            for name in entries("/sys/class/net")
+            for name in directory_entries("/sys/class/net")
             if name != "lo" and _read(f"/sys/class/net/{name}/operstate").strip() in up
         ),
-        gpus=entries("/proc/driver/nvidia/gpus"),
-        environment={name: os.environ[name] for name in _OUR_VARIABLES if name in os.environ},
+        gpus=directory_entries("/proc/driver/nvidia/gpus"),
+        environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
     )
 
 
@@ -98,7 +98,7 @@ def _read(path: str) -> str:
         return ""
 
 
-def entries(path: str) -> tuple[str, ...]:
+def directory_entries(path: str) -> tuple[str, ...]:
     """Return the names in a folder, sorted; none if it cannot be read."""
     try:
         return tuple(sorted(os.listdir(path)))
@@ -120,7 +120,7 @@ def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
     """Check the limit of locked memory. Only RDMA needs it: registering memory with an RDMA device pins the memory."""
     if host.locked_bytes_max is None:
         return ok(name, "no limit")
-    if host.may(_CAP_IPC_LOCK):
+    if host.has_capability(_CAP_IPC_LOCK):
         return ok(name, "limited, but the process may exceed it (CAP_IPC_LOCK)")
     found = f"at most {host.locked_bytes_max >> 10} KiB"
     if host.rdma_devices:
@@ -170,7 +170,7 @@ def check_process_reading(name: str, host: Host, _: Config) -> Finding:
     UCX reads it by the system call process_vm_readv.
     """
     scope = host.ptrace_scope
-    if host.may(_CAP_SYS_PTRACE):
+    if host.has_capability(_CAP_SYS_PTRACE):
         return ok(name, "allowed (CAP_SYS_PTRACE)")
     if not scope:
         why = "no Yama" if scope is None else "ptrace_scope 0"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from kvflow.bench.cache import CacheShape
-from kvflow.bench.child import QUIET, BenchError, ChildCaller, RankProcess, open_caller, open_children
+from kvflow.bench.child import QUIET_ENVIRONMENT, BenchError, ChildCaller, RankProcess, open_caller, open_children
 from kvflow.bench.engine import Pair, hand_over, open_pair
 from kvflow.bench.loads import scattered_loads
 from kvflow.bench.ucx import ReadPath, ucx_log
@@ -35,7 +35,7 @@ def check_nixl() -> tuple[Finding, Sequence[str]]:
     except PackageNotFoundError:
         return fail("NIXL", "not installed", _INSTALL), ()
     try:
-        with open_children([RankProcess("NIXL", open_caller)], QUIET) as children:
+        with open_children([RankProcess("NIXL", open_caller)], QUIET_ENVIRONMENT) as children:
             plugins, verbs = children["NIXL"].run(ChildCaller.call, start_agent, _BACKEND)
     except BenchError as error:
         return judge_plugins(installed, (), problem=error.reason), ()
@@ -91,7 +91,7 @@ def check_self_transfer(
                 block_s, large_s = (_median_s(pair, count) for count in (1, _SHAPE.blocks // 2))
             path = log.read_path(pid, _SHAPE.region_block_size_bytes)
     except BenchError as error:
-        yield fail(name, error.reason, "the findings above may say why; with UCX_LOG_LEVEL=info UCX says what it tries")
+        yield fail(name, error.reason, "see the findings above; with UCX_LOG_LEVEL=info UCX logs what it tries")
         return
     size_bytes = _SHAPE.blocks // 2 * _SHAPE.block_size_bytes
     yield ok(
@@ -99,7 +99,7 @@ def check_self_transfer(
         f"{size_bytes / large_s / 1e9:.2f} GB/s ({size_bytes >> 20} MB a load), {block_s * 1e6:.0f} us for one "
         "block; every byte compared",
     )
-    yield judge_path(f"way of the bytes{where}", path)
+    yield judge_path(f"path of the bytes{where}", path)
 
 
 def _median_s(pair: Pair, count: int) -> float:
@@ -114,7 +114,7 @@ def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Fi
     tcp is fine if `ucx_tls`, the value of UCX_TLS, is set. `path` is None if UCX did not log it.
     """
     if path is None:
-        return silent(name)
+        return path_not_logged(name)
     if path.over.startswith(_SHARED_MEMORY):
         return ok(name, f"shared memory: {path}")
     if "tcp/" not in path.over:
@@ -125,6 +125,6 @@ def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Fi
     return warn(name, f"tcp, on one machine: {path}", fix)
 
 
-def silent(name: str) -> Finding:
+def path_not_logged(name: str) -> Finding:
     """Return the finding that UCX did not log which path reads take."""
-    return warn(name, "UCX did not say", "look at UCX's log: UCX_PROTO_INFO=y UCX_LOG_LEVEL=info")
+    return warn(name, "UCX did not log the path", "look at UCX's log: UCX_PROTO_INFO=y UCX_LOG_LEVEL=info")

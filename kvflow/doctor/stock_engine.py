@@ -20,26 +20,26 @@ async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
     Ask for rank 0 only: every engine has rank 0, and a question for a missing rank kills vLLM's listener.
     """
     try:
-        shown = await ask_rank(address, timeout_s=timeout_s)
+        answer = await ask_rank(address, timeout_s=timeout_s)
     except KVFlowError as error:
         fix = "give VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT of a vLLM with NixlConnector; it must not be older than 0.26"
         return [fail(_ENGINE, str(error), fix)]
-    return [*judge_stock(shown)]
+    return [*judge_stock(answer)]
 
 
-def judge_stock(shown: StockAnswer) -> list[Finding]:
+def judge_stock(answer: StockAnswer) -> list[Finding]:
     """Return findings about a vLLM engine's version, compatibility hash and cache, and whether kvflow can read it."""
-    metadata, lines = shown.metadata, [line.version for line in LINES]
-    like = [line.version for line in LINES if line.metadata == line_of_metadata(shown.fields).metadata]
+    metadata, lines = answer.metadata, [line.version for line in LINES]
+    same_metadata = [line.version for line in LINES if line.metadata == line_of_metadata(answer.fields).metadata]
     try:
         agent = agent_name_of(metadata.agent_metadata)
     except WireError as error:
-        return [fail(_ENGINE, str(error), "its NIXL is not one that is known")]
-    versions = like[0] if len(like) == 1 else f"{like[0]} to {like[-1]}"
+        return [fail(_ENGINE, str(error), "its agent metadata is of an unknown NIXL version")]
+    versions = same_metadata[0] if len(same_metadata) == 1 else f"{same_metadata[0]} to {same_metadata[-1]}"
     found = [
         ok(_ENGINE, f"{metadata.engine_id}, agent {agent}, metadata as of vLLM {versions}"),
-        ok("its compatibility hash", shown.compatibility_hash),
-        ok(_CACHE, geometry(metadata)),
+        ok("its compatibility hash", answer.compatibility_hash),
+        ok(_CACHE, describe_cache(metadata)),
     ]
     problems = reasons_not_read(metadata)
     if problems:
@@ -47,14 +47,14 @@ def judge_stock(shown: StockAnswer) -> list[Finding]:
             *found,
             fail(_READ, "; ".join(problems), "attention is read (full, windows, MLA), with blocks in those orders"),
         ]
-    unknown = sorted(shown.fields - set(LINES[-1].metadata))
+    unknown = sorted(answer.fields - set(LINES[-1].metadata))
     if unknown:
-        what = f"it shows what vLLM {lines[-1]} does not: {', '.join(unknown)[:200]}"
+        what = f"its metadata has fields that vLLM {lines[-1]} does not have: {', '.join(unknown)[:200]}"
         return [*found, warn(_READ, what, "it may be newer than the supported versions; try it on a test fleet")]
     return [*found, ok(_READ, "pin its hash (StockPeers.hashes, or stock.hashes of KVFlowConnector)")]
 
 
-def geometry(metadata: StockMetadata) -> str:
+def describe_cache(metadata: StockMetadata) -> str:
     """Return one line that describes a vLLM engine's cache."""
     split = metadata.physical_blocks_per_logical_kv_block
     blocks = f"{counted(metadata.num_blocks, 'block')} of {counted(metadata.block_size, 'token')}"

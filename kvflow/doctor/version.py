@@ -18,8 +18,8 @@ def installed(package: str) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of kvflow, nixl, torch and Python by name."""
-    stands_on = {package: installed(package) for package in ("nixl", "torch")}
-    return {"kvflow": kvflow.__version__, **stands_on, "python": platform.python_version()}
+    packages = {package: installed(package) for package in ("nixl", "torch")}
+    return {"kvflow": kvflow.__version__, **packages, "python": platform.python_version()}
 
 
 def version_lines() -> str:

@@ -15,14 +15,14 @@ from kvflow.runtime.records import CANCELLED, LeaseRecord, LoadRecord
 from kvflow.runtime.statistics import RuntimeStatistics
 
 LABELS = ("engine", *Rank._fields)
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_BYTES = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16 GiB
+_SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BYTES_BUCKETS = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16 GiB
 
 
 Values: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
 
 
-def _counts(now: RuntimeStatistics, part: str) -> Any:
+def _statistics_of(now: RuntimeStatistics, part: str) -> Any:
     """Return the statistics of the runtime's optional feature named `part`, or the field of `now` with that name.
 
     "prefix.sharing" means the field `sharing` of the feature `prefix`. Return None if the runtime has no such feature.
@@ -32,17 +32,17 @@ def _counts(now: RuntimeStatistics, part: str) -> Any:
     return getattr(found, inner, None) if inner else found
 
 
-def _of(part: str, *fields: str, without: float | None = None, **named: str) -> Values:
+def _values_of(part: str, *fields: str, without: float | None = None, **named: str) -> Values:
     """Return a function that takes a runtime's statistics and returns values of one metric, by label value.
 
-    The values are `fields` of the statistics that `_counts` finds for `part`. The label value of a single field is "".
-    The label values of several fields are their own names, or the names in `named` (label value=field). If the runtime
-    has no statistics for `part`, each value is `without`; if `without` is None, there are no values.
+    The values are `fields` of the statistics that `_statistics_of` finds for `part`. The label value of a single field
+    is "". The label values of several fields are their own names, or the names in `named` (label value=field). If the
+    runtime has no statistics for `part`, each value is `without`; if `without` is None, there are no values.
     """
     labels = named or ({"": fields[0]} if len(fields) == 1 else {field: field for field in fields})
 
     def values(now: RuntimeStatistics) -> Mapping[str, float]:
-        found = _counts(now, part)
+        found = _statistics_of(now, part)
         if found is None:
             return {} if without is None else dict.fromkeys(labels, without)
         return {label: getattr(found, field) for label, field in labels.items()}
@@ -50,96 +50,96 @@ def _of(part: str, *fields: str, without: float | None = None, **named: str) -> 
     return values
 
 
-def _dropped(now: RuntimeStatistics) -> Mapping[str, float]:
+def _ignored_notifications(now: RuntimeStatistics) -> Mapping[str, float]:
     kinds = () if now.serving is None else ("late", "duplicate", "malformed")
     return {"early": now.early_notifications, **{kind: getattr(now.serving, f"{kind}_notifications") for kind in kinds}}
 
 
 def _prefix_pulls(now: RuntimeStatistics) -> Mapping[str, float]:
-    prefix = _counts(now, "prefix")
+    prefix = _statistics_of(now, "prefix")
     return {} if prefix is None else {"hit": prefix.hits, "miss": prefix.pulls - prefix.hits}
 
 
-_BLOCKS = _of("blocks", "free", "leased", "in_flight", "quarantined")
-_MESSAGES = _of("listener", "answered", "refused", "dropped")
-_QUESTIONS = _of("prefix.sharing", "found", "missed", "busy", "failed", "reclaimed")
-_SOURCES_LEFT = _of("loading", "sources_left", without=0)
-_PINNED = _of("prefix.sharing", "pinned_blocks")
-_STORED = _of("storage", "saved", "restored", "missed", "damaged", "failed")
-_STORE_BYTES = _of("storage", used="bytes", max="bytes_max")
-_LISTENERS_LOST = "Listeners that UCX has closed, as when open files run out: no new peer connects there."
-_NEVER_READ = "Engines whose tickets come, and that no load has ever read from."
-_READERS_REFUSED = "New readers that were refused because too few open files were left."
-_LATE_READS = "Reads of stock engines that ended after their lease: the text may be wrong."
+_BLOCKS = _values_of("blocks", "free", "leased", "in_flight", "quarantined")
+_MESSAGES = _values_of("listener", "answered", "refused", "dropped")
+_QUESTIONS = _values_of("prefix.sharing", "found", "missed", "busy", "failed", "reclaimed")
+_SOURCES_LEFT = _values_of("loading", "sources_left", without=0)
+_PINNED = _values_of("prefix.sharing", "pinned_blocks")
+_STORED = _values_of("storage", "saved", "restored", "missed", "damaged", "failed")
+_STORE_BYTES = _values_of("storage", used="bytes", max="bytes_max")
+_LISTENERS_LOST_HELP = "Listeners that UCX has closed, as when open files run out: no new peer connects there."
+_NEVER_READ_HELP = "Engines that tickets name, and that no load has read from yet."
+_READERS_REFUSED_HELP = "New readers that were refused because too few open files were left."
+_LATE_READS_HELP = "Reads of stock engines that ended after their lease: the text may be wrong."
 
 # Metrics from `Runtime.statistics()`: name, help, label in addition to `LABELS`, function that returns values by label.
 GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_blocks", "Blocks of the KV cache by use.", "use", _BLOCKS),
-    ("kvflow_open_loads", "Loads under way.", "", _of("loading", "open_loads", without=0)),
-    ("kvflow_engines_never_read", _NEVER_READ, "", _of("loading", "never_read", without=0)),
-    ("kvflow_open_leases", "Leases open.", "", _of("serving", "open_leases", without=0)),
-    ("kvflow_open_reads", "Reads posted and not ended.", "", _of("transport", "open_reads")),
-    ("kvflow_listeners_lost", _LISTENERS_LOST, "", _of("transport", "listeners_lost")),
+    ("kvflow_open_loads", "Loads under way.", "", _values_of("loading", "open_loads", without=0)),
+    ("kvflow_engines_never_read", _NEVER_READ_HELP, "", _values_of("loading", "never_read", without=0)),
+    ("kvflow_open_leases", "Leases open.", "", _values_of("serving", "open_leases", without=0)),
+    ("kvflow_open_reads", "Reads posted and not ended.", "", _values_of("transport", "open_reads")),
+    ("kvflow_listeners_lost", _LISTENERS_LOST_HELP, "", _values_of("transport", "listeners_lost")),
     ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
     ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
-    ("kvflow_store_bytes", "Bytes of the store's files, and how many they may have.", "of", _STORE_BYTES),
-    ("kvflow_prefix_pinned_blocks", "Blocks pinned for prefixes' readers.", "", _PINNED),
-    ("kvflow_store_entries", "Entries stored.", "", _of("storage", "entries")),
+    ("kvflow_store_bytes", "Bytes of the store's files, used and at most.", "of", _STORE_BYTES),
+    ("kvflow_prefix_pinned_blocks", "Blocks pinned for readers of prefixes.", "", _PINNED),
+    ("kvflow_store_entries", "Entries stored.", "", _values_of("storage", "entries")),
 )
 COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
-    ("kvflow_read_bytes", "Bytes that reads have brought.", "", _of("transport", "bytes_read")),
-    ("kvflow_reads", "Reads posted.", "", _of("transport", "reads")),
-    ("kvflow_reads_failed", "Reads that the transport failed.", "", _of("transport", "reads_failed")),
-    ("kvflow_notifications_ignored", "Notifications that changed nothing.", "reason", _dropped),
-    ("kvflow_readers_refused", _READERS_REFUSED, "", lambda now: {"": now.readers_refused}),
-    ("kvflow_late_reads", _LATE_READS, "", _of("serving", "late_reads")),
+    ("kvflow_read_bytes", "Bytes read.", "", _values_of("transport", "bytes_read")),
+    ("kvflow_reads", "Reads posted.", "", _values_of("transport", "reads")),
+    ("kvflow_reads_failed", "Reads that failed in the transport.", "", _values_of("transport", "reads_failed")),
+    ("kvflow_notifications_ignored", "Notifications that changed nothing.", "reason", _ignored_notifications),
+    ("kvflow_readers_refused", _READERS_REFUSED_HELP, "", lambda now: {"": now.readers_refused}),
+    ("kvflow_late_reads", _LATE_READS_HELP, "", _values_of("serving", "late_reads")),
     (
         "kvflow_load_sources_left",
-        "Sources that loads left for their next one.",
+        "Sources that loads gave up for their next source.",
         "",
-        _of("loading", "sources_left", without=0),
+        _values_of("loading", "sources_left", without=0),
     ),
     ("kvflow_side_channel_messages", "Side-channel messages.", "result", _MESSAGES),
     ("kvflow_prefix_questions", "Questions of peers for prefixes, and leases ended.", "outcome", _QUESTIONS),
     ("kvflow_prefix_pulls", "Pulls of prefixes that have ended.", "outcome", _prefix_pulls),
-    ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", "", _of("prefix", "tokens")),
+    ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", "", _values_of("prefix", "tokens")),
     ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _STORED),
-    ("kvflow_store_evictions", "Entries that made room for others.", "", _of("storage", "evicted")),
+    ("kvflow_store_evictions", "Entries evicted to make room for others.", "", _values_of("storage", "evicted")),
 )
 
 
-_LOAD_GROW = "Time in successful loads of growing leases from the first tokens to the last."
+_LOAD_GROW_HELP = "Time in successful loads of growing leases from the first tokens to the last."
 
 RECORD_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("kvflow_loads", "Loads that have ended.", ("outcome",)),
     ("kvflow_load_descriptors", "Descriptors of successful loads.", ()),
     ("kvflow_load_blocks", "Blocks that successful loads have filled.", ("group",)),
-    ("kvflow_loads_verified", "Loads that were to be verified, by what came of it.", ("result",)),
-    ("kvflow_loads_vouched", "Loads that read, by what vouches for their bytes.", ("freshness", "outcome")),
+    ("kvflow_loads_verified", "Loads that were to be verified, by result.", ("result",)),
+    ("kvflow_loads_vouched", "Loads that have read, by what proves their bytes fresh.", ("freshness", "outcome")),
     ("kvflow_leases", "Leases that have ended.", ("outcome",)),
 )
 """Counters that records of ended loads and leases increase: name, help text, labels in addition to `LABELS`."""
 HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
-    ("kvflow_load_seconds", "Duration of successful loads.", (), _SECONDS),
-    ("kvflow_load_phase_seconds", "Time that successful loads spent in each phase.", ("phase",), _SECONDS),
-    ("kvflow_load_bytes", "Bytes of successful loads.", (), _BYTES),
-    ("kvflow_lease_seconds", "Time that leases kept their blocks.", ("outcome",), _SECONDS),
-    ("kvflow_lease_grow_seconds", "Time that leases grew, until the last token.", (), _SECONDS),
-    ("kvflow_load_grow_seconds", _LOAD_GROW, (), _SECONDS),
+    ("kvflow_load_seconds", "Duration of successful loads.", (), _SECONDS_BUCKETS),
+    ("kvflow_load_phase_seconds", "Time that successful loads spent in each phase.", ("phase",), _SECONDS_BUCKETS),
+    ("kvflow_load_bytes", "Bytes of successful loads.", (), _BYTES_BUCKETS),
+    ("kvflow_lease_seconds", "Time that leases kept their blocks.", ("outcome",), _SECONDS_BUCKETS),
+    ("kvflow_lease_grow_seconds", "Time that leases grew, until the last token.", (), _SECONDS_BUCKETS),
+    ("kvflow_load_grow_seconds", _LOAD_GROW_HELP, (), _SECONDS_BUCKETS),
 )
 """Histograms of ended loads and leases: name, help text, labels in addition to `LABELS`, upper bounds of buckets."""
-LeaseAnswerState: TypeAlias = tuple[str, tuple[str, ...], float]
+Amount: TypeAlias = tuple[str, tuple[str, ...], float]
 """An amount to add to one counter or histogram: name of the metric, values of all its labels, amount."""
 
 
-def told_by(record: LoadRecord | LeaseRecord) -> Iterator[LeaseAnswerState]:
+def amounts_of(record: LoadRecord | LeaseRecord) -> Iterator[Amount]:
     """Return the amounts to add to counters and histograms for an ended load or lease."""
     where = (record.engine_id, *map(str, record.rank))
-    details = _of_load(record) if isinstance(record, LoadRecord) else _of_lease(record)
+    details = _amounts_of_load(record) if isinstance(record, LoadRecord) else _amounts_of_lease(record)
     return ((name, (*where, *labels), amount) for name, labels, amount in details)
 
 
-def _of_load(record: LoadRecord) -> Iterator[LeaseAnswerState]:
+def _amounts_of_load(record: LoadRecord) -> Iterator[Amount]:
     yield "kvflow_loads", (record.outcome,), 1
     if record.freshness:
         yield "kvflow_loads_vouched", (record.freshness, record.outcome), 1
@@ -158,7 +158,7 @@ def _of_load(record: LoadRecord) -> Iterator[LeaseAnswerState]:
         yield "kvflow_load_phase_seconds", (phase,), seconds
 
 
-def _of_lease(record: LeaseRecord) -> Iterator[LeaseAnswerState]:
+def _amounts_of_lease(record: LeaseRecord) -> Iterator[Amount]:
     yield "kvflow_leases", (record.outcome,), 1
     yield "kvflow_lease_seconds", (record.outcome,), sum(record.seconds.values())
     if record.computed and record.computed[-1].tokens == record.tokens:

@@ -25,7 +25,7 @@ from kvflow.runtime.records import CANCELLED, LeaseRecord, LoadRecord
 __all__ = ["OpenTelemetrySpans", "current_traceparent"]
 
 _PROPAGATOR = TraceContextTextMapPropagator()
-_NS = 1_000_000_000
+_NS_PER_S = 1_000_000_000
 
 
 def current_traceparent() -> str:
@@ -69,12 +69,12 @@ class OpenTelemetrySpans:
         Args:
             record: Record of the load that has just ended.
         """
-        here = trace.get_current_span().get_span_context()
+        current = trace.get_current_span().get_span_context()
         attributes = _attributes(record, "peer", "bytes", "descriptors", "verification", "freshness")
         attributes["kvflow.peer_engine"] = record.peer_engine_id
-        failed = record.error or (record.outcome if record.outcome == CANCELLED else "")
-        span_links = [Link(here)] if here.is_valid else []
-        self._tell(record, attributes, SpanKind.CLIENT, span_links, failed, landed=record.landed)
+        error = record.error or (record.outcome if record.outcome == CANCELLED else "")
+        span_links = [Link(current)] if current.is_valid else []
+        self._make_span(record, attributes, SpanKind.CLIENT, span_links, error, landed=record.landed)
 
     def lease_ended(self, record: LeaseRecord) -> None:
         """Make the span of a lease, with a child span for each phase.
@@ -82,36 +82,36 @@ class OpenTelemetrySpans:
         Args:
             record: Record of the lease that has just ended.
         """
-        self._tell(record, _attributes(record, "tokens", "readers"), SpanKind.SERVER, computed=record.computed)
+        self._make_span(record, _attributes(record, "tokens", "readers"), SpanKind.SERVER, computed=record.computed)
 
-    def _tell(
+    def _make_span(
         self,
         record: LoadRecord | LeaseRecord,
         attributes: Mapping[str, str | int],
         kind: SpanKind,
         links: Sequence[Link] = (),
-        failed: str = "",
+        error: str = "",
         **growth: Sequence[Moment],
     ) -> None:
-        """Make a span that ends now, with a child span for each phase that took time. `failed`: its error, or "".
+        """Make a span that ends now, with a child span for each phase that took time. `error`: its error, or "".
 
         `growth` is `landed` or `computed`, a list of moments with a token count each. Each moment becomes an event on
         the span, "kvflow.landed" or "kvflow.computed".
         """
         name = "kvflow.load" if isinstance(record, LoadRecord) else "kvflow.lease"
         end_ns = time.time_ns()
-        start_ns = end_ns - int(sum(record.seconds.values()) * _NS)
+        start_ns = end_ns - int(sum(record.seconds.values()) * _NS_PER_S)
         parent = _PROPAGATOR.extract({"traceparent": record.traceparent} if record.traceparent else {}, Context())
         span = self._tracer.start_span(name, parent, kind, attributes, links, start_ns)
         for what, moments in growth.items():
             for seconds, tokens in moments:
-                span.add_event(f"kvflow.{what}", {"kvflow.tokens": tokens}, start_ns + int(seconds * _NS))
+                span.add_event(f"kvflow.{what}", {"kvflow.tokens": tokens}, start_ns + int(seconds * _NS_PER_S))
         inside = trace.set_span_in_context(span, Context())
         for phase, taken in record.seconds.items():
             if taken > 0:
                 part = self._tracer.start_span(f"{name}.{phase}", inside, start_time=start_ns)
-                start_ns += int(taken * _NS)
+                start_ns += int(taken * _NS_PER_S)
                 part.end(start_ns)
-        if failed:
-            span.set_status(Status(StatusCode.ERROR, failed))
+        if error:
+            span.set_status(Status(StatusCode.ERROR, error))
         span.end(end_ns)

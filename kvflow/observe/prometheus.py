@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvflow.core.plan.topology import Rank
-from kvflow.observe.instruments import COUNTERS, GAUGES, HISTOGRAMS, LABELS, RECORD_COUNTERS, told_by
+from kvflow.observe.instruments import COUNTERS, GAUGES, HISTOGRAMS, LABELS, RECORD_COUNTERS, amounts_of
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeStatistics
@@ -41,7 +41,7 @@ class PrometheusMetrics(Collector):
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
-        self._watched: list[_Watched] = []
+        self._watched: list[_WatchedRuntime] = []
         self._counters = {
             name: Counter(name, text, (*LABELS, *labels), registry=registry) for name, text, labels in RECORD_COUNTERS
         }
@@ -60,7 +60,7 @@ class PrometheusMetrics(Collector):
         Raises:
             RuntimeError: No event loop is running in this thread.
         """
-        self._watched.append(_Watched(runtime, asyncio.get_running_loop()))
+        self._watched.append(_WatchedRuntime(runtime, asyncio.get_running_loop()))
 
     def load_ended(self, record: LoadRecord) -> None:
         """Add an ended load to counters and histograms.
@@ -68,7 +68,7 @@ class PrometheusMetrics(Collector):
         Args:
             record: Record of the load that has just ended.
         """
-        self._note(record)
+        self._add_record(record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
         """Add an ended lease to counters and histograms.
@@ -76,10 +76,10 @@ class PrometheusMetrics(Collector):
         Args:
             record: Record of the lease that has just ended.
         """
-        self._note(record)
+        self._add_record(record)
 
-    def _note(self, record: LoadRecord | LeaseRecord) -> None:
-        for name, labels, amount in told_by(record):
+    def _add_record(self, record: LoadRecord | LeaseRecord) -> None:
+        for name, labels, amount in amounts_of(record):
             if name in self._counters:
                 self._counters[name].labels(*labels).inc(amount)
             else:
@@ -110,28 +110,28 @@ class PrometheusMetrics(Collector):
                 yield family
 
 
-class _Watched:
+class _WatchedRuntime:
     """A watched runtime, with a way to take its statistics from any thread."""
 
     def __init__(self, runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
         self.labels = [runtime.config.engine_id, *map(str, Rank.of(runtime.config))]
         self._runtime = runtime
         self._loop = loop
-        self._last = runtime.statistics()
+        self._last_statistics = runtime.statistics()
 
     def statistics(self) -> RuntimeStatistics:
         """Return the runtime's statistics, taken on its loop. If the loop does not answer, return the previous ones."""
         if _running_loop() is self._loop:
-            self._last = self._runtime.statistics()
+            self._last_statistics = self._runtime.statistics()
         elif self._loop.is_running():
-            asking = asyncio.run_coroutine_threadsafe(self._take(), self._loop)
+            asking = asyncio.run_coroutine_threadsafe(self._statistics_now(), self._loop)
             try:
-                self._last = asking.result(_SCRAPE_WAIT_S)
+                self._last_statistics = asking.result(_SCRAPE_WAIT_S)
             except concurrent.futures.TimeoutError:
                 asking.cancel()
-        return self._last
+        return self._last_statistics
 
-    async def _take(self) -> RuntimeStatistics:
+    async def _statistics_now(self) -> RuntimeStatistics:
         return self._runtime.statistics()
 
 

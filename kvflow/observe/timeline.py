@@ -29,7 +29,7 @@ from kvflow.runtime.records import LeaseRecord, LoadRecord
 
 __all__ = ["BadRecords", "RecordFile", "overlap", "read_records", "timeline"]
 
-_US = 1e6
+_US_PER_S = 1e6
 
 
 class RecordLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,9 +94,11 @@ class RecordFile:
         self._write("lease", record)
 
     def _write(self, kind: str, record: LoadRecord | LeaseRecord) -> None:
-        told = {entry.name: getattr(record, entry.name) for entry in fields(record)}
-        shared = {name: told.pop(name) for name in ("engine_id", "rank", "request_id", "outcome")}
-        line = RecordLine(kind=kind, ended_s=time.time(), seconds=dict(told.pop("seconds")), details=told, **shared)
+        details = {entry.name: getattr(record, entry.name) for entry in fields(record)}
+        shared = {name: details.pop(name) for name in ("engine_id", "rank", "request_id", "outcome")}
+        line = RecordLine(
+            kind=kind, ended_s=time.time(), seconds=dict(details.pop("seconds")), details=details, **shared
+        )
         self._file.write(msgspec.json.encode(line) + b"\n")
 
 
@@ -125,8 +127,8 @@ TraceEvent: TypeAlias = dict[str, Any]
 _GROWTH = {"lease": "computed", "load": "landed"}
 """For each kind of record, the key in `details` of its progress: when tokens of the lease were computed, or when
 tokens of the load had landed."""
-_Offer: TypeAlias = tuple[str, str]  # producer's engine id, producer's request id
-_Moment: TypeAlias = tuple[int, float]  # process number in the timeline, Unix time
+_OfferKey: TypeAlias = tuple[str, str]  # producer's engine id, producer's request id
+_Begin: TypeAlias = tuple[int, float]  # process number in the timeline, Unix time
 
 
 def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
@@ -139,8 +141,8 @@ def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
         The timeline as a JSON object. Dump it to a file and open the file in Perfetto.
     """
     processes: dict[tuple[str, Rank], int] = {}
-    leases: dict[_Offer, list[_Moment]] = {}
-    loads: list[tuple[_Offer, _Moment, float]] = []
+    leases: dict[_OfferKey, list[_Begin]] = {}
+    loads: list[tuple[_OfferKey, _Begin, float]] = []
     events: list[TraceEvent] = []
     for number, line in enumerate(lines, 1):
         process = processes.setdefault((line.engine_id, line.rank), len(processes) + 1)
@@ -168,14 +170,14 @@ def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iter
     common: TraceEvent = {"cat": line.kind, "id": number, "pid": process, "tid": process}
     name, details = f"{line.kind} {line.request_id}", dict(line.details)
     details.pop(_GROWTH.get(line.kind, ""), None)  # `_growth` makes slices for it
-    yield {**common, "ph": "b", "name": name, "ts": begin_s * _US, "args": {"outcome": line.outcome, **details}}
+    yield {**common, "ph": "b", "name": name, "ts": begin_s * _US_PER_S, "args": {"outcome": line.outcome, **details}}
     at_s = begin_s
     for phase, seconds in line.seconds.items():
         if seconds > 0:
-            yield {**common, "ph": "b", "name": phase, "ts": at_s * _US}
+            yield {**common, "ph": "b", "name": phase, "ts": at_s * _US_PER_S}
             at_s += seconds
-            yield {**common, "ph": "e", "name": phase, "ts": at_s * _US}
-    yield {**common, "ph": "e", "name": name, "ts": line.ended_s * _US}
+            yield {**common, "ph": "e", "name": phase, "ts": at_s * _US_PER_S}
+    yield {**common, "ph": "e", "name": name, "ts": line.ended_s * _US_PER_S}
 
 
 def _growth(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
@@ -187,8 +189,14 @@ def _growth(line: RecordLine, process: int, number: int, begin_s: float) -> Iter
     common: TraceEvent = {"cat": what, "id": number, "pid": process, "tid": process}
     for seconds, tokens in _moments(line):
         name = f"{what} {before}..{tokens} of {line.request_id}"
-        yield {**common, "ph": "b", "name": name, "ts": (begin_s + before_s) * _US, "args": {"tokens": tokens - before}}
-        yield {**common, "ph": "e", "name": name, "ts": (begin_s + seconds) * _US}
+        yield {
+            **common,
+            "ph": "b",
+            "name": name,
+            "ts": (begin_s + before_s) * _US_PER_S,
+            "args": {"tokens": tokens - before},
+        }
+        yield {**common, "ph": "e", "name": name, "ts": (begin_s + seconds) * _US_PER_S}
         before_s, before = seconds, tokens
 
 
@@ -209,8 +217,8 @@ def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
     Returns:
         The share of the prompt's tokens, from 0 to 1, by request id.
     """
-    computed: dict[_Offer, float] = {}
-    loads: list[tuple[_Offer, RecordLine]] = []
+    computed: dict[_OfferKey, float] = {}
+    loads: list[tuple[_OfferKey, RecordLine]] = []
     for line in lines:
         if line.kind == "load" and _moments(line):
             loads.append(((str(line.details["peer_engine_id"]), str(line.details["remote_request_id"])), line))
@@ -227,7 +235,9 @@ def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
     return found
 
 
-def _arrows(leases: dict[_Offer, list[_Moment]], loads: list[tuple[_Offer, _Moment, float]]) -> Iterator[TraceEvent]:
+def _arrows(
+    leases: dict[_OfferKey, list[_Begin]], loads: list[tuple[_OfferKey, _Begin, float]]
+) -> Iterator[TraceEvent]:
     """Yield an arrow to each load, from the latest lease of its offer that began before the load ended.
 
     The end of the load is compared, not its beginning: a load of a pending ticket may begin before the lease, and the
@@ -239,5 +249,12 @@ def _arrows(leases: dict[_Offer, list[_Moment]], loads: list[tuple[_Offer, _Mome
             continue
         producer, offered_s = max(before, key=lambda moment: moment[1])
         common: TraceEvent = {"cat": "ticket", "name": "ticket", "id": number}
-        yield {**common, "ph": "s", "pid": producer, "tid": producer, "ts": offered_s * _US}
-        yield {**common, "ph": "f", "bp": "e", "pid": process, "tid": process, "ts": max(begin_s, offered_s) * _US}
+        yield {**common, "ph": "s", "pid": producer, "tid": producer, "ts": offered_s * _US_PER_S}
+        yield {
+            **common,
+            "ph": "f",
+            "bp": "e",
+            "pid": process,
+            "tid": process,
+            "ts": max(begin_s, offered_s) * _US_PER_S,
+        }

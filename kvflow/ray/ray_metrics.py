@@ -15,7 +15,7 @@ import asyncio
 from ray.serve import metrics as serve_metrics
 
 from kvflow.core.plan.topology import Rank
-from kvflow.observe.instruments import COUNTERS, GAUGES, HISTOGRAMS, LABELS, RECORD_COUNTERS, told_by
+from kvflow.observe.instruments import COUNTERS, GAUGES, HISTOGRAMS, LABELS, RECORD_COUNTERS, amounts_of
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeStatistics
@@ -68,7 +68,7 @@ class RayMetrics:
         self._note(record)
 
     def _note(self, record: LoadRecord | LeaseRecord) -> None:
-        for name, labels, amount in told_by(record):
+        for name, labels, amount in amounts_of(record):
             if name in self._histograms:
                 histogram, names = self._histograms[name]
                 histogram.observe(amount, tags=dict(zip(names, labels, strict=True)))

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvflow.bench.child import BenchError
 from kvflow.bench.loads import SettingsError
-from kvflow.cli.bench import describe_machine, told
+from kvflow.cli.bench import describe_machine, errors_reported
 from tests.bench.scenario import Outcome, Scenario, run_scenario
 from tests.bench.targets import Spread, Verdict
 
@@ -44,12 +44,12 @@ def add_scenario(
     def command(**options: Any) -> None:
         json_file = options.pop("json_file")
         notes = Console(stderr=True, highlight=False)
-        with told(f"bench {name}", SettingsError, BenchError):
+        with errors_reported(f"bench {name}", SettingsError, BenchError):
             scenario, machine = kind(**options), describe_machine()
-            notes.print(f"load average {machine['load_average_1m']:.1f} before; others' work is in every number")
+            notes.print(f"load average {machine['load_average_1m']:.1f} before; every number includes other work here")
             outcome = run_scenario(scenario, note=notes.print)
         print_outcome(outcome, Console())
-        with told(f"bench {name}", SettingsError, OSError):
+        with errors_reported(f"bench {name}", SettingsError, OSError):
             afterwards(scenario, outcome)
         if json_file is not None:
             numbers = {"settings": asdict(scenario), "machine": machine, **as_json(outcome)}

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 
 import kvflow
-from kvflow.bench.cache import BenchCache, CacheShape, allocate
+from kvflow.bench.cache import BenchCache, CacheShape, allocate_memory
 from kvflow.bench.engine import open_runtime
 from kvflow.bench.loads import PlannedLoad, Ticket
 
@@ -24,7 +24,7 @@ class LoadResult(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def open_consumers(ranks: Sequence[tuple[kvflow.Config, CacheShape]]) -> AsyncIterator[Consumers]:
-    memory = allocate(max(shape.size_bytes for _, shape in ranks))
+    memory = allocate_memory(max(shape.size_bytes for _, shape in ranks))
     async with contextlib.AsyncExitStack() as stack:
         found = []
         for config, shape in ranks:

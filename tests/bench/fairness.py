@@ -143,7 +143,7 @@ class Fairness:
 def _run_round(loads: Loads, children: Children) -> Round:
     tickets = children["producer"].run(EngineProducer.offer, list(chain(*loads.values())))
     result = children["reader"].run(FairnessReader.round, loads, tickets)
-    children["producer"].run(EngineProducer.settle)
+    children["producer"].run(EngineProducer.end_leases)
     if not result.behind_s:
         raise BenchError("no small load met a huge one: ask for a larger --size")
     return result

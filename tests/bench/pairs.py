@@ -39,7 +39,7 @@ def hand_over(
     """Offer, have the reader do its step, and see that every lease has ended as read."""
     tickets = children["producer"].run(EngineProducer.offer, loads)
     result = children["reader"].run(step, loads, tickets, *others)
-    children["producer"].run(EngineProducer.settle)
+    children["producer"].run(EngineProducer.end_leases)
     return result
 
 

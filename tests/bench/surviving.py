@@ -173,7 +173,7 @@ class Surviving:
         tickets = [children[name].run(EngineProducer.offer, [load])[0] for name, load in loads.items()]
         found = children["reader"].run(Reader.load, list(loads.values()), tickets)
         for name in loads:
-            children[name].run(EngineProducer.settle)
+            children[name].run(EngineProducer.end_leases)
         return found
 
     def _survive(self, children: Children, name: str, after_s: float | None) -> Survived:
@@ -187,7 +187,7 @@ class Surviving:
             return wait()
         survived = wait()
         for source in sources:
-            source.run(EngineProducer.settle)
+            source.run(EngineProducer.end_leases)
         return survived
 
     def _strike(self, child: Child) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvflow.bench.cache import BenchCache, CacheShape, WrongBytes, allocate
+from kvflow.bench.cache import BenchCache, CacheShape, WrongBytes, allocate_memory
 from kvflow.bench.loads import PlannedLoad, SettingsError
 from tests.bench.compared import compared
 
@@ -102,7 +102,7 @@ def test_tensors_show_the_memory_in_its_own_order(name: str) -> None:
 
 
 def test_ranks_can_share_their_memory() -> None:
-    memory = allocate(RANK.size_bytes)
+    memory = allocate_memory(RANK.size_bytes)
     rank, thin = BenchCache(RANK, memory), BenchCache(CacheShape(layers=2, blocks=16, kv_heads=1), memory)
     rank.fill()
     assert thin.layers[0].shape[2] == 1

@@ -161,7 +161,7 @@ class Copying:
         count = len(local_ids) - self._left_out
         self._target.layers[:, :, local_ids[:count]] = self._source.layers[:, :, remote_ids[:count]]
 
-    def drain(self) -> None: ...
+    def take_notifications(self) -> None: ...
 
 
 async def take_turn(*, left_out: int, check_all: bool, at_once: int = 1) -> TurnResult:

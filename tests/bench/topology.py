@@ -220,7 +220,7 @@ def _run(scenario: Topology, children: Children, case: Case, turn: str, layers: 
         result = consumer.run(Consumers.load, rank, planned, [ticket for (ticket,) in offers])
     checked_bytes = consumer.run(Consumers.check, rank, load, case.producers[0].block_size, layers)
     for cut in case.producers:
-        children[cut.name].run(EngineProducer.settle, read=case.is_all)
+        children[cut.name].run(EngineProducer.end_leases, read=case.is_all)
     return result._replace(checked_bytes=checked_bytes)
 
 

@@ -101,7 +101,7 @@ class Verifying:
         tickets = producer.run(EngineProducer.offer, [load])
         result = consumer.run(Consumers.load, 0, load, tickets, verify=verify)
         checked_bytes = consumer.run(Consumers.check, 0, load, self.shape.block_size, layers)
-        producer.run(EngineProducer.settle)
+        producer.run(EngineProducer.end_leases)
         return result._replace(checked_bytes=checked_bytes)
 
     def planned(self, size: str, turn: str) -> PlannedLoad:

@@ -9,18 +9,18 @@ import pytest
 from typer.testing import CliRunner
 
 from kvflow.bench.loads import SettingsError
-from kvflow.bench.transfer_bench import blocks_of
+from kvflow.bench.transfer_bench import blocks_by_size
 from kvflow.cli.app import app
 
 
 def test_sizes_are_words_of_mb_smallest_first() -> None:
-    assert blocks_of("256, 1,block", layers=8) == {"one block": 1, "1 MB": 2, "256 MB": 512}
+    assert blocks_by_size("256, 1,block", layers=8) == {"one block": 1, "1 MB": 2, "256 MB": 512}
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "-1", "1.5", "3", "block,,1", "4x1"])
 def test_sizes_that_cannot_be_measured_are_errors(text: str) -> None:
     with pytest.raises(SettingsError, match="--sizes"):
-        blocks_of(text, layers=32)
+        blocks_by_size(text, layers=32)
 
 
 @pytest.mark.nixl

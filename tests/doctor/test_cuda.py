@@ -16,9 +16,9 @@ import pytest
 from tests_support import each
 
 from kvflow.bench.ucx import ReadPath
-from kvflow.doctor.cuda.cuda_checks import check_cuda, judge_gpu_path, left_out, reasons
+from kvflow.doctor.cuda.cuda_checks import check_cuda, judge_gpu_path, left_out_transports, slow_path_advice
 from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda, Probe, kernel_version, probe
-from kvflow.doctor.cuda.nvidia import Gpu, read_devices, read_nearness, read_nvlinks
+from kvflow.doctor.cuda.nvidia import Gpu, read_devices, read_nic_distances, read_nvlinks
 from kvflow.doctor.findings import Status
 from kvflow.doctor.host import Host
 from kvflow.doctor.nixl_transfer import check_self_transfer
@@ -112,15 +112,15 @@ def test_links_that_are_up_are_counted() -> None:
 
 
 def test_how_near_nics_are_is_read_by_their_names() -> None:
-    assert read_nearness(TOPOLOGY) == {
+    assert read_nic_distances(TOPOLOGY) == {
         "GPU0": {"mlx5_0": "PXB", "mlx5_1": "SYS"},
         "GPU1": {"mlx5_0": "SYS", "mlx5_1": "NODE"},
     }
     older = "\tGPU0\tmlx5_0\tCPU Affinity\nGPU0\t X \tPIX\t0-31\nmlx5_0\tPIX\t X \t\n"
-    assert read_nearness(older) == {"GPU0": {"mlx5_0": "PIX"}}
+    assert read_nic_distances(older) == {"GPU0": {"mlx5_0": "PIX"}}
     alone = "\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-15\tN/A\n"
-    assert read_nearness(alone) == {"GPU0": {}}
-    assert read_nearness("") == {}
+    assert read_nic_distances(alone) == {"GPU0": {}}
+    assert read_nic_distances("") == {}
 
 
 def test_kernels_are_compared_by_numbers() -> None:
@@ -136,7 +136,7 @@ FINE = Cuda(
     driver_cuda=(13, 0),
     gpus=(replace(H100, bar1_mib=262144),),
     nvlinks={0: 18},
-    nearness={"GPU0": {"mlx5_0": "PIX"}},
+    nic_distances={"GPU0": {"mlx5_0": "PIX"}},
     peermem=False,
     kernel=(6, 8),
     iommu=False,
@@ -207,9 +207,9 @@ UNORDERED = probed(attributes={**ATTRIBUTES, "GPUDirect RDMA writes ordering": 0
         (GOOD, gpu(bar1_mib=256), "BAR1", FAIL, "256 MiB for 81559 MiB", "Resizable BAR"),
         (GOOD, gpu(bar1_mib=131072), "BAR1", WARN, "131072 MiB", "above 65536 MiB"),
         (NO_RDMA, gpu(bar1_mib=256), "BAR1", OK, "only RDMA", ""),
-        (GOOD, {"nearness": {"GPU0": {"mlx5_0": "SYS"}}}, NICS, WARN, "no near NIC for GPU0", "UCX_NET_DEV"),
+        (GOOD, {"nic_distances": {"GPU0": {"mlx5_0": "SYS"}}}, NICS, WARN, "no near NIC for GPU0", "UCX_NET_DEV"),
         (GOOD, {"iommu": True}, NICS, WARN, "an IOMMU is on", "iommu=pt"),
-        (GOOD, {"nearness": {}}, NICS, OK, "does not say", ""),
+        (GOOD, {"nic_distances": {}}, NICS, OK, "does not say", ""),
         (GOOD, UNORDERED, ORDER, FAIL, "not ordered", "staging='always'"),
         (NO_RDMA, UNORDERED, ORDER, OK, "there is none", ""),
         (GOOD, probed(attributes={"DMA-BUF supported": 1}), ORDER, OK, "does not say", ""),
@@ -226,7 +226,7 @@ def test_what_ucx_tls_leaves_out() -> None:
     lacking = dict.fromkeys(("tcp", "^cuda"), ("cuda_copy", "cuda_ipc"))
     lacking |= dict.fromkeys(("tcp,cuda_copy,self", "^cuda_ipc"), ("cuda_ipc",))
     lacking |= dict.fromkeys(("", "all", "rc,cuda", "^tcp"), ())
-    assert {tls: left_out(tls) for tls in lacking} == lacking
+    assert {tls: left_out_transports(tls) for tls in lacking} == lacking
 
 
 def test_a_slow_way_between_gpus_comes_with_its_reasons() -> None:
@@ -236,7 +236,7 @@ def test_a_slow_way_between_gpus_comes_with_its_reasons() -> None:
     alone = judge_gpu_path(FINE, "way", slow)
     assert (alone.status, alone.fix.startswith("where nothing helps: staging='always'")) == (WARN, True)
     troubles = given(UCX_TLS="tcp", PYTORCH_CUDA_ALLOC_CONF=EXPANDABLE)
-    said = reasons(replace(FINE, nvlinks={0: 0}, **gpu(mig=True), **troubles))
+    said = slow_path_advice(replace(FINE, nvlinks={0: 0}, **gpu(mig=True), **troubles))
     for number, word in enumerate(("expandable_segments:False", "UCX_TLS", "MIG", "GET_ZCOPY=on", "staging")):
         assert word in said[number]
     assert judge_gpu_path(FINE, "way", None).status is WARN
@@ -268,7 +268,7 @@ def test_two_processes_hand_blocks_over_and_say_which_way() -> None:
     check = partial(check_self_transfer, partial(judge_gpu_path, FINE), where=" on GPUs")
     transfer, way = check(device="cpu")
     assert "every byte compared" in transfer.found, transfer
-    assert way.name == "way of the bytes on GPUs"
+    assert way.name == "path of the bytes on GPUs"
     (failed,) = check(device="no-device")
     assert (failed.name, failed.status) == ("self-transfer on GPUs", FAIL)
 

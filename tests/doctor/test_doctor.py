@@ -167,7 +167,7 @@ def test_nixl_needs_its_plugin() -> None:
 
 def test_backends_say_what_they_move_and_only_the_stores_is_missed() -> None:
     moving = {"UCX": "memory", "POSIX": "files", "GDS": "!NIXL_ERR_NOT_FOUND"}
-    assert judge_backends(moving) == ok("backends", "UCX moves memory; POSIX moves files; not here: GDS")
+    assert judge_backends(moving) == ok("backends", "UCX moves memory; POSIX moves files; not working: GDS")
     for broken in ({**moving, "POSIX": "!no io_uring"}, {"UCX": "memory"}):
         assert_found([judge_backends(broken)], "backends", WARN, "", "kvflow.storage needs POSIX")
 
@@ -200,7 +200,7 @@ def test_the_way_is_what_ucx_chose_for_reads_from_others_of_that_size() -> None:
         (ReadPath("software emulation", "tcp/lo"), "tcp", OK, "UCX_TLS=tcp is set"),
         (ReadPath("software emulation", "tcp/lo"), None, WARN, "tcp, on one machine"),
         (ReadPath("zero-copy", "rc_mlx5/mlx5_0:1"), None, OK, "rc_mlx5/mlx5_0:1 (zero-copy)"),
-        (None, None, WARN, "UCX did not say"),
+        (None, None, WARN, "UCX did not log the path"),
     ],
 )
 def test_tcp_on_one_machine_is_fine_only_if_it_was_asked_for(
@@ -277,4 +277,4 @@ def test_the_doctor_hands_blocks_over_and_says_which_way_they_went() -> None:
     assert "UCX moves memory between engines" in found["backends"]["found"]
     assert "POSIX moves files" in found["backends"]["found"]
     assert "every byte compared" in found["self-transfer"]["found"]
-    assert found["way of the bytes"]["found"].partition(":")[0] in ("shared memory", "tcp, on one machine", "tcp")
+    assert found["path of the bytes"]["found"].partition(":")[0] in ("shared memory", "tcp, on one machine", "tcp")

@@ -37,7 +37,7 @@ async def test_two_that_go_together() -> None:
     async with engine("prefill") as prefill, engine("decode") as decode:
         found = await findings(prefill, decode)
         assert [status for _, status, _ in found] == [Status.OK] * 3
-        assert found[-1][2].startswith("no rule says no")
+        assert found[-1][2].startswith("the handshake allows it")
 
 
 async def test_each_rule_that_says_no_is_a_finding_with_both_values() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from kvflow.bench.child import QUIET
+from kvflow.bench.child import QUIET_ENVIRONMENT
 from tests.support.engine import EngineSetup
 from tests.support.engine_process import Call, EngineProcess, Engines
 from tests.support.pools import PoolShape, scattered_ids
@@ -83,7 +83,7 @@ def engines(
     producer: EngineSetup, reader: EngineSetup, environment: Mapping[str, str | None] | None = None
 ) -> Iterator[Pair]:
     """Both in processes of their own, and more like them; they end with the block."""
-    with Engines({**QUIET, **(environment or {})}, fresh=True) as started:
+    with Engines({**QUIET_ENVIRONMENT, **(environment or {})}, fresh=True) as started:
         both = started.start(producer, reader)
         yield Pair(engines=started, producer=both[0], reader=both[1], pool=reader.pool)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from kvflow.bench.child import QUIET, Child, Environment, RankProcess, open_children
+from kvflow.bench.child import QUIET_ENVIRONMENT, Child, Environment, RankProcess, open_children
 
 _PRODUCER_THREAD_DELAY_US = 100_000
 _TIMEOUT_S = 60.0
@@ -154,7 +154,7 @@ def raw_pair(device: str, size_bytes: int, environment: Environment, *, context:
         )
         for name in ("producer", "reader")
     ]
-    with open_children(ranks, {**QUIET, **environment}) as children:
+    with open_children(ranks, {**QUIET_ENVIRONMENT, **environment}) as children:
         producer, reader = children["producer"], children["reader"]
         reader.run(RawRank.connect, producer.run(RawRank.address))
         yield reader

@@ -18,7 +18,7 @@ from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER, NAMED_LAYERS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.doctor.stock_engine import geometry
+from kvflow.doctor.stock_engine import describe_cache
 from kvflow.errors import ConfigError, PeerIncompatible, RequestError
 from kvflow.stock.metadata_conversion import OurCache, OurLayers, check_tp_size, our_cache
 from kvflow.stock.params import is_stock_params, make_stock_params, read_stock_params
@@ -169,7 +169,7 @@ def test_a_cache_is_told_in_a_line() -> None:
         physical_blocks_per_logical_kv_block=2,
     )
     told = "1 region of 8 blocks of 4 tokens (2 are one of vLLM's), 64 bytes each, HND, A, memory unknown"
-    assert geometry(metadata) == told
+    assert describe_cache(metadata) == told
 
 
 WITHOUT = """

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from kvflow.bench.ucx import ReadPath
 from kvflow.checks import counted
 from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda
-from kvflow.doctor.cuda.nvidia import NEAR
+from kvflow.doctor.cuda.nvidia import NEAR_DISTANCES
 from kvflow.doctor.findings import Finding, fail, ok, warn
 from kvflow.doctor.host import Host
-from kvflow.doctor.nixl_transfer import silent
+from kvflow.doctor.nixl_transfer import path_not_logged
 from kvflow.transport.device.cuda import WRITES_ORDERING_OWNER
 
 _GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
@@ -88,7 +88,7 @@ def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
     """Check the environment for UCX settings that keep UCX from GPU memory, or make it slow there."""
     given = {key: value for key, value in cuda.environment.items() if key.startswith("UCX_")}
     found = ", ".join(f"{key}={value}" for key, value in given.items()) or "none is set"
-    lacking = left_out(given.get("UCX_TLS", ""))
+    lacking = left_out_transports(given.get("UCX_TLS", ""))
     if "cuda_copy" in lacking:
         return fail(
             name, found, "UCX_TLS without cuda_copy cannot touch GPU memory: unset it, or add cuda_copy,cuda_ipc"
@@ -102,7 +102,7 @@ def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
     return ok(name, found)
 
 
-def left_out(tls: str) -> tuple[str, ...]:
+def left_out_transports(tls: str) -> tuple[str, ...]:
     """Return which of cuda_copy and cuda_ipc the UCX_TLS value `tls` leaves out. `cuda` and `all` include both."""
     if not tls:
         return ()
@@ -150,19 +150,19 @@ def check_bar1(name: str, host: Host, cuda: Cuda) -> Finding:
     return ok(name, found)
 
 
-def check_nearness(name: str, host: Host, cuda: Cuda) -> Finding:
+def check_nic_distances(name: str, host: Host, cuda: Cuda) -> Finding:
     """Check that each GPU has an RDMA device reached through PCIe switches only, and that no IOMMU is in the way."""
     if not host.rdma_devices:
         return ok(name, "no RDMA devices")
-    best = {gpu: [f"{nic} {how}" for nic, how in nics.items()] for gpu, nics in cuda.nearness.items()}
+    best = {gpu: [f"{nic} {how}" for nic, how in nics.items()] for gpu, nics in cuda.nic_distances.items()}
     found = "; ".join(f"{gpu}: {', '.join(nics) or 'none'}" for gpu, nics in best.items()) or "nvidia-smi does not say"
-    far = [gpu for gpu, nics in cuda.nearness.items() if not any(how in NEAR for how in nics.values())]
+    far = [gpu for gpu, nics in cuda.nic_distances.items() if not any(how in NEAR_DISTANCES for how in nics.values())]
     if far:
         fix = "reads cross a host bridge or a socket; choose the nearest NIC by UCX_NET_DEVICES for each rank"
         return warn(name, f"{found}; no near NIC for {', '.join(far)}", fix)
     if cuda.iommu:
         fix = "iommu=pt on the kernel's command line, and ACS off on the bridges, unless this is a virtual machine"
-        return warn(name, f"{found}; an IOMMU is on: peer traffic may take the way through the root complex", fix)
+        return warn(name, f"{found}; an IOMMU is on: peer traffic may go through the root complex", fix)
     return ok(name, found)
 
 
@@ -178,7 +178,7 @@ def check_ordering(name: str, host: Host, cuda: Cuda) -> Finding:
         return ok(name, f"{ordering}: seen by the device once the host has seen their end")
     if not host.rdma_devices:
         return ok(name, f"{ordering}; only RDMA writes past the device's caches, and there is none")
-    fix = "do not read into this device by RDMA: kernels may see bytes of before; staging='always' is right"
+    fix = "do not read into this device by RDMA: kernels may see old bytes; set staging='always'"
     return fail(name, f"{ordering}: a NIC's writes are not ordered with kernels", fix)
 
 
@@ -203,7 +203,7 @@ CHECKS: Mapping[str, Callable[[str, Host, Cuda], Finding]] = {
     "GPUs and containers": check_sharing,
     "RDMA and GPU memory": check_registration,
     "BAR1": check_bar1,
-    "NICs near GPUs": check_nearness,
+    "NICs near GPUs": check_nic_distances,
     "order of RDMA writes": check_ordering,
 }
 
@@ -215,16 +215,16 @@ def check_cuda(host: Host, cuda: Cuda) -> Iterator[Finding]:
 def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
     """Return the finding about the path of reads between two processes with caches on one GPU.
 
-    If the path is slow, the advice is that of `reasons`. `path` is None if UCX did not log it.
+    If the path is slow, the advice is that of `slow_path_advice`. `path` is None if UCX did not log it.
     """
     if path is None:
-        return silent(name)
+        return path_not_logged(name)
     if "software emulation" not in path.how and "tcp/" not in path.over:
         return ok(name, str(path))
-    return warn(name, f"{path}: the producer's process copies through host memory", "; ".join(reasons(cuda)))
+    return warn(name, f"{path}: the producer's process copies through host memory", "; ".join(slow_path_advice(cuda)))
 
 
-def reasons(cuda: Cuda) -> list[str]:
+def slow_path_advice(cuda: Cuda) -> list[str]:
     """Return advice for each fact that may keep two processes in one container from using cuda_ipc, the surest first.
 
     The last entry is a way around (staging in host memory) if the other advice does not help.
@@ -232,11 +232,13 @@ def reasons(cuda: Cuda) -> list[str]:
     found = []
     if any("expandable_segments:true" in value.lower() for value in cuda.environment.values()):
         found.append("expandable_segments is on: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False")
-    if left_out(cuda.environment.get("UCX_TLS", "")):
+    if left_out_transports(cuda.environment.get("UCX_TLS", "")):
         found.append("UCX_TLS leaves out transports of CUDA: unset it")
     if any(gpu.mig for gpu in cuda.gpus):
         found.append("MIG instances have no cuda_ipc: use whole GPUs")
     if not any(cuda.nvlinks.values()):
         found.append(f"without NVLink UCX reads by cuda_ipc only with {_GET_ZCOPY}=on")
-    found.append("where nothing helps: staging='always' on both sides goes through shared host memory, which is faster")
+    found.append(
+        "if nothing else helps: staging='always' on both sides goes through shared host memory, which is faster"
+    )
     return found

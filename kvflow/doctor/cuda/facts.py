@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import cast
 
 from kvflow.bench.child import BenchError, call_in_child
-from kvflow.doctor.cuda.nvidia import Gpu, read_devices, read_nearness, read_nvlinks
-from kvflow.doctor.host import entries
+from kvflow.doctor.cuda.nvidia import Gpu, read_devices, read_nic_distances, read_nvlinks
+from kvflow.doctor.host import directory_entries
 from kvflow.doctor.version import installed
 from kvflow.transport.device.cuda import DriverError, load_driver
 
@@ -35,7 +35,7 @@ HOST_PID_NAMESPACE = "pid:[4026531836]"
 """Target of the link /proc/self/ns/pid in the host's PID namespace. Linux fixes the number (PROC_PID_INIT_INO)."""
 _IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels"
 _SMI_TIMEOUT_S = 30
-_BUILDS = ("nixl-cu12", "nixl-cu13")
+_NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Cuda:
     gpus: tuple[Gpu, ...]
     nvlinks: Mapping[int, int]
     """Number of active NVLinks by GPU number."""
-    nearness: Mapping[str, Mapping[str, str]]
+    nic_distances: Mapping[str, Mapping[str, str]]
     """Distance between GPU and NIC as nvidia-smi names it (PIX, PXB, ...), by the GPU's name, then by the NIC's."""
     peermem: bool
     """True if the kernel module nvidia_peermem is loaded."""
@@ -98,19 +98,19 @@ class Cuda:
 
 
 def read_cuda() -> Cuda:
-    driver, driver_cuda, gpus = read_devices(_smi("-q", "-x"))
+    driver, driver_cuda, gpus = read_devices(_nvidia_smi("-q", "-x"))
     return Cuda(
         driver=driver,
         driver_cuda=driver_cuda,
         gpus=gpus,
-        nvlinks=read_nvlinks(_smi("nvlink", "--status")),
-        nearness=read_nearness(_smi("topo", "-m")),
+        nvlinks=read_nvlinks(_nvidia_smi("nvlink", "--status")),
+        nic_distances=read_nic_distances(_nvidia_smi("topo", "-m")),
         peermem=os.path.isdir("/sys/module/nvidia_peermem"),
         kernel=kernel_version(platform.release()),
-        iommu=bool(entries("/sys/class/iommu")),
-        pid_namespace=_link("/proc/self/ns/pid"),
-        imex_channels=len(entries(_IMEX_CHANNELS)),
-        nixl_builds=tuple(name for name in _BUILDS if installed(name) != "not installed"),
+        iommu=bool(directory_entries("/sys/class/iommu")),
+        pid_namespace=_link_target("/proc/self/ns/pid"),
+        imex_channels=len(directory_entries(_IMEX_CHANNELS)),
+        nixl_builds=tuple(name for name in _NIXL_BUILDS if installed(name) != "not installed"),
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         probe=probe(),
     )
@@ -121,7 +121,7 @@ def kernel_version(release: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def _smi(*arguments: str) -> str:
+def _nvidia_smi(*arguments: str) -> str:
     """Return the output of `nvidia-smi` with these arguments; "" if it cannot be run or hangs."""
     command = ["nvidia-smi", *arguments]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -129,7 +129,7 @@ def _smi(*arguments: str) -> str:
     return ""
 
 
-def _link(path: str) -> str:
+def _link_target(path: str) -> str:
     with contextlib.suppress(OSError):
         return str(Path(path).readlink())
     return ""
@@ -138,12 +138,12 @@ def _link(path: str) -> str:
 def probe() -> Probe:
     """Start a child process that loads torch, NIXL and the CUDA driver, and return the facts that it finds."""
     try:
-        return cast(Probe, call_in_child("CUDA", _look))
+        return cast(Probe, call_in_child("CUDA", _read_in_child))
     except BenchError as error:
         return Probe(problem=error.reason)
 
 
-def _look() -> Probe:
+def _read_in_child() -> Probe:
     import sys
 
     import torch

@@ -15,7 +15,7 @@ _GPU_LINE = re.compile(r"GPU (\d+):")
 _ACTIVE_LINK = re.compile(r"Link \d+: [\d.]+ GB/s")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _NIC_NAME = re.compile(r"(NIC\d+): (\S+)")
-NEAR = ("PIX", "PXB")
+NEAR_DISTANCES = ("PIX", "PXB")
 """Distances with only PCIe switches between GPU and NIC. PHB, NODE and SYS cross a host bridge or a socket."""
 
 
@@ -84,7 +84,7 @@ def read_nvlinks(text: str) -> dict[int, int]:
     return found
 
 
-def read_nearness(text: str) -> dict[str, dict[str, str]]:
+def read_nic_distances(text: str) -> dict[str, dict[str, str]]:
     """Parse the matrix of `nvidia-smi topo -m`. Return the distance (PIX, PXB, ...) by GPU name, then by NIC name."""
     text = _ESCAPES.sub("", text)
     names = dict(_NIC_NAME.findall(text))

@@ -185,7 +185,7 @@ class FlowProducer:
                     ended_s.append(time.monotonic())
         return Advanced(ended_s[: len(leases)], cpu)
 
-    async def settle(self) -> None:
+    async def end_leases(self) -> None:
         """Every lease must end as read: a bench whose loads get lost measures something else."""
         async with asyncio.timeout(_SETTLE_S):
             outcomes = [await lease for lease in self._leases]

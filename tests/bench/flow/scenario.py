@@ -232,7 +232,7 @@ def _hand_over(
         computed = producer.run(FlowProducer.compute, prefill)
         loaded = reader.run(FlowReader.load, load, ticket or computed.ticket)
     checked_bytes = reader.run(FlowReader.check, [load], layers, check_all=True)
-    producer.run(FlowProducer.settle)
+    producer.run(FlowProducer.end_leases)
     expected = len(load.local_ids) * scenario.model.block_size_bytes // scenario.layers * len(layers)
     if checked_bytes != expected:
         raise BenchError(f"{case}, {way}: {checked_bytes} bytes compared of {expected}")
@@ -249,6 +249,6 @@ def _grow(children: Children, loads: Sequence[PlannedLoad], schedule: Schedule) 
     advanced = growing()
     if loads:
         reader.run(FlowReader.check, loads, None, check_all=False)
-    producer.run(FlowProducer.settle)
+    producer.run(FlowProducer.end_leases)
     behind_s = [loaded - complete for loaded, complete in zip(watched.ended_s, advanced.ended_s, strict=True)]
     return Many(watched.lags_s, watched.cpu, advanced.cpu, behind_s)

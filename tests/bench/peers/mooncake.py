@@ -91,7 +91,7 @@ class MooncakeProducer:
     async def offer(self, loads: Sequence[PlannedLoad]) -> Sequence[Ticket]:
         return ()
 
-    async def settle(self) -> None:
+    async def end_leases(self) -> None:
         """Nobody tells the producer of a read."""
 
     def _answer(self) -> None:

@@ -56,7 +56,7 @@ class ConnectProducer:
             tickets.append(operation.metadata().model_dump())
         return tickets
 
-    async def settle(self) -> None:
+    async def end_leases(self) -> None:
         for operation in self._readable:
             with operation:
                 await operation.wait_for_completion()

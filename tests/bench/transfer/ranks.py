@@ -114,7 +114,7 @@ class Producer(Protocol):
 
     async def address(self) -> AgentAddress: ...
     async def offer(self, loads: Sequence[PlannedLoad]) -> Sequence[Ticket]: ...
-    async def settle(self) -> None: ...
+    async def end_leases(self) -> None: ...
 
 
 class RawProducer:
@@ -129,8 +129,8 @@ class RawProducer:
     async def offer(self, loads: Sequence[PlannedLoad]) -> Sequence[Ticket]:
         return ()
 
-    async def settle(self) -> None:
-        self._agent.drain()
+    async def end_leases(self) -> None:
+        self._agent.take_notifications()
 
 
 class Blocking:

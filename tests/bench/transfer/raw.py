@@ -20,12 +20,12 @@ _DEVICE = 0
 
 
 class RawAgent(Protocol):
-    """One side of a raw contender; `load` belongs to the reader, `drain` to the producer."""
+    """One side of a raw contender; `load` belongs to the reader, `take_notifications` to the producer."""
 
     def address(self) -> AgentAddress: ...
     def connect(self, address: AgentAddress) -> None: ...
     def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None: ...
-    def drain(self) -> None: ...
+    def take_notifications(self) -> None: ...
 
 
 class ExampleAgent:
@@ -61,7 +61,7 @@ class ExampleAgent:
             raise RuntimeError(f"raw NIXL transfer ended in state {state}")
         agent.release_xfer_handle(handle)
 
-    def drain(self) -> None:
+    def take_notifications(self) -> None:
         self._agent.get_new_notifs()
 
 

@@ -62,7 +62,7 @@ def run_turn(
 ) -> TurnResult:
     tickets = producer.run(Producer.offer, loads)
     result = reader.run(ReaderRank.turn, loads, tickets, check_all=check_all, at_once=at_once)
-    producer.run(Producer.settle)
+    producer.run(Producer.end_leases)
     if not result.checked_bytes:
         raise BenchError("a turn ended without any byte compared")
     return result
