@@ -234,7 +234,7 @@ def test_a_slow_way_between_gpus_comes_with_its_reasons() -> None:
     assert judge_gpu_path(FINE, "way", ReadPath("zero-copy", "rc_mlx5/mlx5_0:1")).status is OK
     slow = ReadPath("software emulation", "tcp/eth0")
     alone = judge_gpu_path(FINE, "way", slow)
-    assert (alone.status, alone.fix.startswith("where nothing helps: staging='always'")) == (WARN, True)
+    assert (alone.status, alone.fix.startswith("if nothing else helps: staging='always'")) == (WARN, True)
     troubles = given(UCX_TLS="tcp", PYTORCH_CUDA_ALLOC_CONF=EXPANDABLE)
     said = slow_path_advice(replace(FINE, nvlinks={0: 0}, **gpu(mig=True), **troubles))
     for number, word in enumerate(("expandable_segments:False", "UCX_TLS", "MIG", "GET_ZCOPY=on", "staging")):
