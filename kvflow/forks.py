@@ -25,7 +25,7 @@ class ForkAware(Protocol):
 _REGISTERED: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
-def watch(one: ForkAware) -> None:
+def register(one: ForkAware) -> None:
     """Arrange that `one.forked()` is called in each forked child while `one` exists. Keep only a weak reference."""
     _REGISTERED.add(one)
 

@@ -59,10 +59,10 @@ def is_v6(host: str) -> bool:
 @lru_cache(maxsize=4096)  # called for each rank of every load
 def address_at(host: str, port: int | str) -> str:
     """Return `tcp://host:port`, with brackets around an IPv6 host."""
-    return f"tcp://{in_url(host)}:{port}"
+    return f"tcp://{host_in_url(host)}:{port}"
 
 
-def in_url(host: str) -> str:
+def host_in_url(host: str) -> str:
     """Return `host` as it stands in a URL: an IPv6 host gets brackets."""
     return f"[{host}]" if is_v6(host) and not host.startswith("[") else host
 
@@ -77,13 +77,13 @@ def split_address(address: str, *, what: str = "listen", error: type[InvalidInpu
     given, _, port = rest.rpartition(":")
     host = plain_host(given)
     if scheme != "tcp" or not separator or host is None or not _PORT.fullmatch(port):
-        raise error(f"{what}: expected 'tcp://host:port', got {address[:300]!r}{meant_address(address)}")
+        raise error(f"{what}: expected 'tcp://host:port', got {address[:300]!r}{address_suggestion(address)}")
     if int(port) > PORT_MAX:
         raise error(f"{what}: port {port} is above {PORT_MAX}")
     return host, int(port)
 
 
-def meant_address(given: str) -> str:
+def address_suggestion(given: str) -> str:
     """Return "; did you mean 'tcp://...'?", to append to a message, if only the scheme of `given` is missing or wrong.
 
     Return "" for any other text.
@@ -99,7 +99,7 @@ def loopback_hint(address: str, setting: str = "advertise_host") -> str:
     host = plain_host(address.removeprefix("tcp://").rpartition(":")[0]) or ""
     if host != "localhost" and not checks.try_call(lambda: ip_address(host).is_loopback):
         return ""
-    return f"; {host} is this host itself: an engine on another one has to advertise an address of its own ({setting})"
+    return f"; {host} is a loopback address: an engine on another host must advertise an address of its own ({setting})"
 
 
 def plain_address(address: str, *, what: str, error: type[InvalidInput] = ConfigError) -> str:
@@ -107,7 +107,7 @@ def plain_address(address: str, *, what: str, error: type[InvalidInput] = Config
     return address_at(*split_address(address, what=what, error=error))
 
 
-def bracketed(url: str) -> str:
+def bracket_ipv6_host(url: str) -> str:
     """Return `url`, of any scheme, with brackets around an IPv6 host that has none. Return other texts unchanged."""
     scheme, separator, rest = url.partition("://")
     authority = re.match(r"[^/?#]*", rest)

@@ -54,7 +54,7 @@ def importing_part(name: str, what: str, kind: type[KVFlowError]) -> Iterator[No
     except (KeyError, ModuleNotFoundError) as error:
         if isinstance(error, ModuleNotFoundError) and not f"{error.name}.".startswith(f"kvflow.{name}."):
             raise  # the part is there, but a package that it imports is missing
-        raise kind(f"{what} needs kvflow.{name}, which is not there") from error
+        raise kind(f"{what} needs kvflow.{name}, which is not installed") from error
 
 
 def preload(*names: str) -> None:

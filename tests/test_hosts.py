@@ -13,7 +13,7 @@ from kvflow.config import is_key_name
 from kvflow.connector.prefix_questions import source_in
 from kvflow.core.protocol.addresses import PeerAddress
 from kvflow.errors import ConfigError, RequestError
-from kvflow.hosts import HOST_CHARS_MAX, address_at, bracketed, is_host, plain_host, split_address
+from kvflow.hosts import HOST_CHARS_MAX, address_at, bracket_ipv6_host, is_host, plain_host, split_address
 from kvflow.ray.llm import worker_settings
 from kvflow.stock.params import read_stock_params
 
@@ -90,7 +90,7 @@ def test_what_is_no_host_to_connect_to_is_refused_and_shown(host: str) -> None:
     ],
 )
 def test_a_bare_address_gets_its_brackets_in_a_url(given: str, url: str) -> None:
-    assert bracketed(given) == url
+    assert bracket_ipv6_host(given) == url
 
 
 @each("engine_id", ["fd00::2", "::1", "[fd00::2]:5600", "fe80::1%eth0"])

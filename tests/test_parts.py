@@ -65,7 +65,7 @@ def test_a_part_that_is_gone_is_named_and_one_that_is_broken_says_why(
     with pytest.raises(ModuleNotFoundError, match="kvflow_of_nowhere"):
         parts.import_part("broken", "request 'req'")
     for name in ("gone", "unknown"):
-        with pytest.raises(RequestError, match=f"^request 'req' needs kvflow.{name}, which is not there$"):
+        with pytest.raises(RequestError, match=f"^request 'req' needs kvflow.{name}, which is not installed$"):
             parts.import_part(name, "request 'req'")
 
 
@@ -92,7 +92,7 @@ async def test_a_load_that_is_verified_needs_verify_and_others_do_not(monkeypatc
     monkeypatch.setattr(parts, "PARTS", {})
     async with inproc_pair() as pair:
         lease, load = pair.offer([3]), pair.consumer.runtime.load_blocks
-        with pytest.raises(RequestError, match=r"^request .req.: verify needs kvflow\.verify, which is not there$"):
+        with pytest.raises(RequestError, match=r"^request .req.: verify needs kvflow\.verify, which is not installed$"):
             await load(LoadRequest("req", lease.ticket, [0], verify=True))
         assert not (await load(LoadRequest("req", lease.ticket, [0]))).verified
 
@@ -109,14 +109,14 @@ async def test_a_producer_without_verify_refuses_digests(monkeypatch: pytest.Mon
 async def test_a_share_that_is_verified_needs_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so at the registration, before any load is drawn."""
     monkeypatch.setattr(parts, "PARTS", {})
-    with pytest.raises(ConfigError, match=r"^Config\.verify_share needs kvflow\.verify, which is not there$"):
+    with pytest.raises(ConfigError, match=r"^Config\.verify_share needs kvflow\.verify, which is not installed$"):
         async with inproc_pair(config=Config(engine_id="any", verify_share=1.0)):
             pass
 
 
 async def test_a_cache_that_peers_cannot_read_needs_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PARTS", {})
-    needs = r"^a cache on 'cpu', with Config\.staging 'always', needs kvflow\.staging, which is not there$"
+    needs = r"^a cache on 'cpu', with Config\.staging 'always', needs kvflow\.staging, which is not installed$"
     with pytest.raises(ConfigError, match=needs):
         async with inproc_pair(config=Config(engine_id="any", staging="always")):
             pass
@@ -140,7 +140,7 @@ async def test_small_pieces_are_read_one_by_one_without_staging(monkeypatch: pyt
 
 async def test_a_lease_that_grows_and_a_load_of_one_need_growing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is refused has taken nothing."""
-    needs = r"^request .req.: a {} needs kvflow\.growing, which is not there$"
+    needs = r"^request .req.: a {} needs kvflow\.growing, which is not installed$"
     async with inproc_pair() as pair:
         producer, consumer = pair.producer.runtime, pair.consumer.runtime
         grows = ServeRequest("req", [3], num_tokens=4, computed_tokens=0)

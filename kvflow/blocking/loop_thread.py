@@ -58,7 +58,7 @@ class LoopThread(threading.Thread):
         """
         if self.ident is not None or self._ended:
             raise UsageError(f"a Runtime is opened once; this one is {self.runtime.state}")
-        forks.watch(self)
+        forks.register(self)
         self.start()
         try:
             self._opened.result()

@@ -13,7 +13,7 @@ from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.doctor.findings import Finding, fail, ok
 from kvflow.errors import ConfigError, KVFlowError
-from kvflow.hosts import in_url, split_address
+from kvflow.hosts import host_in_url, split_address
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.clock import SystemClock
 
@@ -40,9 +40,9 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
         async with asyncio.timeout(config.handshake_timeout_s):
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError) as error:
-        why = f"{in_url(host)}:{port}: {error or f'nothing within {config.handshake_timeout_s} s'}"
+        why = f"{host_in_url(host)}:{port}: {error or f'nothing within {config.handshake_timeout_s} s'}"
         return [*found, fail(name, why, REACH_FIX)]
-    found.append(ok(name, f"{in_url(host)}:{port} in {(time.perf_counter() - start_s) * 1e3:.1f} ms"))
+    found.append(ok(name, f"{host_in_url(host)}:{port} in {(time.perf_counter() - start_s) * 1e3:.1f} ms"))
     writer.close()
     question = messages.MetadataRequest(
         reader="kvflow-doctor", target=Address(engine_id or "?", Rank(0, 0, 0), address)

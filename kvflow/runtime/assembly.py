@@ -154,7 +154,7 @@ class RegisteredCache:
             asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
             it_is = f"{UNKNOWN_ENGINE}: expected {asked_for!r}, this is {ours.engine_id!r}"
             if getattr(request, "reader", "") == self.local.reader:
-                it_is += ", the reader itself: the address that it was given leads back to it"
+                it_is += ", the reader itself: the peer address that it was given is its own"
             return msgspec.structs.replace(refusal(it_is), listens=ours)
         if header.fingerprint != self.local.compatibility.fingerprint():
             told = {"compatibility": self.local.compatibility, "cache_shares": self.local.cache_shares}
@@ -199,10 +199,10 @@ class RegisteredCache:
         serving, loader, engine_id = self.serving, self.loader, self.config.engine_id
         serving.lease_answers.refuse_questions(f"engine {engine_id!r} is draining")
         waits = [serving.drained(), loader.drained(), *(one.drained() for one in self.begun_parts)]
-        finished = await _all_within(waits, deadline_s)
+        finished = await _wait_for_all(waits, deadline_s)
         if not finished:
             what = f"leases of {_first_few(serving.open_requests)}, loads of {_first_few(loader.open_requests)}"
-            logger.warning("engine %r: open after draining for %s s, ended now: %s", engine_id, deadline_s, what)
+            logger.warning("engine %r: open after draining for %s s, ending it now: %s", engine_id, deadline_s, what)
         await self.end()
         return finished
 
@@ -222,7 +222,7 @@ class RegisteredCache:
         serving, loader, bound_s = self.serving, self.loader, self.config.ending_s
         waits = [serving.drained()] if broken else [serving.drained(), loader.drained()]
         waits += [one.drained() for one in self.begun_parts]
-        if not await _all_within(waits, bound_s):
+        if not await _wait_for_all(waits, bound_s):
             loads = counted(len(loader.quarantines), "load")
             what = f"bytes may still land of {loads}, leases of {_first_few(serving.open_requests)}"
             logger.warning("engine %r: still open after another %s s: %s", self.config.engine_id, bound_s, what)
@@ -331,7 +331,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
         reader=registration.agent_name,
         caller=Address(config.engine_id, runtime.rank, runtime.address),
         compatibility=compatibility_of([one.layout for one in sets], model=config.model),
-        cache_shares=tuple(_share_of(config, groups, one) for one in sets),
+        cache_shares=tuple(_cache_share(config, groups, one) for one in sets),
         regions=regions,
         groups=tuple(group.facts for group in groups),
     )
@@ -350,7 +350,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
     return RegisteredCache(runtime, registration, config, memory, resources, local, metadata)
 
 
-def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> CacheShare:
+def _cache_share(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> CacheShare:
     said = groups[one.group].num_kv_heads
     heads = config.num_kv_heads if said is None else said
     if isinstance(one.layout, StatePart):
@@ -369,7 +369,7 @@ def _first_few(requests: Sequence[str]) -> str:
     return f"{list(requests[:_NAMED_MAX])}{more}"
 
 
-async def _all_within(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> bool:
+async def _wait_for_all(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> bool:
     """Wait for all of `waits`, for at most `timeout_s`. Return True if all have ended."""
     try:
         async with asyncio.timeout(timeout_s):

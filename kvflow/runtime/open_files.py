@@ -97,8 +97,8 @@ def prepare(config: Config) -> None:
         raise ConfigError(f"{why}, and a runtime opens some {least}: raise the limit where the engine is started")
     if limit() < needed(config):
         logger.warning(
-            "engine %r: open files: at most %s, left are %s; Config allows as many peers and readers as need "
-            "%s: raise `ulimit -n`, or lower limits.peers_max and limits.readers_max",
+            "engine %r: open files: at most %s, %s left; the peers and readers that Config allows need %s: raise "
+            "`ulimit -n`, or lower limits.peers_max and limits.readers_max",
             config.engine_id,
             limit(),
             left(),

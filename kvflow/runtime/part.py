@@ -126,7 +126,7 @@ class PartOwner:
             RuntimeBroken: a service of the runtime has died.
         """
         if self._runtime is None:
-            raise UsageError(f"{what}: {self._part!r} is a part of no runtime whose KV cache was registered")
+            raise UsageError(f"{what}: {self._part!r}: no runtime has registered a KV cache with this part")
         self._runtime.require(what, new_work=new_work)
         return self._runtime.require_cache()
 

@@ -252,7 +252,9 @@ class Runtime:
         places = [cache.kvflow_resolver.read_ticket(one) for one in (at, instead) if one is not None]
         for ticket in places:
             if not ticket.awaited or ticket.request_id != wanted:
-                raise RequestError(f"{what}: expected a rendezvous of it, got a ticket of {ticket.request_id[:80]!r}")
+                raise RequestError(
+                    f"{what}: expected a pending ticket of it, got a ticket of {ticket.request_id[:80]!r}"
+                )
         rendezvous = cache.part("growing", what).rendezvous
         rendezvous.send_on(places[0], why[:REASON_CHARS_MAX], places[1] if instead is not None else None)
 
@@ -444,7 +446,7 @@ def _checked_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
     found = tuple(checks.instance(one, Part, f"parts[{at}]", error=ConfigError) for at, one in enumerate(given))
     names = [part.name for part in found]
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise ConfigError(f"parts: {', '.join(twice)} is there more than once")
+        raise ConfigError(f"parts: {', '.join(twice)} is listed more than once")
     return found
 
 

@@ -103,7 +103,7 @@ class Supervisor:
         """Start the transport, the listener and the poller. Raises ConfigError. If cancelled, the runtime is closed."""
         if self.state is not RuntimeState.NEW:
             raise UsageError(f"a Runtime is opened once; {self} is {self.state}")
-        forks.watch(self)
+        forks.register(self)
         self.state = RuntimeState.CLOSED  # until all has started: a runtime that fails to open stays closed
         self.loop = asyncio.get_running_loop()
         first = self.registration
@@ -315,7 +315,7 @@ class Supervisor:
         self._past_statistics = self.statistics()
         registration.cache = None  # a reference to its transport must not keep tensors alive
         self.cache = self.registration = None
-        logger.info("runtime %s has no cache any more: %s", self, problem or "its memory is deregistered")
+        logger.info("runtime %s unregistered its cache: %s", self, problem or "its memory is deregistered")
 
     async def _close(self) -> None:
         """Close the runtime: end the registration, the listener, all tasks and all threads. Run by `Tasks.run_to_end`.
@@ -337,7 +337,7 @@ class Supervisor:
             self.side_channel.close()
             self.state = RuntimeState.CLOSED
             atexit.unregister(self.abandon)
-        logger.info("runtime %s closed%s", self, f": {problem}" if problem else " in good order")
+        logger.info("runtime %s closed%s", self, f": {problem}" if problem else " cleanly")
         if problem:
             raise RuntimeBroken(f"closing {self}: {problem}")
 

@@ -44,20 +44,20 @@ class StockResolver:
         params, arrived, left = ticket.params, ticket.arrived, ticket.left
         return read_stock_params(params, arrived=arrived, lease_s=lease_s, block_ids_max=most, left=left)
 
-    def resolve_nowait(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:
+    def resolve_nowait(self, ticket: Ticket, on_source: Callable[[Source], None]) -> list[Source] | None:
         """See `TicketResolver.resolve_nowait`.
 
         Return None for a stock ticket: its ranks have to be asked first whether they have restarted.
         """
-        return None if isinstance(ticket, StockTicket) else self._own.resolve_nowait(ticket, found)
+        return None if isinstance(ticket, StockTicket) else self._own.resolve_nowait(ticket, on_source)
 
-    async def resolve(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
+    async def resolve(self, ticket: Ticket, on_source: Callable[[Source], None]) -> list[Source]:
         """Return the ranks that a load with `ticket` reads from or reports to; see `TicketResolver.resolve`.
 
         Also raises LeaseExpired for a stock request that was read here before.
         """
         if not isinstance(ticket, StockTicket):
-            return await self._own.resolve(ticket, found)
+            return await self._own.resolve(ticket, on_source)
         request = self._leases.request_of(ticket)
         sources: list[Source] = []
         ranks = [Rank(0, 0, 0)]
@@ -68,7 +68,7 @@ class StockResolver:
                 ranks += (one for one in more if one.tp)
             if connection.report_share.numerator:
                 sources.append(self._source(ticket, request, peer, connection))
-                found(sources[-1])
+                on_source(sources[-1])
         return sources
 
     def _source(self, ticket: StockTicket, request: StockRequest, peer: Peer, connection: StockConnection) -> Source:

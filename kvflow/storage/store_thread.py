@@ -226,7 +226,7 @@ class StoreThread:
             self._stop_lost()
         if self._moving or self._lost_moves or self._posted:
             return pause_s(time.monotonic() - self._last_active_s)
-        if self._last_job is None and (self._thread is None or not self._thread.orphaned):
+        if self._last_job is None and (self._thread is None or not self._thread.loop_closed):
             return _IDLE_S
         if self._last_job is not None:
             self._last_job()

@@ -42,7 +42,7 @@ class Exchange:
         self._ports = itertools.count(20000)
         """Ports for listeners configured with port 0."""
 
-    def listen(self, config: Config, answer: Answer, kinds: Any = messages.CoreRequest) -> InprocListener:
+    def listen(self, config: Config, answer: Answer, request_types: Any = messages.CoreRequest) -> InprocListener:
         """Bind a rank's address and return its listener. Raise ConfigError if the address is in use."""
         host = host_of(config)
         free = (port for port in self._ports if address_at(host, port) not in self.listeners)
@@ -50,14 +50,14 @@ class Exchange:
         address = address_at(host, port)
         if address in self.listeners:
             raise ConfigError(f"listen: cannot bind {address}: it is in use")
-        self.listeners[address] = listener = InprocListener(self, address, port, answer, kinds)
+        self.listeners[address] = listener = InprocListener(self, address, port, answer, request_types)
         return listener
 
 
 class InprocListener:
     """A `runtime.channel.protocol.Listener` without a socket. Questions that arrive before `serve` runs are queued."""
 
-    def __init__(self, exchange: Exchange, address: str, port: int, answer: Answer, kinds: Any) -> None:
+    def __init__(self, exchange: Exchange, address: str, port: int, answer: Answer, request_types: Any) -> None:
         self.port = port
         self.answer_stock: AnswerStock | None = None
         self.context = copy_context()
@@ -66,7 +66,7 @@ class InprocListener:
         self._exchange = exchange
         self._address = address
         self._answer = answer
-        self._kinds = kinds
+        self._request_types = request_types
         self._inbox: asyncio.Queue[tuple[Frames, Reply]] = asyncio.Queue()
         self._counts = dict.fromkeys(("answered", "refused", "dropped"), 0)
 
@@ -83,7 +83,10 @@ class InprocListener:
             frames, reply = await self._inbox.get()
             try:
                 header_frame, body_frame = frames
-                header, request = codec.decode_header(header_frame), codec.decode_request(body_frame, self._kinds)
+                header, request = (
+                    codec.decode_header(header_frame),
+                    codec.decode_request(body_frame, self._request_types),
+                )
             except codec.UnknownRequest as error:
                 self._send(reply, refusal(str(error)))
                 continue
@@ -127,8 +130,8 @@ class InprocSideChannel:
         self._config = config
         self._send = send or self._send_at_once
 
-    async def listen(self, answer: Answer, kinds: Any = messages.CoreRequest) -> InprocListener:
-        return self._exchange.listen(self._config, answer, kinds)
+    async def listen(self, answer: Answer, request_types: Any = messages.CoreRequest) -> InprocListener:
+        return self._exchange.listen(self._config, answer, request_types)
 
     def abandon(self) -> None:
         pass
@@ -152,7 +155,7 @@ class InprocSideChannel:
             codec.decode_header(header_frame)
             return codec.decode_reply(body_frame)
         except (ValueError, codec.WireError) as error:
-            why = f"the answer is no kvflow message: {error}"
+            why = f"the answer is not a kvflow message: {error}"
             raise request.target.failure(ProtocolError, why) from error
 
     def close(self) -> None:

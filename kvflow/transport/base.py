@@ -44,7 +44,7 @@ def is_staged(device: str, staging: str, reached: bool | None = None) -> bool:
         ConfigError: the cache must be staged but `staging` is "never"; or `device` is "meta", which holds no data.
     """
     if device == _WITHOUT_MEMORY:
-        raise ConfigError(f"device {device!r} is not supported; supported are those whose tensors have memory")
+        raise ConfigError(f"device {device!r} is not supported: its tensors have no memory")
     reached = usually_reached(device) if reached is None else reached
     if staging == "never" and not reached:
         raise ConfigError(f"staging: 'never', but the transport cannot reach a cache on {device!r}")

@@ -69,7 +69,7 @@ class InprocRead(PostedRead):
         return list(zip(ours[:, 0].tolist(), theirs[:, 0].tolist(), ours[:, 1].tolist(), strict=True))
 
 
-def flip(address: int) -> None:
+def flip_byte(address: int) -> None:
     """Invert all bits of the byte at `address` in this process."""
     byte = ctypes.c_uint8.from_address(address)
     byte.value ^= 0xFF
@@ -286,7 +286,7 @@ class InprocTransport:
                 self.copy(rows)
                 if self.faults.flip_next:
                     self.faults.flip_next -= 1
-                    flip(rows[-1][0] + rows[-1][2] - 1)
+                    flip_byte(rows[-1][0] + rows[-1][2] - 1)
                 if self.faults.never_finish:
                     continue
             self._report(ReadEnded(read, error, 0.0))

@@ -40,7 +40,7 @@ Job = Callable[[], None]
 
 _HALT_S = 5.0
 """Seconds for which the interpreter's exit waits for each `OwnerThread` to return from a library call."""
-_LIVE: weakref.WeakSet[OwnerThread] = weakref.WeakSet()
+_LIVE_THREADS: weakref.WeakSet[OwnerThread] = weakref.WeakSet()
 
 
 def _halt_all() -> None:
@@ -48,7 +48,7 @@ def _halt_all() -> None:
 
     Called at the interpreter's exit, after the exit hooks that close runtimes.
     """
-    running = [thread for thread in _LIVE if thread.alive]
+    running = [thread for thread in _LIVE_THREADS if thread.alive]
     for thread in running:
         thread.halt()
     for thread in running:
@@ -93,15 +93,15 @@ class OwnerThread:
         self._halted = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-        _LIVE.add(self)
-        forks.watch(self)
+        _LIVE_THREADS.add(self)
+        forks.register(self)
 
     def has_jobs(self) -> bool:
         """Return True if submitted jobs wait that the thread has not begun."""
         return bool(self._jobs)
 
     @property
-    def orphaned(self) -> bool:
+    def loop_closed(self) -> bool:
         """True if the event loop is closed, so that no further job can come."""
         return self._loop.is_closed()
 
@@ -157,7 +157,7 @@ class OwnerThread:
 
     def halt(self) -> None:
         """End the thread after its current job or `step` call, without cleaning up. May be called on any thread."""
-        self.keep()
+        self.keep_forever()
         self._halted = True
         self._wakes.put(None)
 
@@ -168,9 +168,9 @@ class OwnerThread:
     def forked(self) -> None:
         """In a forked child, never destroy the objects that `step` uses. See `forks`."""
         if self.alive:
-            self.keep()
+            self.keep_forever()
 
-    def keep(self) -> None:
+    def keep_forever(self) -> None:
         """Keep this object, and every object that `step` refers to, alive until the process ends."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 

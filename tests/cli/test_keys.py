@@ -38,4 +38,4 @@ def test_it_says_why_it_cannot(tmp_path: Path) -> None:
     assert "File exists" in done.stderr
     done = CliRunner().invoke(app, [*command[:3], "--name", "../up"])
     assert done.exit_code == 1
-    assert "'../up' is no engine id that can name a file" in done.stderr
+    assert "'../up' cannot be the name of a key file" in done.stderr

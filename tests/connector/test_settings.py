@@ -94,7 +94,7 @@ def test_what_the_engine_says_wrong_is_not_blamed_on_the_place() -> None:
 
 def test_a_setting_whose_part_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvflow.stock", None)  # as if the folder were deleted
-    needs = pytest.raises(ConfigError, match=r"^stock_peers needs kvflow\.stock, which is not there$")
+    needs = pytest.raises(ConfigError, match=r"^stock_peers needs kvflow\.stock, which is not installed$")
     with needs, importing_part("stock", "stock_peers", ConfigError):
         importlib.import_module("kvflow.stock")
     with (

@@ -179,7 +179,7 @@ async def key_of(producer: Engine) -> bytes:
     assert config.curve_secret_key_file is not None
     assert config.curve_peers_dir is not None
     files = Path(config.curve_secret_key_file), Path(config.curve_peers_dir)
-    return (await Keyring.read(config.engine_id, *files, lambda: 0.0)).own.public
+    return (await Keyring.read(config.engine_id, *files, lambda: 0.0)).own_keys.public
 
 
 # --- the lies that a reader is told

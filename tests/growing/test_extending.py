@@ -222,7 +222,7 @@ async def test_extensions_that_cannot_be() -> None:
         await into
         lease.extend([7])
         serve = pair.producer.runtime.serve_blocks
-        with pytest.raises(RequestError, match="'x': extends: computed_tokens has to say"):
+        with pytest.raises(RequestError, match="'x': extends: needs computed_tokens"):
             serve(ServeRequest("x", [8], num_tokens=16, extends=True))
         whole = serve(ServeRequest("whole", [8], num_tokens=4))
         with pytest.raises(RequestError, match="2 block ids in all, expected at most 1 of 4 for 4 tokens"):

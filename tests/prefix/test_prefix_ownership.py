@@ -32,7 +32,7 @@ async def test_every_verb_refuses_another_loop_and_takes_nothing(state: RuntimeS
 
 async def test_it_is_used_by_one_runtime_at_a_time_and_only_with_a_cache() -> None:
     prefixes = Prefixes()
-    with pytest.raises(UsageError, match=r"^pull: <kvflow.prefix.Prefixes> is a part of no runtime whose KV cache"):
+    with pytest.raises(UsageError, match=r"^pull: <kvflow.prefix.Prefixes>: no runtime has registered a KV cache"):
         await prefixes.pull(REQUEST)
     assert prefixes.statistics is None
     async with Runtime(PLAIN, parts=[prefixes]) as first, Runtime(PLAIN, parts=[prefixes]) as second:

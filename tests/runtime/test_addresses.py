@@ -24,7 +24,9 @@ from tests.support.growing_pairs import BLOCKS, TAKEN, pair_of
 from tests.support.ports import free_port
 from tests.support.tests_support import altered, each, in_virtual_time
 
-HINT = "127.0.0.1 is this host itself: an engine on another one has to advertise an address of its own (advertise_host)"
+HINT = (
+    "127.0.0.1 is a loopback address: an engine on another host must advertise an address of its own (advertise_host)"
+)
 
 
 async def failed(runtime: Runtime, kind: type[KVFlowError], ticket: Ticket) -> str:
@@ -45,7 +47,7 @@ async def test_an_address_that_leads_back_to_the_reader_is_said_to() -> None:
         ticket = altered(lease.ticket, port=port_of(reader))
         said = await failed(reader, PeerRefused, ticket)
         assert "refused: unknown engine: expected 'producer', this is 'consumer', the reader itself: " in said
-        assert f"leads back to it; {HINT}" in said
+        assert f"the peer address that it was given is its own; {HINT}" in said
         lease.revoke()
 
 

@@ -182,7 +182,7 @@ async def test_what_again_brings_was_changed_on_its_way(pair: EnginePair) -> Non
 async def test_leases_are_bounded_and_the_limit_is_named() -> None:
     async with open_pair(limited(PATIENT, leases_max=2)) as pair:
         leases = [pair.offer([block], f"r{block}") for block in range(2)]
-        with pytest.raises(RequestError, match=r"no more than 2 leases may be open \(limits.leases_max\)"):
+        with pytest.raises(RequestError, match=r"at most 2 leases may be open \(limits.leases_max\)"):
             pair.offer([5], "one too many")
         leases.pop().revoke()
         pair.offer([5], "fits again")

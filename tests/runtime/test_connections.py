@@ -197,7 +197,7 @@ async def test_an_answer_is_as_large_as_its_own_reader_takes_whatever_the_produc
             declined, refused = await start(channel, address, 1), await start(channel, address, 2)
             assert isinstance(declined, messages.LeaseAnswer)
             assert declined.state is messages.LeaseAnswerState.FAILED
-            assert f"the reader takes at most {4 << 20} (limits.block_ids_max)" in declined.reason
+            assert f"the reader accepts at most {4 << 20} (limits.block_ids_max)" in declined.reason
             assert isinstance(refused, messages.Refusal)
             assert await start(channel, address, 0) == ANSWER
             await seen(listener, connections=1, answered=1, refused=2)

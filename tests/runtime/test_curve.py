@@ -131,7 +131,7 @@ async def test_nobody_asks_in_the_name_of_another(keys: Path) -> None:
     async with listening(config_of(keys, "producer")) as listener:
         reply = await ask(listener, config_of(keys, "other"), liar)
     assert isinstance(reply, messages.Refusal)
-    assert reply.reason == "the request is in the name of 'reader', its key belongs to 'other'"
+    assert reply.reason == "the request names engine 'reader', its CURVE key belongs to 'other'"
 
 
 @pytest.mark.parametrize("secure", ["reader", "producer"])
@@ -198,7 +198,7 @@ async def test_a_connection_outlives_its_key_but_its_requests_do_not(keys: Path)
             statistics = await seen(listener, refused=1)
             refusal = codec.decode_reply((await dealer.recv_multipart())[1])
             assert isinstance(refusal, messages.Refusal)
-            assert "your CURVE key has left our curve_peers_dir" in refusal.reason
+            assert "your CURVE key is no longer in our curve_peers_dir" in refusal.reason
     assert statistics.answered == 1
 
 
@@ -211,7 +211,7 @@ async def test_who_has_left_the_allowlist_is_refused_over_a_kept_connection_too(
             clock.advance(2)
             reply = await channel.ask(to(address_of(listener)), fingerprint=b"")
             assert isinstance(reply, messages.Refusal)
-            assert "your CURVE key has left our curve_peers_dir" in reply.reason
+            assert "your CURVE key is no longer in our curve_peers_dir" in reply.reason
             assert not reply.transient
 
 

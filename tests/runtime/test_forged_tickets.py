@@ -354,7 +354,7 @@ async def test_a_silent_newcomer_makes_room_for_the_next_one_and_its_load_is_tol
         error = await silent
         assert isinstance(error, Overloaded)
         where = "request 'req': engine 'forged' (dp 0 pp 0 tp 0) at tcp://silent-0:5600"
-        assert str(error) == f"{where}: it made room for another of 1 peer (limits.peers_max)"
+        assert str(error) == f"{where}: evicted for a new peer, 1 peer known (limits.peers_max)"
         assert (error.request_id, error.peer) == ("req", "tcp://silent-0:5600")
         assert made.open == 0, "its question has ended, too"
 

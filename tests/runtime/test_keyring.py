@@ -27,15 +27,15 @@ def read(folder: Path, clock: ManualClock | None = None, *, engine_id: str = "ou
 def test_what_was_made_is_read(keys: Path) -> None:
     keyring = read(keys)
     theirs = asyncio.run(Keyring.read("theirs", keys / "theirs.secret", keys, ManualClock().now_s))
-    assert keyring.own.public != theirs.own.public
-    assert asyncio.run(keyring.key_of("theirs")) == theirs.own.public
-    assert asyncio.run(keyring.engine_of(theirs.own.public)) == "theirs"
+    assert keyring.own_keys.public != theirs.own_keys.public
+    assert asyncio.run(keyring.key_of("theirs")) == theirs.own_keys.public
+    assert asyncio.run(keyring.engine_of(theirs.own_keys.public)) == "theirs"
     assert asyncio.run(keyring.engine_of(bytes(32))) is None
 
 
 def test_files_are_as_private_as_they_should_be(keys: Path) -> None:
     assert (keys / "ours.secret").stat().st_mode & 0o777 == 0o600
-    assert (keys / "ours.secret").read_text().splitlines()[1] not in repr(read(keys).own)
+    assert (keys / "ours.secret").read_text().splitlines()[1] not in repr(read(keys).own_keys)
 
 
 def test_nothing_is_overwritten(keys: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_folder_that_breaks_leaves_the_keys_as_they_were(keys: Path, caplog: p
     (keys / "half-written.public").write_text("x")
     clock.advance(2)
     assert asyncio.run(keyring.key_of("theirs")) is not None
-    assert "cannot be read, the keys of before stay: curve_peers_dir: " in caplog.text
+    assert "cannot be read, the keys read last stay valid: curve_peers_dir: " in caplog.text
     make_key_files(keys, "newcomer")
     (keys / "half-written.public").unlink()
     clock.advance(2)

@@ -45,7 +45,7 @@ async def test_opening_registering_and_closing_are_in_the_log(caplog: pytest.Log
     assert opened.startswith(f"runtime 'engine' (dp 0 pp 0 tp 0) opened at {address}: kvflow ")
     assert "transport inproc, CURVE off" in opened
     assert "registered a KV cache of 2 layers, 8 blocks of 1024 bytes on cpu:0" in registered
-    assert closed == "runtime 'engine' (dp 0 pp 0 tp 0) closed in good order"
+    assert closed == "runtime 'engine' (dp 0 pp 0 tp 0) closed cleanly"
 
 
 async def test_use_before_opening_before_registering_and_after_closing() -> None:
@@ -197,7 +197,7 @@ async def test_devices_and_transports_that_cannot_be_are_config_errors(monkeypat
     kv_caches, _ = small_cache(device="meta")
     layout = CacheLayout.infer(kv_caches, order="HND", block_size=4)
     async with Runtime(replace(PLAIN, staging="never")) as runtime:
-        with pytest.raises(ConfigError, match="device 'meta' is not supported; supported are"):
+        with pytest.raises(ConfigError, match="device 'meta' is not supported: its tensors"):
             await runtime.register_kv_caches(kv_caches, layout)
         monkeypatch.setattr("kvflow.transport.base.DEVICES", {"cpu": False})
         with pytest.raises(ConfigError, match="staging: 'never', but the transport cannot reach a cache on 'cpu'"):

@@ -54,9 +54,9 @@ async def test_in_one_process_it_is_the_loopback() -> None:
 @pytest.mark.parametrize(
     ("advertised", "why"),
     [
-        ("auto:255.255.255.255", "no route to '255.255.255.255' .*Permission denied.*: name the address"),
-        ("auto:[::1]", "no route to '::1' .it is no address of version 4"),
-        ("auto:no-such-host.invalid", "'no-such-host.invalid' is not known: "),
+        ("auto:255.255.255.255", "no route to '255.255.255.255' .*Permission denied.*: set the address"),
+        ("auto:[::1]", "no route to '::1' .it has no IPv4 address"),
+        ("auto:no-such-host.invalid", "'no-such-host.invalid' cannot be looked up: "),
     ],
 )
 async def test_without_a_route_it_does_not_open(advertised: str, why: str) -> None:

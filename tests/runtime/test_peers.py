@@ -131,7 +131,7 @@ async def test_waits_double_while_it_fails_and_each_ends_with_one_question(
     for failures in range(1, 9):
         pair.answer(outcome)
         assert await pair.results(lease.ticket, 3) == [error] * 3
-        left_alone = await pair.fails(error, lease, match="it is not asked for another ")
+        left_alone = await pair.fails(error, lease, match="in back-off for another ")
         assert (pair.questions, *pair.failed) == (failures, PeerState.BACKING_OFF, failures)
         wait_s = pair.peer.retry_after_s
         whole_s = min(LIMITS.peer_backoff_first_s * 2 ** (failures - 1), LIMITS.peer_backoff_max_s)
@@ -248,7 +248,7 @@ async def test_a_failure_names_request_and_engine_and_each_once(pair: ScriptedPa
     pair.answer(refusal("not today"))
     refused = await pair.fails(PeerRefused, lease, match=f"^{where}: refused: not today$")
     last = r"\(failures in a row: 1, the last: refused: not today\)"
-    left_alone = await pair.fails(PeerRefused, lease, match=rf"^{where}: it is not asked for another 0\.\d+ s {last}$")
+    left_alone = await pair.fails(PeerRefused, lease, match=rf"^{where}: in back-off for another 0\.\d+ s {last}$")
     for error in (refused, left_alone):
         assert (error.request_id, error.engine_id, error.peer) == ("req", "producer", address)
     (warmed,) = await pair.reader.prewarm([lease.ticket])

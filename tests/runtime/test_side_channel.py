@@ -130,7 +130,7 @@ async def test_an_answer_that_is_no_kvflow_message(pair: EnginePair) -> None:
     bad_body = [b"\x93\xa6kvflow\x01\xc4\x00", b"\xff"]
     for frames in ([b""], [b"junk", b"junk"], bad_body, [b"a", b"b", b"c"]):
         async with fake_peer(lambda _, frames=frames: frames) as port:  # type: ignore[misc]
-            await pair.fails(ProtocolError, ticket_for(pair, port), match="the answer is no kvflow message")
+            await pair.fails(ProtocolError, ticket_for(pair, port), match="the answer is not a kvflow message")
 
 
 async def test_an_answer_larger_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,9 +279,9 @@ async def test_an_offer_that_no_answer_can_carry_is_said_to_be_too_large(monkeyp
         lease = pair.writer.serve_blocks(ServeRequest("long", ids, tokens))
         ticket = Ticket.rendezvous(introduction, "long")
         error = await pair.fails(
-            PrefillFailed, ticket.to_params(), ids, match=r"too much for an answer: 8192 block ids"
+            PrefillFailed, ticket.to_params(), ids, match=r"the answer is too large: 8192 block ids"
         )
-        assert "the reader takes at most 16384" in str(error)
+        assert "the reader accepts at most 16384" in str(error)
         assert "limits.block_ids_max" in str(error)
         lease.revoke()
 

@@ -866,9 +866,9 @@ async def test_a_storage_works_for_the_runtime_that_it_was_given_to(tmp_path: Pa
     config = replace(PATIENT, transport="inproc", listen="tcp://127.0.0.1:0")
     storage = Storage(tmp_path)
     async with Runtime(config, parts=[storage]) as runtime:
-        with pytest.raises(UsageError, match=r"save: .* is a part of no runtime whose KV cache was registered"):
+        with pytest.raises(UsageError, match=r"save: .*: no runtime has registered a KV cache"):
             await storage.save(SaveRequest("s", "a", [1], 4))
-        with pytest.raises(UsageError, match=r"has: .* is a part of no runtime"):
+        with pytest.raises(UsageError, match=r"has: .*: no runtime has registered"):
             storage.has("a")
         assert (storage.statistics, storage.quarantines, runtime.statistics().parts) == (None, (), {})
         await runtime.register_kv_caches(kv_caches, layout)
@@ -888,7 +888,7 @@ async def test_a_storage_works_for_the_runtime_that_it_was_given_to(tmp_path: Pa
     [
         (1, r"parts: expected a list, got 1"),
         (["storage"], r"parts\[0\]: expected a Part"),
-        ([Storage("a"), Storage("b")], "parts: storage is there more than once"),
+        ([Storage("a"), Storage("b")], "parts: storage is listed more than once"),
     ],
 )
 def test_what_is_no_list_of_parts_is_refused(parts: Any, why: str) -> None:

@@ -37,8 +37,8 @@ class ScriptedSideChannel:
         self._real = self.beneath(config)
         return self
 
-    async def listen(self, answer: Answer, kinds: Any = messages.CoreRequest) -> Listener:
-        return await self._real.listen(answer, kinds)
+    async def listen(self, answer: Answer, request_types: Any = messages.CoreRequest) -> Listener:
+        return await self._real.listen(answer, request_types)
 
     async def ask(
         self, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from kvflow.transport.base import PeerGone, TransportError
-from kvflow.transport.nixl.native import import_bindings, translated
+from kvflow.transport.nixl.native import import_bindings, translate_error
 from tests.support.tests_support import each
 
 
@@ -18,17 +18,17 @@ def bindings() -> ModuleType:
 
 
 def test_a_broken_connection_is_said_in_words(bindings: ModuleType) -> None:
-    found = translated(bindings.nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT"), bindings)
+    found = translate_error(bindings.nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT"), bindings)
     assert type(found) is PeerGone
     assert str(found) == (
-        "the connection to the peer's process is broken: it has ended or was killed, or the network between has failed;"
-        " what NIXL and UCX print on stderr at this time is about the same"
+        "the connection to the peer's process is broken: the process has ended or was killed, or the network has"
+        " failed; NIXL and UCX report the same on stderr"
         " (NIXL: nixlRemoteDisconnectError: NIXL_ERR_REMOTE_DISCONNECT)"
     )
 
 
 @each("name", ["nixlBackendError", "nixlNotFoundError"])
 def test_any_other_error_is_said_to_be_of_nixl(name: str, bindings: ModuleType) -> None:
-    found = translated(getattr(bindings, name)("NIXL_ERR_WHAT"), bindings)
+    found = translate_error(getattr(bindings, name)("NIXL_ERR_WHAT"), bindings)
     assert type(found) is TransportError
     assert str(found) == f"NIXL reports an error: {name}: NIXL_ERR_WHAT"

@@ -229,7 +229,7 @@ def test_a_setting_whose_part_is_not_there_names_it(
     config = vllm_config(**extra)
     config.kv_transfer_config.kv_load_failure_policy = "recompute"
     config.model_config.multimodal_config = None
-    with pytest.raises(ConfigError, match=rf"{next(iter(extra))}.* needs kvflow\.{part}, which is not there$"):
+    with pytest.raises(ConfigError, match=rf"{next(iter(extra))}.* needs kvflow\.{part}, which is not installed$"):
         KVFlowConnector(config, KVConnectorRole.SCHEDULER, cache_of(FullAttentionSpec(**HEADS)))
 
 

@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvflow import forks
 from kvflow.checks import count, instance, normalize_fields
 from kvflow.errors import ConfigError, ProtocolError, UsageError
-from kvflow.hosts import is_v6, meant_address
+from kvflow.hosts import address_suggestion, is_v6
 from kvflow.logs import logger_of
 from kvflow.prefix.kv_events.batches import BATCH_BYTES_MAX, decode_batch
 from kvflow.prefix.kv_events.prefix_map import PrefixMap
@@ -104,7 +104,7 @@ class _Follower:
         except (zmq.ZMQError, ValueError, TypeError) as error:
             self.close()
             given = [one for one in (source.endpoint, source.replay_endpoint) if one is not None]
-            meant = "".join(meant_address(one) for one in given if "://" not in one)
+            meant = "".join(address_suggestion(one) for one in given if "://" not in one)
             raise ConfigError(f"KV events of {source.holder!r} at {', '.join(given)}: {error}{meant}") from error
 
     def _connect(self) -> None:
@@ -309,7 +309,7 @@ class Subscriber:
         except ConfigError:
             self._close()
             raise
-        forks.watch(self)
+        forks.register(self)
         await self._group.__aenter__()
         for follower in self._followers:
             name = f"kvflow-kv-events {follower.source.holder}"

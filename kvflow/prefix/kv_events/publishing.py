@@ -88,7 +88,7 @@ class Publisher:
         except zmq.ZMQError as error:
             self._close()
             raise ConfigError(f"KV events: {self._endpoint!r}, {self._replay_endpoint!r}: {error}") from error
-        forks.watch(self)
+        forks.register(self)
         return self
 
     def forked(self) -> None:

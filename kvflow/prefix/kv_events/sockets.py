@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from kvflow.hosts import ANY, bracketed, plain_host
+from kvflow.hosts import ANY, bracket_ipv6_host, plain_host
 
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = -1
@@ -45,7 +45,7 @@ def prepare_socket(
     The socket queues at most `messages_max` messages each way, receives none above `bytes_max`, and drops unsent ones
     when it closes. With `v6`, host names are looked up as IPv6 addresses. A wildcard is bound for both IP versions.
     """
-    endpoint = bracketed(endpoint)
+    endpoint = bracket_ipv6_host(endpoint)
     if endpoint.startswith("tcp://[::]:"):
         endpoint = endpoint.replace("[::]", ANY, 1)  # ANY is bound for IPv4 alone where there is no IPv6
     socket.setsockopt(zmq.LINGER, 0)
@@ -58,5 +58,5 @@ def prepare_socket(
 
 def tcp_host_of(endpoint: str) -> str:
     """Return the host of a TCP endpoint in its canonical form; "" for another endpoint."""
-    scheme, _, rest = bracketed(endpoint).partition("://")
+    scheme, _, rest = bracket_ipv6_host(endpoint).partition("://")
     return (plain_host(rest.rpartition(":")[0]) or "") if scheme == "tcp" else ""

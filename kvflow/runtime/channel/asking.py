@@ -43,7 +43,7 @@ bound port for a moment."""
 RETRY_PAUSES = BackOff(first_s=0.01, most_s=0.2)
 """Pauses between the attempts of a question: a listener that dropped its connections must not get all back at once."""
 
-_NO_ANSWER_HINT = "its process stands still or is very busy, or a firewall drops what is sent there"
+_NO_ANSWER_HINT = "its process is stopped or very busy, or a firewall drops the packets"
 
 _CLOSED_BY_PEER = (zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
 """ZeroMQ's monitor events for a connection that the peer closed. The second also comes if only one side uses CURVE."""
@@ -59,9 +59,9 @@ class ZmqSideChannel:
         self._lookups = Lookups()
         self._connections = Connections(config.limits)
 
-    async def listen(self, answer: Answer, kinds: Any = messages.CoreRequest) -> ZmqListener:
+    async def listen(self, answer: Answer, request_types: Any = messages.CoreRequest) -> ZmqListener:
         host, keyring = await self._own_host(), await self._get_keyring()
-        return ZmqListener(self._config, host, keyring, answer, self._now_s, kinds)
+        return ZmqListener(self._config, host, keyring, answer, self._now_s, request_types)
 
     async def ask(
         self, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
@@ -124,7 +124,7 @@ class ZmqSideChannel:
         with _translate_errors(at):
             host, port = split_address(at.address, what="peer")
             endpoint = address_at(await self._lookups.find_address(host), port)
-        return ListenerRoute(endpoint, server_key, None if keyring is None else keyring.own)
+        return ListenerRoute(endpoint, server_key, None if keyring is None else keyring.own_keys)
 
     async def _exchange(self, route: ListenerRoute, request: messages.Request, fingerprint: bytes) -> list[bytes]:
         """Send a question and return the frames of its answer.
@@ -151,19 +151,19 @@ class ZmqSideChannel:
                     heard = await question.arrivals.get() if bound else zmq.Event.DISCONNECTED
             attempts += 1
             if isinstance(heard, zmq.Event) and (heard not in _CLOSED_BY_PEER or attempts == ATTEMPTS_MAX):
-                raise _connection_error(heard, at, self._config.engine_id, curve=route.own is not None)
+                raise _connection_error(heard, at, self._config.engine_id, curve=route.own_keys is not None)
         return heard
 
 
 def _connection_error(event: zmq.Event, at: Address, ours: str, *, curve: bool) -> PeerError:
     """Return the error for a connection to `at` that ended with `event`. `ours` is the id of this engine."""
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-        why = f"CURVE: the peer does not accept our key: has its curve_peers_dir our {ours}.public?"
+        why = f"CURVE: the peer does not accept our key: does its curve_peers_dir have our {ours}.public?"
         return at.failure(PeerRefused, why)
     if event == zmq.Event.DISCONNECTED:
-        why = "the peer closed the connection without an answer: it is no kvflow side channel, ends, or has too many"
-        why += " readers (limits.side_channel_connections_max), or answers with more than this reader takes"
-        return at.failure(PeerUnreachable, f"{why} (limits.block_ids_max)")
+        why = "the peer closed the connection without an answer: it is not a kvflow side channel, it is closing, it has"
+        why += " too many readers (limits.side_channel_connections_max), or its answer is larger than this reader"
+        return at.failure(PeerUnreachable, f"{why} accepts (limits.block_ids_max)")
     why = "it may use CURVE, which we do not (curve_secret_key_file, curve_peers_dir)"
     if curve:
         why = f"it may not use CURVE, as we do, or our {at.engine_id}.public is not the key that it uses"
@@ -192,7 +192,7 @@ def _translate_errors(at: Address) -> Iterator[None]:
     try:
         yield
     except ConnectionRefusedError as error:
-        why = f"nobody listens there ({error}): the engine has ended, or has yet to open, or this is not its address"
+        why = f"nobody listens there ({error}): the engine has ended, is not open yet, or has another address"
         raise at.failure(PeerUnreachable, f"{why}{loopback_hint(at.address)}") from error
     except (OSError, ValueError, ConfigError) as error:  # ValueError: a host name that cannot be encoded
         raise at.failure(PeerUnreachable, str(error)) from error
@@ -204,7 +204,7 @@ def _decode(at: Address, frames: list[bytes]) -> messages.Reply:
         header = codec.decode_header(header_frame)
         reply = codec.decode_reply(body_frame)
     except (ValueError, codec.WireError) as error:
-        raise at.failure(ProtocolError, f"the answer is no kvflow message: {error}") from error
+        raise at.failure(ProtocolError, f"the answer is not a kvflow message: {error}") from error
     if header.version != codec.PROTOCOL_VERSION and not isinstance(reply, messages.Refusal):
         versions = f"kvflow protocol version: ours {codec.PROTOCOL_VERSION}, theirs {header.version}"
         raise at.failure(PeerRefused, versions)

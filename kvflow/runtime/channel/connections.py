@@ -68,7 +68,7 @@ class ListenerRoute:
 
     endpoint: str
     server_key: bytes = b""
-    own: KeyPair | None = None
+    own_keys: KeyPair | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +119,7 @@ class KeptConnection:
         self._files = [int(socket.getsockopt(zmq.FD)) for socket in (self._socket, self._monitor)]
         for file, look in zip(self._files, (self._receive_answers, self._receive_events), strict=True):
             self._loop.add_reader(file, look)
-        forks.watch(self)
+        forks.register(self)
         self._loop.call_soon(self._receive_events)  # the loop may not notice messages that came before
 
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
@@ -159,10 +159,10 @@ class KeptConnection:
             (zmq.IPV6, int("[" in route.endpoint)),
         ):
             self._socket.setsockopt(option, value)
-        if route.own is not None:
+        if route.own_keys is not None:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, route.server_key)
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, route.own.public)
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, route.own.secret)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, route.own_keys.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, route.own_keys.secret)
         told = f"inproc://failures-{next(_MONITORS)}"
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would block ZeroMQ's thread, and then `close`
         self._socket.monitor(told, _MONITORED_EVENTS)

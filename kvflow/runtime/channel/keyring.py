@@ -54,8 +54,8 @@ class _Allowlist(NamedTuple):
 class Keyring:
     """The key pair of this engine, and the public keys of the engines that it accepts."""
 
-    def __init__(self, own: KeyPair, folder: Path, allowlist: _Allowlist, now_s: Callable[[], float]) -> None:
-        self.own = own
+    def __init__(self, own_keys: KeyPair, folder: Path, allowlist: _Allowlist, now_s: Callable[[], float]) -> None:
+        self.own_keys = own_keys
         self.folder = folder
         self._allowlist = allowlist
         self._now_s = now_s
@@ -67,13 +67,13 @@ class Keyring:
 
         Raises ConfigError, which names the faulty file.
         """
-        own = await asyncio.to_thread(_read_pair, secret_file)
+        own_keys = await asyncio.to_thread(_read_pair, secret_file)
         allowlist = await asyncio.to_thread(_read_allowlist, folder)
-        if allowlist.keys.get(engine_id, own.public) != own.public:
+        if allowlist.keys.get(engine_id, own_keys.public) != own_keys.public:
             raise ConfigError(
                 f"curve_peers_dir: {folder / (engine_id + _PUBLIC_SUFFIX)} does not belong to {secret_file}"
             )
-        return cls(own, folder, allowlist, now_s)
+        return cls(own_keys, folder, allowlist, now_s)
 
     async def key_of(self, engine_id: str) -> bytes | None:
         """Return the public key of `engine_id`, or None if the folder has no key of that name."""
@@ -97,7 +97,7 @@ class Keyring:
         try:
             self._allowlist = await asyncio.to_thread(_read_allowlist, self.folder)
         except ConfigError as error:
-            logger.error("curve_peers_dir %s cannot be read, the keys of before stay: %s", self.folder, error)
+            logger.error("curve_peers_dir %s cannot be read, the keys read last stay valid: %s", self.folder, error)
 
 
 def make_key_files(folder: Path, name: str) -> tuple[Path, Path]:
@@ -106,7 +106,7 @@ def make_key_files(folder: Path, name: str) -> tuple[Path, Path]:
     Never overwrites a file. Raises ConfigError if `name` is not a key name, or a file exists or cannot be written.
     """
     if not is_key_name(name):
-        raise ConfigError(f"name: {name[:80]!r} is no engine id that can name a file")
+        raise ConfigError(f"name: {name[:80]!r} cannot be the name of a key file")
     public, secret = zmq.curve_keypair()
     files = folder / (name + _SECRET_SUFFIX), folder / (name + _PUBLIC_SUFFIX)
     try:
@@ -178,4 +178,4 @@ def _read_key(file: Path, what: str) -> bytes:
     try:
         return z85.decode(lines[0])
     except (KeyError, struct.error):
-        raise ConfigError(f"{what}: {file}: {_KEY_CHARS} characters that are no key (Z85)") from None
+        raise ConfigError(f"{what}: {file}: its {_KEY_CHARS} characters are not a Z85 key") from None

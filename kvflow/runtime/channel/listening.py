@@ -63,7 +63,7 @@ _FILES_CHECK_S = 1.0  # no event says that open files are used up
 _DROP_ABOVE_CONNECTIONS = 4  # dropping so few would free too few files
 _REJECTIONS: dict[int, str] = {
     zmq.Event.HANDSHAKE_FAILED_AUTH: "its CURVE key is in no file of curve_peers_dir",
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it speaks no ZeroMQ, or only one side uses CURVE, or it expects another key",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it does not use ZeroMQ, only one side uses CURVE, or it expects another key",
 }
 _MONITORED_EVENTS = sum(_REJECTIONS, zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED)
 
@@ -78,13 +78,13 @@ class ZmqListener:
         keyring: Keyring | None,
         answer: Answer,
         now_s: Callable[[], float],
-        kinds: Any,
+        request_types: Any,
     ) -> None:
         self._config = config
         self._host = host
         self._keyring = keyring
         self._answer = answer
-        self._kinds = kinds
+        self._request_types = request_types
         self._now_s = now_s
         per_s = config.limits.side_channel_requests_per_s_max
         self._answer_bytes_max = answer_bytes_max(config.limits)
@@ -108,7 +108,7 @@ class ZmqListener:
             address = address_at(config.listen_host, config.listen_port)
             raise ConfigError(f"listen: cannot bind {address}: {error}") from error
         self.port = int(self._endpoint.rpartition(":")[2])
-        forks.watch(self)
+        forks.register(self)
         self.answer_stock: AnswerStock | None = None
 
     @property
@@ -166,7 +166,7 @@ class ZmqListener:
         if self._keyring is not None:
             self._zap.bind(_ZAP)
             socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keyring.own.secret)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keyring.own_keys.secret)
             socket.setsockopt(zmq.ZAP_DOMAIN, b"kvflow")
         socket.monitor(_MONITOR, _MONITORED_EVENTS)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would block ZeroMQ's thread, and then `close`
@@ -186,13 +186,13 @@ class ZmqListener:
     async def _handle(self, frames: Sequence[zmq.Frame]) -> None:
         peer = _property(frames[-1], "Peer-Address" if self._keyring is None else _KEY_PROPERTY)
         if peer is None:
-            self._count_dropped("it says not whom it is from")
+            self._count_dropped("its connection names no peer: the ZeroMQ of the peer is too old")
             return
         if not self._rates.allows(peer, self._now_s()):
             self._counts["over_rate"] += 1
             return
         if len(frames) != 3 or len(frames[1]) > _HEADER_BYTES_MAX:
-            self._count_dropped(f"{counted(len(frames), 'frame')}")
+            self._count_dropped(f"expected 3 frames with a short header, got {counted(len(frames), 'frame')}")
             return
         if self.answer_stock is not None and len(frames[1]) == 0:  # a REQ socket's delimiter; our header is never empty
             self._answer_stock(self.answer_stock, frames[0].bytes, frames[2].bytes)
@@ -207,7 +207,7 @@ class ZmqListener:
             self._count_dropped(str(error))
             return
         if self._keyring is not None and engine is None:  # kept connections outlive their keys
-            reply: Answered = refusal("your CURVE key has left our curve_peers_dir")
+            reply: Answered = refusal("your CURVE key is no longer in our curve_peers_dir")
         else:
             reply = self._reply_to(header, body_frame, engine)
         if isinstance(reply, asyncio.Future):
@@ -233,9 +233,9 @@ class ZmqListener:
         frames = codec.encode_frames(header, reply)
         most = asked.answer_bytes_max or self._answer_bytes_max  # a reader closes the connection on a larger answer
         if (size := sum(map(len, frames))) > most:
-            outcome, why = "refused", f"its answer takes {counted(size, 'byte')}, the reader takes at most {most}"
+            outcome, why = "refused", f"the answer has {counted(size, 'byte')}, the reader accepts at most {most}"
             self._log_limited(
-                logging.WARNING, f"refused a peer's request: {why} (its limits.block_ids_max raises that)"
+                logging.WARNING, f"refused a peer's request: {why}; raise limits.block_ids_max of the reader"
             )
             frames = codec.encode_frames(header, _reply_instead(reply, why))
         self._send_frames([sender, *frames], outcome)
@@ -247,7 +247,7 @@ class ZmqListener:
         """
         frames = answer(question)
         if frames is None:
-            self._count_dropped("a question of another make that has no answer")
+            self._count_dropped("no answer for a question of vLLM's NixlConnector")
             return
         self._send_frames([sender, b"", *frames], "answered")
 
@@ -257,7 +257,7 @@ class ZmqListener:
         assert isinstance(sent, asyncio.Future), "and it is done: nothing waits to be sent"
         problem = sent.exception()
         if isinstance(problem, zmq.Again):
-            self._count_dropped("an answer to a reader that takes none")
+            self._count_dropped("an answer to a reader that does not receive")
             return
         gone = isinstance(problem, zmq.ZMQError) and problem.errno == zmq.EHOSTUNREACH
         if problem is not None and not gone:
@@ -269,10 +269,10 @@ class ZmqListener:
             if header.version != codec.PROTOCOL_VERSION:
                 ours = codec.PROTOCOL_VERSION
                 raise codec.WireError(f"kvflow protocol version: ours {ours}, theirs {header.version}")
-            request = codec.decode_request(body_frame, self._kinds)
+            request = codec.decode_request(body_frame, self._request_types)
             claimed = messages.claimed_engine_id(request)
             if engine not in (None, claimed):
-                whose = f"the request is in the name of {claimed[:300]!r}, its key belongs to {engine!r}"
+                whose = f"the request names engine {claimed[:300]!r}, its CURVE key belongs to {engine!r}"
                 raise codec.WireError(whose)
         except codec.WireError as error:
             return refusal(str(error))
@@ -372,6 +372,6 @@ def _reply_instead(reply: messages.Reply, why: str) -> messages.Reply:
     """Return the answer to send instead of `reply`, which is larger than the reader accepts. `why` says so in words."""
     if isinstance(reply, messages.LeaseAnswer) and reply.offer is not None:
         given = counted(sum(map(len, reply.offer.block_ids)), "block id")
-        reason = f"too much for an answer: {given}: {why} (limits.block_ids_max)"
+        reason = f"the answer is too large: {given}: {why} (limits.block_ids_max)"
         return messages.LeaseAnswer(state=messages.LeaseAnswerState.FAILED, reason=reason)
     return refusal(why)

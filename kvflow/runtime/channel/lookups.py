@@ -45,10 +45,10 @@ class Lookups:
         try:
             ip_address(host)
         except ValueError:
-            return await self._find(host)
+            return await self._look_up_host(host)
         return host
 
-    async def _find(self, host: str) -> str:
+    async def _look_up_host(self, host: str) -> str:
         slots = self._known_slots if host in self._known_hosts else self._new_slots
         await slots.acquire()
         found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -151,10 +151,10 @@ async def own_host(config: Config) -> str:
             return _local_address_toward(family, address)
         except OSError as error:
             problems.append(error)
-    whereto = f"to {toward!r}" if toward else "that is a default one"
+    route = f"no route to {toward!r}" if toward else "no default route"
     raise ConfigError(
-        f"advertise_host: {config.advertise_host!r}: this host has no route {whereto} "
-        f"({'; '.join(map(str, problems)) or 'it is no address of version 4'}): name the address that peers reach"
+        f"advertise_host: {config.advertise_host!r}: this host has {route} "
+        f"({'; '.join(map(str, problems)) or 'it has no IPv4 address'}): set the address by which peers reach this host"
     )
 
 
@@ -171,7 +171,9 @@ async def _target_addresses(config: Config, toward: str, families: Sequence[sock
             found = await loop.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)
     except (OSError, TimeoutError) as error:
         why = error if isinstance(error, OSError) and str(error) else f"no answer in {config.handshake_timeout_s} s"
-        raise ConfigError(f"advertise_host: {config.advertise_host!r}: {toward!r} is not known: {why}") from error
+        raise ConfigError(
+            f"advertise_host: {config.advertise_host!r}: {toward!r} cannot be looked up: {why}"
+        ) from error
     return [(family, address) for wanted in families for family, *_, address in found if family is wanted]
 
 
@@ -185,5 +187,5 @@ def _local_address_toward(family: socket.AddressFamily, address: tuple[Any, ...]
         probe.connect(address)
         source = str(probe.getsockname()[0])
     if source in _UNSPECIFIED or "%" in source:  # a link-local address means nothing on another host
-        raise OSError(f"{source or 'no address'} is none that peers can connect to")
+        raise OSError(f"peers cannot connect to {source or 'an empty address'}")
     return source

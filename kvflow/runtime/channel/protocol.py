@@ -82,11 +82,11 @@ class Listener(Protocol):
 class SideChannel(Protocol):
     """The channel on which a rank asks peers questions and answers theirs."""
 
-    async def listen(self, answer: Answer, kinds: Any = messages.CoreRequest) -> Listener:
+    async def listen(self, answer: Answer, request_types: Any = messages.CoreRequest) -> Listener:
         """Bind this rank's address and return the listener, which passes each request to `answer`.
 
-        `kinds` are the types of requests that the listener decodes (`codec.requests_with`). Raises ConfigError if the
-        address cannot be bound, or the CURVE keys cannot be read.
+        `request_types` are the types of requests that the listener decodes (`codec.requests_with`). Raises ConfigError
+        if the address cannot be bound, or the CURVE keys cannot be read.
         """
 
     async def ask(

@@ -31,7 +31,7 @@ from kvflow.runtime.load.flight_resources import TURN_S
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan, check_offered, planned
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.peers.peer import Connection, Source, held
+from kvflow.runtime.peers.peer import Connection, Source, hold_connections
 from kvflow.transport.base import TransportError
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ async def _admitted(cache: RegisteredCache, load: Load) -> None:
     """
     request, slots, waiting_max = load.request, cache.resources.seal_slots, cache.config.loads_waiting_max
     ranks, ranks_max = len(load.sources), cache.config.limits.source_ranks_max
-    with held(load.sources):
+    with hold_connections(load.sources):
         if request.after is not None:
             load.enter("queued", lambda: "its event `after` has not happened on this engine's device")
             try:

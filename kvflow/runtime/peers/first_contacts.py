@@ -72,11 +72,11 @@ class FirstContacts:
             if not bound.expired():
                 raise
             if contact.state is ContactState.PREEMPTED:
-                why = f"no answer within {self._answer_timeout_s:.3g} s, and others wait to be asked"
+                why = f"no answer within {self._answer_timeout_s:.3g} s, and others wait for a turn"
                 raise peer.failure(PeerUnreachable, why) from None
             most = self._config.limits.first_contacts_max
             others = f"asked at once: {counted(most, 'other new peer')} (limits.first_contacts_max)"
-            why = f"no turn to ask it within {self._config.handshake_timeout_s} s: {others}"
+            why = f"it got no turn within {self._config.handshake_timeout_s} s: {others}"
             raise overloaded(peer, why) from None
         finally:
             del self._timeouts[contact]

@@ -213,7 +213,7 @@ def check_metadata(peer: Address, metadata: messages.Metadata, ours: LocalRank) 
         who = f"expected engine {peer.engine_id!r}, found {peer_text(metadata.engine_id)!r}"
         raise peer.failure(PeerRefused, f"{who}{loopback_hint(peer.address)}")
     if not is_name(metadata.incarnation, PEER_TEXT_CHARS_MAX):
-        raise peer.failure(ProtocolError, f"incarnation {peer_text(metadata.incarnation, 80)!r} is no name")
+        raise peer.failure(ProtocolError, f"incarnation {peer_text(metadata.incarnation, 80)!r} is not a valid name")
     actual = zlib.crc32(metadata.agent_metadata)
     if actual != metadata.agent_metadata_crc32:
         sums = f"computed {actual:#010x}, sent {metadata.agent_metadata_crc32:#010x}"

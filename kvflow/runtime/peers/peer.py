@@ -163,7 +163,7 @@ class Peer:
         self.last_error = ""
         self.last_error_type: type[PeerError] = PeerUnreachable
         """Class of the last failure that began a back-off; loads that fail during the back-off raise it again."""
-        self.delivered = False
+        self.has_delivered = False
         """True once a load has read fresh bytes from the peer."""
         self.last_used_s = now_s
         self.leases_kept = 0
@@ -226,7 +226,7 @@ class Source:
 
 
 @contextmanager
-def held(sources: Sequence[Source]) -> Iterator[None]:
+def hold_connections(sources: Sequence[Source]) -> Iterator[None]:
     """Return a context manager that holds the connections of `sources`, so that their agents stay in the transport."""
     for source in sources:
         source.connection.users += 1
@@ -251,9 +251,9 @@ class Resolver(Protocol):
     @property
     def read_ticket(self) -> ReadTicket: ...
 
-    def resolve_nowait(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None: ...
+    def resolve_nowait(self, ticket: Ticket, on_source: Callable[[Source], None]) -> list[Source] | None: ...
 
-    async def resolve(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]: ...
+    async def resolve(self, ticket: Ticket, on_source: Callable[[Source], None]) -> list[Source]: ...
 
 
 class LeaseNotifier(Protocol):

@@ -251,7 +251,7 @@ class Peers:
         now_s = self._clock.now_s()
         for source in sources:
             source.peer.circuit, source.peer.last_used_s = NEVER_FAILED, now_s
-            source.peer.delivered |= fresh
+            source.peer.has_delivered |= fresh
 
     def in_back_off(self, ticket: Ticket) -> bool:
         """Return True if a rank that the ticket names is in back-off, so that a load would fail at once."""
@@ -262,7 +262,7 @@ class Peers:
 
     def has_delivered(self, engine_id: str) -> bool:
         """Return whether any rank of an engine has ever delivered fresh bytes to a load."""
-        return any(peer.engine_id == engine_id and peer.delivered for peer in self.by_address.values())
+        return any(peer.engine_id == engine_id and peer.has_delivered for peer in self.by_address.values())
 
     def note_read_failure(self, connection: Connection, why: str) -> None:
         """Drop `connection` after a failed read, so that new loads shake hands again. Count a failure of its peers.
@@ -280,7 +280,7 @@ class Peers:
         for peer in self.by_address.values():
             connection = peer.connection
             if peer.at[:2] == goodbye.sender[:2] and connection and connection.incarnation == goodbye.incarnation:
-                self._disconnect(peer, "break", "it closes")
+                self._disconnect(peer, "break", "the peer closes")
 
     async def forget(self, engine_id: str, address: str | None) -> bool:
         """See `Runtime.forget_peer`."""
@@ -332,7 +332,7 @@ class Peers:
         may_try = incarnation is not None and incarnation not in tried and len(tried) < INCARNATIONS_MAX
         if wait_s > 0 and not may_try:
             failures = f"failures in a row: {peer.circuit.failures}, the last: {peer.last_error}"
-            why = f"it is not asked for another {wait_s:.3g} s ({failures})"
+            why = f"in back-off for another {wait_s:.3g} s ({failures})"
             raise peer.at.failure(peer.last_error_type, why, retry_after_s=wait_s)
 
     async def _ask_in_turn(
@@ -394,7 +394,7 @@ class Peers:
         if handshake.waiters or handshake.future.done():
             return
         if not peer.was_connected and handshake.contact is None:
-            self._cancel_handshake(peer, handshake, "nobody waited any more")
+            self._cancel_handshake(peer, handshake, "no load waits for it")
         else:
             self._contacts.end_overdue()
 
@@ -489,7 +489,7 @@ class Peers:
             raise overloaded(
                 new_peer, f"no room for it: {counted(len(self.by_address), 'peer')} in use (limits.peers_max)"
             )
-        why = f"it made room for another of {counted(len(self.by_address), 'peer')} (limits.peers_max)"
+        why = f"evicted for a new peer, {counted(len(self.by_address), 'peer')} known (limits.peers_max)"
         if peer.handshake is not None:
             self._cancel_handshake(peer, peer.handshake, why)
         self._drop(peer, why)

@@ -99,10 +99,10 @@ class TicketResolver:
         self._warned_of_drafts: BoundedMap[tuple[str, str], None] = BoundedMap(_PLANS_MAX)
         """Pairs of engine id and address for which `_warn_of_drafts` has logged its warning."""
 
-    async def resolve(self, ticket: Ticket, found: OnSource) -> list[Source]:
+    async def resolve(self, ticket: Ticket, on_source: OnSource) -> list[Source]:
         """Connect the ranks of a checked ticket. Return a source for each rank that its load reads from or reports to.
 
-        The ranks together have all layers of this rank. `found` is called with each source as soon as it is known.
+        The ranks together have all layers of this rank. `on_source` is called with each source as soon as it is known.
         Raises a PeerError; LeaseExpired if a rank restarted or its lease has ended; PrefillFailed if a rank answers
         that the prompt will not be computed; Overloaded if there is no room for another peer; RequestError if the
         ticket is impossible, or the address of a rank cannot be derived. If cancelled, stop waiting; handshakes under
@@ -116,7 +116,7 @@ class TicketResolver:
             if connection.report_share.numerator > 0 and lease is not None:
                 if lease.lease_id:
                     source = self.source_from_ticket(ticket, peer, connection, lease)
-                    found(source)
+                    on_source(source)
                 else:
                     self._check_incarnation(ticket, peer, connection, lease.incarnation)
             return peer, connection, source
@@ -127,7 +127,7 @@ class TicketResolver:
                 lease = await self.find_lease(ticket, peer)
                 connection = await self._peers.connect(peer, lease.incarnation, ticket.request_id)
                 source = self.source_from_answer(ticket, peer, connection, lease, lease.block_tables)
-                found(source)
+                on_source(source)
             return peer, connection, source
 
         await self.check_compatible(ticket)
@@ -135,12 +135,12 @@ class TicketResolver:
         self._check_layers(ticket, [(peer, connection) for peer, connection, _ in reached])
         return [source for *_, source in reached if source is not None]
 
-    def resolve_nowait(self, ticket: Ticket, found: OnSource) -> list[Source] | None:
+    def resolve_nowait(self, ticket: Ticket, on_source: OnSource) -> list[Source] | None:
         """Return the same as `resolve`, without waiting. Return None if that is not possible.
 
         It is possible if the ticket names the lease of every rank and all ranks are connected. If not, or if anything
-        in the ticket is wrong, return None without a call of `found`. Raises PeerIncompatible if the ranks do not have
-        all layers of this rank.
+        in the ticket is wrong, return None without a call of `on_source`. Raises PeerIncompatible if the ranks do not
+        have all layers of this rank.
         """
         parallelism, engine_id, known = ticket.parallelism, ticket.engine_id, self._peers.by_address
         plan = self._plans.get((parallelism, ticket.dp_rank))
@@ -170,7 +170,7 @@ class TicketResolver:
         for peer, _ in reached:
             peer.last_used_s = now_s
         for source in sources:
-            found(source)
+            on_source(source)
         return sources
 
     def _check_layers(self, ticket: Ticket, reached: Sequence[tuple[Peer, Connection]]) -> None:
@@ -198,9 +198,8 @@ class TicketResolver:
             return
         self._warned_of_drafts[known] = None
         logger.warning(
-            "engine %r at %s: layers of a draft model (%d of ours, %d of its own) are on one side only and are left out"
-            " of loads: texts stay right, but what a draft guesses about prompts that came without its layers is"
-            " accepted less often",
+            "engine %r at %s: some layers of a draft model are on one side only (ours %d, theirs %d); loads leave them"
+            " out. Outputs stay correct, but fewer draft tokens are accepted after these loads",
             *(*known, len(ours), len(theirs)),
         )
 

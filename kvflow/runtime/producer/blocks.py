@@ -149,7 +149,7 @@ class OfferedBlocks:
             seal_index = self._seals.take_slot()
             if seal_index is None:
                 raise RequestError(
-                    f"{what}: no more than {counted(self._seals.count, 'lease')} may be open (limits.leases_max)"
+                    f"{what}: at most {counted(self._seals.count, 'lease')} may be open (limits.leases_max)"
                 )
             undo.callback(self._seals.free_slot, seal_index)
             self._ledger.lease(entries)
@@ -237,7 +237,7 @@ class OfferedBlocks:
             self._check_filled(group, count, tokens, what)
             needed = -(-tokens // group.block_size) - group.first_needed(tokens) // group.block_size
             if group.kind is GroupKind.STATE and (count > 1 or tokens < num_tokens):
-                why = f"a state is of one slot and of the whole prompt, {counted(num_tokens, 'token')}; "
+                why = f"a state has one slot, for the whole prompt of {counted(num_tokens, 'token')}; "
                 why += f"blocks of other groups hold {tokens}"
                 raise RequestError(f"{what}: {counted(count, 'block id')}{self._group_text(group)}: {why}")
             if count < needed:

@@ -64,7 +64,7 @@ class Goodbyes:
             async with asyncio.timeout(bound_s):
                 await for_each(list(self._readers), self._send, _AT_ONCE_MAX)
         except TimeoutError:
-            logger.info("%s: not all readers were told within %s s that it closes", self._who, bound_s)
+            logger.info("%s: not all readers got a goodbye within %s s", self._who, bound_s)
 
     async def _send(self, caller: Address) -> None:
         """Send a goodbye to one reader. If that fails, forget the reader."""
@@ -73,7 +73,7 @@ class Goodbyes:
         try:
             await self._side_channel.ask(goodbye, fingerprint=fingerprint)
         except PeerError as error:
-            logger.info("%s: a reader was not told that it closes: %s", self._who, error)
+            logger.info("%s: a reader got no goodbye: %s", self._who, error)
             self._readers.pop(caller, None)
 
 

@@ -210,7 +210,7 @@ class Serving:
         awaited = None if ready is None or has_happened(ready, f"{what}: ready") else ready
         extends = request.extends
         if computed is None and extends:
-            raise RequestError(f"{what}: extends: computed_tokens has to say how many there are of {tokens}")
+            raise RequestError(f"{what}: extends: needs computed_tokens, num_tokens is {tokens}")
         if computed is not None:
             if computed > tokens:
                 raise RequestError(f"{what}: computed_tokens is {computed}, num_tokens is {tokens}")
@@ -301,7 +301,7 @@ class Serving:
 
     def close(self) -> None:
         """Revoke all open leases, and refuse readers that wait for a lease, now and later."""
-        self.lease_answers.refuse_questions("it is closing, or gives its cache back")
+        self.lease_answers.refuse_questions("it is closing, or its cache is being unregistered")
         for entry in list(self._open_leases):
             self._end_lease(entry, "revoke")
 

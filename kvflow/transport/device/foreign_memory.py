@@ -65,7 +65,7 @@ def bytes_at(pointer: int, size: int, device: str) -> torch.Tensor:
     kinds = {"xpu": _XPU, torch._C._get_privateuse1_backend_name(): _PRIVATEUSE1}
     if where.type not in kinds:
         known = sorted({"cpu", "cuda", *kinds})
-        raise ConfigError(f"memory on {device!r} is given by its address, of which torch makes tensors on {known} only")
+        raise ConfigError(f"torch cannot make a tensor from an address on {device!r}, only on {known}")
     number = torch.accelerator.current_device_index() if where.index is None else where.index
     memory = _Memory(
         data=pointer,

@@ -46,7 +46,7 @@ from kvflow.transport.base import (
 from kvflow.transport.device import cuda
 from kvflow.transport.device.cache_device import is_rocm
 from kvflow.transport.nixl.defaults import POLLING
-from kvflow.transport.nixl.native import Agent, error_types, import_bindings, prefault, translated
+from kvflow.transport.nixl.native import Agent, error_types, import_bindings, prefault, translate_error
 from kvflow.transport.owner_thread import pause_s
 
 logger = logger_of(__name__)
@@ -261,7 +261,7 @@ class NixlAgents:
 
     def _failed_to_start(self, request: _Request, error: Exception) -> None:
         if len(request.reads) == 1:
-            self._end_request(request, translated(error, self._bindings))
+            self._end_request(request, translate_error(error, self._bindings))
             return
         self._release([request])
         for one in request.reads:  # at least one of the reads is faulty
@@ -398,7 +398,7 @@ class NixlAgents:
             if self._reading.native.getXferStatus(request.handle) != self._bindings.NIXL_SUCCESS:
                 return True
         except self._errors as problem:
-            error = translated(problem, self._bindings)
+            error = translate_error(problem, self._bindings)
         self._end_request(request, error)
         return False
 

@@ -15,7 +15,7 @@ _SETTINGS: Mapping[str, Mapping[str, str]] = {
 }
 """Default settings by NIXL backend. A setting has the name of its environment variable without the prefix ("UCX_")."""
 
-_BESIDE: Mapping[str, str] = {"TCP_TX_SEG_SIZE": "TCP_RX_SEG_SIZE"}
+_EXCLUDED_BY: Mapping[str, str] = {"TCP_TX_SEG_SIZE": "TCP_RX_SEG_SIZE"}
 """Defaults (keys) that are left out if the user has chosen the other setting (value): UCX refuses to receive smaller
 frames than it sends."""
 
@@ -49,7 +49,7 @@ def backend_params(backend: str, given: Mapping[str, str]) -> dict[str, str]:
     ours = [
         f"{name}={value}"
         for name, value in _SETTINGS.get(backend, {}).items()
-        if not any(one in chosen or f"{backend}_{one}" in os.environ for one in (name, _BESIDE.get(name, name)))
+        if not any(one in chosen or f"{backend}_{one}" in os.environ for one in (name, _EXCLUDED_BY.get(name, name)))
     ]
     if ours:
         params["engine_config"] = ",".join([chosen, *ours] if chosen else ours)

@@ -70,7 +70,7 @@ class NixlTransport:
             )
         except BaseException:
             self._closing = True
-            thread.submit(self._end)
+            thread.submit(self._end_when_idle)
             raise
         self._thread = thread
 
@@ -126,7 +126,7 @@ class NixlTransport:
         if thread is None:
             return
         if thread.alive:
-            thread.submit(self._end)
+            thread.submit(self._end_when_idle)
         try:
             async with asyncio.timeout(timeout_s):
                 await thread.ended()
@@ -145,7 +145,7 @@ class NixlTransport:
         thread = self._thread
         if thread is None:
             return
-        thread.abandon(self._end, wait_s)
+        thread.abandon(self._end_when_idle, wait_s)
         self._peers.clear()
         self._open_spans = 0
 
@@ -179,7 +179,7 @@ class NixlTransport:
     def _step(self) -> float | None:
         """Run one step of the agents. Return the seconds that the thread may sleep, or None to end the thread.
 
-        After `_end`, the thread ends as soon as no read is under way.
+        After `_end_when_idle`, the thread ends as soon as no read is under way.
 
         Thread `kvflow-agent <name>`: one for each registration. Ends once no read is under way. If it dies, the poller
         ends and the runtime breaks. NIXL has a progress thread beside it.
@@ -187,7 +187,7 @@ class NixlTransport:
         agents = self._agents
         if agents is None:
             return None if self._ending else _OPENING_S
-        if self._thread is not None and self._thread.orphaned:
+        if self._thread is not None and self._thread.loop_closed:
             self._ending = True
         idle_s = agents.step()
         if self._ending and not agents.busy:
@@ -196,7 +196,7 @@ class NixlTransport:
             return None
         return idle_s
 
-    def _end(self) -> None:
+    def _end_when_idle(self) -> None:
         """Let the thread end once no read is under way. Submitted as a job, so that it runs after all earlier jobs."""
         self._ending = True
 

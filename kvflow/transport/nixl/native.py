@@ -183,18 +183,18 @@ def import_bindings() -> ModuleType:
 
 
 def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
-    """Return NIXL's exception classes, the only exceptions that `translated` turns into a TransportError."""
+    """Return NIXL's exception classes, the only exceptions that `translate_error` turns into a TransportError."""
     found = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
     return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
 
 
 _PEER_GONE = (
-    "the connection to the peer's process is broken: it has ended or was killed, or the network between has failed;"
-    " what NIXL and UCX print on stderr at this time is about the same"
+    "the connection to the peer's process is broken: the process has ended or was killed, or the network has failed;"
+    " NIXL and UCX report the same on stderr"
 )
 
 
-def translated(error: Exception, bindings: ModuleType) -> TransportError:
+def translate_error(error: Exception, bindings: ModuleType) -> TransportError:
     """Return the TransportError for an exception of NIXL: PeerGone if the peer has disconnected."""
     reported = f"{type(error).__name__}: {error}"
     if isinstance(error, bindings.nixlRemoteDisconnectError):
