@@ -154,7 +154,7 @@ class RegisteredCache:
             asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
             it_is = f"{UNKNOWN_ENGINE}: expected {asked_for!r}, this is {ours.engine_id!r}"
             if getattr(request, "reader", "") == self.local.reader:
-                it_is += ", the reader itself: the peer address that it was given is its own"
+                it_is += ", the reader itself: the peer's address leads back to it"
             return msgspec.structs.replace(refusal(it_is), listens=ours)
         if header.fingerprint != self.local.compatibility.fingerprint():
             told = {"compatibility": self.local.compatibility, "cache_shares": self.local.cache_shares}

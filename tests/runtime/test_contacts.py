@@ -37,7 +37,7 @@ class Questions:
             self.begun[name] = contact
 
         address = Address(name, Rank(0, 0, 0), f"tcp://{name}:1")
-        return asyncio.create_task(self.contacts.ask(address, question, begin), name=name)
+        return asyncio.create_task(self.contacts.ask_in_turn(address, question, begin), name=name)
 
     def answer(self, name: str) -> None:
         self.answers[name].set_result("")

@@ -216,7 +216,7 @@ async def test_who_has_left_the_allowlist_is_refused_over_a_kept_connection_too(
 
 
 async def _pair(keys: Path, name: str) -> KeyPair:
-    return (await Keyring.read(name, keys / f"{name}.secret", keys, ManualClock().now_s)).own
+    return (await Keyring.read(name, keys / f"{name}.secret", keys, ManualClock().now_s)).own_keys
 
 
 async def test_a_runtime_with_bad_keys_does_not_open_and_leaves_nothing(keys: Path) -> None:

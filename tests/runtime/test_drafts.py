@@ -105,7 +105,7 @@ async def test_one_line_says_that_a_draft_is_on_one_side(home: Home, caplog: pyt
         if "draft" in line
     ]
     assert "engine 'prefill'" in line
-    assert "(1 of ours, 0 of its own)" in line
+    assert "(ours 1, theirs 0)" in line
 
 
 @pytest.mark.parametrize(("more", "less"), [("decode", "prefill"), ("prefill", "decode")])

@@ -142,7 +142,7 @@ async def test_at_the_deadline_leases_are_revoked_and_named_in_the_log(caplog: p
         assert not draining.result()
         assert [await short, await long] == [LeaseOutcome.EXPIRED, LeaseOutcome.REVOKED]
         assert pair.writer.state is RuntimeState.DRAINING
-    said = "engine 'producer': open after draining for 0.01 s, ended now: leases of ['long'], loads of []"
+    said = "engine 'producer': open after draining for 0.01 s, ending it now: leases of ['long'], loads of []"
     assert said in caplog.text
 
 

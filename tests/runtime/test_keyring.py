@@ -67,8 +67,8 @@ def test_names_from_outside_never_become_paths(keys: Path, engine_id: str) -> No
         ("x" * 39, "expected one key of 40 characters, 39 bytes found"),
         ("x" * 40 + "\n" + "y" * 40, "expected one key"),
         ("x" * 100_000, "4097 bytes found"),
-        ("\u00e4" * 20, "are no key"),
-        ("#" * 40, "are no key"),  # no 32 bits are that large
+        ("\u00e4" * 20, "are not a Z85 key"),
+        ("#" * 40, "are not a Z85 key"),  # no 32 bits are that large
     ],
 )
 @pytest.mark.parametrize("file", ["ours.secret", "theirs.public"])

@@ -183,7 +183,7 @@ async def test_a_ticket_of_another_life_may_try_at_once_but_only_once(pair: Scri
     for ticket in (lease.ticket, reborn):
         await pair.fails(PeerUnreachable, ticket, match=r": nobody$")
     for ticket in (reborn, lease.ticket):
-        await pair.fails(PeerUnreachable, ticket, match="is not asked")
+        await pair.fails(PeerUnreachable, ticket, match="in back-off")
     assert pair.questions == 2
 
 
@@ -317,7 +317,7 @@ async def test_a_producer_that_died_and_came_back(silently: bool) -> None:
         if silently:
             await pair.fails(TransferFailed, unread, match="is gone")
             await pair.fails(PeerUnreachable, unread, match=r"[Cc]onnect")
-            await pair.fails(PeerUnreachable, unread, match="is not asked")
+            await pair.fails(PeerUnreachable, unread, match="in back-off")
         again = replace(PATIENT, engine_id="producer", listen=f"tcp://127.0.0.1:{unread.ticket.first.port}")
         async with Runtime(again, world=engine_world(pair)) as reborn:
             await reborn.register_kv_caches(*small_cache(num_blocks=16, fill=5.0))

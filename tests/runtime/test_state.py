@@ -307,7 +307,7 @@ async def test_a_state_is_of_one_slot_and_of_the_whole_prompt() -> None:
         ((_, runtime),) = await open_engine(stack, Engine(model=MODEL), "prefill", world)
         for tables, num_tokens, problem in (
             ([[1], [0, 1]], 4, "2 block ids of group 'state': a state has one slot"),
-            ([[1], [0]], 6, "of the whole prompt, 6 tokens; blocks of other groups hold 4"),
+            ([[1], [0]], 6, "for the whole prompt of 6 tokens; blocks of other groups hold 4"),
             ([[1], []], 4, "0 block ids of group 'state', expected 1 for 4 tokens"),
             ([[1], [3]], 4, "group 'state': block id 3 is not in 0..2"),
         ):
