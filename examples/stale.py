@@ -44,7 +44,7 @@ ALICE = "My name is Alice and my password is tulip42. What is my password?"
 BLOCK_SIZE = 16
 ANSWER_TOKENS = 24
 LEASE_S = 1.5
-LONG_S = 60.0
+LONG_LEASE_S = 60.0
 LATE = "late"
 
 
@@ -71,7 +71,7 @@ class Pair:
             await self.prefill.prefill(prompt, block_ids)
             return block_ids
 
-    async def alone(self, prompt: Sequence[int]) -> str:
+    async def answer_alone(self, prompt: Sequence[int]) -> str:
         """Return the right answer to a prompt, by the decode engine without a hand-over."""
         async with aclosing(self.decode.generate(prompt, max_tokens=ANSWER_TOKENS)) as tokens:
             return self._tokenizer.decode([token async for token in tokens])
@@ -79,11 +79,11 @@ class Pair:
     async def answer_bob(self, read: Callable[[Sequence[BlockId]], Awaitable[str]]) -> Answer:
         """Let `read` fill blocks of the decode engine with Bob's prompt, then decode from the prompt's last token."""
         async with self.decode.reserve(len(self.bob) + ANSWER_TOKENS) as block_ids:
-            said = await read(block_ids[: blocks_for(len(self.bob), BLOCK_SIZE)])
+            read_result = await read(block_ids[: blocks_for(len(self.bob), BLOCK_SIZE)])
             last, position = self.bob[-1], len(self.bob) - 1
             decoding = self.decode.decode(last, position=position, block_ids=block_ids, max_tokens=ANSWER_TOKENS)
             async with aclosing(decoding) as tokens:
-                return Answer(read=said, text=self._tokenizer.decode([token async for token in tokens]))
+                return Answer(read=read_result, text=self._tokenizer.decode([token async for token in tokens]))
 
 
 # --- the stock way
@@ -131,7 +131,7 @@ class StockAgent:
         return self.agent.get_xfer_descs(rows, "DRAM")
 
 
-async def stock(pair: Pair, *, late: bool) -> Answer:
+async def answer_by_stock(pair: Pair, *, late: bool) -> Answer:
     """Return Bob's answer with a stock connector. With `late`, his blocks are reused before they are read."""
     producer, consumer = StockAgent("stock-prefill", pair.prefill), StockAgent("stock-decode", pair.decode)
 
@@ -152,16 +152,16 @@ async def stock(pair: Pair, *, late: bool) -> Answer:
 
 
 @asynccontextmanager
-async def opened(engine_id: str, engine: Engine) -> AsyncIterator[kvflow.Runtime]:
+async def open_runtime(engine_id: str, engine: Engine) -> AsyncIterator[kvflow.Runtime]:
     async with kvflow.Runtime(kvflow.Config(engine_id=engine_id, listen="tcp://127.0.0.1:0")) as runtime:
         layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=BLOCK_SIZE)
         await runtime.register_kv_caches(engine.kv_caches, layout)
         yield runtime
 
 
-async def with_kvflow(pair: Pair, *, late: bool) -> Answer:
+async def answer_by_kvflow(pair: Pair, *, late: bool) -> Answer:
     """Return Bob's answer with kvflow. If the load cannot prove its bytes, the decode engine computes the prompt."""
-    async with opened("prefill-0", pair.prefill) as producer, opened("decode-0", pair.decode) as consumer:
+    async with open_runtime("prefill-0", pair.prefill) as producer, open_runtime("decode-0", pair.decode) as consumer:
 
         async def read(block_ids: Sequence[BlockId]) -> str:
             try:
@@ -173,7 +173,7 @@ async def with_kvflow(pair: Pair, *, late: bool) -> Answer:
 
         async with pair.prefill.reserve(len(pair.bob)) as block_ids:
             await pair.prefill.prefill(pair.bob, block_ids)
-            ttl_s = LEASE_S if late else LONG_S
+            ttl_s = LEASE_S if late else LONG_LEASE_S
             lease = producer.serve_blocks(kvflow.ServeRequest("bob-1", block_ids, len(pair.bob), ttl_s=ttl_s))
             params = lease.ticket.to_params()
             if not late:
@@ -197,11 +197,11 @@ async def compare(checkpoint: Path, screen: Screen, bob: str = BOB, alice: str =
         Engine(model, block_count=4 * room, block_size=BLOCK_SIZE, shuffle_seed="decode-0") as decode,
     ):
         pair = Pair(prefill, decode, tokenizer, bob, alice)
-        right, of_alice = await pair.alone(pair.bob), await pair.alone(pair.alice)
+        right, of_alice = await pair.answer_alone(pair.bob), await pair.answer_alone(pair.alice)
         screen.stale(bob, alice, await pair.compute(pair.bob), LEASE_S)
         answers = {
             (way, moment): await answered(pair, late=moment == LATE)
-            for way, answered in (("stock", stock), ("kvflow", with_kvflow))
+            for way, answered in (("stock", answer_by_stock), ("kvflow", answer_by_kvflow))
             for moment in ("in time", LATE)
         }
     screen.stale_answers({key: (answer.read, answer.text, answer.text == right) for key, answer in answers.items()})

@@ -48,11 +48,11 @@ async def prefill(options: argparse.Namespace) -> None:
     async with runtime_with_cache("prefill", options) as (runtime, kv_caches):
         block_ids = list(range(0, 2 * options.blocks, 2))
         for layer, tensor in enumerate(kv_caches.values()):  # in place of a forward pass
-            tensor[torch.tensor(block_ids)] = computed(layer, options)
+            tensor[torch.tensor(block_ids)] = block_content(layer, options)
         lease = runtime.serve_blocks(
-            kvflow.ServeRequest("one", block_ids, num_tokens=len(block_ids) * BLOCK_SIZE, ready=event(options))
+            kvflow.ServeRequest("one", block_ids, num_tokens=len(block_ids) * BLOCK_SIZE, ready=record_event(options))
         )
-        write_whole(options.ticket, json.dumps(lease.ticket.to_params()))
+        write_atomically(options.ticket, json.dumps(lease.ticket.to_params()))
         print(f"offered {options.blocks} blocks on {options.device}: the ticket is in {options.ticket}", flush=True)
         print(f"the lease ended as {await lease}")
 
@@ -62,12 +62,12 @@ async def decode(options: argparse.Namespace) -> None:
     async with runtime_with_cache("decode", options) as (runtime, kv_caches):
         await runtime.prewarm([ticket])  # connect first, so that only the load is timed
         block_ids = list(range(2 * options.blocks - 1, 0, -2))
-        request = kvflow.LoadRequest("one", ticket, block_ids, after=event(options))
+        request = kvflow.LoadRequest("one", ticket, block_ids, after=record_event(options))
         start_s = time.perf_counter()
         report = await runtime.load_blocks(request)
         seconds = time.perf_counter() - start_s
         right = [
-            torch.equal(tensor[torch.tensor(block_ids)], computed(layer, options))
+            torch.equal(tensor[torch.tensor(block_ids)], block_content(layer, options))
             for layer, tensor in enumerate(kv_caches.values())
         ]
     print(f"read {report.bytes >> 20} MiB in {seconds * 1e3:.1f} ms: {report.bytes / seconds / 1e9:.2f} GB/s")
@@ -91,14 +91,14 @@ async def runtime_with_cache(
         yield runtime, kv_caches
 
 
-def computed(layer: int, options: argparse.Namespace) -> torch.Tensor:
+def block_content(layer: int, options: argparse.Namespace) -> torch.Tensor:
     """Return the content of a layer's blocks in prompt order: integers that fp16 represents exactly."""
     count = options.blocks * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE
     words = (torch.arange(count, device=options.device) + layer) % 2039
     return words.to(torch.float16).view(options.blocks, 2, KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
 
 
-def event(options: argparse.Namespace) -> Any:
+def record_event(options: argparse.Namespace) -> Any:
     """Record an event after all work submitted to the device so far, and return it; None on a CPU."""
     if options.device == "cpu":
         return None
@@ -107,7 +107,7 @@ def event(options: argparse.Namespace) -> Any:
     return happened
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically, so that a process that waits for the file never sees part of it."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(text)

@@ -47,9 +47,9 @@ async def load_into(
         return await load
     finally:
         if not load.safe:
-            start_task(_freed_when_settled(load, blocks.pop_all()), f"quarantine {request.request_id}")
+            start_task(_free_when_settled(load, blocks.pop_all()), f"quarantine {request.request_id}")
 
 
-async def _freed_when_settled(load: kvflow.Load, blocks: AsyncExitStack) -> None:
+async def _free_when_settled(load: kvflow.Load, blocks: AsyncExitStack) -> None:
     async with blocks:
         await load.settled()

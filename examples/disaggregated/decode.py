@@ -21,7 +21,7 @@ from disaggregated.groups import LayerGroups
 from disaggregated.messages import DecodeRequest, Failure, FirstToken, Step
 from kvflow.errors import KVFlowError
 
-Bring = Callable[[Sequence[kvflow.Attempt]], Awaitable[dict[str, Any] | None]]
+NextTicket = Callable[[Sequence[kvflow.Attempt]], Awaitable[dict[str, Any] | None]]
 """A function that has the prompt computed by a prefill worker that no attempt has used yet.
 
 It returns the new worker's ticket, or None if no worker is left.
@@ -37,23 +37,23 @@ class DecodeWorker:
         self._start_task = start_task
         self._groups = LayerGroups(engine)
 
-    async def decode(self, request: DecodeRequest, bring: Bring | None = None) -> Generation:
+    async def decode(self, request: DecodeRequest, next_ticket: NextTicket | None = None) -> Generation:
         """Reserve blocks, and start a task that loads the prompt and generates. Return the answer under way.
 
-        `bring` gets the first ticket once blocks are reserved, and another if the load fails; without `bring` the
+        `next_ticket` gets the first ticket once blocks are reserved, and another if the load fails. Without it the
         ticket is `request.ticket`. Cancelling this call frees the blocks. Raises RequestTooLongError, OutOfBlocksError,
-        and any error of the first `bring`.
+        and any error of the first `next_ticket`.
         """
         require_length(self._engine, request.prompt_count, request.max_tokens)
         async with AsyncExitStack() as blocks:
-            room = self._engine.reserve(request.prompt_count + request.max_tokens)
-            block_ids = await blocks.enter_async_context(room)
+            reservation = self._engine.reserve(request.prompt_count + request.max_tokens)
+            block_ids = await blocks.enter_async_context(reservation)
             load = kvflow.LoadRequest(
                 request.request_id,
-                ticket=request.ticket if bring is None else await bring(()) or (),
+                ticket=request.ticket if next_ticket is None else await next_ticket(()) or (),
                 block_ids=self._groups.tables(block_ids, request.prompt_count),
                 deadline_s=request.deadline_s,
-                again=bring,
+                again=next_ticket,
             )
             generation = Generation()
             body = self._answer(request, load, block_ids, blocks.pop_all(), generation)
@@ -74,10 +74,10 @@ class DecodeWorker:
                 generation.report = await load_into(blocks, self._runtime, load, self._start_task)
                 token = self._first_token(request, generation.report.payload)
             except (KVFlowError, NoFirstTokenError) as error:
-                generation.lines.put_nowait(failure_of(error))
+                generation.events.put_nowait(failure_of(error))
                 return
             eos = self._engine.eos_token_id
-            generation.lines.put_nowait(Step.of(token, eos_token_id=eos, last=request.max_tokens == 1))
+            generation.events.put_nowait(Step.of(token, eos_token_id=eos, last=request.max_tokens == 1))
             decoding = self._engine.decode(
                 token,
                 position=request.prompt_count,
@@ -89,7 +89,7 @@ class DecodeWorker:
                 count = 1
                 async for token in tokens:
                     count += 1
-                    generation.lines.put_nowait(Step.of(token, eos_token_id=eos, last=count == request.max_tokens))
+                    generation.events.put_nowait(Step.of(token, eos_token_id=eos, last=count == request.max_tokens))
 
     def _first_token(self, request: DecodeRequest, payload: bytes) -> int:
         """Decode the payload that came with the blocks, and return the first token.
@@ -114,12 +114,12 @@ class Generation:
     """kvflow's report of the load. Set before the first step."""
 
     def __init__(self) -> None:
-        self.lines: asyncio.Queue[Step | Failure] = asyncio.Queue()
+        self.events: asyncio.Queue[Step | Failure] = asyncio.Queue()
 
     async def steps(self) -> AsyncIterator[Step | Failure]:
         """Yield each step up to the last; a failure ends the answer."""
         while True:
-            step = await self.lines.get()
+            step = await self.events.get()
             yield step
             if isinstance(step, Failure) or step.finish_reason is not None:
                 return

@@ -39,14 +39,14 @@ class EngineProcesses:
 
     async def expect(self, kind: type[Expected]) -> list[Expected]:
         """Wait for the next event of each rank, and return them. Raise WorkerError if one is not of this kind."""
-        return await _all(rank.expect(kind) for rank in self.ranks)
+        return await _gather(rank.expect(kind) for rank in self.ranks)
 
     async def tokens(self) -> AsyncGenerator[int, None]:
         """Yield the tokens of an answer up to its end."""
-        while (token := self.agreed(await _all(rank.next_token() for rank in self.ranks))) is not None:
+        while (token := self.common_answer(await _gather(rank.next_token() for rank in self.ranks))) is not None:
             yield token
 
-    def agreed(self, answers: Sequence[Answer]) -> Answer:
+    def common_answer(self, answers: Sequence[Answer]) -> Answer:
         """Return the answer that all ranks gave. Raise WorkerError if their answers differ."""
         if any(answer != answers[0] for answer in answers):
             raise WorkerError(f"{self.engine_id}: its ranks disagree: {answers}")
@@ -64,12 +64,12 @@ async def start_engine(settings: WorkerSettings) -> AsyncIterator[EngineProcesse
         try:
             yield EngineProcesses(settings.engine_id, ranks)
         finally:
-            # Hang up on all ranks before waiting for any: a rank may be waiting for another rank to leave.
+            # Close the channels of all ranks before waiting for any: a rank may be waiting for another rank to leave.
             for rank in ranks:
-                rank.hang_up()
+                rank.close_channel()
 
 
-async def _all(coroutines: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+async def _gather(coroutines: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
     """Run `coroutines` concurrently and return their results. The first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -17,7 +17,7 @@ import kvflow
 
 
 @asynccontextmanager
-async def registered(
+async def open_runtime(
     config: kvflow.Config,
     engine: Engine,
     observers: Sequence[kvflow.Observer] = (),
@@ -55,15 +55,15 @@ class LayerGroups:
         A table has the blocks that the last token and the next one attend to.
         """
         filled = blocks_for(token_count, self._block_size)
-        return {_name(window): block_ids[self._first(window, token_count) : filled] for window in self._layers}
+        return {_name(window): block_ids[self._first_block(window, token_count) : filled] for window in self._layers}
 
-    def left(self, token_count: int) -> tuple[int, int]:
+    def skipped(self, token_count: int) -> tuple[int, int]:
         """Return how many blocks and bytes of a sequence lie before the windows of its layers, and so are not moved."""
-        first = {window: self._first(window, token_count) for window in self._layers}
+        first = {window: self._first_block(window, token_count) for window in self._layers}
         sizes = (first[window] * _block_bytes(layers) for window, layers in self._layers.items())
         return sum(first.values()), sum(sizes)
 
-    def _first(self, window: int, token_count: int) -> int:
+    def _first_block(self, window: int, token_count: int) -> int:
         """Return the index of the first block that a layer with this window needs. A window counts the token itself."""
         return max(0, token_count - window) // self._block_size if window else 0
 

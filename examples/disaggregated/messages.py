@@ -77,7 +77,7 @@ class DecodeRequest(Message, frozen=True, kw_only=True):
 
     request_id: str
     ticket: dict[str, Any] = {}
-    """Ticket of the prompt's lease; empty if a `disaggregated.decode.Bring` gets tickets."""
+    """Ticket of the prompt's lease; empty if a `disaggregated.decode.NextTicket` gets tickets."""
     prompt_count: Count
     max_tokens: Count
     """Maximum length of the answer, the first token included."""

@@ -36,7 +36,7 @@ class Neighbours:
         self._prefixes = prefixes
         self._start_task = start_task
 
-    def computed(self, prompt: Sequence[int], block_ids: Sequence[BlockId]) -> None:
+    def add(self, prompt: Sequence[int], block_ids: Sequence[BlockId]) -> None:
         """Note that `block_ids` hold `prompt`, so that other workers can load its beginning."""
         keys = tuple(prefix_keys(prompt, self._block_size))
         if keys:

@@ -30,8 +30,8 @@ class Offer:
     """A prompt's lease, the task that computes the prompt, and the task that keeps its blocks while it is on offer."""
 
     lease: kvflow.Lease
-    computing: asyncio.Task[int]
-    keeping: asyncio.Task[None]
+    compute_task: asyncio.Task[int]
+    keep_task: asyncio.Task[None]
 
 
 class PrefillWorker:
@@ -71,12 +71,14 @@ class PrefillWorker:
                 )
             )
             name = f"prompt {request.request_id}"
-            computing = asyncio.create_task(self._computed(request, lease, block_ids, start), name=name)
-            keeping = self._start_task(self._keep(lease, computing, blocks.pop_all()), f"lease {request.request_id}")
-        self._offers[request.request_id] = Offer(lease, computing, keeping)
+            compute_task = asyncio.create_task(self._compute(request, lease, block_ids, start), name=name)
+            keep_task = self._start_task(
+                self._keep_blocks(lease, compute_task, blocks.pop_all()), f"lease {request.request_id}"
+            )
+        self._offers[request.request_id] = Offer(lease, compute_task, keep_task)
         return lease
 
-    async def _computed(
+    async def _compute(
         self, request: PrefillRequest, lease: kvflow.Lease, block_ids: Sequence[BlockId], start: int
     ) -> int:
         """Compute the prompt and return its first token, which the decode worker gets as the lease's payload."""
@@ -89,31 +91,31 @@ class PrefillWorker:
             raise
         lease.complete(FirstToken(token=token).written())
         if self._neighbours is not None:
-            self._neighbours.computed(request.prompt, block_ids)
+            self._neighbours.add(request.prompt, block_ids)
         return token
 
-    async def _keep(self, lease: kvflow.Lease, computing: asyncio.Task[int], blocks: AsyncExitStack) -> None:
+    async def _keep_blocks(self, lease: kvflow.Lease, compute_task: asyncio.Task[int], blocks: AsyncExitStack) -> None:
         """Keep the blocks reserved until the lease has ended and no step of the engine writes to them."""
         async with blocks:
             try:
                 await lease
             finally:
                 lease.revoke()  # no effect on a lease that has ended
-                computing.cancel()
-                await asyncio.wait([computing])
+                compute_task.cancel()
+                await asyncio.wait([compute_task])
                 await lease
                 offer = self._offers.get(lease.request_id)
                 if offer is not None and offer.lease is lease:  # otherwise a later request has reused the id
                     del self._offers[lease.request_id]
-        if not computing.cancelled() and computing.exception() is not None:
-            logger.error("%s was not computed", lease.request_id, exc_info=computing.exception())
+        if not compute_task.cancelled() and compute_task.exception() is not None:
+            logger.error("%s was not computed", lease.request_id, exc_info=compute_task.exception())
 
-    async def computed(self, request_id: str) -> int:
+    async def wait_computed(self, request_id: str) -> int:
         """Wait until the prompt of an open lease is computed, and return its first token.
 
         Cancelling this call does not stop the computation.
         """
-        return await asyncio.shield(self._offers[request_id].computing)
+        return await asyncio.shield(self._offers[request_id].compute_task)
 
     def release(self, request_id: str) -> None:
         """Withdraw the offer of a prompt. No effect if its lease has ended."""
@@ -121,8 +123,8 @@ class PrefillWorker:
         if offer is not None:
             offer.lease.revoke()
 
-    async def released(self, request_id: str) -> None:
+    async def wait_released(self, request_id: str) -> None:
         """Wait until a prompt's blocks are free again. Cancelling this call only stops the waiting."""
         offer = self._offers.get(request_id)
         if offer is not None:
-            await asyncio.wait([offer.keeping])
+            await asyncio.wait([offer.keep_task])

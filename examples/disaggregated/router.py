@@ -51,7 +51,7 @@ class WorkerProcess:
         try:
             await self._channel.send(command)
         except ChannelClosedError as error:
-            raise await self._death() from error
+            raise await self._exit_error() from error
 
     async def expect(self, kind: type[Expected]) -> Expected:
         """Wait for the next event and return it. Raises WorkerError if it is not of this kind."""
@@ -77,21 +77,21 @@ class WorkerProcess:
         except TimeoutError as error:
             raise WorkerError(f"{self.name} did not answer within {ANSWER_TIMEOUT_S} s") from error
         except ChannelClosedError as error:
-            raise await self._death() from error
+            raise await self._exit_error() from error
         if isinstance(event, Failure):
             raise WorkerError(f"{self.name} failed: {event.message}")
         return event
 
-    async def _death(self) -> WorkerError:
+    async def _exit_error(self) -> WorkerError:
         await asyncio.to_thread(self._process.join, KILL_TIMEOUT_S)
         return WorkerError(f"{self.name} died unexpectedly ({_exit_text(self._process.exitcode)})")
 
-    def hang_up(self) -> None:
+    def close_channel(self) -> None:
         """Close the channel, by which the worker ends."""
         self._channel.close()
 
     async def wait_closed(self) -> None:
-        """Wait for the worker's end, after `hang_up`. Terminate it if it does not end in time, then kill it."""
+        """Wait for the worker's end, after `close_channel`. Terminate it if it does not end in time, then kill it."""
         await asyncio.to_thread(self._process.join, EXIT_TIMEOUT_S)
         for emphasis in (self._process.terminate, self._process.kill):
             if self._process.is_alive():
@@ -133,7 +133,7 @@ def _spawned(settings: WorkerSettings, theirs: socket.socket, peers: Sequence[so
     # Spawn, never fork: neither NIXL nor torch's threads survive a fork.
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=run_worker, args=(settings, theirs, peers), name=settings.name, daemon=True)
-    with _interrupts_ignored():
+    with _ignore_interrupts():
         process.start()
     # With these ends closed here, only the worker has them open, so its death closes the connections.
     for end in (theirs, *peers):
@@ -142,7 +142,7 @@ def _spawned(settings: WorkerSettings, theirs: socket.socket, peers: Sequence[so
 
 
 @contextmanager
-def _interrupts_ignored() -> Iterator[None]:
+def _ignore_interrupts() -> Iterator[None]:
     """Make processes started in the block ignore SIGINT: on Ctrl-C the terminal signals all processes.
 
     The router ends its workers itself.

@@ -25,7 +25,7 @@ from disaggregated.background import StartTask, background_tasks
 from disaggregated.channel import Channel, ChannelClosedError
 from disaggregated.decode import DecodeWorker
 from disaggregated.failures import failure_of
-from disaggregated.groups import LayerGroups, registered
+from disaggregated.groups import LayerGroups, open_runtime
 from disaggregated.messages import (
     Command,
     DecodeRequest,
@@ -66,22 +66,22 @@ def run_worker(settings: WorkerSettings, sock: socket.socket, peers: Sequence[so
     # All workers share the machine's cores, and with one thread sums are rounded the same everywhere.
     torch.set_num_threads(1)
     with closing(AllReduce(settings.shard.tp_rank, peers)) as all_reduce:
-        uvloop.run(_live(settings, sock, all_reduce))
+        uvloop.run(_run(settings, sock, all_reduce))
 
 
-async def _live(settings: WorkerSettings, sock: socket.socket, all_reduce: AllReduce) -> None:
+async def _run(settings: WorkerSettings, sock: socket.socket, all_reduce: AllReduce) -> None:
     decoder = msgspec.json.Decoder[Command](Command)
     async with (
         await Channel[Command, Event].open(sock, decoder) as channel,
-        _failures_reported(channel),
-        _started(settings, channel, all_reduce) as worker,
+        _report_failures(channel),
+        _open_worker(settings, channel, all_reduce) as worker,
     ):
         await channel.send(Ready())
         await worker.serve()
 
 
 @asynccontextmanager
-async def _started(
+async def _open_worker(
     settings: WorkerSettings, channel: Channel[Command, Event], all_reduce: AllReduce
 ) -> AsyncIterator[_Worker]:
     """Open an engine, a runtime with the engine's cache, and background tasks; yield the worker.
@@ -105,7 +105,7 @@ async def _started(
             # scatter them alike, because they must use the same blocks.
             shuffle_seed=settings.engine_id,
         ) as engine,
-        registered(config, engine) as runtime,
+        open_runtime(config, engine) as runtime,
         background_tasks() as start_task,
     ):
         yield _Worker(engine, runtime, start_task, channel)
@@ -142,29 +142,29 @@ class _Worker:
                 return
 
     async def _answer(self, command: Command) -> None:
-        async with _failures_reported(self._channel):
+        async with _report_failures(self._channel):
             match command:
                 case PrefillRequest():
-                    await self._prefilled(command)
+                    await self._run_prefill(command)
                 case DecodeRequest():
-                    await self._decoded(command)
+                    await self._run_decode(command)
                 case Generate():
-                    await self._generated(command)
+                    await self._run_generate(command)
 
-    async def _prefilled(self, request: PrefillRequest) -> None:
+    async def _run_prefill(self, request: PrefillRequest) -> None:
         """Send the ticket of the prompt's blocks, and, when their lease has ended, its outcome."""
         lease = await self._prefill.prefill(request)
         await self._channel.send(Offered(ticket=lease.ticket.to_params()))
-        await self._prefill.released(request.request_id)
+        await self._prefill.wait_released(request.request_id)
         await self._channel.send(Released(outcome=await lease))
 
-    async def _decoded(self, request: DecodeRequest) -> None:
+    async def _run_decode(self, request: DecodeRequest) -> None:
         """Send the report of the load, then each step, then Done."""
         async with aclosing(await self._decode.decode(request)) as generation:
             count = 0
             async for step in generation.steps():
                 if isinstance(step, Step) and not count:
-                    await self._channel.send(self._loaded(request, generation.report))
+                    await self._channel.send(self._loaded_event(request, generation.report))
                 await self._channel.send(step)
                 count += isinstance(step, Step)
             # Done comes last, in every answer: then all ranks have freed their blocks before any gets another command.
@@ -172,8 +172,8 @@ class _Worker:
         if count:
             await self._channel.send(Done())
 
-    def _loaded(self, request: DecodeRequest, report: kvflow.LoadReport) -> Loaded:
-        blocks_left, size_left = self._groups.left(request.prompt_count)
+    def _loaded_event(self, request: DecodeRequest, report: kvflow.LoadReport) -> Loaded:
+        blocks_left, size_left = self._groups.skipped(request.prompt_count)
         return Loaded(
             sources=list(report.sources),
             blocks=report.blocks,
@@ -185,7 +185,7 @@ class _Worker:
             total_s=report.total_s,
         )
 
-    async def _generated(self, command: Generate) -> None:
+    async def _run_generate(self, command: Generate) -> None:
         """Prefill and decode on this engine, without a hand-over, and send each step."""
         async with aclosing(self._engine.generate(command.prompt, max_tokens=command.max_tokens)) as tokens:
             async for token in tokens:
@@ -194,7 +194,7 @@ class _Worker:
 
 
 @asynccontextmanager
-async def _failures_reported(channel: Channel[Command, Event]) -> AsyncIterator[None]:
+async def _report_failures(channel: Channel[Command, Event]) -> AsyncIterator[None]:
     """Send a Failure to the router for an expected error in the block. Do nothing if the router has left."""
     try:
         yield

@@ -53,7 +53,7 @@ class Engine:
             self.kv_caches["layers.0"][:, blocks[index // BLOCK_SIZE], index % BLOCK_SIZE] = float(token)
         lease = self.runtime.serve_blocks(ServeRequest(request_id, block_ids=blocks, num_tokens=len(prompt)))
         self.leases.add(lease)
-        self._in_background(self._free_after(lease, blocks))
+        self._in_background(self._free_after_lease(lease, blocks))
         return lease.ticket.to_params()
 
     async def decode(self, request_id: str, ticket: Mapping[str, Any], num_tokens: int) -> list[int]:
@@ -65,7 +65,7 @@ class Engine:
             rows = self.kv_caches["layers.0"][0, blocks].flatten(0, 1)[:num_tokens]
             return [int(row.flatten()[0]) for row in rows]
         except BaseException:
-            self._in_background(self._give_offer_back(ticket))
+            self._in_background(self._release_offer(ticket))
             raise
         finally:
             self._in_background(self._free_when_settled(load, blocks))
@@ -81,7 +81,7 @@ class Engine:
         self.kv_caches["layers.0"][:, list(blocks)] = -1.0  # overwrite the blocks, as their next owner would
         self.free.extend(blocks)
 
-    async def _free_after(self, lease: Lease, blocks: Sequence[int]) -> None:
+    async def _free_after_lease(self, lease: Lease, blocks: Sequence[int]) -> None:
         await lease
         self.leases.discard(lease)
         self.give_back(blocks)
@@ -92,7 +92,7 @@ class Engine:
         await load.settled()
         self.give_back(blocks)
 
-    async def _give_offer_back(self, ticket: Mapping[str, Any]) -> None:
+    async def _release_offer(self, ticket: Mapping[str, Any]) -> None:
         """Release an offer that will not be read: the prefill engine can free its blocks before the lease expires."""
         with suppress(KVFlowError):
             await self.runtime.release_blocks(ticket)

@@ -34,28 +34,28 @@ class AnswerText:
     def push(self, step: Step) -> str:
         """Add a step. Return the piece of text that can be shown now, perhaps ""."""
         text, shown_chars = self._stream.push(step.token), self._shown_chars
-        cut = cut_of(text, self._stops, shown_chars)
+        cut = stop_start(text, self._stops, shown_chars)
         if cut is not None:
             self.finish_reason, self._shown_chars = "stop", cut
         elif step.finish_reason is not None:
             self.finish_reason, self._shown_chars = step.finish_reason, len(text)
         else:
-            self._shown_chars = len(text) - held_chars(text, self._stops, shown_chars)
+            self._shown_chars = len(text) - withheld_chars(text, self._stops, shown_chars)
         return text[shown_chars : self._shown_chars]
 
 
-def cut_of(text: str, stops: Sequence[str], start: int = 0) -> int | None:
+def stop_start(text: str, stops: Sequence[str], start: int = 0) -> int | None:
     """Return the start of the stop string that is complete first; None if no stop string begins at `start` or later."""
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop, start)) >= 0]
     return min(found)[1] if found else None
 
 
-def held_chars(text: str, stops: Sequence[str], start: int = 0) -> int:
+def withheld_chars(text: str, stops: Sequence[str], start: int = 0) -> int:
     """Return how many characters at the end of `text[start:]` may be the beginning of a stop string."""
-    return max((_held_by(text, stop, max(start, len(text) - len(stop) + 1)) for stop in stops), default=0)
+    return max((_withheld_for(text, stop, max(start, len(text) - len(stop) + 1)) for stop in stops), default=0)
 
 
-def _held_by(text: str, stop: str, start: int) -> int:
+def _withheld_for(text: str, stop: str, start: int) -> int:
     """Return how many characters at the end of `text[start:]` may be the beginning of `stop`."""
     while (start := text.find(stop[0], start)) >= 0:
         if stop.startswith(text[start:]):

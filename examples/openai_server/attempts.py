@@ -49,7 +49,7 @@ class Prompt:
     def remaining_s(self) -> float:
         return max(self.deadline - asyncio.get_running_loop().time(), 0.001)
 
-    def to_compute(self, request_id: str, neighbours: Sequence[str] = ()) -> PrefillRequest:
+    def prefill_request(self, request_id: str, neighbours: Sequence[str] = ()) -> PrefillRequest:
         """Return the request of one attempt to a prefill worker."""
         return PrefillRequest(
             request_id=request_id,
@@ -59,7 +59,7 @@ class Prompt:
             neighbours=list(neighbours),
         )
 
-    def to_answer(self, request_id: str, offered: dict[str, Any] | None = None) -> DecodeRequest:
+    def decode_request(self, request_id: str, offered: dict[str, Any] | None = None) -> DecodeRequest:
         """Return the request of one attempt to a decode worker. `offered` is the prefill worker's ticket."""
         return DecodeRequest(
             request_id=request_id,
@@ -88,7 +88,7 @@ async def answer(prompt: Prompt, attempt: Attempt, retried: Callable[[str], None
         # Each attempt has its own request id, because blocks of an earlier attempt may still be on offer.
         async with aclosing(attempt(f"{prompt.id}-{number}-{secrets.token_hex(16)}", prompt, avoid)) as steps:
             try:
-                step = await before(prompt.deadline, anext(steps))
+                step = await await_before(prompt.deadline, anext(steps))
             except AttemptError as error:
                 if number == ATTEMPTS_MAX or not STATUS[error.failure.kind].retry:
                     raise
@@ -98,12 +98,12 @@ async def answer(prompt: Prompt, attempt: Attempt, retried: Callable[[str], None
                 continue
             yield step
             while step.finish_reason is None:
-                step = await before(prompt.deadline, anext(steps))
+                step = await await_before(prompt.deadline, anext(steps))
                 yield step
             return
 
 
-async def before(deadline: float, result: Awaitable[Result]) -> Result:
+async def await_before(deadline: float, result: Awaitable[Result]) -> Result:
     """Await `result` and return it. Raises AttemptError once the request's deadline has passed."""
     try:
         async with asyncio.timeout_at(deadline):

@@ -19,28 +19,28 @@ class Status:
     type: str
     retry: bool
     """True if the router makes another attempt, with other workers if there are any."""
-    says: str = ""
+    message: str = ""
     """Message for the client; "" for the failure's own message."""
 
 
 STATUS = {
     FailureKind.INVALID: Status(http=400, type="invalid_request_error", retry=False),
     FailureKind.BUSY: Status(
-        http=503, type="server_error", retry=True, says="The server is busy; try again in a few seconds."
+        http=503, type="server_error", retry=True, message="The server is busy; try again in a few seconds."
     ),
     FailureKind.PREFILL_AGAIN: Status(
-        http=502, type="server_error", retry=True, says="The prompt's cache could not be handed over; try again."
+        http=502, type="server_error", retry=True, message="The prompt's cache could not be handed over; try again."
     ),
     FailureKind.WORKER_FAILED: Status(
-        http=502, type="server_error", retry=True, says="The server had an error while it processed the request."
+        http=502, type="server_error", retry=True, message="The server had an error while it processed the request."
     ),
     FailureKind.WORKER_LOST: Status(
-        http=502, type="server_error", retry=True, says="The server lost a worker during the request; try again."
+        http=502, type="server_error", retry=True, message="The server lost a worker during the request; try again."
     ),
     FailureKind.NO_WORKER: Status(
-        http=503, type="server_error", retry=False, says="The server has no worker to take the request; try again."
+        http=503, type="server_error", retry=False, message="The server has no worker to take the request; try again."
     ),
     FailureKind.DEADLINE: Status(
-        http=504, type="timeout_error", retry=False, says="The request did not end before its deadline."
+        http=504, type="timeout_error", retry=False, message="The request did not end before its deadline."
     ),
 }

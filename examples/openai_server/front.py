@@ -24,9 +24,9 @@ from paged_engine.weights import MODEL_NAME
 from starlette.exceptions import HTTPException
 
 from openai_server.answer_text import AnswerText
-from openai_server.attempts import Attempt, AttemptError, Prompt, answer, before
+from openai_server.attempts import Attempt, AttemptError, Prompt, answer, await_before
 from openai_server.failures import STATUS
-from openai_server.http_io import BodyLimit, ClientGoneError, LiveStream, unless_gone
+from openai_server.http_io import BodyLimit, ClientGoneError, LiveStream, run_until_disconnect
 from openai_server.metrics import FrontMetrics
 from openai_server.parameters import CACHE_TOKENS, ChatRequest, CompletionRequest, GenerationRequest
 from openai_server.replies import MODEL, Replies, Reply, error, json_reply, usage_of
@@ -62,15 +62,15 @@ class Front:
         """
         began_s = time.monotonic()
         replies = Replies(isinstance(request, ChatRequest))
-        prompt = await unless_gone(http, self._prompt(replies.id, request))
+        prompt = await run_until_disconnect(http, self._prompt(replies.id, request))
         steps = answer(prompt, self.attempt, self.metrics.retried)
         if not request.stream:
-            text = await unless_gone(http, self._text(steps, AnswerText(self.tokenizer, request.stop)))
+            text = await run_until_disconnect(http, self._text(steps, AnswerText(self.tokenizer, request.stop)))
             self.metrics.request_ended("ok")
             assert text.finish_reason is not None, "an answer that is not whole is an error"
             usage = usage_of(len(prompt.token_ids), text.token_count)
             return json_reply(replies.whole(text.text, text.finish_reason, usage))
-        first = await unless_gone(http, _first(steps))
+        first = await run_until_disconnect(http, _first(steps))
         self.metrics.first_token.observe(time.monotonic() - began_s)
         events = self._events(first, steps, replies, request, len(prompt.token_ids))
         return LiveStream(events, steps, media_type="text/event-stream")
@@ -90,13 +90,13 @@ class Front:
             message = f"model {request.model!r} does not exist here; this server has {MODEL_NAME!r}"
             raise RefusedError(message, param="model", http=404, code="model_not_found")
         assert isinstance(request, ChatRequest | CompletionRequest)
-        token_ids = await before(deadline, asyncio.to_thread(self._encode, request))
+        token_ids = await await_before(deadline, asyncio.to_thread(self._encode, request))
         return Prompt(
             id=answer_id,
             token_ids=token_ids,
             max_tokens=request.token_limit,
             deadline=deadline,
-            sampling=request.drawn_sampling(),
+            sampling=request.sampling_with_seed(),
         )
 
     def _encode(self, request: ChatRequest | CompletionRequest) -> list[int]:
@@ -196,8 +196,8 @@ def front_app(front: Front) -> FastAPI:
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        said = front.health()
-        return json_reply(said, 503 if said["status"] == "down" else 200)
+        reply = front.health()
+        return json_reply(reply, 503 if reply["status"] == "down" else 200)
 
     return app
 
@@ -244,7 +244,7 @@ def _reply_of(failure: Failure, prompt: str | None) -> Reply:
     """Return the error for a failure. `prompt` names the parameter with the prompt, if the prompt may be at fault."""
     status, invalid = STATUS[failure.kind], failure.kind is FailureKind.INVALID
     code = "context_length_exceeded" if invalid else failure.kind
-    return error(status.says or failure.message, status.type, param=prompt if invalid else None, code=code)
+    return error(status.message or failure.message, status.type, param=prompt if invalid else None, code=code)
 
 
 def _event(reply: Any) -> str:

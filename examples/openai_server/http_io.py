@@ -70,10 +70,10 @@ class LiveStream(StreamingResponse):
             await self._source.aclose()
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Return the result of `work`. If the client disconnects, cancel `work`, await its end, raise ClientGoneError."""
     working = asyncio.create_task(work, name=f"{request.method} {request.url.path}")
-    leaving = asyncio.create_task(_hung_up(request), name="client")
+    leaving = asyncio.create_task(_wait_disconnect(request), name="client")
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -87,7 +87,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Re
         leaving.cancel()
 
 
-async def _hung_up(request: Request) -> None:
+async def _wait_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 

@@ -32,7 +32,7 @@ from openai_server.processes import Service, health, start_service, unpack_model
 from openai_server.worker import open_engine
 
 RECOVERY_TIMEOUT_S = 60.0
-LOOK_AGAIN_S = 0.1
+POLL_S = 0.1
 BEGINNINGS = (
     "The capital of France is",
     "Once upon a time a fox",
@@ -114,18 +114,18 @@ async def run_load_test(options: argparse.Namespace) -> int:
             tally, began_s = Tally(), time.monotonic()
             load = Load(options.clients, options.requests, options.tokens)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(put_load(service.url, load, right, tally))
+                tasks.create_task(run_clients(service.url, load, right, tally))
                 if options.kill != "none":
                     while tally.ended < load.clients * load.requests // 2:  # noqa: ASYNC110 - other processes
-                        await asyncio.sleep(LOOK_AGAIN_S)
+                        await asyncio.sleep(POLL_S)
                     service.processes[f"{options.kill}-0"].kill()
             took_s = time.monotonic() - began_s
-            recovered_s = await recovered(service)
+            recovered_s = await wait_recovered(service)
     _print_report(console, options, tally, took_s, recovered_s)
     return 0 if tally.good and recovered_s is not None else 1
 
 
-async def put_load(url: str, load: Load, right: Mapping[Question, str], tally: Tally) -> None:
+async def run_clients(url: str, load: Load, right: Mapping[Question, str], tally: Tally) -> None:
     """Run all clients until their last answer."""
     async with asyncio.TaskGroup() as clients:
         for index in range(load.clients):
@@ -194,7 +194,7 @@ async def answers_alone(checkpoint: Path, questions: Sequence[Question], max_tok
     return {question: TextStream(tokenizer, token_ids).text for question, token_ids in tokens.items()}
 
 
-async def recovered(service: Service) -> float | None:
+async def wait_recovered(service: Service) -> float | None:
     """Wait until all workers are up and idle. Return the seconds that took; None after `RECOVERY_TIMEOUT_S`."""
     began_s = time.monotonic()
     urls = [*service.prefill.values(), *service.decode.values()]
@@ -205,7 +205,7 @@ async def recovered(service: Service) -> float | None:
                 idle = not any(worker.get("blocks_used", 1) for worker in workers)
                 if idle and (await health(client, service.url)).get("status") == "ok":
                     return time.monotonic() - began_s
-                await asyncio.sleep(LOOK_AGAIN_S)
+                await asyncio.sleep(POLL_S)
     except TimeoutError:
         return None
 

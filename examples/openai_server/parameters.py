@@ -23,7 +23,7 @@ IGNORED = frozenset(
     {"user", "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"}
     | {"prompt_cache_retention", "safety_identifier", "service_tier"}
 )
-ASKS_FOR_NOTHING: dict[str, tuple[str, ...]] = {
+VALUES_WITHOUT_EFFECT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("n", "best_of"), ("1",)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs"), ("0", "0.0")),
     **dict.fromkeys(("echo", "logprobs", "store"), ("false",)),
@@ -97,7 +97,7 @@ class GenerationRequest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_changes_nothing(cls, given: Any) -> Any:
+    def _drop_parameters_without_effect(cls, given: Any) -> Any:
         """Drop parameters without effect. An unknown parameter that remains is refused by name."""
         if not isinstance(given, dict):
             return given
@@ -109,14 +109,16 @@ class GenerationRequest(BaseModel):
             name: value
             for name, value in given.items()
             if name not in IGNORED
-            and not (name in ASKS_FOR_NOTHING and (value is None or json.dumps(value) in ASKS_FOR_NOTHING[name]))
+            and not (
+                name in VALUES_WITHOUT_EFFECT and (value is None or json.dumps(value) in VALUES_WITHOUT_EFFECT[name])
+            )
         }
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def drawn_sampling(self) -> Sampling:
+    def sampling_with_seed(self) -> Sampling:
         """Return how to choose tokens. If the request has no seed, draw one now, so that all attempts choose alike."""
         if not self.temperature:
             return GREEDY

@@ -22,7 +22,7 @@ import aiohttp
 from openai_server.command import CANNOT_START, StartError
 
 COMMAND = Path(__file__).with_name("__main__.py")
-START_TIMEOUT_S, EXIT_TIMEOUT_S, PAUSE_S = 180.0, 15.0, 1.0
+START_TIMEOUT_S, EXIT_TIMEOUT_S, RESTART_PAUSE_S = 180.0, 15.0, 1.0
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 PR_SET_PDEATHSIG = 1
 
@@ -95,11 +95,11 @@ async def _started(options: argparse.Namespace) -> AsyncIterator[Service]:
         }
         group = await stack.enter_async_context(asyncio.TaskGroup())
         keeping = [
-            group.create_task(_kept(service, name, command), name=name)
+            group.create_task(_keep_running(service, name, command), name=name)
             for name, command in {**commands, "router": told}.items()
         ]
         try:
-            await _until_ready(service)
+            await _wait_ready(service)
             yield service
         finally:
             for task in keeping:
@@ -108,7 +108,7 @@ async def _started(options: argparse.Namespace) -> AsyncIterator[Service]:
             await asyncio.wait(keeping)
 
 
-async def _kept(service: Service, name: str, command: list[str]) -> None:
+async def _keep_running(service: Service, name: str, command: list[str]) -> None:
     """Start a process, and restart it whenever it dies. Raises StartError if it exits with `CANNOT_START`."""
     while True:
         process = await _start(*command)
@@ -119,8 +119,12 @@ async def _kept(service: Service, name: str, command: list[str]) -> None:
             await _end(process)
         if status == CANNOT_START:
             raise StartError(f"{name} cannot start; what it says itself is above")
-        print(f"{name} died ({_exit_text(status)}); starting it again in {PAUSE_S:g} s", file=sys.stderr, flush=True)
-        await asyncio.sleep(PAUSE_S)
+        print(
+            f"{name} died ({_exit_text(status)}); starting it again in {RESTART_PAUSE_S:g} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        await asyncio.sleep(RESTART_PAUSE_S)
 
 
 async def unpack_model(checkpoint: Path) -> None:
@@ -157,7 +161,7 @@ async def _end(process: Process) -> None:
             await process.wait()
 
 
-async def _until_ready(service: Service) -> None:
+async def _wait_ready(service: Service) -> None:
     """Wait until the router reports that all workers are up. Raises StartError after `START_TIMEOUT_S`."""
     try:
         async with aiohttp.ClientSession() as client, asyncio.timeout(START_TIMEOUT_S):
@@ -171,8 +175,8 @@ async def health(client: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:
     """Return the reply of a server's /health; {} if the server does not answer."""
     with suppress(aiohttp.ClientError, TimeoutError, ValueError):
         async with client.get(f"{url}/health", timeout=HEALTH_TIMEOUT) as response:
-            said = json.loads(await response.read())
-            return said if isinstance(said, dict) else {}
+            reply = json.loads(await response.read())
+            return reply if isinstance(reply, dict) else {}
     return {}
 
 

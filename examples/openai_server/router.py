@@ -78,19 +78,19 @@ class Workers:
     async def watch(self, client: aiohttp.ClientSession, worker: Worker) -> None:
         """Poll a worker's /health for ever."""
         while True:
-            said: Reply = {}
+            reply: Reply = {}
             with suppress(aiohttp.ClientError, TimeoutError, ValueError):
                 async with client.get(f"{worker.url}/health", timeout=PROBE_TIMEOUT) as response:
-                    said = json.loads(await response.read()) if response.status == HTTPStatus.OK else {}
-            self.found(worker, said)
+                    reply = json.loads(await response.read()) if response.status == HTTPStatus.OK else {}
+            self.note_health(worker, reply)
             await asyncio.sleep(PROBE_S)
 
-    def found(self, worker: Worker, said: Reply) -> None:
-        """Note a worker's reply to /health; an empty `said` marks the worker as down."""
-        if bool(said) is not worker.up:
-            logger.info("%s is %s", worker.name, "up" if said else "down")
-        worker.up, worker.address = bool(said), said.get("address", worker.address)
-        if said:
+    def note_health(self, worker: Worker, reply: Reply) -> None:
+        """Note a worker's reply to /health; an empty `reply` marks the worker as down."""
+        if bool(reply) is not worker.up:
+            logger.info("%s is %s", worker.name, "up" if reply else "down")
+        worker.up, worker.address = bool(reply), reply.get("address", worker.address)
+        if reply:
             self._came_up.set()
 
 
@@ -111,16 +111,18 @@ class Router:
         prefill, decode = await self.prefill.pick(avoid), await self.decode.pick(avoid)
         read = False
         try:
-            offered = await self._offered(prefill, request_id, prompt)
-            asked = prompt.to_answer(request_id, offered.ticket).written()
-            with self._noticed(self.decode, decode):
+            offered = await self._request_offer(prefill, request_id, prompt)
+            asked = prompt.decode_request(request_id, offered.ticket).written()
+            with self._as_attempt_errors(self.decode, decode):
                 async with self._client.post(f"{decode.url}/decode", data=asked) as response:
                     if response.status != HTTPStatus.OK:
-                        raise _failed(_failure_in(await response.read(), response.status, decode), prefill, decode)
+                        raise _attempt_error(
+                            _failure_in(await response.read(), response.status, decode), prefill, decode
+                        )
                     async for line in response.content:
                         step = LINE.decode(line)
                         if isinstance(step, Failure):
-                            raise _failed(step, prefill, decode)
+                            raise _attempt_error(step, prefill, decode)
                         read = True  # the first token comes with the last block
                         yield step
                         if step.finish_reason is not None:
@@ -131,10 +133,10 @@ class Router:
             if not read:
                 self._tasks.create_task(self._release(prefill, request_id), name=f"release {request_id}")
 
-    async def _offered(self, prefill: Worker, request_id: str, prompt: Prompt) -> Offered:
+    async def _request_offer(self, prefill: Worker, request_id: str, prompt: Prompt) -> Offered:
         neighbours = [one.address for one in self.prefill.up if one is not prefill] if self._share else []
-        asked = prompt.to_compute(request_id, neighbours).written()
-        with self._noticed(self.prefill, prefill):
+        asked = prompt.prefill_request(request_id, neighbours).written()
+        with self._as_attempt_errors(self.prefill, prefill):
             async with self._client.post(f"{prefill.url}/prefill", data=asked) as response:
                 body = await response.read()
             if response.status != HTTPStatus.OK:
@@ -142,7 +144,7 @@ class Router:
             return Offered.read(body)
 
     @contextmanager
-    def _noticed(self, workers: Workers, worker: Worker) -> Iterator[None]:
+    def _as_attempt_errors(self, workers: Workers, worker: Worker) -> Iterator[None]:
         """Translate errors of asking `worker` into AttemptError.
 
         If the connection fails, the worker is marked as down; if its answer cannot be decoded, the worker has failed.
@@ -153,7 +155,7 @@ class Router:
             message = f"{worker.name} answered what is no message: {error}"
             raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=message), worker) from error
         except aiohttp.ClientError as error:
-            workers.found(worker, {})
+            workers.note_health(worker, {})
             message = f"{worker.name} was lost: {type(error).__name__} {error}".rstrip()
             raise AttemptError(Failure(kind=FailureKind.WORKER_LOST, message=message), worker) from error
 
@@ -178,7 +180,7 @@ class Router:
         }
 
 
-def _failed(failure: Failure, prefill: Worker, decode: Worker) -> AttemptError:
+def _attempt_error(failure: Failure, prefill: Worker, decode: Worker) -> AttemptError:
     """Return the error for a failure of the decode worker. If the load failed, the prefill worker should be avoided."""
     return AttemptError(failure, prefill if failure.kind is FailureKind.PREFILL_AGAIN else decode)
 

@@ -19,7 +19,7 @@ import torch
 from disaggregated.background import background_tasks
 from disaggregated.decode import DecodeWorker
 from disaggregated.failures import EXPECTED_ERRORS, failure_of
-from disaggregated.groups import registered
+from disaggregated.groups import open_runtime
 from disaggregated.messages import DecodeRequest, Message, Offered, PrefillRequest
 from disaggregated.prefill import PrefillWorker
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -29,7 +29,14 @@ from paged_engine.weights import MODEL_NAME, load_model
 import kvflow
 from kvflow.prefix import Prefixes
 from openai_server.failures import STATUS
-from openai_server.http_io import SHUTDOWN_TIMEOUT_S, BodyLimit, ClientGoneError, LiveStream, serve_http, unless_gone
+from openai_server.http_io import (
+    SHUTDOWN_TIMEOUT_S,
+    BodyLimit,
+    ClientGoneError,
+    LiveStream,
+    run_until_disconnect,
+    serve_http,
+)
 from openai_server.metrics import WorkerMetrics, add_metrics
 from openai_server.parameters import CACHE_TOKENS
 from openai_server.replies import Reply, json_reply
@@ -37,7 +44,7 @@ from openai_server.replies import Reply, json_reply
 logger = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode"]
-Asked = TypeVar("Asked", bound=Message)
+RequestT = TypeVar("RequestT", bound=Message)
 
 BLOCK_SIZE = 16
 
@@ -66,7 +73,7 @@ async def run_worker(name: str, role: Role, listening: socket.socket, checkpoint
     async with open_engine(name, checkpoint) as engine:
         metrics = WorkerMetrics()
         metrics.show(engine)
-        async with registered(config, engine, [metrics.kvflow], parts) as runtime, background_tasks() as start_task:
+        async with open_runtime(config, engine, [metrics.kvflow], parts) as runtime, background_tasks() as start_task:
             metrics.kvflow.watch(runtime)
             app = worker_app(name, engine, runtime)
             add_metrics(app, metrics.registry)
@@ -86,7 +93,7 @@ def worker_app(name: str, engine: Engine, runtime: kvflow.Runtime) -> FastAPI:
     async def health() -> Response:
         good = runtime.state is kvflow.RuntimeState.OPEN and not runtime.statistics().transport.unreachable
         statistics = engine.statistics()
-        said: Reply = {
+        reply: Reply = {
             "name": name,
             "pid": os.getpid(),
             "runtime": runtime.state,
@@ -94,7 +101,7 @@ def worker_app(name: str, engine: Engine, runtime: kvflow.Runtime) -> FastAPI:
             "blocks_used": statistics.blocks_used,
             "blocks_free": statistics.blocks_free,
         }
-        return json_reply(said, 200 if good else 503)
+        return json_reply(reply, 200 if good else 503)
 
     async def expected(_: Request, error: Exception) -> Response:
         failure = failure_of(error)
@@ -113,7 +120,7 @@ def add_prefill(app: FastAPI, worker: PrefillWorker) -> None:
     """Add the endpoints of a prefill worker."""
 
     async def prefill(request: Request) -> Response:
-        lease = await unless_gone(request, worker.prefill(await _read(request, PrefillRequest)))
+        lease = await run_until_disconnect(request, worker.prefill(await _read(request, PrefillRequest)))
         return Response(Offered(ticket=lease.ticket.to_params()).written(), media_type="application/json")
 
     app.add_route("/prefill", prefill, methods=["POST"])
@@ -127,14 +134,14 @@ def add_decode(app: FastAPI, worker: DecodeWorker) -> None:
     """Add the endpoint of a decode worker."""
 
     async def decode(request: Request) -> Response:
-        generation = await unless_gone(request, worker.decode(await _read(request, DecodeRequest)))
+        generation = await run_until_disconnect(request, worker.decode(await _read(request, DecodeRequest)))
         lines = (step.written() + b"\n" async for step in generation.steps())
         return LiveStream(lines, generation, media_type="application/x-ndjson")
 
     app.add_route("/decode", decode, methods=["POST"])
 
 
-async def _read(request: Request, kind: type[Asked]) -> Asked:
+async def _read(request: Request, kind: type[RequestT]) -> RequestT:
     try:
         return kind.read(await request.body())
     except msgspec.DecodeError as error:

@@ -39,7 +39,7 @@ class AllReduce:
     def __call__(self, part: torch.Tensor) -> torch.Tensor:
         """Return the sum of `part` over all ranks; with one rank, `part`."""
         try:
-            return self._collected(part) if self._tp_rank == 0 else self._told(part)
+            return self._sum_at_first_rank(part) if self._tp_rank == 0 else self._sum_from_first_rank(part)
         except OSError as error:
             raise RankLostError(f"tp_rank {self._tp_rank}: lost another rank: {error}") from error
 
@@ -48,7 +48,7 @@ class AllReduce:
         for peer in self._peers:
             peer.close()
 
-    def _collected(self, part: torch.Tensor) -> torch.Tensor:
+    def _sum_at_first_rank(self, part: torch.Tensor) -> torch.Tensor:
         total = part
         for peer in self._peers:
             total = total + _received(peer, part)
@@ -56,7 +56,7 @@ class AllReduce:
             peer.sendall(_bytes_of(total))
         return total
 
-    def _told(self, part: torch.Tensor) -> torch.Tensor:
+    def _sum_from_first_rank(self, part: torch.Tensor) -> torch.Tensor:
         (first,) = self._peers
         first.sendall(_bytes_of(part.contiguous()))
         return _received(first, part)

@@ -40,7 +40,7 @@ class StepBatcher(Generic[Step]):
         self._compute = compute
         self._executor = executor
         self._batch_size = batch_size
-        self._line: list[_Waiting[Step]] = []
+        self._queue: list[_Waiting[Step]] = []
         self._running: asyncio.Future[Sequence[int]] | None = None
         self.batch_count = 0
         """Number of batches started."""
@@ -48,21 +48,21 @@ class StepBatcher(Generic[Step]):
     async def step(self, step: Step) -> int:
         """Compute a step in some batch, and return its token."""
         waiting = _Waiting(step=step, token=asyncio.get_running_loop().create_future())
-        self._line.append(waiting)
+        self._queue.append(waiting)
         if self._running is None:
             self._start()
         try:
             return await waiting.token
         except asyncio.CancelledError:
-            if waiting in self._line:
-                self._line.remove(waiting)
+            if waiting in self._queue:
+                self._queue.remove(waiting)
             elif self._running is not None:
-                await ended(self._running)
+                await wait_done(self._running)
             raise
 
     def _start(self) -> None:
         """Start a batch of the first steps in the queue. Do nothing if the queue is empty."""
-        batch, self._line = self._line[: self._batch_size], self._line[self._batch_size :]
+        batch, self._queue = self._queue[: self._batch_size], self._queue[self._batch_size :]
         if not batch:
             self._running = None
             return
@@ -72,12 +72,12 @@ class StepBatcher(Generic[Step]):
             self._running = asyncio.get_running_loop().run_in_executor(self._executor, self._compute, steps)
         except RuntimeError as error:  # the executor was shut down
             self._running = None
-            _fail([*batch, *self._line], error)
-            self._line = []
+            _fail([*batch, *self._queue], error)
+            self._queue = []
         else:
-            self._running.add_done_callback(partial(self._ended, batch))
+            self._running.add_done_callback(partial(self._end_batch, batch))
 
-    def _ended(self, batch: Sequence[_Waiting[Step]], done: asyncio.Future[Sequence[int]]) -> None:
+    def _end_batch(self, batch: Sequence[_Waiting[Step]], done: asyncio.Future[Sequence[int]]) -> None:
         error = done.exception()
         if error is not None:
             _fail(batch, error)
@@ -95,16 +95,16 @@ def _fail(batch: Sequence[_Waiting[Step]], error: BaseException) -> None:
             waiting.token.set_exception(error)
 
 
-async def held_back(future: asyncio.Future[Result]) -> Result:
+async def wait_through_cancel(future: asyncio.Future[Result]) -> Result:
     """Return the future's result. If cancelled, wait for the future's end before raising CancelledError."""
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
-        await ended(future)
+        await wait_done(future)
         raise
 
 
-async def ended(future: asyncio.Future[Result]) -> None:
+async def wait_done(future: asyncio.Future[Result]) -> None:
     """Wait until `future` is done, even if cancelled several times. Raise CancelledError then, if cancelled."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():

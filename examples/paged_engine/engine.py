@@ -22,7 +22,7 @@ from typing import Self
 
 import torch
 
-from paged_engine.batching import StepBatcher, held_back
+from paged_engine.batching import StepBatcher, wait_through_cancel
 from paged_engine.cache import BlockId, BlockPool, CacheShape, OutOfBlocksError, PagedKVCache, blocks_for
 from paged_engine.model import Chunk, LlamaModel
 from paged_engine.sampling import GREEDY, Sampling
@@ -82,8 +82,8 @@ class Engine:
         self._pool = BlockPool(block_count, shuffle_seed=shuffle_seed)
         self._reserve_timeout_s = reserve_timeout_s
         # The first request in the queue waits for free blocks, the others wait for the lock: first come, first served.
-        self._turn = asyncio.Lock()
-        self._room = asyncio.Event()
+        self._allocation_lock = asyncio.Lock()
+        self._blocks_freed = asyncio.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paged-engine")
         self._decoding = StepBatcher(self._compute, self._executor, batch_size=batch_size)
         self._batch_size = batch_size
@@ -157,7 +157,7 @@ class Engine:
             yield block_ids
         finally:
             self._pool.free(block_ids)
-            self._room.set()
+            self._blocks_freed.set()
 
     async def prefill(
         self,
@@ -187,11 +187,11 @@ class Engine:
         *starts, last = range(start, len(prompt), self._prefill_tokens)
         for begin in starts:
             self._prefills += 1
-            await held_back(loop.run_in_executor(self._executor, step, begin))
+            await wait_through_cancel(loop.run_in_executor(self._executor, step, begin))
             if computed is not None:
                 computed(begin + self._prefill_tokens)
         self._prefills += 1
-        token = await held_back(loop.run_in_executor(self._executor, last_step, last))
+        token = await wait_through_cancel(loop.run_in_executor(self._executor, last_step, last))
         self._tokens_prefilled += len(prompt) - start
         return token
 
@@ -243,10 +243,10 @@ class Engine:
     async def _allocated(self, count: int) -> list[BlockId]:
         """Wait until `count` blocks are free, and take them. Raises OutOfBlocksError after the engine's timeout."""
         try:
-            async with asyncio.timeout(self._reserve_timeout_s), self._turn:
+            async with asyncio.timeout(self._reserve_timeout_s), self._allocation_lock:
                 while self._pool.free_count < count:
-                    self._room.clear()
-                    await self._room.wait()
+                    self._blocks_freed.clear()
+                    await self._blocks_freed.wait()
                 return self._pool.allocate(count)
         except TimeoutError:
             raise OutOfBlocksError(

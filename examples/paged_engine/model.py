@@ -93,7 +93,7 @@ class Batch:
     sin: torch.Tensor
 
 
-def alone(part: torch.Tensor) -> torch.Tensor:
+def no_reduce(part: torch.Tensor) -> torch.Tensor:
     """Return `part`: the sum over all ranks of an engine with one rank."""
     return part
 
@@ -101,7 +101,7 @@ def alone(part: torch.Tensor) -> torch.Tensor:
 class LlamaModel:
     """A model's weights and config. It has no state, so one model serves any number of sequences."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], *, reduce: Reduce = alone) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], *, reduce: Reduce = no_reduce) -> None:
         self.config = config
         self._reduce = reduce
         self._embedding = weights["model.embed_tokens.weight"]

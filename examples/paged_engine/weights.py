@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paged_engine.model import LlamaModel, ModelConfig, Reduce, alone
+from paged_engine.model import LlamaModel, ModelConfig, Reduce, no_reduce
 from paged_engine.sharding import WHOLE, Shard, take_shard
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def write_weights(tensors: Mapping[str, torch.Tensor], config: ModelConfig, dire
     (directory / CONFIG_NAME).write_text(json.dumps(asdict(config)))
 
 
-def load_model(directory: Path, shard: Shard = WHOLE, *, reduce: Reduce = alone) -> LlamaModel:
+def load_model(directory: Path, shard: Shard = WHOLE, *, reduce: Reduce = no_reduce) -> LlamaModel:
     """Load the model that `write_weights` wrote, or the part of one rank (`shard`)."""
     return LlamaModel(*take_shard(*read_checkpoint(directory), shard), reduce=reduce)
 

@@ -10,8 +10,8 @@ Reading order:
     ingress      the OpenAI-compatible front; it asks a decode replica
     replica      the parts of every replica: engine, kvflow runtime, background tasks
     messages     messages between replicas, in addition to openai_server's
-    losses       translates Ray's errors, and the early end of a replica's stream, into failures
-    routing      chooses the replica for a request, by free blocks and by prefix; `room` is the rule, without Ray
+    errors       translates Ray's errors, and the early end of a replica's stream, into failures
+    routing      chooses the replica for a request, by free blocks and by prefix; `ranking` has the rule, without Ray
     application  the three deployments as one application, for service.yaml
     cluster      a local cluster with an address for each node
     command      the command line

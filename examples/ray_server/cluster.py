@@ -29,7 +29,7 @@ from ray.serve.schema import ServeDeploySchema
 SERVICE = Path(__file__).with_name("service.yaml")
 APP = "kvflow"
 HEAD = "127.0.0.2"
-LOOK_AGAIN_S = 0.2
+POLL_S = 0.2
 DEPLOY_TIMEOUT_S = 240.0
 
 
@@ -126,7 +126,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float) -> fl
     while not condition():
         if time.monotonic() - began_s > timeout_s:
             raise TimeoutError(f"not within {timeout_s:g} s: {what}; Serve says {serve.status()}")
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(POLL_S)
     return time.monotonic() - began_s
 
 

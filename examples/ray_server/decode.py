@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 import kvflow
 from kvflow.ray import keep_prewarmed
-from ray_server.losses import next_said
+from ray_server.errors import next_message
 from ray_server.messages import AnswerRequest, Begun, Ended
 from ray_server.replica import Replica
 
@@ -34,9 +34,9 @@ class Decode:
     ) -> None:
         self._prefill = prefill.options(stream=True)
         self._replica = Replica(checkpoint)
-        self._opened = opened = await self._replica.open()
-        self._worker = DecodeWorker(opened.engine, opened.kvflow.runtime, opened.start_task)
-        opened.start_task(keep_prewarmed(opened.kvflow.runtime, prefill), "prewarm")
+        self._components = components = await self._replica.open()
+        self._worker = DecodeWorker(components.engine, components.kvflow.runtime, components.start_task)
+        components.start_task(keep_prewarmed(components.kvflow.runtime, prefill), "prewarm")
 
     async def generate(self, request: AnswerRequest, avoid: Collection[str]) -> AsyncIterator[Step | Ended]:
         """Yield the steps of an answer as they come. Cancelling ends the work at both replicas."""
@@ -49,7 +49,7 @@ class Decode:
         )
         prefills = _Prefills(self._prefill, prompt, avoid)
         try:
-            generation = await self._worker.decode(prompt.to_answer(prompt.id), prefills.bring)
+            generation = await self._worker.decode(prompt.decode_request(prompt.id), prefills.next_ticket)
             async with aclosing(generation):
                 async for step in generation.steps():
                     yield self._ended(step, prefills) if isinstance(step, Failure) else step
@@ -62,7 +62,7 @@ class Decode:
 
     def _ended(self, failure: Failure, prefills: _Prefills) -> Ended:
         theirs = failure.kind is FailureKind.PREFILL_AGAIN
-        return Ended(failure=failure, replica=prefills.last if theirs else self._opened.name)
+        return Ended(failure=failure, replica=prefills.last if theirs else self._components.name)
 
     async def metadata(self) -> dict[str, Any]:
         return self._replica.metadata()
@@ -94,17 +94,17 @@ class _Prefills:
         self.last = ""
         """Name of the replica that was asked last."""
 
-    async def bring(self, attempts: Sequence[kvflow.Attempt]) -> dict[str, Any]:
+    async def next_ticket(self, attempts: Sequence[kvflow.Attempt]) -> dict[str, Any]:
         """Ask the next prefill replica to compute the prompt, and return its ticket. Raises AttemptError.
 
-        See `disaggregated.decode.Bring`.
+        See `disaggregated.decode.NextTicket`.
         """
         self.end()
         # Each request has its own id: earlier blocks may still be on offer, at the same replica if there is no other.
-        request = self._prompt.to_compute(f"{self._prompt.id}-{len(self._asked)}")
+        request = self._prompt.prefill_request(f"{self._prompt.id}-{len(self._asked)}")
         response = self._handle.prefill.remote(request, avoid=tuple(self._avoid))
         self._asked.append(response)
-        begun: Begun = await next_said(response, "prefill")
+        begun: Begun = await next_message(response, "prefill")
         self.last = begun.replica
         self._avoid.append(begun.replica)
         return begun.ticket

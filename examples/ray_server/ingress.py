@@ -19,7 +19,7 @@ from paged_engine.tokenizer import ChatTokenizer
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from ray_server.losses import next_said
+from ray_server.errors import next_message
 from ray_server.messages import AnswerRequest
 
 
@@ -53,7 +53,7 @@ class Ingress:
         response = self._decode.generate.remote(request, avoid=tuple(avoid))
         try:
             while True:
-                step: Step = await next_said(response, "decode")
+                step: Step = await next_message(response, "decode")
                 yield step
                 if step.finish_reason is not None:
                     return

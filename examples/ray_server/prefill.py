@@ -28,27 +28,29 @@ class Prefill:
         prefixes = Prefixes() if share_prefixes else None
         parts = [prefixes] if prefixes is not None else []
         self._replica = Replica(checkpoint, parts)
-        self._opened = opened = await self._replica.open()
-        self._worker = PrefillWorker(opened.engine, opened.kvflow.runtime, opened.start_task, prefixes=prefixes)
+        self._components = components = await self._replica.open()
+        self._worker = PrefillWorker(
+            components.engine, components.kvflow.runtime, components.start_task, prefixes=prefixes
+        )
         self._others: Sequence[Mapping[str, Any]] = ()
         if share_prefixes:
-            opened.start_task(keep_prewarmed(opened.kvflow.runtime, self._look_around), "others")
+            components.start_task(keep_prewarmed(components.kvflow.runtime, self._find_other_replicas), "others")
 
     async def prefill(self, request: PrefillRequest, avoid: Collection[str]) -> AsyncIterator[Begun | Ended]:
         """Offer the prompt's blocks, and end when their lease has. Cancelling withdraws the offer."""
         addresses = [other["address"] for other in self._others]
         try:
             lease = await self._worker.prefill(msgspec.structs.replace(request, neighbours=addresses))
-            yield Begun(replica=self._opened.name, ticket=lease.ticket.to_params())
-            await self._worker.released(request.request_id)
+            yield Begun(replica=self._components.name, ticket=lease.ticket.to_params())
+            await self._worker.wait_released(request.request_id)
         except EXPECTED_ERRORS as error:
-            yield Ended(failure=failure_of(error), replica=self._opened.name)
+            yield Ended(failure=failure_of(error), replica=self._components.name)
         finally:
             self._worker.release(request.request_id)
 
-    async def _look_around(self) -> Sequence[Mapping[str, Any]]:
+    async def _find_other_replicas(self) -> Sequence[Mapping[str, Any]]:
         """Update and return the list of the deployment's other replicas."""
-        place = self._opened.kvflow.place
+        place = self._components.kvflow.place
         listed = await list_replicas(serve.get_deployment_handle(place.deployment, place.app))
         self._others = [one for one in listed if one["engine_id"] != place.engine_id]
         return self._others

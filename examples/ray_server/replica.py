@@ -23,8 +23,8 @@ from kvflow.ray import Lifetime, RayMetrics, ReplicaRuntime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """The open parts of a replica."""
+class ReplicaComponents:
+    """The open components of a replica."""
 
     engine: Engine
     kvflow: ReplicaRuntime
@@ -42,12 +42,12 @@ class Replica:
 
     def __init__(self, checkpoint: str, parts: Sequence[Part] = ()) -> None:
         logging.getLogger("openai_server").setLevel(logging.INFO)
-        self._lifetime = Lifetime(_opened(Path(checkpoint), parts), "replica")
-        self._opened: Opened | None = None
+        self._lifetime = Lifetime(_open_components(Path(checkpoint), parts), "replica")
+        self._components: ReplicaComponents | None = None
 
-    async def open(self) -> Opened:
-        self._opened = await self._lifetime.start()
-        return self._opened
+    async def open(self) -> ReplicaComponents:
+        self._components = await self._lifetime.start()
+        return self._components
 
     async def close(self) -> None:
         """Drain and close. Allowed for a replica that was never opened: Serve ends those, too."""
@@ -56,32 +56,32 @@ class Replica:
     def check(self) -> None:
         """Raise an error if the replica has to be replaced."""
         self._lifetime.check()
-        self.opened.kvflow.check()
+        self.components.kvflow.check()
 
     @property
-    def opened(self) -> Opened:
-        assert self._opened is not None, "Serve asks only what has started"
-        return self._opened
+    def components(self) -> ReplicaComponents:
+        assert self._components is not None, "Serve asks only what has started"
+        return self._components
 
     def metadata(self) -> dict[str, Any]:
-        opened = self.opened
-        return opened.kvflow.metadata() | {"replica": opened.name, "pid": os.getpid()}
+        components = self.components
+        return components.kvflow.metadata() | {"replica": components.name, "pid": os.getpid()}
 
     def routing_stats(self) -> dict[str, Any]:
         """Return the runtime's statistics for routing, with the engine's counts of blocks.
 
         The engine's counts include blocks that are being computed, which the runtime does not know.
         """
-        statistics = self.opened.engine.statistics()
+        statistics = self.components.engine.statistics()
         used = {"blocks_free": statistics.blocks_free, "blocks_used": statistics.blocks_used}
-        return self.opened.kvflow.routing_stats() | used
+        return self.components.kvflow.routing_stats() | used
 
     def metrics_text(self) -> str:
-        return generate_latest(self.opened.metrics.registry).decode()
+        return generate_latest(self.components.metrics.registry).decode()
 
 
 @asynccontextmanager
-async def _opened(checkpoint: Path, parts: Sequence[Part]) -> AsyncIterator[Opened]:
+async def _open_components(checkpoint: Path, parts: Sequence[Part]) -> AsyncIterator[ReplicaComponents]:
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     shown, metrics = RayMetrics(), WorkerMetrics()
@@ -91,5 +91,5 @@ async def _opened(checkpoint: Path, parts: Sequence[Part]) -> AsyncIterator[Open
         async with replica, background_tasks() as start_task:
             await replica.runtime.register_kv_caches(LayerGroups(engine).caches)
             start_task(shown.watch(replica.runtime), "metrics")
-            yield Opened(engine=engine, kvflow=replica, start_task=start_task, metrics=metrics)
+            yield ReplicaComponents(engine=engine, kvflow=replica, start_task=start_task, metrics=metrics)
             await replica.drain()  # before the background tasks, which keep leased blocks, are ended

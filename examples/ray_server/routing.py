@@ -10,12 +10,12 @@ from hashlib import blake2b
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, RequestRouter, RunningReplica
 
-from ray_server.room import Candidate, Wanted, ranked
+from ray_server.ranking import Candidate, RoutedRequest, ranked
 
 PREFIX_TOKENS = 64
 
 
-class RoomRouter(FIFOMixin, RequestRouter):
+class FreeBlocksRouter(FIFOMixin, RequestRouter):
     """Orders replicas by `ranked`. Serve takes the first replica that accepts the request."""
 
     async def choose_replicas(
@@ -25,16 +25,16 @@ class RoomRouter(FIFOMixin, RequestRouter):
         candidates = [
             Candidate(name, int(replica.routing_stats.get("blocks_free", 0))) for name, replica in by_name.items()
         ]
-        return [[by_name[name] for name in rank] for rank in ranked(candidates, _wanted(pending_request))]
+        return [[by_name[name] for name in rank] for rank in ranked(candidates, _routed_request(pending_request))]
 
 
-def _wanted(pending: PendingRequest | None) -> Wanted:
+def _routed_request(pending: PendingRequest | None) -> RoutedRequest:
     """Return the facts of a pending request: of its first argument, a PrefillRequest, and of `avoid`."""
     if pending is None or not pending.args:
-        return Wanted()
+        return RoutedRequest()
     prompt: Sequence[int] = getattr(pending.args[0], "prompt", ())
     tokens = len(prompt) + getattr(pending.args[0], "max_tokens", 0)
-    return Wanted(tokens, _digest(prompt[:PREFIX_TOKENS]), frozenset(pending.kwargs.get("avoid", ())))
+    return RoutedRequest(tokens, _digest(prompt[:PREFIX_TOKENS]), frozenset(pending.kwargs.get("avoid", ())))
 
 
 def _digest(prefix: Sequence[int]) -> str:

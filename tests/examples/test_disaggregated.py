@@ -194,9 +194,9 @@ async def test_a_rank_that_waits_for_another_leaves_when_it_does(
 
 def test_ranks_that_disagree_are_an_error() -> None:
     engine = EngineProcesses("decode-0", [])
-    assert engine.agreed([7, 7]) == 7
+    assert engine.common_answer([7, 7]) == 7
     with pytest.raises(WorkerError, match=r"decode-0: its ranks disagree: \[7, 8\]"):
-        engine.agreed([7, 8])
+        engine.common_answer([7, 8])
 
 
 @pytest.mark.thorough

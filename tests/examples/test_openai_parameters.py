@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai_server.parameters import ASKS_FOR_NOTHING, IGNORED, ChatRequest, CompletionRequest, GenerationRequest
+from openai_server.parameters import IGNORED, VALUES_WITHOUT_EFFECT, ChatRequest, CompletionRequest, GenerationRequest
 from paged_engine import GREEDY, Sampling
 from pydantic import ValidationError
 
@@ -37,7 +37,7 @@ def test_every_parameter_of_the_openai_client_has_its_place_and_null_asks_for_no
     with openai.OpenAI(api_key="none", base_url="http://127.0.0.1:1") as client:
         create = client.chat.completions.create if kind is ChatRequest else client.completions.create
         known = set(inspect.signature(create).parameters) - OF_THE_CLIENT_ITSELF
-    assert known <= {*kind.model_fields, *IGNORED, *ASKS_FOR_NOTHING}
+    assert known <= {*kind.model_fields, *IGNORED, *VALUES_WITHOUT_EFFECT}
     needed = NEEDED[kind]
     nothing = dict.fromkeys(known - set(needed))
     assert kind(**(needed | nothing)).token_limit == kind(**needed).token_limit
@@ -132,15 +132,15 @@ def test_what_asks_for_nothing_or_has_nothing_to_do_with_the_answer_is_taken() -
 
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0}, {"temperature": None, "top_p": 0.1, "seed": 4}])
 def test_without_a_temperature_it_is_greedy(parameters: dict[str, Any]) -> None:
-    assert chat(**parameters).drawn_sampling() == GREEDY
+    assert chat(**parameters).sampling_with_seed() == GREEDY
 
 
 def test_with_one_it_is_what_is_asked_for_and_a_seed_that_nobody_gives_is_another_one_each_time() -> None:
-    asked = chat(temperature=0.7, top_p=0.0, seed=-3).drawn_sampling()
+    asked = chat(temperature=0.7, top_p=0.0, seed=-3).sampling_with_seed()
     assert asked == Sampling(temperature=0.7, top_p=0.0, seed=-3)
     request = chat(temperature=2)
-    assert request.drawn_sampling().top_p == 1.0
-    assert request.drawn_sampling().seed != request.drawn_sampling().seed
+    assert request.sampling_with_seed().top_p == 1.0
+    assert request.sampling_with_seed().seed != request.sampling_with_seed().seed
 
 
 def test_one_thing_in_several_forms() -> None:

@@ -194,7 +194,7 @@ async def scene(*, share: bool = False) -> AsyncIterator[Scene]:
             }
             roles.append(Workers(role, urls))
             for worker in roles[-1].all:
-                roles[-1].found(worker, {"address": f"tcp://{worker.name}:1"})
+                roles[-1].note_health(worker, {"address": f"tcp://{worker.name}:1"})
         client = await stack.enter_async_context(aiohttp.ClientSession())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         yield Scene(Router(*roles, client, tasks, share=share), **scripted)
@@ -236,14 +236,14 @@ async def test_a_worker_whose_connection_fails_is_left_out_until_it_answers(monk
         assert await s.tokens() == ANSWER
         assert s.router.health()["status"] == "degraded"
         (lost,) = [worker for worker in s.router.decode.all if not worker.up]
-        s.router.prefill.found(s.router.prefill.all[0], {})
-        s.router.prefill.found(s.router.prefill.all[1], {})
+        s.router.prefill.note_health(s.router.prefill.all[0], {})
+        s.router.prefill.note_health(s.router.prefill.all[1], {})
         assert s.router.health()["status"] == "down"
         watching = asyncio.create_task(s.router.decode.watch(client, lost))
         prefill = s.router.prefill.all[0]
         waiting = asyncio.create_task(s.tokens())
         await turns(3)
-        s.router.prefill.found(prefill, {"address": "tcp://prefill-0:1"})
+        s.router.prefill.note_health(prefill, {"address": "tcp://prefill-0:1"})
         assert await waiting == ANSWER, "a request waits for a worker that comes back"
         await until(lambda: lost.up)
         watching.cancel()
@@ -292,7 +292,7 @@ async def test_where_no_worker_comes_back_the_client_is_told(monkeypatch: pytest
     monkeypatch.setattr(router_module, "WORKER_WAIT_S", 0.05)
     async with scene() as s:
         for worker in s.router.decode.all:
-            s.router.decode.found(worker, {})
+            s.router.decode.note_health(worker, {})
         with pytest.raises(AttemptError, match="no decode worker is up"):
             await s.tokens()
 

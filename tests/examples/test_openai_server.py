@@ -25,7 +25,7 @@ import pytest
 import torch
 import uvloop
 from doc_blocks import PAGES, blocks_of
-from openai_server.load_test import ALL_QUESTIONS, Load, Question, Tally, answers_alone, put_load, tokens_alone
+from openai_server.load_test import ALL_QUESTIONS, Load, Question, Tally, answers_alone, run_clients, tokens_alone
 from paged_engine import Sampling
 from paged_engine.tokenizer import ChatTokenizer, TextStream
 from prometheus_client.parser import text_string_to_metric_families
@@ -421,7 +421,7 @@ class TestService:
 
         async def killed() -> None:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(put_load(running.url, load, right, tally))
+                tasks.create_task(run_clients(running.url, load, right, tally))
                 await until(lambda: tally.ended >= 12)
                 os.kill(running.health("decode-0")["pid"], signal.SIGKILL)
 

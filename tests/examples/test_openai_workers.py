@@ -156,7 +156,7 @@ async def test_tickets_are_brought_once_there_is_room_and_again_by_a_load_that_f
 ) -> None:
     asked = list[tuple[int, list[str]]]()
 
-    async def bring(attempts: Sequence[kvflow.Attempt]) -> dict[str, Any]:
+    async def next_ticket(attempts: Sequence[kvflow.Attempt]) -> dict[str, Any]:
         asked.append((workers.decode_side.blocks_used, [one.outcome for one in attempts]))
         request = await workers.request(f"attempt-{len(asked)}")
         if not attempts:
@@ -164,7 +164,7 @@ async def test_tickets_are_brought_once_there_is_room_and_again_by_a_load_that_f
         return request.ticket
 
     request = DecodeRequest(request_id="r", prompt_count=len(PROMPT), max_tokens=6, deadline_s=30)
-    generation = await workers.decode.decode(request, bring)
+    generation = await workers.decode.decode(request, next_ticket)
     steps = [step async for step in generation.steps()]
     assert [step.token for step in steps if isinstance(step, Step)] == tiny.greedy(PROMPT, 6)
     assert [blocks for blocks, _ in asked] == [4, 4]
@@ -172,12 +172,12 @@ async def test_tickets_are_brought_once_there_is_room_and_again_by_a_load_that_f
 
 
 async def test_a_ticket_that_is_not_brought_costs_no_blocks(workers: Workers) -> None:
-    async def bring(_: object) -> dict[str, Any]:
+    async def next_ticket(_: object) -> dict[str, Any]:
         raise LookupError("no prefill replica")
 
     request = DecodeRequest(request_id="r", prompt_count=len(PROMPT), max_tokens=6, deadline_s=30)
     with pytest.raises(LookupError, match="no prefill replica"):
-        await workers.decode.decode(request, bring)
+        await workers.decode.decode(request, next_ticket)
     assert workers.decode_side.blocks_used == 0
 
 
@@ -317,9 +317,9 @@ class Neighbour:
         """The first token of its answer, computed by this worker alone or not."""
         request = PrefillRequest(request_id=name, prompt=prompt, deadline_s=30, neighbours=list(neighbours))
         await self.worker.prefill(request)
-        token = await self.worker.computed(name)
+        token = await self.worker.wait_computed(name)
         self.worker.release(name)
-        await self.worker.released(name)
+        await self.worker.wait_released(name)
         return token
 
     @property

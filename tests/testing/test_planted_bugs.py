@@ -29,7 +29,7 @@ PROMPT = [11, 12, 13, 14, 15, 16]
 
 
 class FreesEarly(Engine):
-    async def _free_after(self, lease: Lease, blocks: Sequence[int]) -> None:
+    async def _free_after_lease(self, lease: Lease, blocks: Sequence[int]) -> None:
         self.give_back(blocks)
         await lease
 
@@ -117,7 +117,7 @@ FOUND = [
         blocks_come_back,
         FreesEarly,
         Engine,
-        r"engine 'prefill' .*: block 0 was freed at .*\(_free_after\) while it is leased to readers; "
+        r"engine 'prefill' .*: block 0 was freed at .*\(_free_after_lease\) while it is leased to readers; "
         r"it was taken at .*toy_engine\.py:\d+ \(prefill\)",
     ),
     (

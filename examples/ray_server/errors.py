@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentResponseGenerator
 from ray_server.messages import Ended
 
 
-async def next_said(response: DeploymentResponseGenerator[Any], deployment: str) -> Any:
+async def next_message(response: DeploymentResponseGenerator[Any], deployment: str) -> Any:
     """Return the next message of a replica of `deployment`. Raises AttemptError if the stream failed or ended."""
     try:
         said = await anext(response)

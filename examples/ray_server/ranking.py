@@ -20,7 +20,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RoutedRequest:
     """A request as routing sees it: tokens of its answer and prompt, digest of its prefix, replicas that failed it."""
 
     tokens: int = 0
@@ -28,16 +28,16 @@ class Wanted:
     avoid: frozenset[str] = frozenset()
 
 
-def ranked(candidates: Sequence[Candidate], wanted: Wanted) -> list[list[str]]:
+def ranked(candidates: Sequence[Candidate], request: RoutedRequest) -> list[list[str]]:
     """Return the names of all candidates in groups, of which the first is asked first. Replicas to avoid come last.
 
     The home replica of a prefix is chosen by highest random weight: every caller chooses the same, and other replicas
     that come or go do not change the choice.
     """
-    good = [candidate for candidate in candidates if candidate.name not in wanted.avoid]
-    avoided = [candidate.name for candidate in candidates if candidate.name in wanted.avoid]
-    enough = max(-(-wanted.tokens // BLOCK_TOKENS), HOME_SHARE * max((one.blocks_free for one in good), default=0))
-    home = max(good, key=lambda one: _weight(one.name, wanted.prefix), default=None) if wanted.prefix else None
+    good = [candidate for candidate in candidates if candidate.name not in request.avoid]
+    avoided = [candidate.name for candidate in candidates if candidate.name in request.avoid]
+    enough = max(-(-request.tokens // BLOCK_TOKENS), HOME_SHARE * max((one.blocks_free for one in good), default=0))
+    home = max(good, key=lambda one: _weight(one.name, request.prefix), default=None) if request.prefix else None
     first = [home] if home is not None and home.blocks_free >= enough else []
     others = sorted((one for one in good if one not in first), key=lambda one: -one.blocks_free)
     return [[one.name] for one in (*first, *others)] + ([avoided] if avoided else [])
