@@ -24,7 +24,7 @@ class TestPrefill(Prefill.func_or_class):  # type: ignore[misc, name-defined]
 
     async def halt(self, path: str) -> None:
         """Have the next prompt halt, if there is such a file then."""
-        engine = self._replica.opened.engine
+        engine = self._replica.components.engine
         prefill = engine.prefill
 
         async def halting(*arguments: Any, **options: Any) -> int:
@@ -38,20 +38,20 @@ class TestPrefill(Prefill.func_or_class):  # type: ignore[misc, name-defined]
 
     async def hold(self, request_id: str) -> dict[str, Any]:
         """A ticket of a lease that stays open until it is read, or revoked."""
-        opened = self._replica.opened
-        name = f"{request_id}-{opened.name}"
+        components = self._replica.components
+        name = f"{request_id}-{components.name}"
         held: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        opened.start_task(_hold(opened.engine, opened.kvflow.runtime, name, held), f"hold {name}")
+        components.start_task(_hold(components.engine, components.kvflow.runtime, name, held), f"hold {name}")
         return await held
 
     async def counts(self) -> dict[str, Any]:
         """By replica: leases by outcome, tokens computed here, other replicas known, and prefixes found by them."""
-        opened = self._replica.opened
-        now = opened.kvflow.runtime.statistics()
+        components = self._replica.components
+        now = components.kvflow.runtime.statistics()
         return {
-            "replica": opened.name,
+            "replica": components.name,
             "read": now.serving.read,
-            "computed": opened.engine.statistics().tokens_prefilled,
+            "computed": components.engine.statistics().tokens_prefilled,
             "others": len(self._others),
             "found": now.parts["prefix"].sharing.found if "prefix" in now.parts else 0,
         }
@@ -63,18 +63,18 @@ class TestDecode(Decode.func_or_class):  # type: ignore[misc, name-defined]
 
     async def load(self, ticket: dict[str, Any]) -> str:
         """What came of it: "read", or the name of the error."""
-        opened = self._replica.opened
+        components = self._replica.components
         try:
-            async with opened.engine.reserve(TOKENS) as block_ids:
+            async with components.engine.reserve(TOKENS) as block_ids:
                 request = kvflow.LoadRequest("load", ticket=ticket, block_ids=block_ids, deadline_s=20.0)
-                await opened.kvflow.runtime.load_blocks(request)
+                await components.kvflow.runtime.load_blocks(request)
         except kvflow.errors.KVFlowError as error:
             return type(error).__name__
         return "read"
 
     async def sources_left(self) -> int:
         """How often a load has gone on with another prefill replica."""
-        sources_left: int = self._replica.opened.kvflow.runtime.statistics().loading.sources_left
+        sources_left: int = self._replica.components.kvflow.runtime.statistics().loading.sources_left
         return sources_left
 
     async def break_runtime(self) -> None:
