@@ -88,7 +88,7 @@ class RoomRequest:
     room: int
     name: str
     since_s: float
-    readers: dict[str, RoomMessage] = field(default_factory=dict)
+    messages: dict[str, RoomMessage] = field(default_factory=dict)
     """The message of each decode rank, by the rank's name."""
     given_up: str = ""
     """Why the decode server has given the request up; "" if it has not."""
@@ -96,20 +96,20 @@ class RoomRequest:
     @property
     def first_message(self) -> RoomMessage | None:
         """Message of the decode rank that sent one first; None before any message."""
-        return next(iter(self.readers.values()), None)
+        return next(iter(self.messages.values()), None)
 
     @property
     def complete(self) -> bool:
         """True once all decode ranks of the request have sent a message."""
         first = self.first_message
-        return first is not None and len(self.readers) == first.readers
+        return first is not None and len(self.messages) == first.readers
 
     def add_message(self, message: RoomMessage) -> None:
         """Add the message `message` of one decode rank."""
         if message.given_up:
             self.given_up = self.given_up or printable(message.given_up, REASON_CHARS_MAX)
         elif not self.complete:
-            self.readers[message.reader] = message
+            self.messages[message.reader] = message
 
 
 @dataclass(slots=True, eq=False)

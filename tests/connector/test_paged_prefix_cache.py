@@ -199,124 +199,126 @@ class Reported:
 
 
 def test_each_block_is_told_once_and_watched() -> None:
-    told = Reported()
-    told.cached_prompts.add("r", prefix_keys(PROMPT[:14], SIZE))
-    told.step(("r", 6), blocks=[[5, 6]])
-    assert found(told.prefix_cache, PROMPT) == (4, (5,))
-    assert told.watched == [5]
-    told.step(("r", 14), blocks=[[5, 6, 7, 8]])
-    assert found(told.prefix_cache, PROMPT) == (12, (5, 6, 7))
-    assert told.watched == [5, 6, 7]
-    assert told.step(("r", 15), blocks=[[5, 6, 7, 8]]).cached_blocks == []
-    told.cached_prompts.add("same", prefix_keys(PROMPT[:16], SIZE))
-    step = told.step(("same", 16), blocks=[[5, 6, 7, 9]])
+    reports = Reported()
+    reports.cached_prompts.add("r", prefix_keys(PROMPT[:14], SIZE))
+    reports.step(("r", 6), blocks=[[5, 6]])
+    assert found(reports.prefix_cache, PROMPT) == (4, (5,))
+    assert reports.watched == [5]
+    reports.step(("r", 14), blocks=[[5, 6, 7, 8]])
+    assert found(reports.prefix_cache, PROMPT) == (12, (5, 6, 7))
+    assert reports.watched == [5, 6, 7]
+    assert reports.step(("r", 15), blocks=[[5, 6, 7, 8]]).cached_blocks == []
+    reports.cached_prompts.add("same", prefix_keys(PROMPT[:16], SIZE))
+    step = reports.step(("same", 16), blocks=[[5, 6, 7, 9]])
     assert [one.block_tables for one in step.cached_blocks] == [((9,),)], "what is known is not told again"
-    assert found(told.prefix_cache, PROMPT) == (16, (5, 6, 7, 9))
+    assert found(reports.prefix_cache, PROMPT) == (16, (5, 6, 7, 9))
 
 
 def test_tables_have_null_blocks_in_front_of_a_window() -> None:
     """Block 0 is one of all unless it is said to be that."""
-    told, watched = Reported(groups=2), list[int]()
-    told.cached_prompts = CachedPrompts(SIZE, watched.extend, null_block=0)
-    told.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
-    (first,) = told.step(("r", 8), blocks=[[1, 2], [0, 3]]).cached_blocks
+    reports, watched = Reported(groups=2), list[int]()
+    reports.cached_prompts = CachedPrompts(SIZE, watched.extend, null_block=0)
+    reports.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
+    (first,) = reports.step(("r", 8), blocks=[[1, 2], [0, 3]]).cached_blocks
     assert first.block_tables == ((1, 2), (NO_BLOCK, 3))
     assert watched == [1, 2, 3]
-    told = Reported()
-    told.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
-    told.step(("r", 8), blocks=[[1, 0]])
-    assert found(told.prefix_cache, PROMPT) == (8, (1, 0))
+    reports = Reported()
+    reports.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
+    reports.step(("r", 8), blocks=[[1, 0]])
+    assert found(reports.prefix_cache, PROMPT) == (8, (1, 0))
 
 
 def test_what_is_reused_leaves_with_the_next_step() -> None:
     """And a preempted prompt is told anew."""
-    told = Reported()
-    told.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
-    told.step(("r", 8), blocks=[[5, 6]])
-    told.cached_prompts.note_reused(6)
-    told.cached_prompts.note_reused(99)
-    assert told.cached_prompts.must_report
-    assert told.step().reused == (6,)
-    assert not told.cached_prompts.must_report
-    assert found(told.prefix_cache, PROMPT) == (4, (5,))
-    told.cached_prompts.note_reused(5)
-    told.step(preempted=["r"])
-    assert found(told.prefix_cache, PROMPT) is None
-    told.step(("r", 8), blocks=[[6, 5]])
-    assert found(told.prefix_cache, PROMPT) == (8, (6, 5))
+    reports = Reported()
+    reports.cached_prompts.add("r", prefix_keys(PROMPT[:8], SIZE))
+    reports.step(("r", 8), blocks=[[5, 6]])
+    reports.cached_prompts.note_reused(6)
+    reports.cached_prompts.note_reused(99)
+    assert reports.cached_prompts.must_report
+    assert reports.step().reused == (6,)
+    assert not reports.cached_prompts.must_report
+    assert found(reports.prefix_cache, PROMPT) == (4, (5,))
+    reports.cached_prompts.note_reused(5)
+    reports.step(preempted=["r"])
+    assert found(reports.prefix_cache, PROMPT) is None
+    reports.step(("r", 8), blocks=[[6, 5]])
+    assert found(reports.prefix_cache, PROMPT) == (8, (6, 5))
 
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_an_answer_is_told_when_its_request_has_ended(complete: bool) -> None:
     """Unless the prompt itself was never computed."""
-    told, tokens = Reported(), PROMPT[:18]
-    told.cached_prompts.add("r", prefix_keys(PROMPT[:9], SIZE))
-    told.step(("r", 9 if complete else 4), blocks=[[1, 2, 3]])
-    told.cached_prompts.finish("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
-    told.step()
-    assert found(told.prefix_cache, PROMPT) == ((16, (1, 2, 3, 4)) if complete else (4, (1,)))
-    told.cached_prompts.finish("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
-    assert told.step().cached_blocks == []
+    reports, tokens = Reported(), PROMPT[:18]
+    reports.cached_prompts.add("r", prefix_keys(PROMPT[:9], SIZE))
+    reports.step(("r", 9 if complete else 4), blocks=[[1, 2, 3]])
+    reports.cached_prompts.finish("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
+    reports.step()
+    assert found(reports.prefix_cache, PROMPT) == ((16, (1, 2, 3, 4)) if complete else (4, (1,)))
+    reports.cached_prompts.finish("r", keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
+    assert reports.step().cached_blocks == []
 
 
 # --- blocks that are given to something else before the workers have heard of them
 
 
-def answered(told: Reported, name: str = "r", tokens: Sequence[int] = PROMPT[:18]) -> None:
+def end_with_answer(reports: Reported, name: str = "r", tokens: Sequence[int] = PROMPT[:18]) -> None:
     """End a request whose prompt of nine tokens is in blocks 1 and 2, and whose answer has filled 3 and 4."""
-    told.cached_prompts.add(name, prefix_keys(tokens[:9], SIZE))
-    told.step((name, 9), blocks=[[1, 2, 3]])
-    told.cached_prompts.finish(name, keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]])
+    reports.cached_prompts.add(name, prefix_keys(tokens[:9], SIZE))
+    reports.step((name, 9), blocks=[[1, 2, 3]])
+    reports.cached_prompts.finish(
+        name, keys=lambda: prefix_keys(tokens, SIZE), computed=17, block_ids=[[1, 2, 3, 4, 5]]
+    )
 
 
 @pytest.mark.parametrize("gone", [3, 4])
 def test_what_an_answer_has_filled_is_not_told_of_blocks_that_are_gone_by_then(gone: int) -> None:
     """The pool gives a block to another request, whose tokens the very next step writes there."""
-    told = Reported()
-    answered(told)
-    told.cached_prompts.note_reused(gone)
-    told.cached_prompts.add("other", prefix_keys([7] * 6, SIZE))
-    step = told.step(("other", 6), blocks=[[9, gone]])
+    reports = Reported()
+    end_with_answer(reports)
+    reports.cached_prompts.note_reused(gone)
+    reports.cached_prompts.add("other", prefix_keys([7] * 6, SIZE))
+    step = reports.step(("other", 6), blocks=[[9, gone]])
     assert step.reused == (gone,)
-    assert found(told.prefix_cache, PROMPT) == ((8, (1, 2)) if gone == 3 else (12, (1, 2, 3)))
-    assert found(told.prefix_cache, [7] * 6) == (4, (9,))
+    assert found(reports.prefix_cache, PROMPT) == ((8, (1, 2)) if gone == 3 else (12, (1, 2, 3)))
+    assert found(reports.prefix_cache, [7] * 6) == (4, (9,))
 
 
 def test_nothing_of_before_a_reset_is_told_after_it() -> None:
     """A reset gives all blocks away at once, also those of an answer that no step has told yet."""
-    told = Reported()
-    answered(told)
-    for block in tuple(told.watched):
-        told.cached_prompts.note_reused(block)
-    assert told.cached_prompts.must_report, "an idle engine makes a step for it"
-    step = told.step()
+    reports = Reported()
+    end_with_answer(reports)
+    for block in tuple(reports.watched):
+        reports.cached_prompts.note_reused(block)
+    assert reports.cached_prompts.must_report, "an idle engine makes a step for it"
+    step = reports.step()
     assert step.cached_blocks == []
     assert sorted(step.reused) == [1, 2, 3, 4]
-    assert found(told.prefix_cache, PROMPT) is None
-    assert repr(told.cached_prompts) == "<CachedPrompts 0 blocks of 0 requests and former ones>"
+    assert found(reports.prefix_cache, PROMPT) is None
+    assert repr(reports.cached_prompts) == "<CachedPrompts 0 blocks of 0 requests and former ones>"
 
 
 def test_a_block_that_is_gone_in_one_group_is_there_in_the_others() -> None:
-    told = Reported(groups=2)
-    told.cached_prompts.add("r", prefix_keys(PROMPT[:4], SIZE))
-    told.step(("r", 4), blocks=[[1], [11]])
-    told.cached_prompts.finish("r", keys=lambda: prefix_keys(PROMPT, SIZE), computed=8, block_ids=[[1, 2], [11, 12]])
-    told.cached_prompts.note_reused(12)
-    (left,) = told.step().cached_blocks
+    reports = Reported(groups=2)
+    reports.cached_prompts.add("r", prefix_keys(PROMPT[:4], SIZE))
+    reports.step(("r", 4), blocks=[[1], [11]])
+    reports.cached_prompts.finish("r", keys=lambda: prefix_keys(PROMPT, SIZE), computed=8, block_ids=[[1, 2], [11, 12]])
+    reports.cached_prompts.note_reused(12)
+    (left,) = reports.step().cached_blocks
     assert left.block_tables == ((2,), (NO_BLOCK,))
-    assert found(told.prefix_cache, PROMPT) == (4, ((1,), (11,)))
+    assert found(reports.prefix_cache, PROMPT) == (4, ((1,), (11,)))
 
 
 def test_a_block_may_be_filled_by_two_answers_before_a_step_tells_of_it() -> None:
-    told = Reported()
-    told.cached_prompts.add("other", prefix_keys([7] * 4, SIZE))
-    told.step(("other", 4), blocks=[[8]])
-    answered(told)
-    told.cached_prompts.note_reused(3)
-    told.cached_prompts.finish("other", keys=lambda: prefix_keys([7] * 8, SIZE), computed=8, block_ids=[[8, 3]])
-    told.step()
-    assert found(told.prefix_cache, PROMPT) == (8, (1, 2))
-    assert found(told.prefix_cache, [7] * 8) == (8, (8, 3))
+    reports = Reported()
+    reports.cached_prompts.add("other", prefix_keys([7] * 4, SIZE))
+    reports.step(("other", 4), blocks=[[8]])
+    end_with_answer(reports)
+    reports.cached_prompts.note_reused(3)
+    reports.cached_prompts.finish("other", keys=lambda: prefix_keys([7] * 8, SIZE), computed=8, block_ids=[[8, 3]])
+    reports.step()
+    assert found(reports.prefix_cache, PROMPT) == (8, (1, 2))
+    assert found(reports.prefix_cache, [7] * 8) == (8, (8, 3))
 
 
 class Pool:
@@ -324,8 +326,8 @@ class Pool:
 
     def __init__(self, rng: random.Random, blocks: int) -> None:
         self.rng = rng
-        self.told = Reported()
-        self.cached_prompts = self.told.cached_prompts = CachedPrompts(SIZE, self._watch)
+        self.reports = Reported()
+        self.cached_prompts = self.reports.cached_prompts = CachedPrompts(SIZE, self._watch)
         self.free = list(range(blocks))
         self.watched: set[int] = set()
         self.requests: dict[str, tuple[list[int], list[int]]] = {}
@@ -337,23 +339,23 @@ class Pool:
     def _watch(self, blocks: Sequence[int]) -> None:
         self.watched.update(blocks)
 
-    def _gone(self, block: int) -> None:
+    def _on_reuse(self, block: int) -> None:
         if block in self.watched:
             self.watched.remove(block)
             self.cached_prompts.note_reused(block)
 
-    def _followed(self, tokens: Sequence[int], count: int) -> list[int]:
+    def _continued(self, tokens: Sequence[int], count: int) -> list[int]:
         return [*tokens, *(self.rng.randrange(3) for _ in range(count))]
 
-    def come(self, name: str) -> None:
+    def arrive(self, name: str) -> None:
         """A request comes, whose prompt may go on with what another one was answered; it has its blocks at once."""
-        tokens = self._followed(self.rng.choice([[], *self.texts]), self.rng.randrange(1, 9))
+        tokens = self._continued(self.rng.choice([[], *self.texts]), self.rng.randrange(1, 9))
         count = -(-len(tokens) // SIZE) + 2
         if count > len(self.free):
             return
         blocks = [self.free.pop(self.rng.randrange(len(self.free))) for _ in range(count)]
         for block in blocks:
-            self._gone(block)
+            self._on_reuse(block)
         self.cached_prompts.add(name, prefix_keys(tokens, SIZE))
         self.requests[name] = tokens, blocks
 
@@ -363,10 +365,10 @@ class Pool:
         scheduled = {name: len(tokens) for name, (tokens, _) in self.requests.items()}
         tables = {name: [blocks] for name, (_, blocks) in self.requests.items()}
         self.cached_prompts.build_step(step, scheduled, preempted=(), block_ids=lambda name: tables[name])
-        self.told.prefix_cache.remove_reused(step.reused)
+        self.reports.prefix_cache.remove_reused(step.reused)
         for tokens, blocks in self.requests.values():
             self._write(tokens, blocks)
-        self.told.prefix_cache.add(step.cached_blocks, None)
+        self.reports.prefix_cache.add(step.cached_blocks, None)
 
     def _write(self, tokens: list[int], blocks: list[int]) -> None:
         for at, block in enumerate(blocks):
@@ -376,7 +378,7 @@ class Pool:
         """A request has ended, with an answer or without, and its blocks are free."""
         name = self.rng.choice(list(self.requests))
         tokens, blocks = self.requests.pop(name)
-        text = self._followed(tokens, self.rng.choice((0, 2 * SIZE)))
+        text = self._continued(tokens, self.rng.choice((0, 2 * SIZE)))
         self._write(text, blocks)
         computed = len(text) - 1
         self.cached_prompts.finish(
@@ -388,14 +390,14 @@ class Pool:
     def reset(self) -> None:
         """Nothing of now may be found once the next step is there."""
         for block in tuple(self.watched):
-            self._gone(block)
+            self._on_reuse(block)
         self.content.clear()
 
     def check(self) -> int:
         """Everything that is found holds what it is found for; how much that is."""
         tokens = 0
         for text in self.texts:
-            run = match(self.told.prefix_cache, text)
+            run = match(self.reports.prefix_cache, text)
             for at, block in enumerate(() if run is None else run.block_ids):
                 assert self.content.get(block) == tuple(text[: (at + 1) * SIZE]), f"block {block} of {text}"
             tokens += 0 if run is None else run.num_tokens
@@ -415,7 +417,7 @@ def test_whatever_a_pool_does_no_block_is_named_that_holds_something_else(
             elif not pool.requests and rng.random() < 0.1:
                 pool.reset()
             else:
-                pool.come(f"r{nth}.{twin}")
+                pool.arrive(f"r{nth}.{twin}")
         pool.step()
         there += pool.check()
     assert there > 500, "hardly anything was found: this test has shown nothing"

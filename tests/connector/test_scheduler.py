@@ -429,15 +429,15 @@ def test_samples_that_vllm_has_spread_over_engines_do_not_use_the_ticket_twice()
             other.add(consumer(10, ticket_of(10), name), sharing=Sharing.SAMPLES_ELSEWHERE)
 
 
-@each(("before", "told"), [("", True), ("another ticket", True), ("its ticket", False)])
-def test_a_rejected_request_gives_back_what_nobody_has_had(before: str, told: bool) -> None:
+@each(("before", "notified"), [("", True), ("another ticket", True), ("its ticket", False)])
+def test_a_rejected_request_gives_back_what_nobody_has_had(before: str, notified: bool) -> None:
     """It is no prompt of its own: nothing is compared, and nothing is left of it."""
     connector, ticket = scheduler(), ticket_of(1, request_id="its ticket")
     ticket = msgspec.structs.replace(ticket, prompt_digest=prompt_digest(ticket.request_id, [7]))
     if before:
         connector.add(Request("before", 2, ticket_of(1, request_id=before).to_params(), [7, 8]))
     connector.reject(Request("r", 1, ticket.to_params(), [0]))
-    assert [release.request_id for release in step_of(connector).release] == ["r"] * told
+    assert [release.request_id for release in step_of(connector).release] == ["r"] * notified
     assert connector.request_finished("r", completed=False) == Finished(False, None)
     assert connector.open_requests == bool(before)
     with pytest.raises(RequestError, match="another request has used"):
@@ -645,9 +645,9 @@ class Engine(RuleBasedStateMachine):
         # The workers.
         self.loads: dict[str, set[int]] = {}
         self.leases: dict[str, dict[int, tuple[Request, int, int]]] = {}  # each block, and what it has to hold
-        self.out: set[str] = set()  # leases whose ticket the router has
+        self.tickets_out: set[str] = set()  # leases whose ticket the router has
         self.awaited: set[str] = set()  # requests that the workers know to be sent
-        self.told: dict[str, int] = {}  # how often each producer was told that its blocks are free
+        self.notified: dict[str, int] = {}  # how often each producer was told that its blocks are free
         self.offered: set[str] = set()  # tickets
         self.kept: set[str] = set()  # requests whose tickets' leases the workers keep
         self.flowing: set[str] = set()  # leases that grow, or have grown
@@ -666,13 +666,13 @@ class Engine(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 14))
     def a_prompt_to_produce(self, tokens: int) -> None:
-        self.come(producer(tokens, f"p{next(self.ids)}"), None)
+        self.add_request(producer(tokens, f"p{next(self.ids)}"), None)
 
     @rule(tokens=st.integers(1, 14))
     def a_prompt_that_is_read_meanwhile(self, tokens: int) -> None:
         name = f"f{next(self.ids)}"
         self.names.add(name)
-        self.come(flowing(tokens, name, name), None)
+        self.add_request(flowing(tokens, name, name), None)
 
     @rule(tokens=st.integers(1, 14), offered=st.integers(0, 16), samples=st.integers(1, 3))
     def a_prompt_to_receive(self, tokens: int, offered: int, samples: int) -> None:
@@ -681,14 +681,14 @@ class Engine(RuleBasedStateMachine):
             self.offered.add(ticket.request_id)
         for _ in range(samples):
             request = consumer(tokens, ticket, f"c{next(self.ids)}")
-            self.come(request, ticket, Sharing.SAMPLES if samples > 1 else Sharing.ALONE)
+            self.add_request(request, ticket, Sharing.SAMPLES if samples > 1 else Sharing.ALONE)
 
     @rule(tokens=st.integers(1, 14))
     def a_prompt_to_receive_while_it_is_computed(self, tokens: int) -> None:
         request_id = f"g{next(self.ids)}"
         ticket = Ticket.rendezvous(grouped_ticket(self.given, 0, "introduction"), request_id)
         self.offered.add(request_id)
-        self.come(consumer(tokens, ticket, request_id), ticket)
+        self.add_request(consumer(tokens, ticket, request_id), ticket)
 
     @precondition(lambda engine: engine.sharing())
     @rule(data=st.data())
@@ -701,7 +701,7 @@ class Engine(RuleBasedStateMachine):
         states = {self.connector.state_of(name) for name in readers}
         needed = states & {ConsumerState.EXPECTED, ConsumerState.RECEIVING, ConsumerState.ABANDONED}
         with nullcontext() if needed else pytest.raises(RequestError, match="has used its ticket"):
-            self.come(request, job.ticket, Sharing.SAMPLES_ELSEWHERE)
+            self.add_request(request, job.ticket, Sharing.SAMPLES_ELSEWHERE)
 
     def sharing(self) -> list[str]:
         """Requests whose ticket is shared and offers something; of those that do not need it any more, too."""
@@ -709,23 +709,23 @@ class Engine(RuleBasedStateMachine):
             name for name, job in self.alive.items() if job.shares and job.ticket is not None and job.ticket.num_tokens
         )
 
-    def come(self, request: Request, ticket: Ticket | None, sharing: Sharing = Sharing.ALONE) -> None:
+    def add_request(self, request: Request, ticket: Ticket | None, sharing: Sharing = Sharing.ALONE) -> None:
         self.connector.add(request, sharing=sharing)
         self.alive[request.request_id] = Job(request, ticket, shares=sharing is not Sharing.ALONE)
 
-    def of(self, *states: JobState) -> list[str]:
+    def requests_in(self, *states: JobState) -> list[str]:
         """Requests in one of these states."""
         return sorted(request_id for request_id, job in self.alive.items() if job.state in states)
 
-    @precondition(lambda engine: engine.of(JobState.COMPUTED))
+    @precondition(lambda engine: engine.requests_in(JobState.COMPUTED))
     @rule(data=st.data())
     def complete(self, data: st.DataObject) -> None:
-        self.end(data.draw(st.sampled_from(self.of(JobState.COMPUTED))), completed=True)
+        self.end(data.draw(st.sampled_from(self.requests_in(JobState.COMPUTED))), completed=True)
 
-    @precondition(lambda engine: engine.of(*UNFINISHED))
+    @precondition(lambda engine: engine.requests_in(*UNFINISHED))
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.end(data.draw(st.sampled_from(self.of(*UNFINISHED))), completed=False)
+        self.end(data.draw(st.sampled_from(self.requests_in(*UNFINISHED))), completed=False)
 
     def end(self, request_id: str, *, completed: bool) -> None:
         job = self.alive[request_id]
@@ -737,8 +737,8 @@ class Engine(RuleBasedStateMachine):
         if finished.params is not None:
             assert completed
             assert finished.hold_blocks
-            self.out.add(request_id)
-        assert finished.hold_blocks >= (request_id in self.out & self.leases.keys()), "it can be read"
+            self.tickets_out.add(request_id)
+        assert finished.hold_blocks >= (request_id in self.tickets_out & self.leases.keys()), "it can be read"
         if not finished.hold_blocks:
             self.take_back(job)
 
@@ -752,13 +752,13 @@ class Engine(RuleBasedStateMachine):
     def give_back(self, blocks: set[int]) -> None:
         for request_id, written in self.loads.items():
             assert not blocks & written, f"{request_id} is still being loaded"
-        for request_id in self.out & self.leases.keys():
+        for request_id in self.tickets_out & self.leases.keys():
             if not blocks & self.leases[request_id].keys():
                 continue
             assert request_id in self.flowing, f"{request_id} can still be read"
             assert not self.alive[request_id].finished
             self.recalled.add(request_id)
-            self.out.remove(request_id)
+            self.tickets_out.remove(request_id)
         self.free |= blocks
 
     def tables_of(self, request_id: str) -> list[list[int]] | list[int]:
@@ -793,10 +793,10 @@ class Engine(RuleBasedStateMachine):
 
     # The scheduler.
 
-    @precondition(lambda engine: engine.of(JobState.WAITING))
+    @precondition(lambda engine: engine.requests_in(JobState.WAITING))
     @rule(data=st.data(), cached_blocks=st.integers(0, 3), use_remote=st.booleans())
     def schedule(self, data: st.DataObject, cached_blocks: int, use_remote: bool) -> None:
-        request_id = data.draw(st.sampled_from(self.of(JobState.WAITING)))
+        request_id = data.draw(st.sampled_from(self.requests_in(JobState.WAITING)))
         job = self.alive[request_id]
         prompt = job.request.num_prompt_tokens
         computed = min(cached_blocks, (prompt - 1) // BLOCK_SIZE) * BLOCK_SIZE
@@ -823,10 +823,10 @@ class Engine(RuleBasedStateMachine):
         asked = [self.connector.num_new_matched_tokens(name, 0)[0] for name in others]
         assert any(self.alive[name].parked or tokens for name, tokens in zip(others, asked, strict=True))
 
-    @precondition(lambda engine: engine.of(JobState.RUNNING, JobState.COMPUTED))
+    @precondition(lambda engine: engine.requests_in(JobState.RUNNING, JobState.COMPUTED))
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(self.of(JobState.RUNNING, JobState.COMPUTED)))
+        request_id = data.draw(st.sampled_from(self.requests_in(JobState.RUNNING, JobState.COMPUTED)))
         job = self.alive[request_id]
         job.running, job.computed = False, 0
         self.preempted.append(request_id)
@@ -866,7 +866,7 @@ class Engine(RuleBasedStateMachine):
         for request_id in step.recall:
             self.leases.pop(request_id, None)
             self.flowing.discard(request_id)
-            self.out.discard(request_id)
+            self.tickets_out.discard(request_id)
         self.names -= {decline.serve_id for decline in step.decline}
         self.kept -= {release.request_id for release in step.release}
         assert not step.keep.keys() & (self.kept | self.loads.keys())
@@ -877,17 +877,17 @@ class Engine(RuleBasedStateMachine):
             assert receive.request_id not in self.loads
             blocks = {block for table in receive.block_tables for block in table}
             assert blocks <= self.alive[receive.request_id].blocks
-            assert not any(blocks & self.leases[other].keys() for other in self.out & self.leases.keys())
+            assert not any(blocks & self.leases[other].keys() for other in self.tickets_out & self.leases.keys())
             self.loads[receive.request_id] = blocks
             assert receive.shared == self.alive[receive.request_id].shares
-            assert receive.tickets[0].request_id not in self.told
+            assert receive.tickets[0].request_id not in self.notified
             if not receive.shared:
-                self.tell(receive.tickets[0])
+                self.notify_producer(receive.tickets[0])
         for release in step.release:
             read = any(self.alive[name].ticket == release.tickets[0] for name in self.loads)
             assert not (read and release.last)
             if release.last:
-                self.tell(release.tickets[0])
+                self.notify_producer(release.tickets[0])
         for request_id in step.abandon:
             assert request_id in self.loads
         for save in step.save:
@@ -903,10 +903,10 @@ class Engine(RuleBasedStateMachine):
             if flows:
                 self.names.remove(save.serve_id)
                 self.flowing.add(save.request_id)
-                self.out.add(save.request_id)
+                self.tickets_out.add(save.request_id)
         for grow in step.grow:
             self.grow(grow)
-        assert {*step.send} <= self.out | {*step.recall, *step.withdraw}
+        assert {*step.send} <= self.tickets_out | {*step.recall, *step.withdraw}
         self.awaited.update(step.send)
 
     def grow(self, grow: Grow) -> None:
@@ -925,8 +925,8 @@ class Engine(RuleBasedStateMachine):
             elif not state:
                 assert count >= -(-grow.num_tokens // group.block_size) - span.start
 
-    def tell(self, ticket: Ticket) -> None:
-        self.told[ticket.request_id] = self.told.get(ticket.request_id, 0) + 1
+    def notify_producer(self, ticket: Ticket) -> None:
+        self.notified[ticket.request_id] = self.notified.get(ticket.request_id, 0) + 1
 
     @precondition(lambda engine: engine.loads)
     @rule(data=st.data(), recompute=st.booleans())
@@ -946,11 +946,11 @@ class Engine(RuleBasedStateMachine):
         else:
             job.running = True
 
-    @precondition(lambda engine: engine.out & engine.leases.keys())
+    @precondition(lambda engine: engine.tickets_out & engine.leases.keys())
     @rule(data=st.data())
     def a_lease_ends(self, data: st.DataObject) -> None:
         """Read, or run out: only those that somebody can know of, and others by `withdraw`."""
-        del self.leases[data.draw(st.sampled_from(sorted(self.out & self.leases.keys())))]
+        del self.leases[data.draw(st.sampled_from(sorted(self.tickets_out & self.leases.keys())))]
 
     @rule()
     def report(self) -> None:
@@ -959,21 +959,23 @@ class Engine(RuleBasedStateMachine):
         self.connector.update_from_workers(sent=sent)
         for request_id in sent:
             self.awaited.discard(request_id)
-            self.out.discard(request_id)
+            self.tickets_out.discard(request_id)
             self.take_back(self.alive[request_id])
 
     @rule()
     def withdraw_all(self) -> None:
-        growing = {name for name in self.flowing & self.out & self.leases.keys() if not self.alive[name].finished}
+        growing = {
+            name for name in self.flowing & self.tickets_out & self.leases.keys() if not self.alive[name].finished
+        }
         self.recalled |= growing  # the next step waits for their ends before it does anything
-        self.out -= growing
+        self.tickets_out -= growing
         self.connector.withdraw_all()
 
     # What always holds.
 
     @invariant()
     def who_has_a_ticket_finds_the_prompt(self) -> None:
-        for request_id in self.out & self.leases.keys():
+        for request_id in self.tickets_out & self.leases.keys():
             for block, expected in self.leases[request_id].items():
                 assert self.holds[block] == expected, f"{request_id}: block {block}"
 
@@ -985,8 +987,8 @@ class Engine(RuleBasedStateMachine):
         assert len(owned) + len(self.free) == self.num_blocks
 
     @invariant()
-    def no_producer_is_told_twice(self) -> None:
-        assert all(count == 1 for count in self.told.values())
+    def no_producer_is_notified_twice(self) -> None:
+        assert all(count == 1 for count in self.notified.values())
 
     @invariant()
     def the_connector_knows_who_holds_blocks(self) -> None:
@@ -997,7 +999,7 @@ class Engine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything ends, and nothing is left: all blocks are free, each producer of a ticket has been told."""
-        for request_id in self.of(*UNFINISHED):
+        for request_id in self.requests_in(*UNFINISHED):
             self.end(request_id, completed=False)
         self.step(tokens=1, answer=0)
         for request_id in list(self.loads):
@@ -1006,7 +1008,7 @@ class Engine(RuleBasedStateMachine):
             self.connector.update_from_workers(received=[request_id])
             self.take_back(self.alive[request_id])
         self.step(tokens=1, answer=0)
-        for request_id in self.out:
+        for request_id in self.tickets_out:
             self.leases.pop(request_id, None)
         self.report()
         assert self.free == set(range(1, 1 + self.num_blocks))
@@ -1014,7 +1016,7 @@ class Engine(RuleBasedStateMachine):
         assert self.leases == {}
         assert self.names == set()
         assert self.kept == set()
-        assert set(self.told) == self.offered
+        assert set(self.notified) == self.offered
 
 
 TestEngine = machine_test(Engine, 60, 400, steps=40)
@@ -1261,7 +1263,7 @@ def test_parameters_are_read_and_written_as_the_dialect_has_them() -> None:
             raise RequestError("odd parameters")
         return theirs
 
-    dialect = Dialect(read_ticket, lambda ticket: {"told": ticket.request_id}, lambda name: name.replace(",", "_"))
+    dialect = Dialect(read_ticket, lambda ticket: {"notified": ticket.request_id}, lambda name: name.replace(",", "_"))
     connector = ConnectorScheduler(config, new_secret=lambda: "secret", dialect=dialect)
     connector.introduce(grouped_ticket((), 0, "introduction"))
     connector.add(Request("r", 10, {"do_remote_prefill": True}))
@@ -1272,7 +1274,7 @@ def test_parameters_are_read_and_written_as_the_dialect_has_them() -> None:
     connector.add(Request("a,b", 8, PREFILL))
     (save,) = step_of(connector, ("a,b", 8)).save
     assert save.serve_id == "a_b#secret"
-    assert connector.request_finished("a,b", completed=True) == Finished(True, {"told": "a_b#secret"})
+    assert connector.request_finished("a,b", completed=True) == Finished(True, {"notified": "a_b#secret"})
 
 
 def test_requests_that_are_computed_although_a_ticket_came_are_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -45,7 +45,7 @@ from kvflow.transport.base import TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.connector.test_scheduler import BLOCK_SIZE, PREFILL, Request
 
-Happening: TypeAlias = tuple[str, LoadReport | FailedLoad | LeaseOutcome]
+Ended: TypeAlias = tuple[str, LoadReport | FailedLoad | LeaseOutcome]
 """A load or lease of a request that has ended."""
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0", lease_ttl_s=60.0), seal_hold_s=0.01)
 
@@ -59,7 +59,7 @@ class Engine:
     kv_caches: dict[str, torch.Tensor]
     scheduler: ConnectorScheduler
     worker: ConnectorWorker
-    happened: list[Happening] = field(default_factory=list)
+    happened: list[Ended] = field(default_factory=list)
     sent: set[str] = field(default_factory=set)
     answers: list[tuple[PrefixOutcome, tuple[Ticket, ...]]] = field(default_factory=list)
 
@@ -97,9 +97,7 @@ class Engine:
         assert finished.params is not None
         return finished.params
 
-    def until(
-        self, happened: Callable[[Happening], bool], *, meanwhile: Callable[[], object] = lambda: None
-    ) -> Happening:
+    def until(self, happened: Callable[[Ended], bool], *, meanwhile: Callable[[], object] = lambda: None) -> Ended:
         for _ in steps():
             meanwhile()
             self.step()
@@ -240,11 +238,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield both
 
 
-def lease_ended(entry: Happening) -> bool:
+def lease_ended(entry: Ended) -> bool:
     return isinstance(entry[1], LeaseOutcome)
 
 
-def load_ended(entry: Happening) -> bool:
+def load_ended(entry: Ended) -> bool:
     return isinstance(entry[1], LoadReport | FailedLoad)
 
 
@@ -488,7 +486,7 @@ def share(engine: Engine, params: dict[str, Any], *names: str) -> None:
         engine.scheduler.add(Request(name, 7, params), sharing=Sharing.SAMPLES)
 
 
-def load_rest(engine: Engine, name: str, blocks: Sequence[int]) -> Happening:
+def load_rest(engine: Engine, name: str, blocks: Sequence[int]) -> Ended:
     """Load what is not in the engine's prefix cache, by its last blocks."""
     missing = {2: 7, 1: 3}[len(blocks)]
     assert engine.scheduler.num_new_matched_tokens(name, 7 - missing) == (missing, True)

@@ -39,10 +39,10 @@ def states(pair: InprocPair) -> list[str]:
     return [str(peer.state) for peer in pair.consumer.runtime.statistics().peers]
 
 
-async def kept_for(pair: InprocPair, listing: Listing, looks: float) -> None:
+async def kept_for(pair: InprocPair, listing: Listing, periods: float) -> None:
     """So many looks at the peers."""
     keeping = asyncio.create_task(keep_prewarmed(pair.consumer.runtime, listing, period_s=PERIOD_S))
-    await asyncio.wait([keeping], timeout=PERIOD_S * (looks - 0.5))
+    await asyncio.wait([keeping], timeout=PERIOD_S * (periods - 0.5))
     keeping.cancel()
     await asyncio.wait([keeping])
     assert keeping.cancelled()

@@ -264,7 +264,7 @@ class Request:
             _now[0] = rank.configuration
             self.senders.append(KVFlowSender(rank.manager, self.prefill.address, self.room))
 
-    def want(self, prefix: int = 0) -> None:
+    def send_metadata(self, prefix: int = 0) -> None:
         """The decode server has pages."""
         for rank, receiver in zip(self.decode.ranks, self.receivers, strict=True):
             rank.aux.clear_slot(self.target_row)
@@ -280,7 +280,7 @@ class Request:
         """Both know of it, and the prefill may begin to send."""
         self.make_receivers()
         self.make_senders()
-        self.want(prefix)
+        self.send_metadata(prefix)
         self.until_senders(KVPoll.WaitingForInput)
         for sender in self.senders:
             assert sender.pop_decode_prefix_len() == prefix

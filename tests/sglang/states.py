@@ -216,10 +216,10 @@ class StateRequest(Request):
     """Whether no other request moves bytes."""
     before: dict[Rank, list[list[torch.Tensor]]] = field(default_factory=dict)
 
-    def want(self, prefix: int = 0) -> None:
+    def send_metadata(self, prefix: int = 0) -> None:
         for rank in self.decode.ranks:
             self.before[rank] = [[one.clone() for one in buffers] for buffers in components(rank)]
-        super().want(prefix)
+        super().send_metadata(prefix)
 
     def sent_state(self, rank: Rank) -> list[Any]:
         return self._named(rank, self.slot, self.pages)

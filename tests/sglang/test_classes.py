@@ -341,7 +341,7 @@ def test_hidden_states_go_as_pages_do(fresh: Site, kind: str, prefill_tp: int, d
 def test_decode_may_come_first(site: Site, pair: tuple[Server, Server]) -> None:
     request = Request(*pair, room=16, pages=[4, 20], targets=[5, 6])
     request.make_receivers()
-    request.want()
+    request.send_metadata()
     request.until_receivers(KVPoll.Transferring, KVPoll.WaitingForInput)
     request.make_senders()
     request.until_senders(KVPoll.WaitingForInput)
@@ -379,7 +379,7 @@ def reach(request: Request, moment: str) -> None:
     if moment == "known":
         request.make_receivers()
         request.make_senders()
-        request.want()
+        request.send_metadata()
         request.until_senders(KVPoll.WaitingForInput)
         return
     request.begin()
@@ -480,9 +480,9 @@ def test_a_refused_prompt_fails_at_once(site: Site, pair: tuple[Server, Server],
     request.make_receivers()
     if first == "prefill":
         manager.refuse(request.room, "the prompt is too long")
-        request.want()
+        request.send_metadata()
     else:
-        request.want()
+        request.send_metadata()
         wait_until(lambda: request.room in manager.transfer_infos)
         manager.refuse(request.room, "the prompt is too long")
     request.until_receivers(KVPoll.Failed)
@@ -519,7 +519,7 @@ def test_a_prefill_server_restarts_and_decode_goes_on(site: Site) -> None:
     again = site.prefill(port=prefill.port)
     first = Request(again, decode, room=24, pages=[8, 9], targets=[5, 6])
     first.make_receivers()
-    first.want()
+    first.send_metadata()
     first.until_receivers(KVPoll.Failed)  # it was told of the ranks before
     assert_fails(first.receivers[0])
     first.clear()

@@ -84,7 +84,7 @@ def test_the_second_of_a_room_can_be_polled_after_the_first_has_ended(site: Site
     finish(first)
     assert [receiver.poll() for receiver in second.receivers] == [KVPoll.WaitingForInput]
     second.make_senders()
-    second.want()
+    second.send_metadata()
     offer(second)
     second.send()
     finish(second)
@@ -100,13 +100,13 @@ def test_samples_of_one_prompt_have_one_room(fresh: Site, prefill_tp: int, decod
     for request in requests:
         if decode_first:
             request.make_receivers()
-            request.want()
+            request.send_metadata()
     for request in requests:
         request.make_senders()
     for request in requests:
         if not decode_first:
             request.make_receivers()
-            request.want()
+            request.send_metadata()
     for request in requests:
         offer(request)
     for request in reversed(requests):
@@ -136,7 +136,7 @@ def test_a_prefill_server_refuses_one_of_a_room(site: Site, pair: tuple[Server, 
     second.make_senders()
     for request in (first, second):
         request.make_receivers()
-        request.want()
+        request.send_metadata()
     first.until_receivers(KVPoll.Failed)
     assert_fails(first.receivers[0], "PrefillFailed", "the prompt is too long")
     offer(second)
@@ -189,7 +189,7 @@ def test_a_decode_server_gives_up_before_prefill_has_heard(
         request = Request(*pair, room=82, pages=[4, 20], targets=[5, 6])
         request.make_receivers()
         if moment == "waiting":
-            request.want()
+            request.send_metadata()
         request.receivers[0].abort()
         request.until_receivers(KVPoll.Failed)
         request.clear()
@@ -262,7 +262,7 @@ def test_two_prompts_of_one_length_are_refused(fresh: Site, prefill_tp: int, dec
     request.make_receivers()
     request.make_senders()
     with_prompts(request, [1, 2, 3, 4], [1, 2, 3, 5])
-    request.want()
+    request.send_metadata()
     request.until_senders(KVPoll.Failed)
     request.until_receivers(KVPoll.Failed)
     for sender in request.senders:
@@ -281,7 +281,7 @@ def test_one_prompt_or_one_that_is_not_told_is_served(
     request.make_receivers()
     request.make_senders()
     with_prompts(request, [1, 2, 3] if told[0] else None, [1, 2, 3] if told[1] else None)
-    request.want()
+    request.send_metadata()
     offer(request)
     request.send()
     finish(request)

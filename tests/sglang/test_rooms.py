@@ -83,7 +83,7 @@ def test_a_request_is_complete_once_all_ranks_have_asked(rooms: Rooms) -> None:
     rooms.handle(message("one", "1", 2), 0.0)
     assert answer.request.complete
     rooms.handle(message("one", "2", 2), 0.0)
-    assert len(answer.request.readers) == 2, "a third of two is nobody"
+    assert len(answer.request.messages) == 2, "a third of two is nobody"
 
 
 @pytest.mark.parametrize("refused_first", [True, False])

@@ -25,7 +25,7 @@ BLOCK, PAGE = 128, 16
 BLOCKS = 24
 
 
-class Foreign:
+class OwnCache:
     """A cache as vLLM's CPU backend has it ("vec"): of each head of a block K as (size, tokens), then V as
     (tokens, size)."""
 
@@ -58,8 +58,8 @@ class Foreign:
 class OwnEngine:
     """The example's engine, with a runtime on the cache in vLLM's form."""
 
-    def __init__(self, engine: Engine, foreign: Foreign, runtime: kvflow.Runtime) -> None:
-        self.engine, self.foreign, self.runtime = engine, foreign, runtime
+    def __init__(self, engine: Engine, own_cache: OwnCache, runtime: kvflow.Runtime) -> None:
+        self.engine, self.own_cache, self.runtime = engine, own_cache, runtime
         self._stack = AsyncExitStack()
 
     @classmethod
@@ -67,12 +67,12 @@ class OwnEngine:
         write_checkpoint(folder)
         engine = Engine(load_model(folder), block_count=256, block_size=PAGE, shuffle_seed=2)
         layer = next(iter(engine.kv_caches.values()))
-        foreign = Foreign(len(engine.kv_caches), layer.shape[2], layer.shape[4])
+        own_cache = OwnCache(len(engine.kv_caches), layer.shape[2], layer.shape[4])
         runtime = kvflow.Runtime(kvflow.Config(engine_id="own", model=NAME, listen="tcp://127.0.0.1:0"))
-        own = cls(engine, foreign, runtime)
+        own = cls(engine, own_cache, runtime)
         await own._stack.enter_async_context(engine)
         await own._stack.enter_async_context(runtime)
-        await runtime.register_kv_caches(foreign.tensors, foreign.layout())
+        await runtime.register_kv_caches(own_cache.tensors, own_cache.layout())
         return own
 
     async def aclose(self) -> None:
@@ -81,7 +81,7 @@ class OwnEngine:
     @asynccontextmanager
     async def offered(self, prompt: Sequence[int], request_id: str) -> AsyncIterator[dict[str, Any]]:
         """Compute a prompt, and offer it until a reader has read it: the parameters for vLLM."""
-        blocks = self.foreign.pool.allocate(-(-len(prompt) // BLOCK))
+        blocks = self.own_cache.pool.allocate(-(-len(prompt) // BLOCK))
         try:
             async with self.engine.reserve(len(prompt)) as pages:
                 await self.engine.prefill(prompt, pages)
@@ -92,13 +92,13 @@ class OwnEngine:
             yield lease.ticket.to_params()
             assert await lease is kvflow.LeaseOutcome.READ
         finally:
-            self.foreign.pool.free(blocks)
+            self.own_cache.pool.free(blocks)
 
     async def answer(
         self, prompt: Sequence[int], params: dict[str, Any], request_id: str, max_tokens: int
     ) -> list[int]:
         """Load a prompt that vLLM has computed, and generate."""
-        blocks = self.foreign.pool.allocate(-(-len(prompt) // BLOCK))
+        blocks = self.own_cache.pool.allocate(-(-len(prompt) // BLOCK))
         try:
             report = await self.runtime.load_blocks(
                 kvflow.LoadRequest(request_id, ticket=params, block_ids=blocks, prompt=prompt)
@@ -115,7 +115,7 @@ class OwnEngine:
                     found += [token async for token in rest]
                 return found
         finally:
-            self.foreign.pool.free(blocks)
+            self.own_cache.pool.free(blocks)
 
     async def alone(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """What it answers by itself."""
@@ -125,9 +125,9 @@ class OwnEngine:
     def _copy(self, pages: Sequence[Any], blocks: Sequence[int], num_tokens: int, *, out: bool) -> None:
         """Copy a prompt out of the engine's pages into blocks of vLLM's form, or back."""
         held: Pages = self.engine._cache.pages(pages)
-        names = zip(self.engine.kv_caches, self.foreign.tensors.values(), strict=True)
+        names = zip(self.engine.kv_caches, self.own_cache.tensors.values(), strict=True)
         for name, layer in names:
-            parts = [self.foreign.both(layer, block) for block in blocks]
+            parts = [self.own_cache.both(layer, block) for block in blocks]
             if out:
                 for source, side in zip(held.read(name, num_tokens), range(2), strict=True):
                     for index, part in enumerate(parts):

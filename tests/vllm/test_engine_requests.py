@@ -22,8 +22,7 @@ from kvflow.connector.step import Step
 from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.vllm.connector import KVFlowConnector
-from kvflow.vllm.engine_requests import engine_request_of as facts_of
-from kvflow.vllm.engine_requests import picture_ids_from_content, sharing_of, tokens_of
+from kvflow.vllm.engine_requests import engine_request_of, picture_ids_from_content, sharing_of, tokens_of
 from kvflow.vllm.vllm_metrics import KVFlowStats
 from tests.support.tests_support import any_ticket
 
@@ -66,8 +65,10 @@ def request_of(name: str, request_id: str = "r", **more: Any) -> Request:
     return Request(request_id, given.pop("prompt_token_ids"), sampling, None, **given)
 
 
-def asked(name: str, **more: Any) -> EngineRequest:
-    return facts_of(request_of(name, **{"params": {"do_remote_decode": True}, **more}), picture_ids_from_content=True)
+def engine_request(name: str, **more: Any) -> EngineRequest:
+    return engine_request_of(
+        request_of(name, **{"params": {"do_remote_decode": True}, **more}), picture_ids_from_content=True
+    )
 
 
 @pytest.mark.parametrize("tokens", [6, 2])
@@ -78,12 +79,12 @@ def test_prompts_are_told_apart_as_their_blocks_are(tokens: int) -> None:
             (found.all_token_ids[:tokens], generate_block_hash_extra_keys(found, 0, tokens, 0)[0])
             for found in (request_of(one), request_of(other))
         ]
-        digests = {prompt_digest("r", asked(name).prompt_token_ids[:tokens]) for name in (one, other)}
+        digests = {prompt_digest("r", engine_request(name).prompt_token_ids[:tokens]) for name in (one, other)}
         assert (len(digests) == 1) == (hashed[0] == hashed[1]), f"{one}, {other}"
 
 
 def test_a_prompt_with_nothing_but_tokens_has_the_digest_that_it_always_had() -> None:
-    assert asked("plain").prompt_token_ids == TOKENS
+    assert engine_request("plain").prompt_token_ids == TOKENS
 
 
 def test_pictures_that_vllm_only_numbers_are_not_compared() -> None:
@@ -125,8 +126,8 @@ def test_samples_of_a_request_wait_for_the_first_load() -> None:
     requests = [request_of("plain", f"{index}_r", params=ticket.to_params()) for index in range(3)]
     for request in requests:
         connector.on_new_request(request)
-    asked = [connector.get_num_new_matched_tokens(request, 0) for request in requests]
-    assert asked == [(6, True), (None, False), (None, False)]
+    matched = [connector.get_num_new_matched_tokens(request, 0) for request in requests]
+    assert matched == [(6, True), (None, False), (None, False)]
     assert connector._stats.is_empty()
 
 
@@ -144,7 +145,7 @@ def step_of(connector: KVFlowConnector) -> Step:
 
 
 def ticket_of(name: str) -> Ticket:
-    digest = prompt_digest("remote", asked(name).prompt_token_ids)
+    digest = prompt_digest("remote", engine_request(name).prompt_token_ids)
     return any_ticket().without_leases(
         request_id="remote", block_ids=[0, 1], num_tokens=6, ttl_s=9.0, prompt_digest=digest
     )

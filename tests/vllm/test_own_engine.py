@@ -12,7 +12,7 @@ import pytest
 import kvflow
 from kvflow.errors import PeerIncompatible
 from tests.vllm.conftest import DECODE, PREFILL, Site
-from tests.vllm.own_engine import BLOCK, Foreign, OwnEngine
+from tests.vllm.own_engine import BLOCK, OwnCache, OwnEngine
 from tests.vllm.servers import NAME, Server, prefill
 from tests.vllm.test_hand_over import ALONE, ENDED, EXTERNAL, received_tokens
 
@@ -81,11 +81,11 @@ def test_what_does_not_fit_is_said_before_traffic(sides: tuple[Server, Server], 
     ticket = kvflow.Ticket.from_params(prefill(sides[0], story[:3]))
 
     async def errors(**changes: Any) -> list[BaseException | None]:
-        foreign = Foreign(30, 3, 64)
+        own_cache = OwnCache(30, 3, 64)
         config = kvflow.Config(engine_id="own", model=changes.pop("model", NAME), listen="tcp://127.0.0.1:0")
         async with kvflow.Runtime(config) as runtime:
-            layout = foreign.layout()
-            tensors: Any = foreign.tensors
+            layout = own_cache.layout()
+            tensors: Any = own_cache.tensors
             if changes.pop("plain", False):
                 layout = kvflow.CacheLayout.infer(tensors, order="HND", block_size=BLOCK)
             await runtime.register_kv_caches(tensors, layout)

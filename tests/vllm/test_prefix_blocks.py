@@ -59,9 +59,10 @@ def config_of(*, share: bool = True, **changes: Any) -> VllmConfig:
 
 
 class Engine:
-    """A scheduler, and a worker that has its steps in turn; `behind` are computed late, as with async scheduling."""
+    """A scheduler, and a worker that has its steps in turn; `steps_behind` are computed late, as with async
+    scheduling."""
 
-    def __init__(self, config: VllmConfig, blocks: int, *, windows: bool, behind: int) -> None:
+    def __init__(self, config: VllmConfig, blocks: int, *, windows: bool, steps_behind: int) -> None:
         config.cache_config.num_gpu_blocks = blocks
         shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         groups = [KVCacheGroupSpec(["layers.0"], FullAttentionSpec(**shape))]
@@ -77,8 +78,8 @@ class Engine:
         self.prefix_cache = PagedPrefixCache([PagedGroup(group.facts) for group in self.connector._groups], BLOCK_SIZE)
         self.content: dict[int, list[Content | None]] = {}
         """Of each block, what its slots hold."""
-        self.behind = behind
-        self.flying: list[tuple[SchedulerOutput, list[Any], bool]] = []
+        self.steps_behind = steps_behind
+        self.in_flight: list[tuple[SchedulerOutput, list[Any], bool]] = []
         """Steps that are scheduled and not computed: what each writes, and whether it is the first after a reset."""
         self.was_reset = False
         self.reading: list[tuple[PinnedPrefix, list[int]]] = []
@@ -107,17 +108,17 @@ class Engine:
         self.was_reset |= self.pool.cached_block_hash_to_block is not before
 
     def has_work(self) -> bool:
-        return self.scheduler.has_requests() or bool(self.flying)
+        return self.scheduler.has_requests() or bool(self.in_flight)
 
     def step(self) -> None:
-        """Schedule a step, and compute the oldest of those that are not, once more than `behind` are not."""
+        """Schedule a step, and compute the oldest of those that are not, once more than `steps_behind` are not."""
         self.steps += 1
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
-            self.flying.append((output, self._writes(output), self.was_reset))
+            self.in_flight.append((output, self._writes(output), self.was_reset))
             self.was_reset = False
-        if self.flying and (len(self.flying) > self.behind or not self.scheduler.has_requests()):
-            self._compute(*self.flying.pop(0))
+        if self.in_flight and (len(self.in_flight) > self.steps_behind or not self.scheduler.has_requests()):
+            self._compute(*self.in_flight.pop(0))
 
     def _writes(self, output: SchedulerOutput) -> list[Any]:
         """What a step will write, by block and slot."""
@@ -137,10 +138,10 @@ class Engine:
     def _compute(self, output: SchedulerOutput, writes: list[Any], was_reset: bool = False) -> None:
         assert isinstance(output.kv_connector_metadata, KVFlowMetadata)
         step = output.kv_connector_metadata.step
-        for run in self.prefix_cache.remove_reused(step.reused):
+        for pinned in self.prefix_cache.remove_reused(step.reused):
             self.revoked += 1
-            self.reading = [entry for entry in self.reading if entry[0] is not run]
-            self.prefix_cache.unpin(run)
+            self.reading = [entry for entry in self.reading if entry[0] is not pinned]
+            self.prefix_cache.unpin(pinned)
         if was_reset:
             self.content.clear()
         for block, slot, _, at, request in writes:
@@ -162,22 +163,22 @@ class Engine:
 
     def look(self) -> None:
         """What the prefix cache has of each prompt is what lies there, also of what peers are still reading."""
-        for run, prompt in self.reading:
-            self.check(run, prompt)
+        for pinned, prompt in self.reading:
+            self.check(pinned, prompt)
 
     def ask(self, prompt: list[int], key_tokens: int = BLOCK_SIZE) -> PinnedPrefix | None:
-        run = self.prefix_cache.match(prefix_keys(prompt, key_tokens), key_tokens)
-        if run is not None:
-            self.check(run, prompt)
-            self.reading.append((run, prompt))
-        return run
+        pinned = self.prefix_cache.match(prefix_keys(prompt, key_tokens), key_tokens)
+        if pinned is not None:
+            self.check(pinned, prompt)
+            self.reading.append((pinned, prompt))
+        return pinned
 
-    def check(self, run: PinnedPrefix, prompt: list[int]) -> None:
-        ids: Any = run.block_ids
+    def check(self, pinned: PinnedPrefix, prompt: list[int]) -> None:
+        ids: Any = pinned.block_ids
         tables = [ids] if isinstance(ids[0], int) else ids
         for group, table in zip(self.connector._groups, tables, strict=True):
-            first = group.facts.first_needed(run.num_tokens) // BLOCK_SIZE
-            assert len(table) == run.num_tokens // BLOCK_SIZE - first
+            first = group.facts.first_needed(pinned.num_tokens) // BLOCK_SIZE
+            assert len(table) == pinned.num_tokens // BLOCK_SIZE - first
             for nth, block in enumerate(table, first):
                 for slot in range(BLOCK_SIZE):
                     at = nth * BLOCK_SIZE + slot
@@ -186,9 +187,9 @@ class Engine:
 
 
 @contextmanager
-def engine_of(config: VllmConfig, blocks: int, *, windows: bool = False, behind: int = 0) -> Iterator[Engine]:
+def engine_of(config: VllmConfig, blocks: int, *, windows: bool = False, steps_behind: int = 0) -> Iterator[Engine]:
     with set_current_vllm_config(config):
-        made = Engine(config, blocks, windows=windows, behind=behind)
+        made = Engine(config, blocks, windows=windows, steps_behind=steps_behind)
         yield made
         made.scheduler.shutdown()
 
@@ -205,14 +206,16 @@ def run_all(engine: Engine) -> None:
 
 @pytest.mark.parametrize("caching", [True, False], ids=["caching", "no caching"])
 @pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
-@pytest.mark.parametrize("behind", [0, 1], ids=["in turn", "behind"])
+@pytest.mark.parametrize("steps_behind", [0, 1], ids=["in turn", "steps_behind"])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_run_is_of_blocks_that_hold_something_else(seed: int, behind: int, windows: bool, caching: bool) -> None:
+def test_no_run_is_of_blocks_that_hold_something_else(
+    seed: int, steps_behind: int, windows: bool, caching: bool
+) -> None:
     """Prompts with common beginnings, in a cache too small for them: evicted, preempted, aborted, reset."""
     rng = random.Random(seed)
     stems = [tokens_of(rng, rng.randrange(60, 200)) for _ in range(3)]
     config = config_of(enable_prefix_caching=caching)
-    with engine_of(config, 40, windows=windows, behind=behind) as engine:
+    with engine_of(config, 40, windows=windows, steps_behind=steps_behind) as engine:
         free = engine.pool.get_num_free_blocks()
         found, longest = 0, 0
         for nth in range(60):
@@ -221,9 +224,11 @@ def test_no_run_is_of_blocks_that_hold_something_else(seed: int, behind: int, wi
             engine.add(f"r{nth}", prompt, rng.choice((1, 5, 40)))
             for _ in range(rng.randrange(0, 12)):
                 engine.step()
-                run = engine.ask(rng.choice(engine.prompts), rng.choice((BLOCK_SIZE, 2 * BLOCK_SIZE, BLOCK_SIZE // 2)))
-                found += run is not None
-                longest = max(longest, 0 if run is None else run.num_tokens)
+                pinned = engine.ask(
+                    rng.choice(engine.prompts), rng.choice((BLOCK_SIZE, 2 * BLOCK_SIZE, BLOCK_SIZE // 2))
+                )
+                found += pinned is not None
+                longest = max(longest, 0 if pinned is None else pinned.num_tokens)
                 while len(engine.reading) > 3:
                     engine.prefix_cache.unpin(engine.reading.pop(0)[0])
             if rng.random() < 0.15:
@@ -246,9 +251,9 @@ def test_everything_that_the_pool_has_is_in_the_prefix_cache_too() -> None:
         engine.step()
         assert engine.ask(prompt) is not None, "a chunk of it"
         run_all(engine)
-        run = engine.ask([*prompt, *[ANSWER] * 40])
-        assert run is not None
-        assert run.num_tokens == 128  # of 139 tokens that were computed
+        pinned = engine.ask([*prompt, *[ANSWER] * 40])
+        assert pinned is not None
+        assert pinned.num_tokens == 128  # of 139 tokens that were computed
         assert engine.ask(tokens_of(rng, 100)) is None
 
 
@@ -258,8 +263,8 @@ def test_a_reset_leaves_nothing_in_the_prefix_cache_and_takes_one_step_of_an_idl
         prompt = tokens_of(rng, 100)
         engine.add("a", prompt, 1)
         run_all(engine)
-        run = engine.ask(prompt)
-        assert run is not None
+        pinned = engine.ask(prompt)
+        assert pinned is not None
         assert not engine.has_work()
         assert engine.scheduler.reset_prefix_cache()
         assert engine.has_work(), "its workers have to be told"
