@@ -157,8 +157,8 @@ class RegisteredCache:
                 it_is += ", the reader itself: the peer's address leads back to it"
             return msgspec.structs.replace(refusal(it_is), listens=ours)
         if header.fingerprint != self.local.compatibility.fingerprint():
-            told = {"compatibility": self.local.compatibility, "cache_shares": self.local.cache_shares}
-            return msgspec.structs.replace(refusal("the caches are not compatible"), **told)
+            own_facts = {"compatibility": self.local.compatibility, "cache_shares": self.local.cache_shares}
+            return msgspec.structs.replace(refusal("the caches are not compatible"), **own_facts)
         if theirs.rank != ours.rank:
             return refusal(f"expected {theirs.rank}, this is {self.rank}")
         if isinstance(request, messages.MetadataRequest):

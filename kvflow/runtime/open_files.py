@@ -138,5 +138,7 @@ class ReaderAdmission:
         self.refused += 1
         if now_s >= self._warn_s:
             self._warn_s = now_s + _WARN_AGAIN_S
-            logger.warning("engine %r takes no new reader: %s; refused so far: %s", self._engine_id, why, self.refused)
+            logger.warning(
+                "engine %r accepts no new reader: %s; refused so far: %s", self._engine_id, why, self.refused
+            )
         return why

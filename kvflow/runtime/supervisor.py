@@ -79,7 +79,7 @@ class Supervisor:
         """Statistics at the end of the last registration, added up over all registrations so far; None before."""
         self._registering = False
         self._admission = ReaderAdmission(config.engine_id)
-        self._hurried = False
+        self._draining_stopped = False
         self.in_forked_child = False
         """True in a forked child of the process that opened the runtime: threads and their objects are the parent's."""
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -324,14 +324,14 @@ class Supervisor:
         on if its caller is cancelled. If it is cancelled itself, it stops waiting for leases and loads. `aclose` raises
         its error.
         """
-        hurry = self._hurry
+        on_cancel = self._stop_draining
         try:
-            await retry_if_cancelled(lambda: self.tasks.wait_ended("kvflow-unregister"), hurry)
+            await retry_if_cancelled(lambda: self.tasks.wait_ended("kvflow-unregister"), on_cancel)
             drained = self.cache is not None
-            await retry_if_cancelled(lambda: self._end_work(drained=drained), hurry)
-            await retry_if_cancelled(self.tasks.stop, hurry)
-            problem = "" if self.registration is None else await retry_if_cancelled(self.registration.aclose, hurry)
-            problem = await retry_if_cancelled(self._end_copies, hurry) or problem
+            await retry_if_cancelled(lambda: self._end_work(drained=drained), on_cancel)
+            await retry_if_cancelled(self.tasks.stop, on_cancel)
+            problem = "" if self.registration is None else await retry_if_cancelled(self.registration.aclose, on_cancel)
+            problem = await retry_if_cancelled(self._end_copies, on_cancel) or problem
         finally:
             self.listener.close()
             self.side_channel.close()
@@ -341,8 +341,8 @@ class Supervisor:
         if problem:
             raise RuntimeBroken(f"closing {self}: {problem}")
 
-    def _hurry(self) -> None:
-        self._hurried = True
+    def _stop_draining(self) -> None:
+        self._draining_stopped = True
 
     async def _end_work(self, *, drained: bool = False) -> None:
         """End leases and loads, and send goodbyes to readers.
@@ -353,7 +353,7 @@ class Supervisor:
         cache = self.registered_cache
         if cache is None:
             return
-        if drained and not self._hurried and self.tasks.cause is None and cache.busy:
+        if drained and not self._draining_stopped and self.tasks.cause is None and cache.busy:
             await cache.drain(self.config.drain_timeout_s)
         else:
             await cache.end(broken=self.tasks.cause is not None)
@@ -370,18 +370,23 @@ class Supervisor:
             return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)
         if self.state is RuntimeState.BROKEN:
             return refusal(f"engine {engine_id!r} is {self.state}")
-        if isinstance(request, messages.MetadataRequest) and (why := self._no_new_reader()):
-            return refusal(f"engine {engine_id!r} takes no new reader: {why}", transient=True)
+        if isinstance(request, messages.MetadataRequest) and (why := self._reader_refusal()):
+            return refusal(f"engine {engine_id!r} accepts no new reader: {why}", transient=True)
         return cache.answer(header, request, draining=self.state is not RuntimeState.OPEN)
 
     def _answer_stock(self, question: bytes) -> list[bytes] | None:
         """Return the frames of the answer to a stock reader (vLLM's own NixlConnector), or None to send no answer."""
         cache = self.cache
-        if cache is None or cache.stock_service is None or self.state is not RuntimeState.OPEN or self._no_new_reader():
+        if (
+            cache is None
+            or cache.stock_service is None
+            or self.state is not RuntimeState.OPEN
+            or self._reader_refusal()
+        ):
             return None
         return cache.stock_service.answer(question)
 
-    def _no_new_reader(self) -> str:
+    def _reader_refusal(self) -> str:
         """Return why no new reader may connect to this rank now. If one may, return "" and count it as connecting."""
         if self.registration is not None and self.registration.transport.statistics.unreachable:
             return "its transport's listener is closed, as when open files run out: register its cache again"

@@ -107,7 +107,7 @@ class StockLeases:
             proofs[peer.rank] = DeadlineProof(arrived_s, self.terms, clock, self._unsent, request_id=name, agent=agent)
         return proofs[peer.rank]
 
-    def needed(self, sources: Sequence[Source]) -> int:
+    def notify_needed(self, sources: Sequence[Source]) -> int:
         """Send a heartbeat for the requests of `sources` to their rank, which is the same for all. Return their number.
 
         See `LeaseNotifier.needed`.
@@ -119,7 +119,7 @@ class StockLeases:
             self._transport.notify(sources[0].connection.agent, text)
         return len(proofs)
 
-    def read(self, source: Source) -> None:
+    def notify_read(self, source: Source) -> None:
         """Notify a source's rank that its request was read, and allow no further read of it (`LeaseNotifier.read`)."""
         connection, request_id = source.connection, _proof(source).request_id
         assert isinstance(connection, StockConnection), "a stock source has a StockConnection"

@@ -126,7 +126,7 @@ def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages
     ]
 
 
-def strangers() -> list[msgspec.Struct]:
+def non_requests() -> list[msgspec.Struct]:
     """Messages of ours that are no requests."""
     return [
         messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED),
@@ -142,7 +142,7 @@ def listener_messages(
     """Messages without end, for a listener: noise, mutants, wrong frames, sizes around its limit."""
     header = codec.our_header(fingerprint)
     while True:
-        body = rng.choice([*requests(rng, cache_shares), *strangers()])
+        body = rng.choice([*requests(rng, cache_shares), *non_requests()])
         match rng.randrange(10):
             case 0:
                 yield [rng.randbytes(rng.choice((0, 1, 30, 3000))) for _ in range(rng.randrange(1, 7))]

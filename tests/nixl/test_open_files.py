@@ -132,7 +132,7 @@ def test_a_new_reader_is_refused_while_few_files_are_left_and_others_go_on() -> 
     assert "Too many open files" in why
     assert refused >= 1
     (warning,) = (line for line in lines if line.startswith("WARNING"))
-    assert "takes no new reader: Too many open files" in warning
+    assert "accepts no new reader: Too many open files" in warning
 
 
 @pytest.mark.nixl

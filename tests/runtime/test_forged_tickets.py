@@ -74,8 +74,8 @@ class Field:
         self.open -= 1
 
     @property
-    def strangers(self) -> set[str]:
-        """Who was asked and is no engine of the cluster."""
+    def absent_addresses(self) -> set[str]:
+        """Addresses that were asked and belong to no engine of the cluster."""
         return set(self.asked) - set(self.cluster._exchange.listeners)
 
     def join(self, producer: TestEngine, consumer: TestEngine) -> None:
@@ -286,7 +286,7 @@ async def test_even_an_engine_that_is_cut_like_that_leads_to_a_few_addresses_onl
         ending = await ended(verb(made.runtime, among_others(made.lease, host)))
         assert ending is False or isinstance(ending, TOO_LATE)
         assert now_s() - began_s <= 2.05
-        assert 0 < len(made.strangers) <= VISITS_AT_ONCE_MAX
+        assert 0 < len(made.absent_addresses) <= VISITS_AT_ONCE_MAX
         assert made.most_open <= VISITS_AT_ONCE_MAX
 
 
@@ -297,7 +297,7 @@ async def test_prewarming_such_an_engine_asks_one_after_the_other() -> None:
         results = await made.runtime.prewarm([among_others(made.lease), address])
         assert all(isinstance(result, PeerError) for result in results)
         assert [peer.was_connected for peer in made.runtime.statistics().peers].count(True) == 1
-        assert len(made.strangers) <= 2
+        assert len(made.absent_addresses) <= 2
 
 
 # --- many tickets
@@ -403,7 +403,7 @@ async def test_who_waits_for_a_turn_and_gives_up_asks_nobody() -> None:
         assert [peer.state for peer in made.runtime.statistics().peers] == [PeerState.CONNECTING, PeerState.UNKNOWN]
         assert made.open == 1, "what was begun goes on while it is in nobody's way"
         assert await made.honest() == 0, "and makes way when it is"
-        assert made.strangers == {"tcp://silent-0-0:5600"}
+        assert made.absent_addresses == {"tcp://silent-0-0:5600"}
 
 
 @in_virtual_time

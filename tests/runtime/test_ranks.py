@@ -219,12 +219,12 @@ async def test_a_rank_that_answers_with_a_lease_of_no_id_fails_the_load(
     both: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It must not pass for a rank of which nothing is needed: its heads would be missing."""
-    lease_of = OpenLease.lease
+    lease_of = OpenLease.rank_lease
 
     def nameless(self: OpenLease) -> RankLease:
         return msgspec.structs.replace(lease_of(self), lease_id="")
 
-    monkeypatch.setattr(OpenLease, "lease", nameless)
+    monkeypatch.setattr(OpenLease, "rank_lease", nameless)
     leases, _ = both.offers()
     await both.fails(ProtocolError, leases[0].ticket, "lease_id")
 

@@ -162,13 +162,13 @@ def never_expire(_: Any, self: LeaseBook, now_s: float) -> Iterator[LeaseEntry]:
     return iter(())
 
 
-@instead_of(Peer, "usable", "I7", 36)
+@instead_of(Peer, "usable_connection", "I7", 36)
 def keep_broken_connections(_: Any, self: Peer, incarnation: str) -> Connection | None:
     """A peer that has restarted is never connected again."""
-    return self.current
+    return self.connection
 
 
-@instead_of(Connection, "idle", "I7", 3)
+@instead_of(Connection, "wait_idle", "I7", 3)
 async def tear_down_under_reads(*_: Any) -> None:
     """An outdated connection is given back to the transport while reads use it."""
 

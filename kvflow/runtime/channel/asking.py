@@ -134,25 +134,25 @@ class ZmqSideChannel:
         listener drops all connections, and new connections are refused until the listener binds its port again.
         """
         body, at = codec.encode(request), request.target
-        shared, heard = self._connections.find_shared(route), None
+        shared, outcome = self._connections.find_shared(route), None
         if shared is not None:
             with self._connections.open_question(shared, fingerprint, body) as question:
-                heard = await question.arrivals.get()
+                outcome = await question.arrivals.get()
         attempts = refusals = 0
-        while not isinstance(heard, list):
+        while not isinstance(outcome, list):
             if attempts:
                 await asyncio.sleep(delay_s(attempts, RETRY_PAUSES, random.random()))
             with self._connections.open_question(self._connections.open(route), fingerprint, body) as question:
-                heard = await question.arrivals.get()
-                while heard == zmq.Event.CONNECT_RETRIED:
+                outcome = await question.arrivals.get()
+                while outcome == zmq.Event.CONNECT_RETRIED:
                     with _translate_errors(at):
                         bound = await _probe(route.endpoint, final=refusals == REFUSALS_MAX)
                     refusals += not bound
-                    heard = await question.arrivals.get() if bound else zmq.Event.DISCONNECTED
+                    outcome = await question.arrivals.get() if bound else zmq.Event.DISCONNECTED
             attempts += 1
-            if isinstance(heard, zmq.Event) and (heard not in _CLOSED_BY_PEER or attempts == ATTEMPTS_MAX):
-                raise _connection_error(heard, at, self._config.engine_id, curve=route.own_keys is not None)
-        return heard
+            if isinstance(outcome, zmq.Event) and (outcome not in _CLOSED_BY_PEER or attempts == ATTEMPTS_MAX):
+                raise _connection_error(outcome, at, self._config.engine_id, curve=route.own_keys is not None)
+        return outcome
 
 
 def _connection_error(event: zmq.Event, at: Address, ours: str, *, curve: bool) -> PeerError:

@@ -89,11 +89,11 @@ class KeptConnection:
         context: zmq.Context[zmq.Socket[bytes]],
         route: ListenerRoute,
         answer_bytes_max: int,
-        over: Callable[[KeptConnection], None],
+        on_end: Callable[[KeptConnection], None],
     ) -> None:
         """Begin to connect. Raises ZMQError.
 
-        `over` is called with this object if the connection ends in any way but by `close`.
+        `on_end` is called with this object if the connection ends in any way but by `close`.
         """
         self.route = route
         self.waiting: dict[int, OpenQuestion] = {}
@@ -101,7 +101,7 @@ class KeptConnection:
         """True once a question on this connection ended without an answer; further questions use other connections."""
         self.closed = False
         self._answer_bytes_max = min(answer_bytes_max, INT64_MAX)
-        self._on_end = over
+        self._on_end = on_end
         self._numbers = itertools.count(1)
         self._sent_count = 0
         self._loop = asyncio.get_running_loop()
@@ -117,8 +117,8 @@ class KeptConnection:
             self._close_sockets()
             raise
         self._files = [int(socket.getsockopt(zmq.FD)) for socket in (self._socket, self._monitor)]
-        for file, look in zip(self._files, (self._receive_answers, self._receive_events), strict=True):
-            self._loop.add_reader(file, look)
+        for file, callback in zip(self._files, (self._receive_answers, self._receive_events), strict=True):
+            self._loop.add_reader(file, callback)
         forks.register(self)
         self._loop.call_soon(self._receive_events)  # the loop may not notice messages that came before
 
@@ -163,10 +163,10 @@ class KeptConnection:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, route.server_key)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, route.own_keys.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, route.own_keys.secret)
-        told = f"inproc://failures-{next(_MONITORS)}"
+        endpoint = f"inproc://failures-{next(_MONITORS)}"
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would block ZeroMQ's thread, and then `close`
-        self._socket.monitor(told, _MONITORED_EVENTS)
-        self._monitor.connect(told)
+        self._socket.monitor(endpoint, _MONITORED_EVENTS)
+        self._monitor.connect(endpoint)
         self._socket.connect(route.endpoint)
 
     def _close_sockets(self) -> None:
@@ -209,9 +209,9 @@ class KeptConnection:
         self._put_to_all(event)
         self._on_end(self)
 
-    def _put_to_all(self, heard: Arrival) -> None:
+    def _put_to_all(self, arrival: Arrival) -> None:
         for question in self.waiting.values():
-            question.arrivals.put_nowait(heard)
+            question.arrivals.put_nowait(arrival)
 
 
 def answer_bytes_max(limits: Limits) -> int:

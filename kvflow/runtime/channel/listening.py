@@ -272,8 +272,8 @@ class ZmqListener:
             request = codec.decode_request(body_frame, self._request_types)
             claimed = messages.claimed_engine_id(request)
             if engine not in (None, claimed):
-                whose = f"the request names engine {claimed[:300]!r}, its CURVE key belongs to {engine!r}"
-                raise codec.WireError(whose)
+                why = f"the request names engine {claimed[:300]!r}, its CURVE key belongs to {engine!r}"
+                raise codec.WireError(why)
         except codec.WireError as error:
             return refusal(str(error))
         return self._answer(header, request)
@@ -307,8 +307,8 @@ class ZmqListener:
                 case zmq.Event.DISCONNECTED:
                     self._connections = max(self._connections - 1, 0)  # it may be a connection that was dropped
                 case zmq.Event.CLOSED:
-                    told = (self._endpoint, self._connections, self._drop_reason)
-                    logger.warning("side channel at %s: dropped all %s connections: %s", *told)
+                    values = (self._endpoint, self._connections, self._drop_reason)
+                    logger.warning("side channel at %s: dropped all %s connections: %s", *values)
                     self._counts["recycled"] += 1
                     self._connections, self._bound = 0, False
                     self._bind_again()

@@ -68,7 +68,7 @@ class LeaseIdNotifier:
         self._batch_max = leases_max(self._reader, notifications.NOTIFICATION_BYTES_MAX)
         self._join = partial(join_read_done, lease_ids_max=self._batch_max)
 
-    def needed(self, sources: Sequence[Source]) -> int:
+    def notify_needed(self, sources: Sequence[Source]) -> int:
         """See `LeaseNotifier.needed`."""
         agent = sources[0].connection.agent
         lease_ids = tuple(dict.fromkeys(source.lease.lease_id for source in sources))
@@ -77,7 +77,7 @@ class LeaseIdNotifier:
             self._transport.notify(agent, codec.encode(message))
         return len(lease_ids)
 
-    def read(self, source: Source) -> None:
+    def notify_read(self, source: Source) -> None:
         """See `LeaseNotifier.read`."""
         self.report(source.connection.agent, source.lease.lease_id, *source.connection.report_share)
 
@@ -142,7 +142,7 @@ class RemoteLeases:
     def tell(self, sources: Sequence[Source]) -> None:
         """Notify the rank of each source that this rank has finished with the lease there, read or not."""
         for source in sources:
-            source.connection.lease_notifier.read(source)
+            source.connection.lease_notifier.notify_read(source)
 
     async def release(self, given: Ticket | Mapping[str, Any]) -> bool:
         """Give the leases of a ticket back, unread. Return whether every rank that holds a lease was notified.
@@ -300,7 +300,7 @@ class RemoteLeases:
                 kept.source.peer.last_used_s = now_s  # the peer is not idle, so its connection stays
                 kept.due_s = now_s + kept.pause_s
         for sources in due.values():
-            self.sent += sources[0].connection.lease_notifier.needed(sources)
+            self.sent += sources[0].connection.lease_notifier.notify_needed(sources)
         self._alarm.set(min((kept.due_s for leases in self._kept.values() for kept in leases), default=math.inf))
 
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:

@@ -263,15 +263,15 @@ class LeaseNotifier(Protocol):
     """
 
     heartbeat_s: float | None
-    """Seconds between two `needed` notifications of a lease; None: a share of the lease's own `ttl_s`."""
+    """Seconds between two `notify_needed` notifications of a lease; None: a share of the lease's own `ttl_s`."""
 
-    def needed(self, sources: Sequence[Source]) -> int:
+    def notify_needed(self, sources: Sequence[Source]) -> int:
         """Notify a producer rank that this rank still needs the leases of `sources`, which are all leases of that rank.
 
         Return the number of leases.
         """
 
-    def read(self, source: Source) -> None:
+    def notify_read(self, source: Source) -> None:
         """Notify the producer rank of `source` that this rank does not need the blocks of its lease any longer."""
 
 
@@ -313,13 +313,15 @@ def peer_text(text: str, chars_max: int = PEER_TEXT_CHARS_MAX) -> str:
 def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> None:
     """Raise PeerIncompatible if the parallelism or the groups of the connected rank differ from the ticket's."""
     if ticket.groups != connection.ticket_groups:
-        told, has = ([f"{one.name} ({one.kind})" for one in groups] for groups in (ticket.groups, connection.groups))
-        raise peer.at.failure(
-            PeerIncompatible, f"groups: the ticket says {short_repr(told)}, the rank {short_repr(has)}"
+        of_ticket, of_rank = (
+            [f"{one.name} ({one.kind})" for one in groups] for groups in (ticket.groups, connection.groups)
         )
-    said, true = ticket.parallelism, connection.parallelism
-    if said != true:
-        fields = zip(Parallelism._fields, said, true, strict=True)
+        raise peer.at.failure(
+            PeerIncompatible, f"groups: the ticket says {short_repr(of_ticket)}, the rank {short_repr(of_rank)}"
+        )
+    expected, actual = ticket.parallelism, connection.parallelism
+    if expected != actual:
+        fields = zip(Parallelism._fields, expected, actual, strict=True)
         name, mine, theirs = next(field for field in fields if field[1] != field[2])
         raise peer.at.failure(PeerIncompatible, f"{name}: the ticket says {mine}, the rank {theirs}")
 

@@ -1,6 +1,7 @@
 """Answers about leases: whether a lease is open, has more blocks, is complete, has failed or has ended.
 
-Readers ask one kind of question (`messages.LeaseRequest`). It waits until the answer has news.
+Readers ask one kind of question (`messages.LeaseRequest`). It waits until this rank knows something that the reader
+does not: *news*.
 
 | state of the request on this rank | the reader knows no lease | the reader knows a lease |
 |---|---|---|
@@ -161,8 +162,8 @@ class LeaseAnswers:
         if question.lease_id is not None:
             return self._answer_known(question, found)
         if found is not None and question.blocks_digest:
-            meant = found.matches(question.num_tokens, question.blocks_digest)
-            return messages.LeaseAnswer(state=LeaseAnswerState.OPEN, lease=found.rank_lease()) if meant else _ENDED
+            is_meant = found.matches(question.num_tokens, question.blocks_digest)
+            return messages.LeaseAnswer(state=LeaseAnswerState.OPEN, lease=found.rank_lease()) if is_meant else _ENDED
         if request_id in self._kept_answers:
             return self._kept_answers[request_id]
         if found is not None:

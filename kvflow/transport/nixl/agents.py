@@ -60,8 +60,8 @@ POST_COST_BYTES = 256 << 10
 """Fixed cost of posting a read, in bytes: as many as could be copied in the time that posting takes."""
 # Limits of several reads that are posted as one request: a small read that comes now waits for at most this much, as
 # behind a slice (`limits.BY_DEVICE`).
-_TOGETHER_BYTES_MAX = 8 << 20
-_TOGETHER_COUNT_MAX = 4096
+_REQUEST_BYTES_MAX = 8 << 20
+_REQUEST_RANGES_MAX = 4096
 # An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
 _QUIET_AFTER_S = 0.2
 _QUIET_FACTOR = 10
@@ -220,32 +220,32 @@ class NixlAgents:
     def _create_next(self) -> None:
         """Create one NIXL request for the next read and for the reads queued behind it with the same peer and devices.
 
-        A request has at most `_TOGETHER_BYTES_MAX` bytes unless it is a single read. So a burst of small reads takes
+        A request has at most `_REQUEST_BYTES_MAX` bytes unless it is a single read. So a burst of small reads takes
         few NIXL calls.
         """
         first = self._to_post.pop()
-        together, size_bytes, count = [first], first.descriptors.size_bytes, len(first.descriptors)
+        reads, size_bytes, count = [first], first.descriptors.size_bytes, len(first.descriptors)
         while self._to_post:
             following = self._to_post.next
             more, count = following.descriptors.size_bytes, count + len(following.descriptors)
-            if size_bytes + more > _TOGETHER_BYTES_MAX or count > _TOGETHER_COUNT_MAX or not first.can_join(following):
+            if size_bytes + more > _REQUEST_BYTES_MAX or count > _REQUEST_RANGES_MAX or not first.can_join(following):
                 break
-            together.append(self._to_post.pop())
+            reads.append(self._to_post.pop())
             size_bytes += more
-        self.taken_cost_bytes += size_bytes + len(together) * POST_COST_BYTES
-        self._create_request(together)
+        self.taken_cost_bytes += size_bytes + len(reads) * POST_COST_BYTES
+        self._create_request(reads)
 
-    def _create_request(self, together: Sequence[_QueuedRead]) -> None:
+    def _create_request(self, reads: Sequence[_QueuedRead]) -> None:
         """Create one NIXL request for all of these reads.
 
         If that fails, create one for each read. A read for which that fails, too, ends with the error.
         """
-        peer, descriptors = together[0].peer, together[0].descriptors
+        peer, descriptors = reads[0].peer, reads[0].descriptors
         table, size_bytes = descriptors.table, descriptors.size_bytes
-        if len(together) > 1:
-            table = np.concatenate([one.descriptors.table for one in together], axis=1)
-            size_bytes = sum(one.descriptors.size_bytes for one in together)
-        request, native = _Request(together), self._reading.native
+        if len(reads) > 1:
+            table = np.concatenate([one.descriptors.table for one in reads], axis=1)
+            size_bytes = sum(one.descriptors.size_bytes for one in reads)
+        request, native = _Request(reads), self._reading.native
         started_s = time.monotonic()
         try:
             local = self._descriptor_list(table[0], descriptors.local_device)
@@ -277,8 +277,8 @@ class NixlAgents:
             return
         self._active_s = time.monotonic()
         request.post_s += self._active_s - started_s
-        patience_s = POLLING[request.reads[0].descriptors.local_device.kind].until_s(request.size_bytes)
-        self._spin_until_s = max(self._spin_until_s, self._active_s + patience_s)
+        poll_s = POLLING[request.reads[0].descriptors.local_device.kind].until_s(request.size_bytes)
+        self._spin_until_s = max(self._spin_until_s, self._active_s + poll_s)
         if status == self._bindings.NIXL_SUCCESS:
             self._end_request(request, None)
         else:
