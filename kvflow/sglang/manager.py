@@ -245,7 +245,7 @@ class KVFlowManager(CommonKVManager):
         """
         self._held.setdefault(int(room), []).extend(loads)
         logger.warning(
-            "prefill server %s hangs: reads of its memory have not stopped. The request of room %s has failed, and its "
+            "prefill server %s: reads of its memory have not stopped. The request of room %s has failed, and its "
             "pages are not reused until the reads have stopped",
             address,
             int(room),
