@@ -101,7 +101,7 @@ class CacheShape:
         """Return the shape. Raise SettingsError, naming `option`, if it has too many words to number in 32 bits."""
         words = (self.first_head + self.kv_heads) * PARTS * self.layers * self.pool_tokens * self.head_words
         if words >= _WORDS_MAX:
-            raise SettingsError(f"{option}: {self.size_bytes >> 20} MB is more than a pattern of 32 bits tells apart")
+            raise SettingsError(f"{option}: {self.size_bytes >> 20} MB is too large for the test pattern of 32 bits")
         return self
 
 

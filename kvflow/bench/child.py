@@ -45,13 +45,13 @@ class BenchError(RuntimeError):
 
 
 class RankProcess(NamedTuple):
-    """A rank to start in a child process: its name, and the function `setup`, which is called in the child.
+    """A rank to start in a child process: its name, and the function `open_rank`, which is called in the child.
 
-    `setup()` returns an async context manager. It yields the rank and closes it when the child exits.
+    `open_rank()` returns an async context manager. It yields the rank and closes it when the child exits.
     """
 
     name: str
-    setup: Callable[[], contextlib.AbstractAsyncContextManager[object]]
+    open_rank: Callable[[], contextlib.AbstractAsyncContextManager[object]]
 
 
 class Child:
@@ -106,7 +106,7 @@ class Child:
     def _receive(self, what: str) -> object:
         name = self.rank.name
         if not self._pipe.poll(_REPLY_TIMEOUT_S):
-            raise BenchError(f"{name}: no end of {what} within {_REPLY_TIMEOUT_S:.0f} s")
+            raise BenchError(f"{name}: {what} did not end within {_REPLY_TIMEOUT_S:.0f} s")
         try:
             succeeded, value = self._pipe.recv()
         except (EOFError, ConnectionResetError) as error:
@@ -175,7 +175,7 @@ def _child_main(pipe: Connection, parent_pid: int, rank: RankProcess, environmen
 
 
 async def _serve(pipe: Connection, rank: RankProcess) -> None:
-    async with rank.setup() as steps:
+    async with rank.open_rank() as steps:
         result: object = None
         while True:
             pipe.send((True, result))

@@ -16,7 +16,7 @@ from kvflow.bench.loads import PlannedLoad, Ticket
 
 _LEASE_TTL_S = 600.0
 _LOAD_DEADLINE_S = 120.0
-_SETTLE_TIMEOUT_S = 10.0
+_END_LEASES_TIMEOUT_S = 10.0
 
 
 def config_of(engine_id: str, backend: str = "UCX") -> kvflow.Config:
@@ -77,7 +77,7 @@ class EngineProducer:
         if not read:
             self.revoke()
         expected = kvflow.LeaseOutcome.READ if read else kvflow.LeaseOutcome.REVOKED
-        async with asyncio.timeout(_SETTLE_TIMEOUT_S):
+        async with asyncio.timeout(_END_LEASES_TIMEOUT_S):
             outcomes = [await lease for lease in self._leases]
         if any(outcome is not expected for outcome in outcomes):
             raise RuntimeError(f"leases of a turn ended as {outcomes}, expected {expected}")

@@ -40,7 +40,7 @@ class PlannedLoad:
     remote_ids: tuple[int, ...]
 
 
-def scattered(seed: str, blocks: int, count: int) -> tuple[int, ...]:
+def scattered_ids(seed: str, blocks: int, count: int) -> tuple[int, ...]:
     """Return `count` different block ids below `blocks`, in random order. Equal seeds give equal ids."""
     rng = np.random.default_rng(list(seed.encode()))
     return tuple(rng.permutation(blocks)[:count].tolist())
@@ -52,7 +52,9 @@ def scattered_loads(name: str, blocks: int, counts: Sequence[int], *, seed: str 
     The block ids on each side are chosen at random below `blocks`. Equal seeds give equal ids; the default seed is
     `name`.
     """
-    local_ids, remote_ids = (scattered(f"{seed or name} {side}", blocks, sum(counts)) for side in ("local", "remote"))
+    local_ids, remote_ids = (
+        scattered_ids(f"{seed or name} {side}", blocks, sum(counts)) for side in ("local", "remote")
+    )
     return tuple(
         PlannedLoad(
             request_id=f"{name} {index}",

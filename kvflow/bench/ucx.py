@@ -31,13 +31,13 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class ReadPath(NamedTuple):
-    """The path of reads of one size, in UCX's words: the method (`how`) and the transport and device (`over`)."""
+    """The path of reads of one size, in UCX's words: the method, and the transport with its device."""
 
-    how: str
-    over: str
+    method: str
+    transport: str
 
     def __str__(self) -> str:
-        return f"{self.over} ({self.how})"
+        return f"{self.transport} ({self.method})"
 
 
 class UcxLog:
@@ -69,18 +69,18 @@ def read_path(log: str, size_bytes: int) -> ReadPath | None:
     """
     found = None
     owner, reading = "", False
-    for cells in _rows(log):
+    for cells in _table_rows(log):
         match cells:
             case [text] if _OPERATION in text:
                 reading = " self " not in owner
             case [text]:
                 owner, reading = text, False
-            case [sizes, how, over] if reading and _covers(sizes, size_bytes):
-                found = ReadPath(how, over)
+            case [sizes, method, transport] if reading and _range_covers(sizes, size_bytes):
+                found = ReadPath(method, transport)
     return found
 
 
-def _rows(log: str) -> Iterator[list[str]]:
+def _table_rows(log: str) -> Iterator[list[str]]:
     """Yield the cells of each row of the tables in `log`."""
     for line in log.splitlines():
         _, bar, rest = line.partition("| ")
@@ -88,15 +88,15 @@ def _rows(log: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in rest[:-1].split("|")]
 
 
-def _covers(sizes: str, size_bytes: int) -> bool:
+def _range_covers(sizes: str, size_bytes: int) -> bool:
     match = _RANGE.fullmatch(sizes)
     if match is None:
         return False
     first, last = match[1], match[2] or match[1]
-    return _bytes(first) <= size_bytes and (last == "inf" or size_bytes <= _bytes(last))
+    return _parse_size(first) <= size_bytes and (last == "inf" or size_bytes <= _parse_size(last))
 
 
-def _bytes(size: str) -> int:
+def _parse_size(size: str) -> int:
     """Parse one of UCX's sizes, where K, M, G and T are powers of 1024. Return bytes."""
     unit = _UNITS.get(size[-1])
     return int(size) if unit is None else int(size[:-1]) * unit

@@ -64,11 +64,11 @@ def _advice(given: str, problem: Exception) -> str:
             return REACH_FIX
         case PeerRefused():
             own = given.rpartition("@")[0]
-            return f"is {own!r} its id, has it registered its cache, are the CURVE keys of both sides in order?"
+            return f"check that its id is {own!r}, that it has registered its cache, and the CURVE keys of both sides"
         case _Refused():
             return "wait until the engine has registered its cache, and give the id that its tickets name"
         case _:
-            return "is it a kvflow side channel, of this version?"
+            return "check that a kvflow side channel of this version listens there"
 
 
 async def _ask_engine(channel: ZmqSideChannel, given: str) -> _EngineFacts:

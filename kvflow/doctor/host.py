@@ -126,7 +126,7 @@ def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
     if host.rdma_devices:
         fix = "raise `ulimit -l` to unlimited (containers: --ulimit memlock=-1): RDMA pins the whole cache"
         return fail(name, found, fix)
-    return ok(name, f"{found}, which only RDMA would need; there is none")
+    return ok(name, f"{found}; only RDMA needs more, and there is no RDMA device")
 
 
 def check_open_files(name: str, host: Host, config: Config) -> Finding:

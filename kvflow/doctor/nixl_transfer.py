@@ -67,7 +67,7 @@ def judge_plugins(
         return fail(
             "NIXL",
             f"{found}; a process with an agent ends {how}",
-            "libraries of the system and of NIXL's wheel do not go together: docs/troubleshooting.md, signal 11",
+            "libraries of the system and of NIXL's wheel are incompatible: docs/troubleshooting.md, signal 11",
         )
     return ok("NIXL", found)
 
@@ -115,9 +115,9 @@ def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Fi
     """
     if path is None:
         return path_not_logged(name)
-    if path.over.startswith(_SHARED_MEMORY):
+    if path.transport.startswith(_SHARED_MEMORY):
         return ok(name, f"shared memory: {path}")
-    if "tcp/" not in path.over:
+    if "tcp/" not in path.transport:
         return ok(name, str(path))
     if ucx_tls is not None:
         return ok(name, f"tcp: {path}; UCX_TLS={ucx_tls} is set")

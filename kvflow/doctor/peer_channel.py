@@ -17,7 +17,7 @@ from kvflow.hosts import host_in_url, split_address
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.clock import SystemClock
 
-REACH_FIX = "is the engine up, does it listen there (Config.listen), does a firewall let it in?"
+REACH_FIX = "check that the engine runs, that it listens there (Config.listen), and that no firewall blocks it"
 _NO_FINGERPRINT = bytes(16)
 
 
@@ -51,7 +51,7 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
     try:
         reply = await channel.ask(question, fingerprint=_NO_FINGERPRINT)
     except KVFlowError as error:
-        fix = "is it a kvflow side channel, and are the CURVE keys of both sides in order?"
+        fix = "check that a kvflow side channel listens there, and the CURVE keys of both sides"
         return [*found, fail("peer's answer", str(error), fix)]
     finally:
         channel.close()

@@ -58,7 +58,7 @@ def describe_cache(metadata: StockMetadata) -> str:
     """Return one line that describes a vLLM engine's cache."""
     split = metadata.physical_blocks_per_logical_kv_block
     blocks = f"{counted(metadata.num_blocks, 'block')} of {counted(metadata.block_size, 'token')}"
-    kernel = f" ({split} are one of vLLM's)" if split > 1 else ""
+    kernel = f" ({split} are one block of vLLM's)" if split > 1 else ""
     kinds = ", ".join(sorted(set(metadata.region_mem_types or ["memory unknown"])))
     count = counted(len(metadata.kv_caches_base_addr), "region")
     regions = f"{count} of {blocks}{kernel}, {counted(metadata.block_lens[0], 'byte')} each"

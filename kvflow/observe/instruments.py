@@ -19,7 +19,7 @@ _SECONDS_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 
 _BYTES_BUCKETS = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16 GiB
 
 
-Values: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
+ReadValues: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
 
 
 def _statistics_of(now: RuntimeStatistics, part: str) -> Any:
@@ -32,7 +32,7 @@ def _statistics_of(now: RuntimeStatistics, part: str) -> Any:
     return getattr(found, inner, None) if inner else found
 
 
-def _values_of(part: str, *fields: str, without: float | None = None, **named: str) -> Values:
+def _values_of(part: str, *fields: str, without: float | None = None, **named: str) -> ReadValues:
     """Return a function that takes a runtime's statistics and returns values of one metric, by label value.
 
     The values are `fields` of the statistics that `_statistics_of` finds for `part`. The label value of a single field
@@ -62,10 +62,10 @@ def _prefix_pulls(now: RuntimeStatistics) -> Mapping[str, float]:
 
 _BLOCKS = _values_of("blocks", "free", "leased", "in_flight", "quarantined")
 _MESSAGES = _values_of("listener", "answered", "refused", "dropped")
-_QUESTIONS = _values_of("prefix.sharing", "found", "missed", "busy", "failed", "reclaimed")
+_PREFIX_QUESTIONS = _values_of("prefix.sharing", "found", "missed", "busy", "failed", "reclaimed")
 _SOURCES_LEFT = _values_of("loading", "sources_left", without=0)
-_PINNED = _values_of("prefix.sharing", "pinned_blocks")
-_STORED = _values_of("storage", "saved", "restored", "missed", "damaged", "failed")
+_PINNED_BLOCKS = _values_of("prefix.sharing", "pinned_blocks")
+_STORE_REQUESTS = _values_of("storage", "saved", "restored", "missed", "damaged", "failed")
 _STORE_BYTES = _values_of("storage", used="bytes", max="bytes_max")
 _LISTENERS_LOST_HELP = "Listeners that UCX has closed, as when open files run out: no new peer connects there."
 _NEVER_READ_HELP = "Engines that tickets name, and that no load has read from yet."
@@ -73,7 +73,7 @@ _READERS_REFUSED_HELP = "New readers that were refused because too few open file
 _LATE_READS_HELP = "Reads of stock engines that ended after their lease: the text may be wrong."
 
 # Metrics from `Runtime.statistics()`: name, help, label in addition to `LABELS`, function that returns values by label.
-GAUGES: tuple[tuple[str, str, str, Values], ...] = (
+GAUGES: tuple[tuple[str, str, str, ReadValues], ...] = (
     ("kvflow_blocks", "Blocks of the KV cache by use.", "use", _BLOCKS),
     ("kvflow_open_loads", "Loads under way.", "", _values_of("loading", "open_loads", without=0)),
     ("kvflow_engines_never_read", _NEVER_READ_HELP, "", _values_of("loading", "never_read", without=0)),
@@ -83,10 +83,10 @@ GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
     ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
     ("kvflow_store_bytes", "Bytes of the store's files, used and at most.", "of", _STORE_BYTES),
-    ("kvflow_prefix_pinned_blocks", "Blocks pinned for readers of prefixes.", "", _PINNED),
+    ("kvflow_prefix_pinned_blocks", "Blocks pinned for readers of prefixes.", "", _PINNED_BLOCKS),
     ("kvflow_store_entries", "Entries stored.", "", _values_of("storage", "entries")),
 )
-COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
+COUNTERS: tuple[tuple[str, str, str, ReadValues], ...] = (
     ("kvflow_read_bytes", "Bytes read.", "", _values_of("transport", "bytes_read")),
     ("kvflow_reads", "Reads posted.", "", _values_of("transport", "reads")),
     ("kvflow_reads_failed", "Reads that failed in the transport.", "", _values_of("transport", "reads_failed")),
@@ -100,10 +100,15 @@ COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
         _values_of("loading", "sources_left", without=0),
     ),
     ("kvflow_side_channel_messages", "Side-channel messages.", "result", _MESSAGES),
-    ("kvflow_prefix_questions", "Questions of peers for prefixes, and leases ended.", "outcome", _QUESTIONS),
+    (
+        "kvflow_prefix_questions",
+        "Questions of peers for prefixes by outcome, and reclaimed leases.",
+        "outcome",
+        _PREFIX_QUESTIONS,
+    ),
     ("kvflow_prefix_pulls", "Pulls of prefixes that have ended.", "outcome", _prefix_pulls),
     ("kvflow_prefix_tokens", "Tokens that were pulled instead of computed.", "", _values_of("prefix", "tokens")),
-    ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _STORED),
+    ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _STORE_REQUESTS),
     ("kvflow_store_evictions", "Entries evicted to make room for others.", "", _values_of("storage", "evicted")),
 )
 

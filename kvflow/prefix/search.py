@@ -17,7 +17,7 @@ class Holder:
     """An engine that has offered a prefix."""
 
     offer: PrefixOffer
-    why: str = "another one was taken"
+    why: str = "another peer was chosen"
     """Reason why nothing was read from the engine; "" if the prefix was read from it."""
 
     def sort_key(self) -> tuple[int, int]:
@@ -38,7 +38,7 @@ class Search:
         """Answers by peer, as the request names it: a Holder if the peer has made an offer, else a PrefixAnswer."""
         self.tasks: list[asyncio.Task[None]] = []
         """Tasks of the questions, one for each engine that is asked."""
-        self._release = release
+        self._release_ticket = release
         self._ended = False
         for peer in peers:
             self.set_reason(peer, peer, _NOT_ANSWERED)
@@ -68,7 +68,7 @@ class Search:
     def add_offer(self, peer_given: str, offer: PrefixOffer) -> None:
         """Note the offer of an engine. If the search has ended, give the offer back."""
         if self._ended:
-            self._release(offer.ticket)
+            self._release_ticket(offer.ticket)
         else:
             self._answers[peer_given] = Holder(offer)
 
@@ -108,4 +108,4 @@ class Search:
         self._ended = True
         for one in self.holders:
             if one not in keep:
-                self._release(one.offer.ticket)
+                self._release_ticket(one.offer.ticket)

@@ -62,7 +62,7 @@ class SharedPrefixes:
         self._pins: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
         """Number of leases that pin each block, by the index of the block's entry in the ledger."""
         self._pinned_blocks = self._leased_tokens = 0
-        self._leased: dict[OpenLease, PinnedPrefix] = {}
+        self._prefix_of_lease: dict[OpenLease, PinnedPrefix] = {}
         """Pinned prefixes by their leases, the oldest first."""
         self._waiting_replies: dict[asyncio.Future[messages.Reply], asyncio.Future[object]] = {}
         """Replies that wait for an asynchronous `match`, each with the future of the `match`."""
@@ -82,7 +82,7 @@ class SharedPrefixes:
     @property
     def statistics(self) -> SharingStatistics:
         """Number of prefixes and blocks leased now, and counts of questions so far."""
-        return SharingStatistics(prefixes=len(self._leased), pinned_blocks=self._pinned_blocks, **self._counts)
+        return SharingStatistics(prefixes=len(self._prefix_of_lease), pinned_blocks=self._pinned_blocks, **self._counts)
 
     def reclaim(self, blocks: int) -> int:
         """End the oldest leases at once, until `blocks` pinned blocks are free. For an engine that needs the blocks.
@@ -103,7 +103,7 @@ class SharedPrefixes:
         """
         require_loop(self._loop, "reclaim()")
         wanted, before = checks.whole(blocks, "reclaim: blocks", least=0), self._pinned_blocks
-        for opened in list(self._leased):
+        for opened in list(self._prefix_of_lease):
             if before - self._pinned_blocks >= wanted:
                 break
             self._counts["reclaimed"] += 1
@@ -121,7 +121,7 @@ class SharedPrefixes:
             UsageError: this is not the runtime's event loop.
         """
         require_loop(self._loop, "end()")
-        for opened, leased in list(self._leased.items()):
+        for opened, leased in list(self._prefix_of_lease.items()):
             if leased is pinned:
                 self._counts["reclaimed"] += 1
                 self._revoke(opened)
@@ -140,7 +140,7 @@ class SharedPrefixes:
             for reply in self._waiting_replies:
                 if not reply.done():
                     reply.set_result(messages.NOTHING_YET)
-            for opened in list(self._leased):
+            for opened in list(self._prefix_of_lease):
                 self._revoke(opened)
 
     def _revoke(self, opened: OpenLease) -> None:
@@ -151,7 +151,7 @@ class SharedPrefixes:
 
     def _unpin_ended(self, opened: OpenLease) -> None:
         """Unpin the prefix of a lease that has ended: no reader can use its blocks. A second call does nothing."""
-        pinned = self._leased.pop(opened, None)
+        pinned = self._prefix_of_lease.pop(opened, None)
         if pinned is None:
             return
         entries = opened.held.entries
@@ -184,7 +184,7 @@ class SharedPrefixes:
         if self._serving.open_lease(LEASE_ID_PREFIX + question.request_id) is not None:
             return refusal("this question has an offer already")  # asked at another address of this engine
         most = self._tokens_that_fit(self._pinned_blocks_max) // question.key_tokens
-        if most < 1 or len(self._leased) >= _LEASES_MAX or len(self._waiting_replies) >= _MATCHES_MAX:
+        if most < 1 or len(self._prefix_of_lease) >= _LEASES_MAX or len(self._waiting_replies) >= _MATCHES_MAX:
             return self._empty_answer("busy")
         del keys[most:]
         try:
@@ -266,7 +266,7 @@ class SharedPrefixes:
         self._leased_tokens += pinned.num_tokens
         entries = opened.held.entries
         fresh = int((self._pins[entries] == 0).sum())
-        self._leased[opened] = pinned
+        self._prefix_of_lease[opened] = pinned
         self._pins[entries] += 1
         self._pinned_blocks += fresh
         opened.outcome.add_done_callback(partial(self._on_lease_end, opened))
@@ -312,6 +312,8 @@ class SharedPrefixes:
         """
         why = "it was cancelled" if error is None else checks.error_text(error)
         logger.error(
-            "prefix question %s: what the prefix cache has found could not be leased: %s", question.request_id, why
+            "prefix question %s: the prefix that the prefix cache has found could not be leased: %s",
+            question.request_id,
+            why,
         )
         return self._empty_answer("failed")

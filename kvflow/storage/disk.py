@@ -17,7 +17,14 @@ import stat
 from collections.abc import Iterable, Sequence
 
 from kvflow.checks import counted
-from kvflow.storage.entry import PREFIX_BYTES, EntryHeader, NotAnEntry, decode_header, encode_header, header_size_bytes
+from kvflow.storage.entry import (
+    HEADER_PREFIX_BYTES,
+    EntryHeader,
+    NotAnEntry,
+    decode_header,
+    encode_header,
+    header_size_bytes,
+)
 from kvflow.storage.index import Entry
 from kvflow.storage.store_thread import MoveFailed, Mover
 
@@ -28,12 +35,12 @@ _NOT_REGULAR_ERRORS = frozenset((errno.ELOOP, errno.ENXIO, errno.ENODEV))  # a s
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO or a device does not wait
 
 
-class Directory:
+class StoreDirectory:
     """The directory that holds a store's files."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._lock = -1
+        self._lock_fd = -1
 
     def open(self) -> list[Entry]:
         """Lock the directory, remove leftovers of a crash, and return the entries, those first that are evicted first.
@@ -41,8 +48,8 @@ class Directory:
         Raises BlockingIOError if another owner has locked the directory. `close` must follow, also after an error.
         """
         os.makedirs(self.path, exist_ok=True)
-        self._lock = os.open(self.path_of(_LOCK_FILE), os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._lock_fd = os.open(self.path_of(_LOCK_FILE), os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         ours = [
             item
             for item in os.scandir(self.path)
@@ -61,9 +68,9 @@ class Directory:
 
     def close(self) -> None:
         """Release the lock. Closing twice is fine."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
 
     def remove(self, file: str) -> None:
         """Remove `file`, if it exists."""
@@ -101,7 +108,7 @@ class Directory:
 class EntryFile:
     """The file of one entry, while it is written or read."""
 
-    def __init__(self, directory: Directory, entry: Entry, mover: Mover, victims: Iterable[Entry] = ()) -> None:
+    def __init__(self, directory: StoreDirectory, entry: Entry, mover: Mover, victims: Iterable[Entry] = ()) -> None:
         self.entry = entry
         self.fd = -1
         self.complete = False
@@ -133,7 +140,7 @@ class EntryFile:
         """Write `header`, sync the file and give it its final name. All blocks of the entry must be written before."""
         start = encode_header(header)
         if os.pwrite(self.fd, start, 0) != len(start):
-            raise OSError("the header was not written whole")
+            raise OSError("the header was written only in part")
         os.fsync(self.fd)
         os.rename(self._directory.path_of(self._partial_name), self._directory.path_of(self.entry.file))
         self.complete = True
@@ -155,12 +162,12 @@ class EntryFile:
             raise NotAnEntry(f"not a regular file: {stat.filemode(facts.st_mode)}")
         os.set_blocking(self.fd, True)  # with a non-blocking file io_uring fails reads that would wait
         try:
-            size_bytes = header_size_bytes(os.pread(self.fd, PREFIX_BYTES, 0))
+            size_bytes = header_size_bytes(os.pread(self.fd, HEADER_PREFIX_BYTES, 0))
             header = decode_header(os.pread(self.fd, size_bytes, 0), facts.st_size)
         except OSError as error:
             raise MoveFailed(f"reading its header: {error}") from error
         if facts.st_size != self.entry.size_bytes:
-            raise NotAnEntry(f"it has {counted(facts.st_size, 'byte')}, it had {self.entry.size_bytes}")
+            raise NotAnEntry(f"its size is {counted(facts.st_size, 'byte')}, expected {self.entry.size_bytes}")
         self._mover.register_file(self.fd, facts.st_size)
         return header
 

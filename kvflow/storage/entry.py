@@ -25,8 +25,8 @@ from kvflow.errors import RequestError
 KEY_BYTES_MAX = 256
 VERSION = 1
 _MAGIC = b"kvfentry"
-_PREFIX = struct.Struct("<8sIIQ")
-PREFIX_BYTES = _PREFIX.size
+_HEADER_PREFIX = struct.Struct("<8sIIQ")
+HEADER_PREFIX_BYTES = _HEADER_PREFIX.size
 """Size of the bytes at the start of a file that say how long the header is."""
 _ALIGNMENT = 4096
 _BODY_BYTES_MAX = 8 << 20
@@ -53,7 +53,7 @@ class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def data_start(self) -> int:
         """Offset of the first block in the file."""
-        return _padded(PREFIX_BYTES + len(msgspec.msgpack.encode(self)))
+        return _padded(HEADER_PREFIX_BYTES + len(msgspec.msgpack.encode(self)))
 
     @property
     def file_bytes(self) -> int:
@@ -85,25 +85,25 @@ def checked_key(key: object, what: str) -> bytes:
 def encode_header(header: EntryHeader) -> bytes:
     """Return the start of the file, up to its first block."""
     body = msgspec.msgpack.encode(header)
-    start = _PREFIX.pack(_MAGIC, VERSION, zlib.crc32(body), len(body))
+    start = _HEADER_PREFIX.pack(_MAGIC, VERSION, zlib.crc32(body), len(body))
     return (start + body).ljust(header.data_start, b"\0")
 
 
 def header_size_bytes(start: bytes) -> int:
-    """Return the size of the header of a file that begins with `start`, which has at least `PREFIX_BYTES` bytes.
+    """Return the size of the header of a file that begins with `start`, which has at least `HEADER_PREFIX_BYTES` bytes.
 
     Raises NotAnEntry.
     """
-    if len(start) < PREFIX_BYTES:
+    if len(start) < HEADER_PREFIX_BYTES:
         raise NotAnEntry(f"it has {counted(len(start), 'byte')}")
-    magic, version, _, length = _PREFIX.unpack_from(start)
+    magic, version, _, length = _HEADER_PREFIX.unpack_from(start)
     if magic != _MAGIC:
         raise NotAnEntry(f"it begins with {magic!r}, not with {_MAGIC!r}")
     if version != VERSION:
         raise NotAnEntry(f"its version is {version}, expected {VERSION}")
     if length > _BODY_BYTES_MAX:
         raise NotAnEntry(f"its header has {counted(length, 'byte')}")
-    return _padded(PREFIX_BYTES + length)
+    return _padded(HEADER_PREFIX_BYTES + length)
 
 
 def decode_header(start: bytes, file_bytes: int) -> EntryHeader:
@@ -112,10 +112,10 @@ def decode_header(start: bytes, file_bytes: int) -> EntryHeader:
     Raises NotAnEntry if the file cannot be a whole entry.
     """
     end = header_size_bytes(start)
-    _, _, expected, length = _PREFIX.unpack_from(start)
-    body = start[PREFIX_BYTES : PREFIX_BYTES + length]
+    _, _, expected, length = _HEADER_PREFIX.unpack_from(start)
+    body = start[HEADER_PREFIX_BYTES : HEADER_PREFIX_BYTES + length]
     if len(body) < length:
-        raise NotAnEntry(f"it has {counted(file_bytes, 'byte')}, its header alone {end}")
+        raise NotAnEntry(f"it has {counted(file_bytes, 'byte')}, its header alone needs {end}")
     if zlib.crc32(body) != expected:
         raise NotAnEntry("its header is damaged")
     try:

@@ -15,7 +15,7 @@ from kvflow.core.plan.block_map import RegionMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, plan_read
 from kvflow.core.plan.slices import cut_slices
 
-FILE = "file"
+FILE_DEVICE = "file"
 """Kind of device that a file is; the number of the device is the file descriptor."""
 _DESCRIPTORS_AT_ONCE = 1 << 13  # descriptors
 
@@ -81,7 +81,7 @@ def plan_file(
                 remote_offsets=np.zeros(1, dtype=np.int64),
                 piece_size=block_bytes,
                 local_device=regions.device,
-                remote_device=Device(FILE, fd),
+                remote_device=Device(FILE_DEVICE, fd),
             )
             yield from cut_slices(plan_read([pairs], chunks), bytes_max=bytes_max, descriptors_max=descriptors_max)
             start += (last - first) * count * block_bytes

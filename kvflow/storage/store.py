@@ -38,7 +38,7 @@ from kvflow.errors import (
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.copy_thread import CopyFailed
-from kvflow.storage.disk import Directory, EntryFile
+from kvflow.storage.disk import EntryFile, StoreDirectory
 from kvflow.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name
 from kvflow.storage.index import Entry, StoreIndex
 from kvflow.storage.placing import data_bytes
@@ -70,7 +70,7 @@ class BlockStore:
         self,
         cache: RegisteredCache,
         stored: StoredCache,
-        directory: Directory,
+        directory: StoreDirectory,
         index: StoreIndex,
         store_thread: StoreThread,
     ) -> None:
@@ -193,10 +193,10 @@ class BlockStore:
             needed = -(-given.num_tokens // group.block_size)
             if len(ids) > needed or (group.whole and len(ids) < needed):
                 blocks = f"{counted(len(ids), 'block')} of {counted(group.block_size, 'token')}"
-                takes = f"num_tokens {given.num_tokens} takes {needed}"
+                takes = f"num_tokens {given.num_tokens} needs {needed}"
                 raise RequestError(f"{what}: group {group.name!r}: {blocks}, {takes}")
         if not len(entries):
-            raise RequestError(f"{what}: there are no blocks to {direction}")
+            raise RequestError(f"{what}: no blocks to {direction}")
         if len(self._transfers) >= self._config.loads_waiting_max:
             full = f"{what}: saves and restores under way: {len(self._transfers)} (loads_waiting_max)"
             raise Overloaded(full, request_id=given.request_id, peer=self._directory.path)
@@ -225,7 +225,7 @@ class BlockStore:
                 if cause is error and transfer.timeout.expired():
                     raise self._early_end_error(transfer) from None
                 self._mark_if_unreadable(transfer, cause)
-                text = f"{self._subject(transfer)}: {cause}"
+                text = f"{self._description(transfer)}: {cause}"
                 raise StorageFailed(text, request_id=transfer.request_id) from cause
             finally:
                 self._outcomes[transfer.outcome] += 1
@@ -236,7 +236,7 @@ class BlockStore:
             raise
         return report
 
-    def _subject(self, transfer: StoreTransfer) -> str:
+    def _description(self, transfer: StoreTransfer) -> str:
         return f"request {transfer.request_id!r}: {transfer.direction} in {self._directory.path!r}"
 
     def _early_end_error(self, transfer: StoreTransfer) -> KVFlowError:
@@ -246,7 +246,7 @@ class BlockStore:
             return CacheUnregistered(f"{what}: the cache was unregistered in phase {phase!r}")
         if self._close_error:
             return RuntimeClosed(f"{what}: the runtime was closed, or had drained, in phase {phase!r}")
-        late = f"{self._subject(transfer)}: deadline exceeded in phase {phase!r}"
+        late = f"{self._description(transfer)}: deadline exceeded in phase {phase!r}"
         return DeadlineExceeded(late, request_id=transfer.request_id, peer=self._directory.path, phase=phase)
 
     async def _save(self, transfer: StoreTransfer) -> SaveReport:
@@ -261,7 +261,7 @@ class BlockStore:
             digests=b"",
         )
         if header.file_bytes > self._index.bytes_max:
-            takes = f"it takes {counted(header.file_bytes, 'byte')}, bytes_max is {self._index.bytes_max}"
+            takes = f"its file would have {counted(header.file_bytes, 'byte')}, bytes_max is {self._index.bytes_max}"
             raise RequestError(f"request {request.request_id!r}: {takes}")
         header = msgspec.structs.replace(header, digests=await stored.digests(transfer.tables))
         victims = self._index.reserve(header.file_bytes, request.request_id)
@@ -361,7 +361,7 @@ class BlockStore:
 
         The I/O thread closes the file after all earlier jobs with that file.
         """
-        self._resources.ledger.release(transfer.leased)
+        self._resources.ledger.release(transfer.leased_entries)
         if transfer.file is None:
             self._end_transfer(transfer)
             return
@@ -414,7 +414,7 @@ class BlockStore:
         try:
             self._store_thread.submit(remove, lambda: None)
         except KVFlowError:
-            logger.info("store %s: %s is removed when it is opened again", self._directory.path, entry.file)
+            logger.info("store %s: %s is removed when the store is opened again", self._directory.path, entry.file)
 
 
 async def open_store(cache: RegisteredCache, store_thread: StoreThread, folder: str, bytes_max: int) -> BlockStore:
@@ -430,7 +430,7 @@ async def open_store(cache: RegisteredCache, store_thread: StoreThread, folder: 
         ConfigError: blocks of this cache cannot be saved, or the memory or the folder cannot be used.
     """
     stored, rank = StoredCache(cache), cache.rank
-    directory = Directory(os.path.join(folder, f"dp{rank.dp}-pp{rank.pp}-tp{rank.tp}"))
+    directory = StoreDirectory(os.path.join(folder, f"dp{rank.dp}-pp{rank.pp}-tp{rank.tp}"))
     path = directory.path
     try:
         await store_thread.open(map_spans(stored.tensors), stored.tensors)

@@ -107,9 +107,9 @@ class StoreThread:
         self._mover: Mover | None = None
         self._keepalive: object = None
         self._thread: OwnerThread | None = None
-        self._posted: deque[_Move] = deque()
+        self._posted_moves: deque[_Move] = deque()
         """Moves that have not begun. They begin at once, unless a lost move may still run."""
-        self._moving: list[_Move] = []
+        self._begun_moves: list[_Move] = []
         self._lost_moves: list[_Move] = []
         self._last_active_s = 0.0
         self._under_way: set[_Move] = set()
@@ -144,14 +144,14 @@ class StoreThread:
 
     async def call(self, job: Callable[[], T]) -> T:
         """Run `job` on the I/O thread and return its result. Cancelling stops the waiting, not the job."""
-        return await self._open_thread().call(job)
+        return await self._require_thread().call(job)
 
     def submit(self, job: Callable[[], None], then: Callable[[], None]) -> None:
         """Run `job` on the I/O thread, then `then` on the event loop. `job` must not raise.
 
         Raises TransportBroken if the thread has ended.
         """
-        thread = self._open_thread()
+        thread = self._require_thread()
 
         def run() -> None:
             job()
@@ -176,7 +176,7 @@ class StoreThread:
             on_loss: called on the loop before `on_end`, if the move has failed and may not have stopped.
         """
         move = _Move(descriptors, direction, on_end, on_loss)
-        self._open_thread().submit(partial(self._posted.append, move))
+        self._require_thread().submit(partial(self._posted_moves.append, move))
         self._under_way.add(move)
 
     async def aclose(self, last_job: Callable[[], None]) -> None:
@@ -209,7 +209,7 @@ class StoreThread:
         if self._thread is not None:
             self._thread.abandon(partial(setattr, self, "_last_job", last_job), wait_s)
 
-    def _open_thread(self) -> OwnerThread:
+    def _require_thread(self) -> OwnerThread:
         if self._thread is None or self._closing:
             raise TransportBroken("the store's thread has ended")
         return self._thread
@@ -217,14 +217,14 @@ class StoreThread:
     # --- on the thread
 
     def _step(self) -> float | None:
-        while self._posted and not self._lost_moves:
-            move = self._posted.popleft()
+        while self._posted_moves and not self._lost_moves:
+            move = self._posted_moves.popleft()
             if not self._advance(move):
-                self._moving.append(move)
-        self._moving = [move for move in self._moving if not self._advance(move)]
-        if self._lost_moves and not self._moving:
-            self._stop_lost()
-        if self._moving or self._lost_moves or self._posted:
+                self._begun_moves.append(move)
+        self._begun_moves = [move for move in self._begun_moves if not self._advance(move)]
+        if self._lost_moves and not self._begun_moves:
+            self._stop_lost_moves()
+        if self._begun_moves or self._lost_moves or self._posted_moves:
             return pause_s(time.monotonic() - self._last_active_s)
         if self._last_job is None and (self._thread is None or not self._thread.loop_closed):
             return _IDLE_S
@@ -254,7 +254,7 @@ class StoreThread:
             self._call_on_loop(partial(self._end_move, move))
         return True
 
-    def _stop_lost(self) -> None:
+    def _stop_lost_moves(self) -> None:
         """Have the mover stop the lost moves, and report those that have stopped. Called while no other move runs."""
         settled = self.mover.stop_lost_moves()
         if settled is LostMoves.STOPPED:

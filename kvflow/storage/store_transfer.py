@@ -75,9 +75,9 @@ class StoreTransfer:
         self.request, self.direction, self.tables = request, direction, tables
         self.timeout = asyncio.timeout_at(loop.time() + deadline_s)
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.leased = entries if direction is Direction.SAVE else entries[:0]
-        resources.ledger.lease(self.leased)
-        written = entries[len(self.leased) :]
+        self.leased_entries = entries if direction is Direction.SAVE else entries[:0]
+        resources.ledger.lease(self.leased_entries)
+        written = entries[len(self.leased_entries) :]
         self.flight = Flight(request.request_id, written, (), request.priority, replace(resources, poller=self))
         self.phase, self.seconds = PHASES[0], dict.fromkeys(PHASES, 0.0)
         self.outcome = "failed"
@@ -88,7 +88,7 @@ class StoreTransfer:
         """Error of the first move that failed; else None."""
         self._store_thread = store_thread
         self._now_s = resources.clock.now_s
-        self._since_s = self._now_s()
+        self._phase_begun_s = self._now_s()
 
     def __repr__(self) -> str:
         return f"<StoreTransfer {self.direction} {self.flight!r}>"
@@ -96,8 +96,8 @@ class StoreTransfer:
     def begin_phase(self, phase: str) -> None:
         """Begin `phase`, and add the time since the last call to the phase that ends."""
         now_s = self._now_s()
-        self.seconds[self.phase] += now_s - self._since_s
-        self.phase, self._since_s = phase, now_s
+        self.seconds[self.phase] += now_s - self._phase_begun_s
+        self.phase, self._phase_begun_s = phase, now_s
 
     def expire(self) -> None:
         """End the transfer soon, as if its deadline had passed."""

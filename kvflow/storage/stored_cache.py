@@ -41,8 +41,8 @@ class StoredCache:
                 f"storage: blocks are saved from host memory, the cache is on {where.kind!r}: set staging='always'"
             )
         saved, device = (memory.served_layers, memory.target_device) if through else (memory.own_layers, memory.device)
-        self._digested = DigestedCache(saved, cache.resources.copy_thread, device)
-        if problem := self._digested.problem:
+        self._digested_cache = DigestedCache(saved, cache.resources.copy_thread, device)
+        if problem := self._digested_cache.problem:
             raise ConfigError(f"storage: blocks cannot be saved without digests: {problem}")
         self._copy_thread = cache.resources.copy_thread
         self._limits = cache.config.limits
@@ -116,7 +116,7 @@ class StoredCache:
                     )
                     for at in places
                 ]
-                found = iter(await self._digested.digests(asked))
+                found = iter(await self._digested_cache.digests(asked))
             finally:
                 if release is not None:
                     release()

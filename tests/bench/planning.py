@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 
 from kvflow.bench.cache import ITEMSIZE, PARTS
-from kvflow.bench.loads import MIB, scattered
+from kvflow.bench.loads import MIB, scattered_ids
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.block_map import BlockMap
@@ -132,7 +132,7 @@ class Planning:
 def _timed_plan(case: PlanCase, block_maps: Sequence[BlockMap]) -> PlanSample:
     given = []
     for at, (_, count) in enumerate(case.groups):
-        given.append([list(scattered(side * (at + 1), case.pool_blocks, count)) for side in ("local", "remote")])
+        given.append([list(scattered_ids(side * (at + 1), case.pool_blocks, count)) for side in ("local", "remote")])
     tokens = _BLOCK_SIZE * case.blocks
     start = time.perf_counter()
     reads = []

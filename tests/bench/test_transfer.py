@@ -47,12 +47,12 @@ def test_raw_nixl_at_its_best_has_every_parameter_that_kvflow_gives_its_backends
 ) -> None:
     """Over tcp the size of UCX's frames alone makes a factor."""
     for rank in ranks_of(contender, SMALL.shape, "UCX,LIBFABRIC"):
-        assert isinstance(rank.setup, partial)
+        assert isinstance(rank.open_rank, partial)
         bindings = Bindings()
         nixl = types.ModuleType("nixl")
         nixl._bindings = bindings  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "nixl", nixl)
-        TunedAgent("reader", BenchCache(SMALL.shape), rank.setup.args[1], producer=False)
+        TunedAgent("reader", BenchCache(SMALL.shape), rank.open_rank.args[1], producer=False)
         assert bindings.created == {name: backend_params(name, {}) for name in ("UCX", "LIBFABRIC")}
         assert "TCP_TX_SEG_SIZE=64k" in bindings.created["UCX"]["engine_config"]
 

@@ -20,7 +20,7 @@ import kvflow
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer
-from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, scattered
+from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, scattered_ids
 from kvflow.checks import counted
 from tests.bench.consumers import Consumers, LoadResult, open_consumers
 from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
@@ -199,7 +199,7 @@ class Topology:
 
     def _pick_ids(self, seed: str, block_size: int) -> tuple[int, ...]:
         count = (self.tokens + UNIT_TOKENS) // block_size
-        return scattered(f"{seed} {block_size}", self.pool_tokens // block_size, count)
+        return scattered_ids(f"{seed} {block_size}", self.pool_tokens // block_size, count)
 
     def _turns(self, children: Children) -> Iterator[Turn]:
         every_layer, note = tuple(range(self.layers)), f"{len(CASES)} cases, every byte of a load compared"

@@ -17,7 +17,7 @@ from tests_support import each
 
 from kvflow.bench.ucx import ReadPath
 from kvflow.doctor.cuda.cuda_checks import check_cuda, judge_gpu_path, left_out_transports, slow_path_advice
-from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda, Probe, kernel_version, probe
+from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda, Probe, kernel_version, run_probe
 from kvflow.doctor.cuda.nvidia import Gpu, read_devices, read_nic_distances, read_nvlinks
 from kvflow.doctor.findings import Status
 from kvflow.doctor.host import Host
@@ -209,10 +209,10 @@ UNORDERED = probed(attributes={**ATTRIBUTES, "GPUDirect RDMA writes ordering": 0
         (NO_RDMA, gpu(bar1_mib=256), "BAR1", OK, "only RDMA", ""),
         (GOOD, {"nic_distances": {"GPU0": {"mlx5_0": "SYS"}}}, NICS, WARN, "no near NIC for GPU0", "UCX_NET_DEV"),
         (GOOD, {"iommu": True}, NICS, WARN, "an IOMMU is on", "iommu=pt"),
-        (GOOD, {"nic_distances": {}}, NICS, OK, "does not say", ""),
+        (GOOD, {"nic_distances": {}}, NICS, OK, "does not report it", ""),
         (GOOD, UNORDERED, ORDER, FAIL, "not ordered", "staging='always'"),
-        (NO_RDMA, UNORDERED, ORDER, OK, "there is none", ""),
-        (GOOD, probed(attributes={"DMA-BUF supported": 1}), ORDER, OK, "does not say", ""),
+        (NO_RDMA, UNORDERED, ORDER, OK, "there is no RDMA device", ""),
+        (GOOD, probed(attributes={"DMA-BUF supported": 1}), ORDER, OK, "does not report it", ""),
     ],
 )
 def test_each_trouble_of_a_gpu_machine_is_found_and_has_its_fix(
@@ -252,7 +252,7 @@ def test_a_machine_without_cuda_is_asked_in_a_child_and_says_so() -> None:
         reason = str(error)
     else:
         pytest.skip("this machine has a CUDA driver, so there is something to see")
-    found = probe()
+    found = run_probe()
     assert (found.devices, found.problem) == (0, reason)
     assert found.torch
 

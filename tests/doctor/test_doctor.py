@@ -83,7 +83,7 @@ def assert_found(
         ({"huge_pages": "never"}, "huge pages", WARN, "never", "echo madvise"),
         # what makes a limit harmless
         ({"locked_bytes_max": 1 << 16, "capabilities": 1 << 14}, LOCKING, OK, "CAP_IPC_LOCK", ""),
-        ({"locked_bytes_max": 1 << 16, "rdma_devices": ()}, LOCKING, OK, "only RDMA would need", ""),
+        ({"locked_bytes_max": 1 << 16, "rdma_devices": ()}, LOCKING, OK, "only RDMA needs more", ""),
         ({"open_files_max": None, "open_files_hard_max": None}, "open files", OK, "no limit", ""),
         (SOFT, "open files", OK, f"at most 512, which a runtime raises to {1 << 20}", ""),
         ({**SOFT, "open_files_hard_max": None}, "open files", OK, "which a runtime raises without limit", ""),

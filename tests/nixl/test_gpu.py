@@ -71,7 +71,7 @@ def test_the_way_is_what_a_device_allows(device: str) -> None:
             assert both.reader.call("count_other", block_ids=local, value=1.0) == 0
         path = log.read_path(pid, pool.piece_bytes)
     assert path is not None
-    assert device == "cpu" or path.over.startswith("cuda_ipc"), path
+    assert device == "cpu" or path.transport.startswith("cuda_ipc"), path
 
 
 class Cut(NamedTuple):

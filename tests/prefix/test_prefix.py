@@ -218,7 +218,7 @@ async def test_the_longest_run_is_read_from_whoever_has_it() -> None:
         counted = them.counts
         assert (counted.hits, counted.tokens, counted.bytes) == (1, 20, report.bytes)
         told = {answer.peer.split()[0]: (answer.num_tokens, answer.why) for answer in report.answers}
-        assert told["holder-0"] == (8, "another one was taken")
+        assert told["holder-0"] == (8, "another peer was chosen")
         assert told["holder-2"] == (0, "it has no block of the prefix")
         assert third.sharing.statistics.missed == 1
         await them.assert_nothing_pinned()

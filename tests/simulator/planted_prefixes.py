@@ -33,7 +33,7 @@ def unpin_as_soon_as_it_is_leased(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def offered(self: SharedPrefixes, *given: Any) -> messages.Reply:
         reply = real(self, *given)
-        for opened in list(self._leased):
+        for opened in list(self._prefix_of_lease):
             self._unpin_ended(opened)
         return reply
 

@@ -168,7 +168,7 @@ def test_a_cache_is_told_in_a_line() -> None:
         attn_backend_name="A",
         physical_blocks_per_logical_kv_block=2,
     )
-    told = "1 region of 8 blocks of 4 tokens (2 are one of vLLM's), 64 bytes each, HND, A, memory unknown"
+    told = "1 region of 8 blocks of 4 tokens (2 are one block of vLLM's), 64 bytes each, HND, A, memory unknown"
     assert describe_cache(metadata) == told
 
 

@@ -16,7 +16,7 @@ from kvflow import Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import ConfigError, RuntimeBroken, TransportBroken
-from kvflow.storage.placing import FILE
+from kvflow.storage.placing import FILE_DEVICE
 from kvflow.storage.posix import PosixMover
 from kvflow.storage.storage import make_store_thread
 from kvflow.storage.store_thread import Direction, LostMoves, MoveFailed, MoveLost, PlainMover, StoreThread
@@ -44,7 +44,7 @@ class Bench:
             remote=np.array(remote, dtype=np.uint64),
             sizes=np.array(sizes, dtype=np.uint64),
             local_device=Device("cpu", 0),
-            remote_device=Device(FILE, self.fd),
+            remote_device=Device(FILE_DEVICE, self.fd),
         )
 
         def on_end(error: TransportError | RuntimeBroken | None) -> None:
@@ -124,7 +124,7 @@ async def test_what_is_closed_takes_nothing(bench: Bench) -> None:
     last: list[bool] = []
     await bench.files.aclose(lambda: last.append(True))
     assert last == [True]
-    for verb in (lambda: bench.files.submit(lambda: None, lambda: None), lambda: bench.files._open_thread()):
+    for verb in (lambda: bench.files.submit(lambda: None, lambda: None), lambda: bench.files._require_thread()):
         with pytest.raises(TransportBroken):
             verb()
 

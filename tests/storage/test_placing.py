@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
-from kvflow.storage.placing import FILE, BlockSpan, data_bytes, plan_file
+from kvflow.storage.placing import FILE_DEVICE, BlockSpan, data_bytes, plan_file
 
 START = 4096
 
@@ -52,7 +52,7 @@ def test_every_byte_has_one_place(
     for one in slices:
         assert 0 < one.size_bytes <= bytes_max
         assert len(one) <= descriptors_max
-        assert one.remote_device == Device(FILE, 7)
+        assert one.remote_device == Device(FILE_DEVICE, 7)
         assert (one.table[1, :, 2] == 7).all()
         for local, remote, size in zip(one.local.tolist(), one.remote.tolist(), one.sizes.tolist(), strict=True):
             found |= {local + at: remote + at for at in range(size)}

@@ -115,7 +115,7 @@ async def test_groups_windows_and_state_come_back(tmp_path: Path) -> None:
         assert torch.equal(full[:, [5, 6, 7]], full[:, [1, 2, 3]])
         assert torch.equal(window[:, [0, 1]], window[:, [4, 5]])
         assert torch.equal(state[0][1], state[0][3])
-        with pytest.raises(RequestError, match=r"group 'full': 2 blocks of 4 tokens, num_tokens 11 takes 3"):
+        with pytest.raises(RequestError, match=r"group 'full': 2 blocks of 4 tokens, num_tokens 11 needs 3"):
             await storage.restore(RestoreRequest("r", b"k", {"full": [5, 6]}, 11))
         with pytest.raises(RequestError, match=r"asked for 11 and \[3, 1, 1\], saved 11 and \[3, 2, 1\]"):
             await storage.restore(RestoreRequest("r", b"k", [[5, 6, 7], [0], [1]], 11))
@@ -324,7 +324,7 @@ async def test_the_bound_holds_and_who_was_not_used_for_longest_goes(tmp_path: P
         assert (await engine.save("c")).evicted == 1
         assert [engine.storage.has(key) for key in "abc"] == [True, False, True]
         assert sum(path.stat().st_size for path in engine.files) == engine.store.bytes == 2 * ENTRY_BYTES
-        with pytest.raises(RequestError, match=r"it takes \d+ bytes, bytes_max is \d+"):
+        with pytest.raises(RequestError, match=r"its file would have \d+ bytes, bytes_max is \d+"):
             await engine.save("d", list(range(16)))
         assert engine.store.entries == 2, "nobody had to go for it"
         await engine.restore("a")
@@ -445,7 +445,7 @@ async def test_a_disk_that_hangs_ends_the_waiting(tmp_path: Path, monkeypatch: p
     gate = threading.Event()
     async with storing(tmp_path, load_deadline_s=0.1) as engine:
         await engine.save("a", deadline_s=WAIT_S)
-        monkeypatch.setattr("kvflow.storage.disk.Directory.sync", lambda _: gate.wait(WAIT_S))
+        monkeypatch.setattr("kvflow.storage.disk.StoreDirectory.sync", lambda _: gate.wait(WAIT_S))
         with pytest.raises(StorageFailed, match=r"may be found again at the next start: not done within 0\.1 s"):
             await engine.storage.drop()
         gate.set()
@@ -680,7 +680,7 @@ async def test_a_file_that_has_its_name_counts_though_the_folder_cannot_be_synce
     engine: StoringEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr("kvflow.storage.disk.Directory.sync", failing(errno.EIO))
+        broken.setattr("kvflow.storage.disk.StoreDirectory.sync", failing(errno.EIO))
         with pytest.raises(StorageFailed, match="Input/output error"):
             await engine.save("a")
     await engine.quiet()

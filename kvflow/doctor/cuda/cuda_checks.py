@@ -17,7 +17,7 @@ from kvflow.doctor.nixl_transfer import path_not_logged
 from kvflow.transport.device.cuda import WRITES_ORDERING_OWNER
 
 _GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
-_OFF = ("n", "no", "off", "0")
+_OFF_VALUES = ("n", "no", "off", "0")
 _INSTALL_TORCH = "install a build of torch for a CUDA that the driver runs"
 
 
@@ -95,9 +95,9 @@ def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
         )
     if lacking:
         return warn(name, found, "UCX_TLS without cuda_ipc: engines of one machine fall back to tcp; add cuda_ipc")
-    if given.get(_GET_ZCOPY, "").lower() in _OFF:
+    if given.get(_GET_ZCOPY, "").lower() in _OFF_VALUES:
         return warn(name, found, f"{_GET_ZCOPY}=on: kvflow reads, and without it GPUs without NVLink are read over tcp")
-    if given.get("UCX_CUDA_IPC_CACHE", "").lower() in _OFF:
+    if given.get("UCX_CUDA_IPC_CACHE", "").lower() in _OFF_VALUES:
         return warn(name, found, "unset UCX_CUDA_IPC_CACHE: without it every read opens and closes the peer's memory")
     return ok(name, found)
 
@@ -139,7 +139,7 @@ def check_bar1(name: str, host: Host, cuda: Cuda) -> Finding:
     gpus = [gpu for gpu in cuda.gpus if gpu.bar1_mib and gpu.memory_mib]
     found = "; ".join(f"{gpu.bar1_mib} MiB for {gpu.memory_mib} MiB of memory" for gpu in gpus) or "unknown"
     if not host.rdma_devices:
-        return ok(name, f"{found}; only RDMA would need it")
+        return ok(name, f"{found}; only RDMA needs it")
     if any((gpu.bar1_mib or 0) < (gpu.memory_mib or 0) for gpu in gpus):
         return fail(
             name, found, "caches larger than BAR1 cannot be registered: turn on Resizable BAR (Above 4G decoding)"
@@ -155,7 +155,10 @@ def check_nic_distances(name: str, host: Host, cuda: Cuda) -> Finding:
     if not host.rdma_devices:
         return ok(name, "no RDMA devices")
     best = {gpu: [f"{nic} {how}" for nic, how in nics.items()] for gpu, nics in cuda.nic_distances.items()}
-    found = "; ".join(f"{gpu}: {', '.join(nics) or 'none'}" for gpu, nics in best.items()) or "nvidia-smi does not say"
+    found = (
+        "; ".join(f"{gpu}: {', '.join(nics) or 'none'}" for gpu, nics in best.items())
+        or "nvidia-smi does not report it"
+    )
     far = [gpu for gpu, nics in cuda.nic_distances.items() if not any(how in NEAR_DISTANCES for how in nics.values())]
     if far:
         fix = "reads cross a host bridge or a socket; choose the nearest NIC by UCX_NET_DEVICES for each rank"
@@ -173,11 +176,11 @@ def check_ordering(name: str, host: Host, cuda: Cuda) -> Finding:
     """
     ordering = cuda.writes_ordering
     if ordering is None:
-        return ok(name, "the driver does not say")
+        return ok(name, "the driver does not report it")
     if ordering >= WRITES_ORDERING_OWNER:
         return ok(name, f"{ordering}: seen by the device once the host has seen their end")
     if not host.rdma_devices:
-        return ok(name, f"{ordering}; only RDMA writes past the device's caches, and there is none")
+        return ok(name, f"{ordering}; only RDMA depends on it, and there is no RDMA device")
     fix = "do not read into this device by RDMA: kernels may see old bytes; set staging='always'"
     return fail(name, f"{ordering}: a NIC's writes are not ordered with kernels", fix)
 
@@ -219,7 +222,7 @@ def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
     """
     if path is None:
         return path_not_logged(name)
-    if "software emulation" not in path.how and "tcp/" not in path.over:
+    if "software emulation" not in path.method and "tcp/" not in path.transport:
         return ok(name, str(path))
     return warn(name, f"{path}: the producer's process copies through host memory", "; ".join(slow_path_advice(cuda)))
 

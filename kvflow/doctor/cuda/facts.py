@@ -112,7 +112,7 @@ def read_cuda() -> Cuda:
         imex_channels=len(directory_entries(_IMEX_CHANNELS)),
         nixl_builds=tuple(name for name in _NIXL_BUILDS if installed(name) != "not installed"),
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
-        probe=probe(),
+        probe=run_probe(),
     )
 
 
@@ -135,7 +135,7 @@ def _link_target(path: str) -> str:
     return ""
 
 
-def probe() -> Probe:
+def run_probe() -> Probe:
     """Start a child process that loads torch, NIXL and the CUDA driver, and return the facts that it finds."""
     try:
         return cast(Probe, call_in_child("CUDA", _read_in_child))

@@ -43,30 +43,33 @@ def read_devices(xml: str) -> tuple[str | None, tuple[int, int] | None, tuple[Gp
         return None, None, ()
     if root.tag != "nvidia_smi_log":
         return None, None, ()
-    version, cuda = _text(root, "driver_version") or "unknown", _cuda(_text(root, "cuda_version"))
-    return version, cuda, tuple(_gpu(node) for node in root.findall("gpu"))
+    version, cuda = (
+        _child_text(root, "driver_version") or "unknown",
+        _parse_cuda_version(_child_text(root, "cuda_version")),
+    )
+    return version, cuda, tuple(_parse_gpu(node) for node in root.findall("gpu"))
 
 
-def _gpu(node: ElementTree.Element) -> Gpu:
+def _parse_gpu(node: ElementTree.Element) -> Gpu:
     return Gpu(
-        name=_text(node, "product_name") or "unknown",
-        memory_mib=_mib(_text(node, "fb_memory_usage/total")),
-        bar1_mib=_mib(_text(node, "bar1_memory_usage/total")),
-        mig={"Enabled": True, "Disabled": False}.get(_text(node, "mig_mode/current_mig")),
-        compute_mode=_text(node, "compute_mode") or "unknown",
+        name=_child_text(node, "product_name") or "unknown",
+        memory_mib=_parse_mib(_child_text(node, "fb_memory_usage/total")),
+        bar1_mib=_parse_mib(_child_text(node, "bar1_memory_usage/total")),
+        mig={"Enabled": True, "Disabled": False}.get(_child_text(node, "mig_mode/current_mig")),
+        compute_mode=_child_text(node, "compute_mode") or "unknown",
     )
 
 
-def _text(node: ElementTree.Element, path: str) -> str:
+def _child_text(node: ElementTree.Element, path: str) -> str:
     return (node.findtext(path) or "").strip()
 
 
-def _mib(text: str) -> int | None:
+def _parse_mib(text: str) -> int | None:
     match = _MIB.fullmatch(text)
     return int(match[1]) if match else None
 
 
-def _cuda(text: str) -> tuple[int, int] | None:
+def _parse_cuda_version(text: str) -> tuple[int, int] | None:
     match = re.fullmatch(r"(\d+)\.(\d+)", text)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -92,13 +95,15 @@ def read_nic_distances(text: str) -> dict[str, dict[str, str]]:
     headings = next((row for row in rows if any(cell.strip() == "GPU0" for cell in row[1:])), [])
     columns = {place: cell.strip() for place, cell in enumerate(headings)}
     return {
-        row[0].strip(): dict(_nics(row, columns, names))
+        row[0].strip(): dict(_distances_in_row(row, columns, names))
         for row in rows
         if row is not headings and re.fullmatch(r"GPU\d+", row[0].strip())
     }
 
 
-def _nics(row: list[str], columns: Mapping[int, str], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _distances_in_row(
+    row: list[str], columns: Mapping[int, str], names: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
     for place, cell in enumerate(row):
         heading = columns.get(place, "")
         if heading.startswith(("NIC", "mlx5_")):  # older drivers put the device's name in the heading

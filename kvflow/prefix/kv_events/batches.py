@@ -167,7 +167,7 @@ def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: in
     try:
         return msgspec.msgpack.encode((ts, list(map(_event_as_map, checked)), data_parallel_rank))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"events: a value that msgpack cannot carry: {error_text(error)}") from error
+        raise RequestError(f"events: a value cannot be encoded as msgpack: {error_text(error)}") from error
 
 
 def _event_as_map(event: msgspec.Struct) -> dict[str, Any]:

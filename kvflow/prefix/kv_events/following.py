@@ -135,7 +135,7 @@ class _Follower:
         Task `kvflow-kv-events <holder>`: one for each source of a `Subscriber`, until the `async with` block ends. The
         block raises its error.
         """
-        await self._choose_version()
+        await self._choose_ip_version()
         poller = zmq.asyncio.Poller()
         for socket in (self._monitor, self._socket):
             poller.register(socket, zmq.POLLIN)
@@ -146,7 +146,7 @@ class _Follower:
             else:
                 await self._on_message(await self._socket.recv_multipart())
 
-    async def _choose_version(self) -> None:
+    async def _choose_ip_version(self) -> None:
         """Connect again by IPv6 if the publisher's host has no IPv4 address.
 
         ZeroMQ looks a name up for one version of IP only.
@@ -174,17 +174,17 @@ class _Follower:
         """Apply a live message to the map, after a replay of the batches missed before it."""
         message = read_message(frames, LIVE_FRAME_COUNTS)
         if message is None or message[0] == END_OF_REPLAY:
-            self._count_refused(f"a message without a sequence number, bytes of its frames: {_sizes(frames)}")
+            self._count_refused(f"a message without a sequence number, bytes of its frames: {_frame_sizes(frames)}")
             await asyncio.sleep(0)
             return
         number, payload = message
         if number <= self._last_live:
-            await self._reset(f"its events began again at {number}")
+            await self._reset(f"its sequence numbers began again at {number}")
         self._last_live = number
         if number > self._next_sequence:
             await self._catch_up()
         if number > self._next_sequence:
-            await self._forget(f"events {self._next_sequence} to {number - 1} are missing")
+            await self._forget_blocks(f"events {self._next_sequence} to {number - 1} are missing")
         if number >= self._next_sequence:
             await self._apply_batch(number, payload)
 
@@ -205,7 +205,7 @@ class _Follower:
                 await asyncio.sleep(0)
         except ProtocolError as error:
             self._count_refused(str(error))
-            await self._forget(str(error))
+            await self._forget_blocks(str(error))
         self.statistics.batches += 1
         self.statistics.sequence = number
         await asyncio.sleep(0)
@@ -222,10 +222,10 @@ class _Follower:
 
     async def _reset(self, why: str) -> None:
         """Forget all blocks of the publisher, and expect its sequence numbers to begin at 0 again."""
-        await self._forget(why)
+        await self._forget_blocks(why)
         self.statistics.sequence = self._last_live = -1
 
-    async def _forget(self, why: str) -> None:
+    async def _forget_blocks(self, why: str) -> None:
         """Forget all blocks of the publisher, if any of its batches was applied. `why` is logged."""
         if self.statistics.sequence >= 0:
             logger.info("KV events of %s: %s; all its blocks are forgotten", self.source.holder, why)
@@ -257,7 +257,9 @@ class _Follower:
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
                     message = read_message(frames := await socket.recv_multipart(), REPLAYED_FRAME_COUNTS)
                 if message is None:
-                    self._count_refused(f"an answer without a sequence number, bytes of its frames: {_sizes(frames)}")
+                    self._count_refused(
+                        f"an answer without a sequence number, bytes of its frames: {_frame_sizes(frames)}"
+                    )
                     return False
                 number, payload = message
                 if number == END_OF_REPLAY:
@@ -265,13 +267,13 @@ class _Follower:
                 if number > self._next_sequence:
                     if not first:
                         return False
-                    await self._forget(f"events {self._next_sequence} to {number - 1} are no longer kept")
+                    await self._forget_blocks(f"events {self._next_sequence} to {number - 1} are no longer kept")
                 if number >= self._next_sequence:
                     await self._apply_batch(number, payload)
                 first = False
 
 
-def _sizes(frames: Sequence[bytes]) -> str:
+def _frame_sizes(frames: Sequence[bytes]) -> str:
     return ", ".join([str(len(frame)) for frame in frames[:5]] + ["..."] * (len(frames) > 5))
 
 
@@ -294,26 +296,26 @@ class Subscriber:
         count(sources, "sources", error=ConfigError)
         self._sources = [instance(source, EventSource, "sources", error=ConfigError) for source in sources]
         if len({source.holder for source in self._sources}) < len(self._sources):
-            raise ConfigError("sources: two of one holder; each rank of an engine has a cache, and a name, of its own")
+            raise ConfigError("sources: two have the same holder; each rank of an engine needs a name of its own")
         self._followers: list[_Follower] = []
-        self._group = asyncio.TaskGroup()
+        self._task_group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
         self._in_forked_child = False
         """True in a forked child."""
 
     async def __aenter__(self) -> Self:
         if self._tasks or self._followers:
-            raise UsageError("a Subscriber is entered once")
+            raise UsageError("a Subscriber can be entered only once")
         try:
             self._followers.extend(_Follower(source, self._map) for source in self._sources)
         except ConfigError:
             self._close()
             raise
         forks.register(self)
-        await self._group.__aenter__()
+        await self._task_group.__aenter__()
         for follower in self._followers:
             name = f"kvflow-kv-events {follower.source.holder}"
-            self._tasks.append(self._group.create_task(follower.follow(), name=name))
+            self._tasks.append(self._task_group.create_task(follower.follow(), name=name))
         return self
 
     async def __aexit__(
@@ -327,7 +329,7 @@ class Subscriber:
             kind, asyncio.CancelledError
         )  # because a task has failed, or from outside
         try:
-            await self._group.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
+            await self._task_group.__aexit__(*((kind, error, trace) if cancelled else (None, None, None)))
         finally:
             self._close()
 

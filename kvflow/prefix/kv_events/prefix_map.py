@@ -28,7 +28,7 @@ WHOLE_PROMPT_KINDS = (None, "full_attention", "mla_attention", "sink_full_attent
 """Kinds of vLLM's cache groups that keep all of a prompt; None for an event that names no kind."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
 """About how many tokens, and how many blocks, of an event are applied before other tasks of the loop run."""
-_DEVICE = "GPU"
+_DEFAULT_MEDIUM = "GPU"
 """Medium (kind of memory) of events that name none: the cache that the engine computes with."""
 _PLACES_MAX = 16
 """Maximum number of places of a block, usually one in each cache group. A place is a medium, a group and a hash."""
@@ -39,13 +39,13 @@ _Place: TypeAlias = tuple[str, int | None, BlockHash]  # medium, group, the engi
 class _Block:
     """A block of one engine, in one or more places (medium, cache group and the engine's hash of the block).
 
-    `state` is the running hash of all tokens up to the block's end.
+    `hash_state` is the running hash of all tokens up to the block's end.
     """
 
-    __slots__ = ("children", "end", "key", "parent", "places", "start", "state")
+    __slots__ = ("children", "end", "hash_state", "key", "parent", "places", "start")
 
-    def __init__(self, key: bytes, state: blake2b, parent: _Block | None, end: int) -> None:
-        self.key, self.state, self.end = key, state, end
+    def __init__(self, key: bytes, hash_state: blake2b, parent: _Block | None, end: int) -> None:
+        self.key, self.hash_state, self.end = key, hash_state, end
         self.parent = b"" if parent is None else parent.key
         self.start = 0 if parent is None else parent.end
         self.places: tuple[_Place, ...] = ()
@@ -61,23 +61,23 @@ class _EngineBlocks:
     """
 
     def __init__(self, media: Collection[str | None]) -> None:
-        self.media = frozenset(_DEVICE if medium is None else medium for medium in media)
+        self.media = frozenset(_DEFAULT_MEDIUM if medium is None else medium for medium in media)
         self.places: dict[_Place, _Block] = {}
         self.copies: dict[_Place, int] = {}
         self.blocks: dict[bytes, _Block] = {}
         self.leaves: OrderedDict[bytes, None] = OrderedDict()
         self.block_tokens = 1
 
-    def store(self, state: blake2b, place: _Place, parent: _Block | None, tokens: int) -> _Block:
+    def add_block(self, hash_state: blake2b, place: _Place, parent: _Block | None, tokens: int) -> _Block:
         """Record that the engine has a block of `tokens` tokens in a place, after block `parent`. Return the block.
 
-        `state`: running hash of all tokens up to the block's end.
+        `hash_state`: running hash of all tokens up to the block's end.
         """
-        key = state.digest()
+        key = hash_state.digest()
         block = self.blocks.get(key)
         if block is None:
             end = tokens if parent is None else parent.end + tokens
-            block = self.blocks[key] = _Block(key, state, parent, end)
+            block = self.blocks[key] = _Block(key, hash_state, parent, end)
             if parent is not None:
                 parent.children += 1
                 self.leaves.pop(parent.key, None)
@@ -194,7 +194,7 @@ class PrefixMap:
     @property
     def blocks(self) -> int:
         """Number of blocks in the map."""
-        return sum(len(cached.blocks) for cached in self._holders.values())
+        return sum(len(engine_blocks.blocks) for engine_blocks in self._holders.values())
 
     def holders(self, keys: Sequence[bytes], key_tokens: int) -> list[tuple[str, int]]:
         """Return the engines that have a beginning of a prefix, as far as the map knows.
@@ -242,19 +242,21 @@ class PrefixMap:
             RequestError: as for `apply`; raised by the iterator.
         """
         if not isinstance(event, KVEvent):
-            raise RequestError(f"event: expected one of a prefix cache's, got {short_repr(event)}")
+            raise RequestError(
+                f"event: expected BlockStored, BlockRemoved or AllBlocksCleared, got {short_repr(event)}"
+            )
         if isinstance(event, AllBlocksCleared) and event.medium is None:
             yield from self.forgetting(holder)
         elif event.medium in self._media:
-            cached = self._holders.setdefault(holder, _EngineBlocks(self._media))
+            engine_blocks = self._holders.setdefault(holder, _EngineBlocks(self._media))
             if isinstance(event, BlockStored):
-                blocks = self._store_steps(cached, event)
+                blocks = self._store_steps(engine_blocks, event)
                 piece = max(1, PIECE_TOKENS // max(event.block_size, PIECE_TOKENS // _PIECE_BLOCKS))
             elif isinstance(event, BlockRemoved):
-                blocks, piece = cached.remove_steps(event), _PIECE_BLOCKS
+                blocks, piece = engine_blocks.remove_steps(event), _PIECE_BLOCKS
             else:
-                blocks, piece = cached.clear_steps(_medium_of(event)), _PIECE_BLOCKS
-            while sum(1 for _ in islice(blocks, piece)) and self._holders.get(holder) is cached:
+                blocks, piece = engine_blocks.clear_steps(_medium_of(event)), _PIECE_BLOCKS
+            while sum(1 for _ in islice(blocks, piece)) and self._holders.get(holder) is engine_blocks:
                 self._evict_excess()
                 yield
 
@@ -284,35 +286,35 @@ class PrefixMap:
                 known.blocks.pop(known.places.popitem()[1].key, None)
             yield
 
-    def _store_steps(self, cached: _EngineBlocks, event: BlockStored) -> Iterator[None]:
+    def _store_steps(self, engine_blocks: _EngineBlocks, event: BlockStored) -> Iterator[None]:
         """Add the blocks of an event, one for each item of the iterator.
 
         Stop if the key of a block cannot be computed, or if the block before it has been removed.
         """
         size, place = event.block_size, (_medium_of(event), event.group_idx)
-        parent = cached.parent_of(event)
+        parent = engine_blocks.parent_of(event)
         if not _has_known_keys(event) or (parent is None and event.parent_block_hash is not None):
             return
         for at, name in enumerate(event.block_hashes):
             extra = event.extra_keys[at] if event.extra_keys else None
             tokens = _key_bytes_of(event.token_ids[at * size : (at + 1) * size], extra, first=parent is None)
-            if tokens is None or (parent is not None and parent.key not in cached.blocks):
+            if tokens is None or (parent is not None and parent.key not in engine_blocks.blocks):
                 return
-            state = self._empty_state.copy() if parent is None else parent.state.copy()
-            state.update(tokens)
-            parent = cached.store(state, (*place, name), parent, size)
+            hash_state = self._empty_state.copy() if parent is None else parent.hash_state.copy()
+            hash_state.update(tokens)
+            parent = engine_blocks.add_block(hash_state, (*place, name), parent, size)
             yield
 
     def _evict_excess(self) -> None:
         """Forget blocks until at most `blocks_max` are left, each of the engine that has most blocks then."""
         over = self.blocks - self._blocks_max
         for _ in range(over):
-            max(self._holders.values(), key=lambda cached: len(cached.blocks)).forget_oldest()
+            max(self._holders.values(), key=lambda engine_blocks: len(engine_blocks.blocks)).forget_oldest()
 
 
 def _medium_of(event: KVEvent) -> str:
     """Return the medium (kind of memory) of an event, "GPU" if the event names none."""
-    return _DEVICE if event.medium is None else event.medium
+    return _DEFAULT_MEDIUM if event.medium is None else event.medium
 
 
 def _has_known_keys(event: BlockStored) -> bool:

@@ -55,7 +55,9 @@ class Publisher:
         self._batches_max = whole(batches_max, "batches_max", least=0, most=1 << 20, error=ConfigError)
         self._bytes_max = whole(bytes_max, "bytes_max", least=0, error=ConfigError)
         rank = data_parallel_rank
-        self._rank = None if rank is None else whole(rank, "data_parallel_rank", least=0, error=ConfigError)
+        self._data_parallel_rank = (
+            None if rank is None else whole(rank, "data_parallel_rank", least=0, error=ConfigError)
+        )
         self._next_sequence, self._kept_bytes = 0, 0
         self._kept_batches: deque[tuple[int, bytes]] = deque()
         self._socket: zmq.Socket[bytes] | None = None
@@ -75,7 +77,7 @@ class Publisher:
 
     async def __aenter__(self) -> Self:
         if self._socket is not None or self._closed:
-            raise UsageError("a Publisher is entered once")
+            raise UsageError("a Publisher can be entered only once")
         try:
             self._socket = zmq.Context.instance().socket(zmq.PUB)
             self._endpoint = self._bind(self._socket, self._endpoint)
@@ -136,7 +138,7 @@ class Publisher:
         """
         if self._socket is None:
             raise UsageError("the Publisher is not open")
-        payload = encode_batch(events, ts=time.time(), data_parallel_rank=self._rank)
+        payload = encode_batch(events, ts=time.time(), data_parallel_rank=self._data_parallel_rank)
         if len(payload) > BATCH_BYTES_MAX:
             raise RequestError(f"events: a batch of {counted(len(payload), 'byte')}, at most {BATCH_BYTES_MAX}")
         number = self._next_sequence
@@ -157,11 +159,11 @@ class Publisher:
         while True:
             match await socket.recv_multipart():
                 case [client, b"", start] if len(start) == SEQUENCE_BYTES:
-                    await self._replay(socket, client, int.from_bytes(start, "big"))
+                    await self._send_replay(socket, client, int.from_bytes(start, "big"))
                 case _:
                     await asyncio.sleep(0)
 
-    async def _replay(self, socket: zmq.asyncio.Socket, client: bytes, start: int) -> None:
+    async def _send_replay(self, socket: zmq.asyncio.Socket, client: bytes, start: int) -> None:
         """Send a subscriber all kept batches from sequence number `start` on, and then the end message of a replay."""
         for at, (number, payload) in enumerate([batch for batch in self._kept_batches if batch[0] >= start]):
             await socket.send_multipart([client, b"", self._topic, sequence_bytes(number), payload])
