@@ -9,7 +9,7 @@ from kvflow.bench.loads import PlannedLoad
 _SAMPLE_BLOCKS = 8
 
 
-def compared(loads: Iterable[PlannedLoad], *, check_all: bool) -> tuple[list[int], list[int]]:
+def blocks_to_compare(loads: Iterable[PlannedLoad], *, check_all: bool) -> tuple[list[int], list[int]]:
     """Local and remote ids of the blocks to compare: all, or of each load a few with the first and the last."""
     local_ids: list[int] = []
     remote_ids: list[int] = []

@@ -24,7 +24,7 @@ from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
 from kvflow.bench.loads import MIB, Fabric, PlannedLoad, SettingsError, Ticket, scattered_loads
 from kvflow.config import config_for_device
-from tests.bench.compared import compared
+from tests.bench.compared import blocks_to_compare
 from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from tests.bench.targets import Spread, at_most, percentile
 
@@ -83,7 +83,7 @@ class Delay:
 class Fairness:
     """Measure how long one-block loads take alone, and while huge loads run beside them."""
 
-    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
+    transport: Annotated[Fabric, "Fabric that moves the bytes: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
     size: Annotated[int, "MB (2**20 bytes) of a huge load."] = 1024
     huge_loads: Annotated[int, "How many huge loads run at once."] = 1
     rounds: Annotated[int, "Rounds; each measures everything once."] = 9
@@ -180,7 +180,7 @@ class FairnessReader:
 
     async def round(self, loads: Loads, tickets: Sequence[Ticket]) -> Round:
         """Do all loads of a round, whose tickets are in the same order."""
-        local_ids, remote_ids = compared(chain(*loads.values()), check_all=False)
+        local_ids, remote_ids = blocks_to_compare(chain(*loads.values()), check_all=False)
         self._cache.poison(local_ids)
         rest, pauses = iter(tickets), random.Random(loads["wake"][0].request_id)
         jobs = {kind: [partial(self._time, load, next(rest)) for load in some] for kind, some in loads.items()}

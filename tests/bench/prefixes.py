@@ -95,13 +95,13 @@ class PrefixPulls:
 
     def _turns(self, _: Children) -> Iterator[Turn]:
         parts: dict[str, tuple[int, Callable[..., Coroutine[Any, Any, object]]]] = {
-            "one block": (1, self._beside),
-            "question": (1, self._question),
-            "at once": (3, self._many),
-            "nonsense": (1, self._nonsense),
+            "one block": (1, self._measure_one_block),
+            "question": (1, self._measure_question),
+            "at once": (3, self._measure_pulls_at_once),
+            "nonsense": (1, self._measure_unknown_keys),
         }
         for name, (holders, measure) in parts.items():
-            yield Turn(key=name, run=partial(_among, holders, measure))
+            yield Turn(key=name, run=partial(_run_with_engines, holders, measure))
 
     def judge(self, samples: Samples) -> Outcome:
         (block,) = samples.of(PairedTimes)["one block"]
@@ -120,7 +120,7 @@ class PrefixPulls:
             ],
         )
 
-    async def _beside(self, reader: Engine[Transport], holder: Engine[Transport]) -> PairedTimes:
+    async def _measure_one_block(self, reader: Engine[Transport], holder: Engine[Transport]) -> PairedTimes:
         prompt, times = list(range(_TOKENS)), []
         _share(holder, prompt, [5])
         asked, missed = _request(holder, prompt, [7]), _request(holder, [9] * _TOKENS, [8])
@@ -129,14 +129,14 @@ class PrefixPulls:
             load = LoadRequest(f"{number}", lease.ticket, [9])
             times.append(
                 (
-                    await _timed(reader.runtime.load_blocks(load)),
-                    await _timed(_prefixes(reader).seek(missed)),
-                    await _timed(_prefixes(reader).pull(asked)),
+                    await _seconds_of(reader.runtime.load_blocks(load)),
+                    await _seconds_of(_prefixes(reader).seek(missed)),
+                    await _seconds_of(_prefixes(reader).pull(asked)),
                 )
             )
         return PairedTimes(*(statistics.median(some) for some in zip(*times[_WARM:], strict=True)))
 
-    async def _question(self, reader: Engine[Transport], holder: Engine[Transport]) -> QuestionTime:
+    async def _measure_question(self, reader: Engine[Transport], holder: Engine[Transport]) -> QuestionTime:
         times, tokens = [], list(range(1000 * _TOKENS))
         _, sharing = _share(holder, tokens, range(1000), 1000)
         await _prefixes(reader).seek(_request(holder, _UNKNOWN, []))
@@ -162,7 +162,7 @@ class PrefixPulls:
             await asyncio.sleep(0)
         return QuestionTime(statistics.median(times))
 
-    async def _many(self, reader: Engine[Transport], *holders: Engine[Transport]) -> ManyPulls:
+    async def _measure_pulls_at_once(self, reader: Engine[Transport], *holders: Engine[Transport]) -> ManyPulls:
         tokens, blocks = list(range(self.prefix_blocks * _TOKENS)), self.prefix_blocks
         prefix_caches = [_share(holder, tokens, range(blocks), blocks)[0] for holder in holders]
         keys, peers = prefix_keys(tokens, _TOKENS), [holder.runtime.address for holder in holders]
@@ -184,7 +184,7 @@ class PrefixPulls:
         pinned = sum(+prefix_cache.pins.total() for prefix_cache in prefix_caches)
         return ManyPulls(self.pulls, len({report.source for report in reports}), took_s, pinned)
 
-    async def _nonsense(self, reader: Engine[Transport], holder: Engine[Transport]) -> Nonsense:
+    async def _measure_unknown_keys(self, reader: Engine[Transport], holder: Engine[Transport]) -> Nonsense:
         _, sharing = _share(holder, list(range(64 * _TOKENS)), range(64))
         lags_s: list[float] = []
         async with loop_ticker(lags_s):
@@ -197,7 +197,7 @@ class PrefixPulls:
         return Nonsense(self.unknown_keys, took_s, max(lags_s, default=0.0), sharing.pinned_blocks)
 
 
-async def _timed(work: Awaitable[object]) -> float:
+async def _seconds_of(work: Awaitable[object]) -> float:
     begun_s = time.perf_counter()
     await work
     return time.perf_counter() - begun_s
@@ -222,7 +222,7 @@ def _request(holder: Engine[Transport], tokens: Sequence[int], block_ids: list[i
     return PrefixRequest("one", keys, _TOKENS, block_ids, [peer], answer_within_s=_PATIENCE_S)
 
 
-def _among(holders: int, measure: Callable[..., Coroutine[Any, Any, object]]) -> object:
+def _run_with_engines(holders: int, measure: Callable[..., Coroutine[Any, Any, object]]) -> object:
     """A reader and so many holders, on a loop of their own."""
 
     async def run() -> object:

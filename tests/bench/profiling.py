@@ -31,7 +31,7 @@ from kvflow.transport.nixl.agents import NixlAgents
 from kvflow.transport.nixl.loop import NixlTransport
 from tests.bench.busy import busy_ranks
 from tests.bench.clocks import loop_ticker
-from tests.bench.compared import compared
+from tests.bench.compared import blocks_to_compare
 from tests.bench.pairs import hand_over, open_reader, pair_of, requests
 from tests.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from tests.bench.targets import Spread, TargetRow, at_most
@@ -121,7 +121,7 @@ class FunctionRow:
 class Profile:
     """Find where the time of small loads goes, by hop, thread and function, alone and in a burst."""
 
-    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
+    transport: Annotated[Fabric, "Fabric that moves the bytes: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
     alone: Annotated[int, "Loads one after the other, in each round."] = 500
     burst: Annotated[int, "Loads at once, in each round."] = _BURST_LOADS
     rounds: Annotated[int, "Rounds of each."] = 5
@@ -212,22 +212,22 @@ def targets(alone: ThreadRow, burst: ThreadRow, loads: int) -> list[TargetRow]:
 
 @contextlib.asynccontextmanager
 async def open_profiled(shape: CacheShape) -> AsyncIterator[ProfiledReader]:
-    stamps = Stamps()
-    with stamps.taken():
-        async with open_reader(partial(ProfiledReader, stamps), shape) as reader:
+    read_times = ReadTimes()
+    with read_times.recorded():
+        async with open_reader(partial(ProfiledReader, read_times), shape) as reader:
             gc.collect()
             gc.freeze()
             yield reader
 
 
-class Stamps:
+class ReadTimes:
     """When a load's read passed each of the borders between loop, agents' thread and NIXL: the last one's."""
 
     def __init__(self) -> None:
-        self.posted_s = self.taken_s = self.told_s = self.heard_s = self.post_s = 0.0
+        self.posted_s = self.picked_up_s = self.reported_s = self.delivered_s = self.post_s = 0.0
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
+    def recorded(self) -> Iterator[None]:
         """Inside the block, of every runtime that is opened there."""
         post_read, post, put, run = (
             NixlTransport.post_read,
@@ -241,20 +241,20 @@ class Stamps:
             return post_read(*args)
 
         def stamped_post(*args: Any) -> None:
-            self.taken_s = time.perf_counter()
+            self.picked_up_s = time.perf_counter()
             post(*args)
 
         def stamped_put(transport: NixlTransport, event: Event) -> None:
             if isinstance(event, ReadEnded):
-                self.told_s, self.post_s = time.perf_counter(), event.post_s
+                self.reported_s, self.post_s = time.perf_counter(), event.post_s
             put(transport, event)
 
         async def stamped_run(transport: NixlTransport, deliver: Callable[[Event], None]) -> None:
-            def heard(event: Event) -> None:
-                self.heard_s = time.perf_counter()
+            def timed_deliver(event: Event) -> None:
+                self.delivered_s = time.perf_counter()
                 deliver(event)
 
-            await run(transport, heard)
+            await run(transport, timed_deliver)
 
         with (
             patch.object(NixlAgents, "post", stamped_post),
@@ -266,19 +266,19 @@ class Stamps:
         """The steps of `_HOPS`, of a load of one read that began and ended then."""
         return (
             self.posted_s - begun_s,
-            self.taken_s - self.posted_s,
-            self.told_s - self.taken_s - self.post_s,
+            self.picked_up_s - self.posted_s,
+            self.reported_s - self.picked_up_s - self.post_s,
             self.post_s,
-            self.heard_s - self.told_s,
-            ended_s - self.heard_s,
+            self.delivered_s - self.reported_s,
+            ended_s - self.delivered_s,
         )
 
 
 class ProfiledReader:
     """The rank of the reader's process."""
 
-    def __init__(self, stamps: Stamps, runtime: kvflow.Runtime, cache: BenchCache) -> None:
-        self._stamps = stamps
+    def __init__(self, read_times: ReadTimes, runtime: kvflow.Runtime, cache: BenchCache) -> None:
+        self._read_times = read_times
         self._runtime = runtime
         self._cache = cache
 
@@ -299,7 +299,7 @@ class ProfiledReader:
             begun_s = time.perf_counter()
             await self._runtime.load_blocks(request)
             ended_s = time.perf_counter()
-            steps_s.append(self._stamps.steps(begun_s, ended_s))
+            steps_s.append(self._read_times.steps(begun_s, ended_s))
             loads_s.append(ended_s - begun_s)
         return Hops(steps_s, loads_s)
 
@@ -317,7 +317,7 @@ class ProfiledReader:
             await self._runtime.load_blocks(request)
 
     async def _measured(self, load: Callable[[], Coroutine[Any, Any, None]], loads: Sequence[PlannedLoad]) -> Threads:
-        local_ids, remote_ids = compared(loads, check_all=True)
+        local_ids, remote_ids = blocks_to_compare(loads, check_all=True)
         self._cache.poison(local_ids)
         lags_s: list[float] = []
         clocks = _thread_clocks()

@@ -26,21 +26,21 @@ class SpinningRank(RankProcess):
 
 
 @contextlib.contextmanager
-def stopped(children: Iterable[Child]) -> Iterator[None]:
+def paused(children: Iterable[Child]) -> Iterator[None]:
     """Stop those that spin inside the block, so that they take no core from the others."""
-    with sent(signal.SIGSTOP, signal.SIGCONT, children):
+    with send_signals(signal.SIGSTOP, signal.SIGCONT, children):
         yield
 
 
 @contextlib.contextmanager
-def awake(children: Iterable[Child]) -> Iterator[None]:
+def resumed(children: Iterable[Child]) -> Iterator[None]:
     """Let those that are stopped run inside the block."""
-    with sent(signal.SIGCONT, signal.SIGSTOP, children):
+    with send_signals(signal.SIGCONT, signal.SIGSTOP, children):
         yield
 
 
 @contextlib.contextmanager
-def sent(before: signal.Signals, after: signal.Signals, children: Iterable[Child]) -> Iterator[None]:
+def send_signals(before: signal.Signals, after: signal.Signals, children: Iterable[Child]) -> Iterator[None]:
     spinning = [child for child in children if isinstance(child.rank, SpinningRank)]
     for child in spinning:
         os.kill(child.pid, before)
@@ -59,7 +59,7 @@ def open_ranks(ranks: Sequence[RankProcess], environment: Environment) -> Iterat
     others = [rank for rank in ranks if not isinstance(rank, SpinningRank)]
     with (
         open_children(spinning, environment) as first,
-        stopped(first.values()),
+        paused(first.values()),
         open_children(others, environment) as second,
     ):
         yield {**first, **second}
@@ -142,7 +142,7 @@ def run_scenario(scenario: Scenario, note: Note) -> Outcome:
                 if turn.note not in ("", said):
                     note(f"  {turn.note}")
                 said = turn.note
-                with awake(turn.children):
+                with resumed(turn.children):
                     samples.add(turn.key, turn.run())
     return scenario.judge(samples)
 

@@ -95,7 +95,7 @@ class SplitRow:
 class Surviving:
     """Kill or stop the first source of loads of two tickets at many moments, and measure what that adds."""
 
-    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
+    transport: Annotated[Fabric, "Fabric that moves the bytes: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
     fate: Annotated[Fate, "What befalls the first source: kill or stop."] = Fate.KILL
     size_mb: Annotated[int, "What one load moves in MB (2**20 bytes)."] = 256
     moments: Annotated[int, "At how many moments of a load."] = 20
@@ -117,9 +117,9 @@ class Surviving:
         return CacheShape(layers=_LAYERS, blocks=self.blocks).checked("--size-mb")
 
     def sets(self) -> Sequence[RankSet]:
-        turns = {"healthy": self._healthy}
+        turns = {"healthy": self._load_without_fault}
         for at in range(self.moments):
-            turns[f"moment {at + 1} of {self.moments}"] = partial(self._struck, at / self.moments)
+            turns[f"moment {at + 1} of {self.moments}"] = partial(self._load_under_fault, at / self.moments)
         ranks = pair_of(partial(open_reader, Reader), self.shape, _SOURCES)
         return [
             RankSet(note=f"{self.transport}: {note}", ranks=ranks, turns=some, environment=self.transport.environment)
@@ -145,11 +145,11 @@ class Surviving:
         ids = tuple(range(self.blocks))[first:stop]
         return PlannedLoad(request_id=name, local_ids=ids, remote_ids=ids)
 
-    def _healthy(self, children: Children) -> Iterator[Turn]:
+    def _load_without_fault(self, children: Children) -> Iterator[Turn]:
         half = self.blocks // 2
         self._warm_up(children)
         for index in range(self.rounds):
-            yield Turn(key="healthy", run=partial(self._survive, children, f"healthy {index}", None))
+            yield Turn(key="healthy", run=partial(self._load_from_both, children, f"healthy {index}", None))
             whole = {"first": self._planned(f"whole {index}")}
             halves = {
                 "first": self._planned(f"half {index} a", 0, half),
@@ -158,9 +158,9 @@ class Surviving:
             for name, loads in (("whole", whole), ("halves", halves)):
                 yield Turn(key=name, run=partial(self._load, children, loads))
 
-    def _struck(self, moment: float, children: Children) -> Iterator[Turn]:
+    def _load_under_fault(self, moment: float, children: Children) -> Iterator[Turn]:
         healthy_s = self._warm_up(children)
-        yield Turn(key=moment, run=partial(self._survive, children, "struck", moment * healthy_s))
+        yield Turn(key=moment, run=partial(self._load_from_both, children, "struck", moment * healthy_s))
 
     def _warm_up(self, children: Children) -> float:
         """Both are connected, and have a history; how long a load from the first one takes."""
@@ -176,21 +176,21 @@ class Surviving:
             children[name].run(EngineProducer.end_leases)
         return found
 
-    def _survive(self, children: Children, name: str, after_s: float | None) -> Survived:
+    def _load_from_both(self, children: Children, name: str, after_s: float | None) -> Survived:
         """A load of both tickets; its first source meets its fate so long after its beginning, if it does."""
         load, sources = self._planned(name), [children[source] for source in _SOURCES]
         tickets = [source.run(EngineProducer.offer, [load])[0] for source in sources]
         wait = children["reader"].start(Reader.load, [load], [tickets])
         if after_s is not None:
             time.sleep(after_s)
-            self._strike(sources[0])
+            self._inject_fault(sources[0])
             return wait()
         survived = wait()
         for source in sources:
             source.run(EngineProducer.end_leases)
         return survived
 
-    def _strike(self, child: Child) -> None:
+    def _inject_fault(self, child: Child) -> None:
         if self.fate is Fate.KILL:
             os.kill(child.pid, signal.SIGKILL)
         else:

@@ -7,7 +7,7 @@ import pytest
 
 from kvflow.bench.cache import BenchCache, CacheShape, WrongBytes, allocate_memory
 from kvflow.bench.loads import PlannedLoad, SettingsError
-from tests.bench.compared import compared
+from tests.bench.compared import blocks_to_compare
 
 RANK = CacheShape(layers=2, blocks=16, kv_heads=4, first_head=4)
 CUTS = {
@@ -118,8 +118,8 @@ def test_a_pattern_of_32_bits_has_its_limit() -> None:
 def test_of_each_load_all_blocks_are_compared_or_a_few_with_the_first_and_the_last() -> None:
     small = PlannedLoad(request_id="small", local_ids=(4, 2, 3), remote_ids=(1, 2, 3))
     large = PlannedLoad(request_id="large", local_ids=tuple(range(1000)), remote_ids=tuple(range(1000, 2000)))
-    assert compared([small], check_all=False) == ([4, 2, 3], [1, 2, 3])
-    local_ids, remote_ids = compared([small, large], check_all=False)
+    assert blocks_to_compare([small], check_all=False) == ([4, 2, 3], [1, 2, 3])
+    local_ids, remote_ids = blocks_to_compare([small, large], check_all=False)
     assert (len(local_ids), local_ids[3], local_ids[-1]) == (3 + 8, 0, 999)
     assert [remote - local for local, remote in zip(local_ids[3:], remote_ids[3:], strict=True)] == [1000] * 8
-    assert len(compared([small, large], check_all=True)[0]) == 1003
+    assert len(blocks_to_compare([small, large], check_all=True)[0]) == 1003

@@ -16,7 +16,7 @@ from tests_support import until
 
 from kvflow.bench.child import BenchError, Child, RankProcess, open_children
 from tests.bench.busy import busy_ranks, open_busy
-from tests.bench.scenario import SpinningRank, awake, open_ranks
+from tests.bench.scenario import SpinningRank, open_ranks, resumed
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def test_a_rank_that_spins_is_stopped_between_its_turns_and_ends_all_the_same() 
     with open_ranks([SpinningRank("child", open_rank)], {}) as children:
         child = children["child"]
         assert wait_for_state(child.pid, "T") == "T"
-        with awake([child]):
+        with resumed([child]):
             assert child.run(Rank.add, 1, other=2) == 3
         assert wait_for_state(child.pid, "T") == "T"
     assert process_state(child.pid) == ""

@@ -20,7 +20,7 @@ from kvflow.bench.loads import MIB, Fabric, SettingsError
 from kvflow.bench.raw import AgentAddress, TunedAgent
 from kvflow.transport.nixl.defaults import backend_params
 from tests.bench.scenario import SpinningRank
-from tests.bench.transfer.ranks import Blocking, Contender, Hop, ReaderRank, TurnResult
+from tests.bench.transfer.ranks import BlockingReader, Contender, ReaderRank, ThreadHopReader, TurnResult
 from tests.bench.transfer.raw import RawAgent
 from tests.bench.transfer.scenario import Transfer, ranks_of
 from tests.bench.transfer.sizes import loads_of_turn
@@ -166,7 +166,7 @@ class Copying:
 
 async def take_turn(*, left_out: int, check_all: bool, at_once: int = 1) -> TurnResult:
     cache = BenchCache(SMALL.shape)
-    reader = ReaderRank(cache, Blocking(Copying(cache, left_out=left_out)))
+    reader = ReaderRank(cache, BlockingReader(Copying(cache, left_out=left_out)))
     await reader.connect(AgentAddress(), os.getpid())
     return await reader.turn(
         loads_of_turn(SMALL.load_sizes[0], "any", SMALL.shape.blocks), [], check_all=check_all, at_once=at_once
@@ -200,7 +200,7 @@ async def test_a_contender_that_moves_wrong_bytes_is_found(check_all: bool) -> N
 
 async def test_jobs_run_in_order_on_one_other_thread() -> None:
     """And an error is raised where the job was handed over, and ends nothing."""
-    hop, ran = Hop(cast(RawAgent, None)), list[tuple[int, int]]()
+    hop, ran = ThreadHopReader(cast(RawAgent, None)), list[tuple[int, int]]()
     with pytest.raises(ZeroDivisionError):
         await hop.call(lambda: cast(None, 1 // 0))
     await asyncio.gather(*(hop.call(lambda i=i: ran.append((i, threading.get_ident()))) for i in range(3)))

@@ -143,7 +143,7 @@ class CaseResult:
 class Topology:
     """Compare what loads cost between engines that cut the cache differently: TP, NHD and HND, block sizes, staging."""
 
-    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
+    transport: Annotated[Fabric, "Fabric that moves the bytes: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
     size: Annotated[int, "MB (2**20 bytes) that a load brings a rank with 8 heads."] = 64
     rounds: Annotated[int, "Loads of each case; the cases take turns."] = 15
     layers: Annotated[int, "Layers of the imaginary model."] = 32

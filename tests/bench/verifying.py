@@ -44,7 +44,7 @@ class SizeResult:
 class Verifying:
     """Compare loads without and with checksums of all their bytes."""
 
-    transport: Annotated[Fabric, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
+    transport: Annotated[Fabric, "Fabric that moves the bytes: shm or tcp (UCX_TLS=tcp)."] = Fabric.SHM
     sizes: Annotated[str, "What one load moves in MB (2**20 bytes), separated by commas."] = "1,16,64,256"
     rounds: Annotated[int, "Loads of each size, without checksums and with."] = 15
     layers: Annotated[int, "Layers of the imaginary model."] = 8

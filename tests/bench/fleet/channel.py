@@ -34,7 +34,7 @@ class Costs:
 class _Connection:
     """From one asker to one listener."""
 
-    port: Port
+    port: SimulatedListener
     asked: set[_Question] = field(default_factory=set)
     open: bool = True
 
@@ -47,7 +47,7 @@ class _Question:
     attempts: int = 0
 
 
-class Port:
+class SimulatedListener:
     """The listening end of one address, over all processes that have listened there."""
 
     def __init__(self, limits: Limits) -> None:
@@ -55,9 +55,9 @@ class Port:
         self.busy_until_s = 0.0
         self.connections: OrderedDict[_Connection, float] = OrderedDict()
         """And when each was used last; the one that was not used for longest comes first."""
-        self.most = 0
+        self.connections_peak = 0
         """Connections at once, so far."""
-        self.recycled = 0
+        self.times_dropped = 0
         """How often all were dropped."""
         self.slowest_s = 0.0
         """The longest that a question has waited for its answer to be made."""
@@ -66,9 +66,9 @@ class Port:
         """One more; all are dropped if that is too many, as `listening` does it."""
         self._end_idle(now_s)
         self.connections[connection] = now_s
-        self.most = max(self.most, len(self.connections))
+        self.connections_peak = max(self.connections_peak, len(self.connections))
         if len(self.connections) > self._limits.side_channel_connections_max:
-            self.recycled += 1
+            self.times_dropped += 1
             self.drop()
 
     def drop(self) -> None:
@@ -88,12 +88,12 @@ class Port:
                 del self.connections[connection]
 
 
-class Wires:
+class SimulatedConnections:
     """All connections of a fleet."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, limits: Limits, costs: Costs) -> None:
         self.exchange = Exchange()
-        self.ports: dict[str, Port] = {}
+        self.ports: dict[str, SimulatedListener] = {}
         self.loop = loop
         self.rng = rng
         self.limits = limits
@@ -101,91 +101,96 @@ class Wires:
 
     def side_channel(self, config: Config) -> InprocSideChannel:
         """For one rank's process."""
-        return InprocSideChannel(self.exchange, config, send=_Asker(self).send)
+        return InprocSideChannel(self.exchange, config, send=_AskingRank(self).send)
 
-    def port(self, address: str) -> Port:
+    def port(self, address: str) -> SimulatedListener:
         """Made when an address is first asked."""
         if address not in self.ports:
-            self.ports[address] = Port(self.limits)
+            self.ports[address] = SimulatedListener(self.limits)
         return self.ports[address]
 
 
-class _Asker:
+class _AskingRank:
     """The connections that one rank has to others."""
 
-    def __init__(self, wires: Wires) -> None:
-        self._wires = wires
-        self._loop = wires.loop
-        self._kept: OrderedDict[str, _Connection] = OrderedDict()
+    def __init__(self, connections_model: SimulatedConnections) -> None:
+        self._connections_model = connections_model
+        self._loop = connections_model.loop
+        self._kept_connections: OrderedDict[str, _Connection] = OrderedDict()
 
     def send(self, address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
         """See `InprocSideChannel`."""
-        self._ask(_Question(address, frames, answered))
+        self._send_question(_Question(address, frames, answered))
 
-    def _ask(self, question: _Question) -> None:
+    def _send_question(self, question: _Question) -> None:
         """Over the connection that is kept, or a new one, which takes a round trip more."""
         if question.answered.done():
             return
-        latency_s, now_s = self._wires.costs.latency_s, self._loop.time()
-        connection = self._kept.get(question.address)
+        latency_s, now_s = self._connections_model.costs.latency_s, self._loop.time()
+        connection = self._kept_connections.get(question.address)
         way_s = latency_s
         if connection is None or not connection.open:
-            if question.address not in self._wires.exchange.listeners:
+            if question.address not in self._connections_model.exchange.listeners:
                 self._loop.call_later(2 * latency_s, settle, question.answered, None)
                 return
-            connection, way_s = _Connection(self._wires.port(question.address)), 3 * latency_s
+            connection, way_s = _Connection(self._connections_model.port(question.address)), 3 * latency_s
             connection.port.accept(connection, now_s)
         connection.asked.add(question)
         question.attempts += 1
-        self._loop.call_later(way_s, self._arrive, connection, question)
+        self._loop.call_later(way_s, self._on_question_arrival, connection, question)
 
-    def _arrive(self, connection: _Connection, question: _Question) -> None:
+    def _on_question_arrival(self, connection: _Connection, question: _Question) -> None:
         """At the listener, which answers when it has answered those before."""
-        listener, port = self._wires.exchange.listeners.get(question.address), connection.port
+        listener, port = self._connections_model.exchange.listeners.get(question.address), connection.port
         if listener is None or not connection.open:
-            self._closed(connection, question)
+            self._on_closed(connection, question)
             return
         now_s = self._loop.time()
-        port.busy_until_s = max(port.busy_until_s, now_s) + self._wires.costs.answer_s
+        port.busy_until_s = max(port.busy_until_s, now_s) + self._connections_model.costs.answer_s
         port.slowest_s = max(port.slowest_s, port.busy_until_s - now_s)
-        reply = partial(self._replied, connection, question)
+        reply = partial(self._send_answer, connection, question)
         self._loop.call_at(port.busy_until_s, listener.arrive, question.frames, reply, context=listener.context)
 
-    def _replied(self, connection: _Connection, question: _Question, frames: Frames) -> None:
-        self._loop.call_later(self._wires.costs.latency_s, self._come_back, connection, question, frames)
+    def _send_answer(self, connection: _Connection, question: _Question, frames: Frames) -> None:
+        self._loop.call_later(
+            self._connections_model.costs.latency_s, self._on_answer_arrival, connection, question, frames
+        )
 
-    def _come_back(self, connection: _Connection, question: _Question, frames: Frames) -> None:
+    def _on_answer_arrival(self, connection: _Connection, question: _Question, frames: Frames) -> None:
         if not connection.open:
-            self._closed(connection, question)
+            self._on_closed(connection, question)
             return
         connection.asked.discard(question)
         settle(question.answered, frames)
-        self._keep(question.address, connection)
+        self._keep_connection(question.address, connection)
 
-    def _closed(self, connection: _Connection, question: _Question) -> None:
+    def _on_closed(self, connection: _Connection, question: _Question) -> None:
         """It ended before the answer: ask again after a while, as `asking` does."""
         connection.asked.discard(question)
         if question.answered.done():
             return
         if question.attempts < ATTEMPTS_MAX:
-            pause_s = delay_s(question.attempts, RETRY_PAUSES, self._wires.rng.random())
-            self._loop.call_later(pause_s, self._ask, question)
+            pause_s = delay_s(question.attempts, RETRY_PAUSES, self._connections_model.rng.random())
+            self._loop.call_later(pause_s, self._send_question, question)
         else:
             question.answered.set_exception(ConnectionResetError("the peer closed the connection without an answer"))
 
-    def _keep(self, address: str, connection: _Connection) -> None:
+    def _keep_connection(self, address: str, connection: _Connection) -> None:
         """For the next question; one for each address, and so many in all."""
         port, now_s = connection.port, self._loop.time()
-        if self._kept.setdefault(address, connection) is not connection and self._kept[address].open:
+        if (
+            self._kept_connections.setdefault(address, connection) is not connection
+            and self._kept_connections[address].open
+        ):
             connection.open = False
             port.connections.pop(connection, None)
             return
-        self._kept[address] = connection
-        self._kept.move_to_end(address)
+        self._kept_connections[address] = connection
+        self._kept_connections.move_to_end(address)
         port.connections[connection] = now_s
         port.connections.move_to_end(connection)
-        if len(self._kept) > KEPT_MAX:
-            _, oldest = self._kept.popitem(last=False)
+        if len(self._kept_connections) > KEPT_MAX:
+            _, oldest = self._kept_connections.popitem(last=False)
             if not oldest.asked:
                 oldest.open = False
                 oldest.port.connections.pop(oldest, None)

@@ -25,13 +25,13 @@ def run_fleet(shape: FleetShape, costs: Costs, rate: float) -> list[PhaseResult]
     level = logging.getLogger("kvflow").level
     logging.getLogger("kvflow").setLevel(logging.CRITICAL + 1)
     try:
-        return run_virtual(_live(shape, costs, rate))
+        return run_virtual(_run_phases(shape, costs, rate))
     finally:
         logging.getLogger("kvflow").setLevel(level)
         gc.collect()
 
 
-async def _live(shape: FleetShape, costs: Costs, rate: float) -> list[PhaseResult]:
+async def _run_phases(shape: FleetShape, costs: Costs, rate: float) -> list[PhaseResult]:
     fleet = Fleet(shape, costs)
     await fleet.start(fleet.prefill)
     rows: list[PhaseResult] = []
@@ -46,8 +46,8 @@ async def _live(shape: FleetShape, costs: Costs, rate: float) -> list[PhaseResul
     }
     for name, work in phases.items():
         start_s = asyncio.get_running_loop().time()
-        for port in fleet.wires.ports.values():
-            port.most, port.recycled, port.slowest_s = len(port.connections), 0, 0.0
+        for port in fleet.connections_model.ports.values():
+            port.connections_peak, port.times_dropped, port.slowest_s = len(port.connections), 0, 0.0
         async with fleet.phase() as loads:
             await asyncio.gather(*work())
         rows.append(_row(fleet, name, loads, asyncio.get_running_loop().time() - start_s))
@@ -55,7 +55,7 @@ async def _live(shape: FleetShape, costs: Costs, rate: float) -> list[PhaseResul
 
 
 def _row(fleet: Fleet, phase: str, loads: Loads, settle_s: float) -> PhaseResult:
-    ports = [fleet.wires.port(rank.address) for rank in fleet.prefill]
+    ports = [fleet.connections_model.port(rank.address) for rank in fleet.prefill]
     return PhaseResult(
         ranks=fleet.shape.prefill,
         phase=phase,
@@ -66,8 +66,8 @@ def _row(fleet: Fleet, phase: str, loads: Loads, settle_s: float) -> PhaseResult
         wrong=loads.wrong,
         settle_s=settle_s,
         slowest_s=loads.slowest_s,
-        connections=max(port.most for port in ports),
-        dropped_all=sum(port.recycled for port in ports),
+        connections=max(port.connections_peak for port in ports),
+        dropped_all=sum(port.times_dropped for port in ports),
         wait_s=max(port.slowest_s for port in ports),
         files=max(map(_files, fleet.prefill)),
     )

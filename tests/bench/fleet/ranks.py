@@ -23,7 +23,7 @@ from kvflow.testing.pair import CacheSize
 from kvflow.testing.virtual_clock import LoopClock
 from kvflow.testing.virtual_loop import SimProcess, VirtualLoop
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
-from tests.bench.fleet.channel import Wires
+from tests.bench.fleet.channel import SimulatedConnections
 
 SIZE = CacheSize(layers=1, num_blocks=64, block_size=4, kv_heads=1, head_size=4)
 TTL_S = 5.0
@@ -36,17 +36,17 @@ class Role(enum.StrEnum):
     DECODE = "decode"
 
 
-class Surroundings:
+class FleetEnvironment:
     """What all ranks of a fleet share."""
 
-    def __init__(self, loop: VirtualLoop, wires: Wires) -> None:
+    def __init__(self, loop: VirtualLoop, connections_model: SimulatedConnections) -> None:
         self.loop = loop
-        self.wires = wires
+        self.connections_model = connections_model
         self.agents = InprocNetwork()
-        self._secrets = random.Random(wires.rng.random())
+        self._secrets = random.Random(connections_model.rng.random())
         self.world = World(
             transport=lambda _, name: InprocTransport(name, self.agents),
-            side_channel=wires.side_channel,
+            side_channel=connections_model.side_channel,
             clock=LoopClock,
             token_hex=lambda count: self._secrets.randbytes(count).hex(),
             copy_thread=InlineCopier,
@@ -58,23 +58,23 @@ class Surroundings:
 class Process:
     """One life of a rank: it ends by a kill, or drained."""
 
-    life: SimProcess
-    opened: asyncio.Future[Runtime]
-    gone: asyncio.Future[None]
+    sim_process: SimProcess
+    runtime_opened: asyncio.Future[Runtime]
+    ended: asyncio.Future[None]
     """Done when the process is no more."""
-    leave: asyncio.Event = field(default_factory=asyncio.Event)
-    free: deque[int] = field(default_factory=lambda: deque(range(SIZE.num_blocks)))
+    drain_requested: asyncio.Event = field(default_factory=asyncio.Event)
+    free_blocks: deque[int] = field(default_factory=lambda: deque(range(SIZE.num_blocks)))
     """Blocks that no request has."""
 
     @property
     def alive(self) -> bool:
-        return not self.gone.done()
+        return not self.ended.done()
 
 
 class FleetRank:
     """An engine of one rank at one address; it comes back there after it went."""
 
-    def __init__(self, role: Role, number: int, around: Surroundings) -> None:
+    def __init__(self, role: Role, number: int, environment: FleetEnvironment) -> None:
         self.name = f"{role}-{number}"
         self.host = f"{'p' if role is Role.PREFILL else 'd'}{number}"
         self.config = Config(
@@ -85,8 +85,8 @@ class FleetRank:
             limits=LIMITS,
         )
         self.process: Process | None = None
-        self.lives = 0
-        self._around = around
+        self.starts = 0
+        self._environment = environment
         self._tensors, self._cache = SIZE.make(self.name)
 
     @property
@@ -102,58 +102,63 @@ class FleetRank:
     def runtime(self) -> Runtime | None:
         """If it is open and stays so."""
         process = self.process
-        if process is None or not process.alive or process.leave.is_set() or not process.opened.done():
+        if (
+            process is None
+            or not process.alive
+            or process.drain_requested.is_set()
+            or not process.runtime_opened.done()
+        ):
             return None
-        return process.opened.result()
+        return process.runtime_opened.result()
 
     async def start(self) -> Runtime:
         """Open it in a new process."""
         assert self.process is None or not self.process.alive, "a rank has one process"
-        loop = self._around.loop
-        self.lives += 1
-        life = SimProcess(loop, f"{self.name}.{self.lives}")
-        process = self.process = Process(life, loop.create_future(), loop.create_future())
-        life.task(self._run(process), name=life.name)
-        return await process.opened
+        loop = self._environment.loop
+        self.starts += 1
+        sim_process = SimProcess(loop, f"{self.name}.{self.starts}")
+        process = self.process = Process(sim_process, loop.create_future(), loop.create_future())
+        sim_process.task(self._run(process), name=sim_process.name)
+        return await process.runtime_opened
 
     def kill(self) -> None:
         """End the process at once: nothing of it runs any more, and its connections are closed."""
         process = self.process
         assert process is not None
-        process.life.kill()
-        around = self._around
-        around.wires.exchange.listeners.pop(self.address, None)
-        around.wires.port(self.address).drop()
-        for name in [name for name in around.agents.agents if name.startswith(f"{self.name}/")]:
-            del around.agents.agents[name]
-        if not process.gone.done():
-            process.gone.set_result(None)
+        process.sim_process.kill()
+        environment = self._environment
+        environment.connections_model.exchange.listeners.pop(self.address, None)
+        environment.connections_model.port(self.address).drop()
+        for name in [name for name in environment.agents.agents if name.startswith(f"{self.name}/")]:
+            del environment.agents.agents[name]
+        if not process.ended.done():
+            process.ended.set_result(None)
 
     async def drain(self) -> None:
         """Take it out of service, as an operator does; returns when its process has ended."""
         assert self.process is not None
-        self.process.leave.set()
-        await self.process.gone
+        self.process.drain_requested.set()
+        await self.process.ended
 
     async def serve(self, request_id: str) -> tuple[Process, int, Lease] | None:
         """Offer one block; None if it takes no requests now."""
         process, runtime = self.process, self.runtime
-        if process is None or runtime is None or not process.free:
+        if process is None or runtime is None or not process.free_blocks:
             return None
-        block = process.free.popleft()
+        block = process.free_blocks.popleft()
 
         async def offer() -> Lease:
             request = ServeRequest(request_id, block_ids=[block], num_tokens=SIZE.block_size)
             lease = runtime.serve_blocks(request)
-            self._around.loop.create_task(returned(lease), name=f"lease {request_id}")
+            self._environment.loop.create_task(returned(lease), name=f"lease {request_id}")
             return lease
 
         async def returned(lease: Lease) -> None:
             await lease
-            process.free.append(block)
+            process.free_blocks.append(block)
 
         try:
-            return process, block, await process.life.task(offer())
+            return process, block, await process.sim_process.task(offer())
         except KVFlowError:  # it is on its way out
             return None
 
@@ -163,17 +168,17 @@ class FleetRank:
         assert process is not None
         assert runtime is not None
         addresses = [PeerAddress(engine_id=other.name, address=other.address) for other in others]
-        task = process.life.task(runtime.prewarm(addresses))
-        await first_of(task, process.gone)
+        task = process.sim_process.task(runtime.prewarm(addresses))
+        await first_of(task, process.ended)
         return task.result() if task.done() else ()
 
     async def _run(self, process: Process) -> None:
-        async with Runtime(self.config, world=self._around.world) as runtime:
+        async with Runtime(self.config, world=self._environment.world) as runtime:
             await runtime.register_kv_caches(self._tensors, self._cache.layout)
-            process.opened.set_result(runtime)
-            await process.leave.wait()
+            process.runtime_opened.set_result(runtime)
+            await process.drain_requested.wait()
             await runtime.drain()
-        process.gone.set_result(None)
+        process.ended.set_result(None)
 
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:

@@ -18,8 +18,8 @@ import torch
 from kvflow.errors import KVFlowError
 from kvflow.runtime.load.requests import LoadRequest
 from kvflow.testing.virtual_loop import VirtualLoop
-from tests.bench.fleet.channel import Costs, Wires
-from tests.bench.fleet.ranks import LIMITS, FleetRank, Process, Role, Surroundings, first_of
+from tests.bench.fleet.channel import Costs, SimulatedConnections
+from tests.bench.fleet.ranks import LIMITS, FleetEnvironment, FleetRank, Process, Role, first_of
 
 HOP_S = 0.002
 RESTART_S = 1.0
@@ -61,13 +61,13 @@ class Fleet:
         self.loop = loop
         self.rng = random.Random(shape.seed)
         self.shape = shape
-        self.wires = Wires(loop, self.rng, LIMITS, costs)
-        around = Surroundings(loop, self.wires)
-        self.prefill = [FleetRank(Role.PREFILL, number, around) for number in range(shape.prefill)]
-        self.decode = [FleetRank(Role.DECODE, number, around) for number in range(shape.decode)]
+        self.connections_model = SimulatedConnections(loop, self.rng, LIMITS, costs)
+        environment = FleetEnvironment(loop, self.connections_model)
+        self.prefill = [FleetRank(Role.PREFILL, number, environment) for number in range(shape.prefill)]
+        self.decode = [FleetRank(Role.DECODE, number, environment) for number in range(shape.decode)]
         hot, rest = self.prefill[: shape.hot], self.prefill[shape.hot :]
         count = min(shape.peers - shape.hot, len(rest))
-        self.mates = {one.name: [*hot, *self.rng.sample(rest, count)] for one in self.decode}
+        self.prefills_of = {one.name: [*hot, *self.rng.sample(rest, count)] for one in self.decode}
         """The prefill ranks of each decode rank, in the order of its configuration."""
         self.loads = Loads()
         self._numbers = 0
@@ -121,24 +121,24 @@ class Fleet:
         loads, start_s = self.loads, self.loop.time()
         self._numbers += 1
         request_id = f"request-{self._numbers}"
-        producer = self.rng.choice(self.mates[reader.name])
+        producer = self.rng.choice(self.prefills_of[reader.name])
         offered = await producer.serve(request_id)
         if offered is None:  # the router sends it elsewhere
             return
         source, block, lease = offered
         await asyncio.sleep(HOP_S)
         process, runtime = reader.process, reader.runtime
-        if process is None or runtime is None or not process.free:
+        if process is None or runtime is None or not process.free_blocks:
             lease.revoke()
             return
-        wanted = process.free.popleft()
+        wanted = process.free_blocks.popleft()
         load = LoadRequest(request_id, ticket=lease.ticket.to_params(), block_ids=[wanted])
-        task = process.life.task(runtime.load_blocks(load), name=request_id)
-        await first_of(task, process.gone)
+        task = process.sim_process.task(runtime.load_blocks(load), name=request_id)
+        await first_of(task, process.ended)
         if not task.done():
             loads.lost += 1
             return
-        process.free.append(wanted)
+        process.free_blocks.append(wanted)
         self._judge(loads, task, source)
         if task.exception() is None:
             loads.slowest_s = max(loads.slowest_s, self.loop.time() - start_s)
@@ -157,9 +157,9 @@ class Fleet:
 
     async def _start_one(self, rank: FleetRank, backlog: int = 0) -> None:
         await rank.start()
-        if rank.name in self.mates:
+        if rank.name in self.prefills_of:
             async with asyncio.TaskGroup() as group:
-                group.create_task(rank.prewarm(self.mates[rank.name]))
+                group.create_task(rank.prewarm(self.prefills_of[rank.name]))
                 group.create_task(self.burst(rank, backlog))
 
     async def _requests(self, rank: FleetRank, seconds: float, rate: float) -> None:

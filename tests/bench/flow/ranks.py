@@ -21,7 +21,7 @@ from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.engine import config_of, open_runtime
 from kvflow.bench.loads import PlannedLoad, Ticket
 from tests.bench.clocks import loop_ticker, process_cpu_s
-from tests.bench.compared import compared
+from tests.bench.compared import blocks_to_compare
 from tests.bench.flow.link import Link, enter_own_network, plug_in
 
 BLOCK_SIZE = 16
@@ -255,7 +255,7 @@ class FlowReader:
 
     async def check(self, loads: Sequence[PlannedLoad], layers: Sequence[int] | None, *, check_all: bool) -> int:
         """How many bytes were compared."""
-        return self._cache.check(*compared(loads, check_all=check_all), layers=layers)
+        return self._cache.check(*blocks_to_compare(loads, check_all=check_all), layers=layers)
 
     async def _load(self, load: PlannedLoad, ticket: Ticket) -> Loaded:
         request = kvflow.LoadRequest(load.request_id, ticket=ticket, block_ids=load.local_ids)

@@ -46,7 +46,7 @@ class Flow:
 
     link: Annotated[
         Link | None,
-        "Which way the bytes go: shm, tcp, or 1gbit between two networks (needs root); if left out all that work here.",
+        "Fabric that moves the bytes: shm, tcp, or 1gbit between two networks (needs root); by default all that work.",
     ] = None
     prompts: Annotated[str, "Tokens of the prompts, separated by commas; 'none' for many loads only."] = "2048,8192"
     chunk: Annotated[int, "Tokens that are computed at once."] = 512

@@ -1,6 +1,6 @@
 """Mooncake's transfer engine over tcp, in both directions.
 
-`MooncakeReader` reads from a producer that does nothing. `MooncakeAsker` asks the producer, over a socket, to write,
+`MooncakeReader` reads from a producer that does nothing. `MooncakeWriteRequester` asks the producer to write,
 which is how the connectors of engines use it; a load ends when the producer has answered. Loads at once are batches
 that are all under way before one is waited for; those that are to be written are asked for in one message.
 
@@ -38,7 +38,7 @@ async def open_producer(shape: CacheShape) -> AsyncIterator[MooncakeProducer]:
 async def open_reader(shape: CacheShape, *, writes: bool) -> AsyncIterator[ReaderRank]:
     cache = BenchCache(shape)
     engine = MooncakeEngine(cache)
-    yield ReaderRank(cache, MooncakeAsker(engine) if writes else MooncakeReader(engine), ticks=False)
+    yield ReaderRank(cache, MooncakeWriteRequester(engine) if writes else MooncakeReader(engine), ticks=False)
 
 
 class MooncakeEngine:
@@ -123,7 +123,7 @@ class MooncakeReader:
         return job
 
 
-class MooncakeAsker:
+class MooncakeWriteRequester:
     """A way to load that has the producer write."""
 
     def __init__(self, engine: MooncakeEngine) -> None:

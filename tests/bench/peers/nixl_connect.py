@@ -30,7 +30,7 @@ async def open_producer(shape: CacheShape) -> AsyncIterator[ConnectProducer]:
 @contextlib.asynccontextmanager
 async def open_reader(shape: CacheShape) -> AsyncIterator[ReaderRank]:
     cache = BenchCache(shape)
-    yield ReaderRank(cache, ConnectWay(cache))
+    yield ReaderRank(cache, ConnectReader(cache))
 
 
 class ConnectProducer:
@@ -63,7 +63,7 @@ class ConnectProducer:
         self._readable = []
 
 
-class ConnectWay:
+class ConnectReader:
     def __init__(self, cache: BenchCache) -> None:
         nixl_connect = _library()
         self._cache = cache

@@ -29,7 +29,7 @@ class Peers:
     `python3 dev.py peers` runs this in an environment that has them.
     """
 
-    transport: Annotated[Fabric | None, "Which way the bytes go: shm, tcp (UCX_TLS=tcp); both if left out."] = None
+    transport: Annotated[Fabric | None, "Fabric that moves the bytes: shm, tcp (UCX_TLS=tcp); both if left out."] = None
     contenders: Annotated[str, "Who runs beside raw_tuned and kvflow, separated by commas; '' is nobody."] = ",".join(
         _CHOICE
     )
@@ -65,7 +65,9 @@ class Peers:
         shares = [rounds_of_pair(self.rounds, self.pairs, pair) for pair in range(self.pairs)]
         shape, chosen = self.shape, self.chosen
         left_out = absent(chosen)
-        found = [RankSet(note="looking who is installed", turns=lambda _: _say(left_out))] if left_out else []
+        found = (
+            [RankSet(note="looking who is installed", turns=lambda _: _print_left_out(left_out))] if left_out else []
+        )
         for transport in self.transports:
             here = [peer for peer in chosen if peer not in left_out and runs_over(peer, transport)]
             ranks = [rank for peer in here for rank in ranks_of(peer, shape)]
@@ -91,6 +93,6 @@ class Peers:
         return turns_of_pairs(every, self.load_sizes, self.shape.blocks, rounds, key)
 
 
-def _say(left_out: Mapping[Peer, Absent]) -> Iterator[Turn]:
+def _print_left_out(left_out: Mapping[Peer, Absent]) -> Iterator[Turn]:
     for peer, why in left_out.items():
         yield Turn(key=peer, run=partial(Absent, *why), note=f"{peer} is left out: {why.why}")

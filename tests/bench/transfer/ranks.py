@@ -25,7 +25,7 @@ from kvflow.bench.cache import BenchCache, CacheShape
 from kvflow.bench.loads import PlannedLoad, Ticket
 from kvflow.bench.raw import AgentAddress, Backends, TunedAgent
 from tests.bench.clocks import loop_ticker, process_cpu_s
-from tests.bench.compared import compared
+from tests.bench.compared import blocks_to_compare
 from tests.bench.transfer.raw import ExampleAgent, RawAgent
 
 
@@ -50,7 +50,7 @@ class TurnResult:
     lags_s: Sequence[float] = ()
 
 
-class Way(Protocol):
+class ContenderReader(Protocol):
     """A contender's way to load."""
 
     async def connect(self, address: AgentAddress) -> None: ...
@@ -73,25 +73,25 @@ def together(jobs: Sequence[Job]) -> Job:
 class ReaderRank:
     """The rank of a reader's process. With `ticks` there is a ticker beside the loads; its CPU time counts."""
 
-    def __init__(self, cache: BenchCache, way: Way, *, ticks: bool = True) -> None:
+    def __init__(self, cache: BenchCache, contender_reader: ContenderReader, *, ticks: bool = True) -> None:
         self._cache = cache
-        self._way = way
+        self._contender_reader = contender_reader
         self._ticker = loop_ticker if ticks else contextlib.nullcontext
         self._pids = [os.getpid()]
 
     async def connect(self, address: AgentAddress, producer_pid: int) -> None:
-        await self._way.connect(address)
+        await self._contender_reader.connect(address)
         self._pids.append(producer_pid)
 
     async def turn(
         self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket], *, check_all: bool, at_once: int = 1
     ) -> TurnResult:
         """Do the loads of a turn. The first wakes everybody up, the others are timed, `at_once` of them as one."""
-        local_ids, remote_ids = compared(loads, check_all=check_all)
+        local_ids, remote_ids = blocks_to_compare(loads, check_all=check_all)
         self._cache.poison(local_ids)
-        wake = self._way.prepare(loads[:1], tickets[:1])
+        wake = self._contender_reader.prepare(loads[:1], tickets[:1])
         some = [slice(start, start + at_once) for start in range(1, len(loads), at_once)]
-        timed = [self._way.prepare(loads[part], tickets[part]) for part in some]
+        timed = [self._contender_reader.prepare(loads[part], tickets[part]) for part in some]
         await wake()
         seconds: list[float] = []
         lags_s: list[float] = []
@@ -133,7 +133,7 @@ class RawProducer:
         self._agent.take_notifications()
 
 
-class Blocking:
+class BlockingReader:
     """Contenders (a) and (b)."""
 
     def __init__(self, agent: RawAgent) -> None:
@@ -155,7 +155,7 @@ def load_raw(agent: RawAgent, loads: Sequence[PlannedLoad]) -> None:
         agent.load(load.local_ids, load.remote_ids)
 
 
-class Hop:
+class ThreadHopReader:
     """Contender (d): jobs run in order on one thread, with the least that does it."""
 
     def __init__(self, agent: RawAgent) -> None:
@@ -211,11 +211,11 @@ async def open_raw_producer(shape: CacheShape, backends: Backends, *, tuned: boo
 @contextlib.asynccontextmanager
 async def open_raw_reader(shape: CacheShape, backends: Backends, *, tuned: bool) -> AsyncIterator[ReaderRank]:
     cache = BenchCache(shape)
-    yield ReaderRank(cache, Blocking(_make_agent("reader", cache, backends, tuned=tuned)), ticks=False)
+    yield ReaderRank(cache, BlockingReader(_make_agent("reader", cache, backends, tuned=tuned)), ticks=False)
 
 
 @contextlib.asynccontextmanager
 async def open_hop_reader(shape: CacheShape, backends: Backends) -> AsyncIterator[ReaderRank]:
     cache = BenchCache(shape)
-    with contextlib.closing(Hop(_make_agent("reader", cache, backends, tuned=True))) as way:
-        yield ReaderRank(cache, way)
+    with contextlib.closing(ThreadHopReader(_make_agent("reader", cache, backends, tuned=True))) as contender_reader:
+        yield ReaderRank(cache, contender_reader)

@@ -54,7 +54,7 @@ class Transfer:
     (d) is the floor for any program that keeps NIXL off its event loop.
     """
 
-    transport: Annotated[Fabric | None, "Which way the bytes go: shm, tcp (UCX_TLS=tcp); both if left out."] = None
+    transport: Annotated[Fabric | None, "Fabric that moves the bytes: shm, tcp (UCX_TLS=tcp); both if left out."] = None
     sizes: Annotated[
         str, "What one load moves: 'block' or MB (2**20 bytes), separated by commas; 64x1 are 64 of 1 MB at once."
     ] = "block,1,16,256,1024"
