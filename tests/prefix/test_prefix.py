@@ -329,7 +329,7 @@ async def test_holders_of_as_much_are_the_sources_of_one_load(fails: int) -> Non
         assert [one.outcome for one in load.attempts] == ["LeaseExpired"] * fails + ["loaded"]
         assert report.source.startswith(load.attempts[-1].engine_id)
         whys = sorted(answer.why for answer in report.answers)
-        assert [why[:14] for why in whys] == ["", *["another one wa"] * (2 - fails), *["request 'req' "] * fails]
+        assert [why[:14] for why in whys] == ["", *["another peer w"] * (2 - fails), *["request 'req' "] * fails]
         counts = them.counts
         assert (counts.hits, counts.failed_sources, counts.bytes) == (1, fails, report.bytes)
 

@@ -909,7 +909,7 @@ async def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
         ({"key": ""}, "key: expected 1 to 256 bytes, got 0"),
         ({"block_ids": [1, 1]}, "block id 1 is given twice"),
         ({"block_ids": [1, 99]}, "block id 99"),
-        ({"block_ids": [1]}, "group 'kv': 1 block of 4 tokens, num_tokens 8 takes 2"),
+        ({"block_ids": [1]}, "group 'kv': 1 block of 4 tokens, num_tokens 8 needs 2"),
         ({"block_ids": [1, 2, 3]}, "3 blocks of 4 tokens"),
         ({"num_tokens": 0}, "num_tokens: expected `int` >= 1"),
         ({"deadline_s": -1.0}, "deadline_s"),
