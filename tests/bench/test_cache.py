@@ -111,7 +111,7 @@ def test_ranks_can_share_their_memory() -> None:
 
 def test_a_pattern_of_32_bits_has_its_limit() -> None:
     assert RANK.checked("--size") is RANK
-    with pytest.raises(SettingsError, match="--size: 32768 MB is more than a pattern of 32 bits"):
+    with pytest.raises(SettingsError, match="--size: 32768 MB is too large for the test pattern of 32 bits"):
         CacheShape(layers=8, blocks=1 << 16).checked("--size")
 
 
