@@ -226,7 +226,7 @@ def test_a_request_that_waits_keeps_its_lease(network: InprocNetwork | None) -> 
 
         async def pass_time(runtime: asynchronous.Runtime) -> None:
             cache = runtime._supervisor.cache
-            if cache is not None and cache.remote_leases._kept:  # before that its peer is idle, and would be evicted
+            if cache is not None and cache.remote_leases._renewed:  # before that its peer is idle, and would be evicted
                 clock.advance(lease.ticket.ttl_s / 10)
 
         with pair.consumer.keep_leases(lease.ticket.to_params()):

@@ -102,7 +102,7 @@ async def test_no_path_of_a_request_lets_it_forge(written: Written) -> None:
         def request(lease: Lease, **more: Any) -> LoadRequest:
             return LoadRequest(f"{FORGED} load", lease.ticket.to_params(), more.pop("block_ids", [0]), **more)
 
-        with pair.reader._observers.one_more(FailingObserver()), pair.writer._observers.one_more(FailingObserver()):
+        with pair.reader._observers.adding(FailingObserver()), pair.writer._observers.adding(FailingObserver()):
             read = serve("read")
             await pair.reader.load_blocks(request(read))
             await read
@@ -140,7 +140,9 @@ async def test_no_path_of_a_request_lets_it_forge(written: Written) -> None:
                 runtime._observers.close()
     written.assert_plain(" read: offered -> read", "load failed in phase", "refused a load", "could not compute")
     written.assert_plain("-> expired", "-> revoked", "-> failed", "will not be computed", "leases could not be kept")
-    written.assert_plain("nothing to give back", "it will not serve it", "an observer failed", "read once more")
+    written.assert_plain(
+        "nothing to give back", "it will not serve the request", "an observer failed", "read once more"
+    )
     written.assert_plain("open after draining")
 
 

@@ -149,7 +149,7 @@ async def test_a_lease_that_grows_and_a_load_of_one_need_growing(monkeypatch: py
         with pytest.raises(RequestError, match=needs.format("load of a lease that grows")):
             await consumer.load_blocks(LoadRequest("req", lease.ticket, [0]))
         rendezvous = Ticket.rendezvous(producer.introduce(), "later")
-        with pytest.raises(RequestError, match=needs.format("load of a rendezvous")):
+        with pytest.raises(RequestError, match=needs.format("load with a pending ticket")):
             await consumer.load_blocks(LoadRequest("req", rendezvous, [0]))
         lease.revoke()
         await lease

@@ -38,8 +38,8 @@ _PICTURE = re.compile(
 # What the runtime, and nobody else, calls on what users hold.
 _OWN = {
     "kvflow.Load": (
-        *("begin", "end", "end_now", "end_phases", "enter", "failure", "follow", "note_progress", "progressed"),
-        *("report", "was_late", "where"),
+        *("cancel_overdue", "end_phases", "enter_phase", "failure", "follow", "note_progress", "progressed", "report"),
+        *("set_outcome", "start_task", "take_back_cancel", "where"),
     ),
     "kvflow.prefix.SharedPrefixes": ("answer",),
 }

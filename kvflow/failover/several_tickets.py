@@ -34,24 +34,24 @@ from kvflow.errors import (
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Alarm
-from kvflow.runtime.load.load import Carry, Load
-from kvflow.runtime.load.plan import check_expected
+from kvflow.runtime.load.load import Load, LoadPerformer
+from kvflow.runtime.load.plan import check_against_ticket
 from kvflow.runtime.load.requests import LoadReport, Verification
-from kvflow.runtime.load.steps import carry
+from kvflow.runtime.load.steps import perform
 from kvflow.runtime.records import LOADED, Attempt
 
 logger = logger_of(__name__)
 
 ENDED = "ended"
-_KEEP_AFTER = 0.25  # share of the ttl_s of waiting tickets: most loads have ended by then, and renew nothing
+_RENEW_AFTER = 0.25  # share of the ttl_s of waiting tickets: most loads have ended by then, and renew nothing
 
-_LEAD_ON = (PeerError, LeaseExpired, PrefillFailed, TransferFailed, ChecksumMismatch)
-_OVER = (LeaseExpired, PrefillFailed)
+_TRY_NEXT_ON = (PeerError, LeaseExpired, PrefillFailed, TransferFailed, ChecksumMismatch)
+_LEASE_ENDED_ERRORS = (LeaseExpired, PrefillFailed)
 
 
-def carrier(cache: RegisteredCache, tickets: Sequence[Ticket]) -> Carry:
+def performer(cache: RegisteredCache, tickets: Sequence[Ticket]) -> LoadPerformer:
     """Return a function that performs a load from the sources of `tickets`, which are in order, the best first."""
-    return lambda load: Attempts(cache, tickets, load).carry()
+    return lambda load: Attempts(cache, tickets, load).perform()
 
 
 class Attempts:
@@ -60,87 +60,89 @@ class Attempts:
     def __init__(self, cache: RegisteredCache, tickets: Sequence[Ticket], load: Load) -> None:
         self._cache = cache
         self._load = load
-        self._first = tickets[0]
-        self._waiting = list(tickets)
+        self._first_ticket = tickets[0]
+        self._waiting_tickets = list(tickets)
         """Tickets of sources that have not been read yet."""
-        self._brought: list[Ticket] = []
+        self._from_again: list[Ticket] = []
         """Tickets that `again` returned, which only this load knows."""
         self._to_release: list[Ticket] = []
         """Tickets of failed sources with leases that may still be open."""
-        self._taken = False
+        self._reading = False
         """True while a source is being read."""
-        self._asked = 0
+        self._again_calls = 0
         self._attempts: list[Attempt] = []
         self._begun_s = cache.clock.now_s()
-        self._kept = contextlib.ExitStack()
+        self._renewals = contextlib.ExitStack()
         """Renews the leases of waiting tickets until it is closed; empty until the load takes long."""
         load.attempts = self._attempts
 
-    async def carry(self) -> LoadReport:
+    async def perform(self) -> LoadReport:
         """Read from one source after the other, until one has delivered. Return the report.
 
         If this raises, the flight of the last source has stopped, or is quarantined.
         """
         ledger, load = self._cache.ledger, self._load
         ledger.claim_for_sources(load.entries)
-        alarm = Alarm(self._cache.clock, self._keep_waiting)
-        if self._waiting:
-            alarm.set(self._begun_s + _KEEP_AFTER * min(one.ttl_s for one in self._waiting))
+        alarm = Alarm(self._cache.clock, self._renew_waiting)
+        if self._waiting_tickets:
+            alarm.set(self._begun_s + _RENEW_AFTER * min(one.ttl_s for one in self._waiting_tickets))
         try:
             while True:
                 report = await self._attempt()
                 if report is not None:
                     return replace(report, attempts=tuple(self._attempts))
         except BaseException:
-            if self._taken:
-                self._note(ENDED)
+            if self._reading:
+                self._note_attempt(ENDED)
             if not load.request.keep_offer and (load.flight is None or load.flight.safe):
-                for ticket in self._brought:
+                for ticket in self._from_again:
                     self._cache.remote_leases.release_soon(ticket)
             raise
         finally:
             alarm.set(math.inf)
-            self._kept.close()
+            self._renewals.close()
             ledger.end_claim(load.entries, safe=load.flight is None or load.flight.safe)
 
     async def _attempt(self) -> LoadReport | None:
         """Read from the next source. Return None if the load can go on with another source, else raise the error."""
-        self._load.ticket = self._next()
-        self._begun_s, self._taken = self._cache.clock.now_s(), True
+        self._load.ticket = self._next_ticket()
+        self._begun_s, self._reading = self._cache.clock.now_s(), True
         try:
-            report = await self._read()
-        except _LEAD_ON as problem:
+            report = await self._perform_attempt()
+        except _TRY_NEXT_ON as problem:
             error = problem
         except KVFlowError as problem:
-            self._note(type(problem).__name__, str(problem))
+            self._note_attempt(type(problem).__name__, str(problem))
             raise
         else:
-            self._note(LOADED)
+            self._note_attempt(LOADED)
             self._release_unused()
             return report
-        await self._leave(error)
+        await self._prepare_next(error)
         return None
 
-    def _next(self) -> Ticket:
+    def _next_ticket(self) -> Ticket:
         """Take out and return the best waiting ticket. Tickets of peers in back-off come last."""
-        ticket = min(self._waiting, key=self._cache.peers.in_back_off)
-        self._waiting.remove(ticket)
+        ticket = min(self._waiting_tickets, key=self._cache.peers.in_back_off)
+        self._waiting_tickets.remove(ticket)
         return ticket
 
-    async def _read(self) -> LoadReport:
+    async def _perform_attempt(self) -> LoadReport:
         """Perform the load with its current ticket.
 
         PromptMismatch if that is for another prompt than the first offer.
         """
         load, what = self._load, f"request {self._load.request_id!r}"
         if load.ticket.awaited:
-            await self._cache.part("growing", f"{what}: a load of a rendezvous").rendezvous.meet_for(load)
-        check_same_prompt(self._first, load.ticket, what)
-        if self._first.awaited:
-            self._first = load.ticket
-        return await carry(self._cache, load)
+            await self._cache.part("growing", f"{what}: a load with a pending ticket").pending_tickets.await_offer_of(
+                load
+            )
+        check_same_prompt(self._first_ticket, load.ticket, what)
+        if self._first_ticket.awaited:
+            self._first_ticket = load.ticket
+        return await perform(self._cache, load)
 
-    async def _leave(self, error: KVFlowError) -> None:
+    async def _prepare_next(self, error: KVFlowError) -> None:
         """Wait until no byte from a failed source can land, then prepare the load for the next source.
 
         If no source is left, raise `error`.
@@ -148,28 +150,36 @@ class Attempts:
         load = self._load
         if load.flight is not None:
             await load.flight.settled()
-        self._note(type(error).__name__, str(error))
-        if not isinstance(error, _OVER):
+        self._note_attempt(type(error).__name__, str(error))
+        if not isinstance(error, _LEASE_ENDED_ERRORS):
             self._to_release.append(load.ticket)
-        if not self._waiting:
+        if not self._waiting_tickets:
             await self._ask_again(error)
         last = self._attempts[-1]
-        logger.warning("load %s leaves %s at %s: %s", load.request_id, last.engine_id, last.address, last.error)
-        self._cache.remote_leases.forget(load)
+        logger.warning(
+            "load %s: its source %s at %s failed, so the next one is read: %s",
+            load.request_id,
+            last.engine_id,
+            last.address,
+            last.error,
+        )
+        self._cache.remote_leases.stop_renewing(load)
         load.end_phases()
-        if load.lease_news is not None:
-            load.lease_news.close()
+        if load.lease_questions is not None:
+            load.lease_questions.close()
         load.sources, load.freshness, load.tokens, load.payload = (), "", 0, b""
-        load.flight = load.lease_news = load.landed = None
+        load.flight = load.lease_questions = load.landed = None
         load.verification = Verification.OFF
 
     async def _ask_again(self, error: KVFlowError) -> None:
         """Await `again` for another ticket, and add it to the waiting tickets. Raise `error` if it returns none."""
         request, cache, what = self._load.request, self._cache, f"request {self._load.request_id!r}"
         given = None
-        if request.again is not None and self._asked < request.again_max:
-            self._asked += 1
-            self._load.enter("handshake", lambda: "no source is left, and `again` has not brought another ticket")
+        if request.again is not None and self._again_calls < request.again_max:
+            self._again_calls += 1
+            self._load.enter_phase(
+                "handshake", lambda: "no source is left, and `again` has not returned another ticket"
+            )
             try:
                 given = await request.again(tuple(self._attempts))
             except KVFlowError:
@@ -185,14 +195,14 @@ class Attempts:
             ticket = cache.resolver.read_ticket(given)
         except RequestError as problem:
             raise RequestError(f"{what}: again: {problem}") from problem
-        self._brought.append(ticket)
-        check_same_prompt(self._first, ticket, what)
-        check_expected(cache.local.groups, request, ticket, self._load.tables)
-        self._waiting.append(ticket)
+        self._from_again.append(ticket)
+        check_same_prompt(self._first_ticket, ticket, what)
+        check_against_ticket(cache.local.groups, request, ticket, self._load.tables)
+        self._waiting_tickets.append(ticket)
 
-    def _note(self, outcome: str, error: str = "") -> None:
+    def _note_attempt(self, outcome: str, error: str = "") -> None:
         """Append an `Attempt` with the outcome of the current source to the load's attempts."""
-        self._taken = False
+        self._reading = False
         ticket, flight = self._load.ticket, self._load.flight
         self._attempts.append(
             Attempt(
@@ -211,11 +221,11 @@ class Attempts:
         After a failed load, the caller keeps them.
         """
         if not self._load.request.keep_offer:
-            for ticket in (*self._to_release, *self._waiting):
+            for ticket in (*self._to_release, *self._waiting_tickets):
                 self._cache.remote_leases.release_soon(ticket)
 
-    def _keep_waiting(self) -> None:
+    def _renew_waiting(self) -> None:
         """Callback of an alarm: the load takes long, so begin to renew the leases of the tickets not read yet."""
         with contextlib.suppress(KVFlowError):  # the runtime closes
-            for ticket in self._waiting:
-                self._kept.enter_context(self._cache.remote_leases.keep_while(ticket))
+            for ticket in self._waiting_tickets:
+                self._renewals.enter_context(self._cache.remote_leases.renewing(ticket))

@@ -16,10 +16,10 @@ from kvflow.runtime.producer.lease import OpenLease
 class GrowingLeases:
     """The calls by which an engine lets its leases grow: `Lease.advance`, `extend` and `complete`."""
 
-    def __init__(self, blocks: OfferedBlocks, tell: Callable[[str], object], block_ids_max: int) -> None:
-        """`tell`: called with a request id to answer readers that wait for news of the request's lease."""
+    def __init__(self, blocks: OfferedBlocks, answer_readers: Callable[[str], object], block_ids_max: int) -> None:
+        """`answer_readers`: called with a request id to answer the readers that asked about the request's lease."""
         self._blocks = blocks
-        self._tell = tell
+        self._answer_readers = answer_readers
         self._block_ids_max = block_ids_max
 
     def advance(self, opened: OpenLease, num_tokens: int, ready: DeviceEvent | None) -> None:
@@ -48,7 +48,7 @@ class GrowingLeases:
             most = f"at most {self._block_ids_max} (limits.block_ids_max)"
             raise RequestError(f"{what}: {counted(len(held.entries) + count, 'block id')} in all, {most}")
         self._blocks.extend(held, block_ids, f"{what}: extend()")
-        self._tell(opened.ticket.request_id)
+        self._answer_readers(opened.ticket.request_id)
 
     def complete(self, opened: OpenLease, payload: bytes, ready: DeviceEvent | None) -> None:
         """See `Lease.complete`."""
@@ -65,4 +65,4 @@ class GrowingLeases:
         self.advance(opened, opened.held.num_tokens, ready)
         if before is None:
             opened.payload = given
-        self._tell(opened.ticket.request_id)
+        self._answer_readers(opened.ticket.request_id)

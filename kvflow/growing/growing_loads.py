@@ -2,8 +2,9 @@
 
 No other module of loads knows about growth. A load learns about a lease in one way: by the answer to a question that
 waits at the producer (`load_news`). An answer proves nothing. So the load fetches the seal after each answer, at the
-end of the read, and every `LOOK_EVERY_S` in case no answer comes. Tokens that a seal has shown to be readable are read
-in the order of the prompt, once they are enough for a read, and from each rank independently where that is possible.
+end of the read, and every `SEAL_FETCH_EVERY_S` in case no answer comes. Tokens that a seal has shown to be readable
+are read in the order of the prompt, once they are enough for a read, and from each rank independently where that is
+possible.
 """
 
 from __future__ import annotations
@@ -23,53 +24,61 @@ from kvflow.growing.pending_tickets import PendingTickets
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.load.flight import CopyGroup, Flight, Read
-from kvflow.runtime.load.lanes import STOP_TOKEN, Lane, PromptSpan, SourcePart, SpanPlanner, by_group, by_source
+from kvflow.runtime.load.lanes import (
+    STOP_TOKEN,
+    Lane,
+    PromptSpan,
+    SourcePart,
+    SpanPlanner,
+    parts_by_group,
+    parts_by_source,
+)
 from kvflow.runtime.load.load import Load
-from kvflow.runtime.load.plan import Matched, Plan
-from kvflow.runtime.load.steps import slices, straight_reads, through_buffers
+from kvflow.runtime.load.plan import MatchedChunks, Plan
+from kvflow.runtime.load.steps import buffered_part, direct_reads, reads_of_chunks
 from kvflow.runtime.peers.peer import Source
 
-__all__ = ["Growing", "GrowingLeases", "begin"]
+__all__ = ["GrowingLeases", "GrowingLoads", "begin"]
 
-LOOK_EVERY_S = 0.1
+SEAL_FETCH_EVERY_S = 0.1
 _WORTH_S = 1e-3
 _WORTH_LEAST_BYTES = 1 << 17  # at a gigabit per second, a millisecond
 _GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
 _SPEED_SHARE = 0.25  # weight of a new measurement in the average
 
 
-def begin(cache: RegisteredCache) -> Growing:
+def begin(cache: RegisteredCache) -> GrowingLoads:
     """Return the object that reads growing leases into one registered cache."""
-    return Growing(cache)
+    return GrowingLoads(cache)
 
 
-class Growing:
+class GrowingLoads:
     """Reads growing leases into one registered cache. Implements `SpanPlanner`, for loads that need no buffers."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        self.rendezvous = PendingTickets(cache)
+        self.pending_tickets = PendingTickets(cache)
         self.slice_bytes_max = cache.config.limits.slice_bytes_max
         self.clock = cache.clock
         self.cache = cache
-        self.count = 0
+        self.loads_begun = 0
         """Number of loads of growing leases that have begun."""
 
-    def follow(self, load: Load, sources: Sequence[Source], matched: Matched) -> None:
+    def ask_about_leases(self, load: Load, sources: Sequence[Source], matched: MatchedChunks) -> None:
         """Begin to ask the ranks of `sources` for what seals do not say: more block ids, payload, end of a lease.
 
-        Sets `load.lease_news`. Raises RuntimeUnavailable.
+        Sets `load.lease_questions`. Raises RuntimeUnavailable.
         """
-        load.lease_news = LeaseQuestions(load, sources, self.cache)
-        for one in load.lease_news.followed:
+        load.lease_questions = LeaseQuestions(load, sources, self.cache)
+        for one in load.lease_questions.followed:
             if one.source in load.sources:
-                one.attach(matched)
+                one.fill_chunks(matched)
 
-    async def read(self, load: Load, flight: Flight, plan: Plan) -> bool:
-        """Read the load's blocks as they are computed; see `steps.Reader`."""
-        self.count += 1
-        read = _GrowingRead(self, through_buffers(self.cache, load, plan) or self, load, flight, plan.matched)
+    async def read_growing(self, load: Load, flight: Flight, plan: Plan) -> bool:
+        """Read the load's blocks as they are computed; see `steps.ReadBlocks`."""
+        self.loads_begun += 1
+        read = _GrowingRead(self, buffered_part(self.cache, load, plan) or self, load, flight, plan.matched)
         try:
-            return await flight.fly_groups(read.groups())
+            return await flight.read_groups(read.copy_groups())
         finally:
             read.close()
 
@@ -78,15 +87,15 @@ class Growing:
         parts = [SourcePart(source, *item) for source in sources for item in source.chunks.items()]
         return [
             Lane(some, None, tables[at], self.slice_bytes_max)
-            for at, of_group in by_group(parts)
-            for some in by_source(of_group)
+            for at, of_group in parts_by_group(parts)
+            for some in parts_by_source(of_group)
         ]
 
-    async def group(self, one: PromptSpan) -> CopyGroup:
+    async def copy_group(self, one: PromptSpan) -> CopyGroup:
         """See `SpanPlanner`."""
         reads: list[Read] = []
         for part in one.lane.parts:
-            reads += slices(self.cache, part.source, {part.block_map: one.chunks_of(part)})
+            reads += reads_of_chunks(self.cache, part.source, {part.block_map: one.chunks_of(part)})
         return CopyGroup(reads)
 
 
@@ -97,30 +106,32 @@ class _GrowingRead:
     loads differ in size.
     """
 
-    def __init__(self, growing: Growing, spans: SpanPlanner, load: Load, flight: Flight, matched: Matched) -> None:
+    def __init__(
+        self, growing: GrowingLoads, spans: SpanPlanner, load: Load, flight: Flight, matched: MatchedChunks
+    ) -> None:
         self._growing = growing
         self._spans = spans
         self._load = load
         self._flight = flight
         self._matched = matched
         self._tokens = load.ticket.num_tokens
-        self._share = 0.5 + (growing.count * _GOLDEN) % 1.0
+        self._worth_share = 0.5 + (growing.loads_begun * _GOLDEN) % 1.0
         """Fraction of `_worth_bytes` that must be readable before the next read."""
-        self._due = set(load.sources)
+        self._seals_due = set(load.sources)
         """Ranks with a seal that has to be fetched next."""
         self._speeds: dict[Source, float] = {}
         """Average speed of the reads from each rank, in bytes per second, once measured."""
         self._followed: dict[Source, FollowedLease] = {}
-        self._alarm = Alarm(growing.clock, self._look_again)
-        self._take_news()
+        self._alarm = Alarm(growing.clock, self._fetch_all_seals)
+        self._listen_for_answers()
 
     def close(self) -> None:
         """Stop listening for answers, and stop the alarm."""
-        if self._load.lease_news is not None:
-            self._load.lease_news.on_answer = None
+        if self._load.lease_questions is not None:
+            self._load.lease_questions.on_answer = None
         self._alarm.set(math.inf)
 
-    async def groups(self) -> AsyncGenerator[CopyGroup, None]:
+    async def copy_groups(self) -> AsyncGenerator[CopyGroup, None]:
         """Yield copy groups while the prompt is computed, whenever enough tokens can be read for the next read.
 
         If all tokens can be read before the first read, and go straight into the cache, they are read like a lease that
@@ -128,37 +139,37 @@ class _GrowingRead:
         """
         sources, load = self._load.sources, self._load
         lanes = self._spans.lanes(sources, load.tables)
-        untouched = all(lane.straight for lane in lanes) and not load.ticket.extends
+        untouched = all(lane.reads_directly for lane in lanes) and not load.ticket.extends
         frontier = Frontier(lanes, sources, load, load.landed)
-        while lanes or (load.followed and not frontier.done):
-            frontier.look()
-            await self._look(frontier)
+        while lanes or (load.progress_wanted and not frontier.done):
+            frontier.report_proven()
+            await self._fetch_due_seals(frontier)
             if any(source.proof.lease_ended for source in sources):
                 return
-            there = {source: self._there(source) for source in sources}
-            if untouched and min(there.values()) >= self._tokens:
-                self._read()
-                for read in straight_reads(self._growing.cache, sources, None):
+            readable = {source: self._readable_tokens(source) for source in sources}
+            if untouched and min(readable.values()) >= self._tokens:
+                self._leave_compute()
+                for read in direct_reads(self._growing.cache, sources, None):
                     yield CopyGroup((read,))
                 return
-            due = self._worth_reading(lanes, there)
+            due = self._lanes_to_read(lanes, readable)
             untouched = untouched and not due
             if due:
-                self._read()
-            spans = (lane.take(_there_in(lane, there)) for lane in due)
+                self._leave_compute()
+            spans = (lane.take_spans(_readable_in(lane, readable)) for lane in due)
             for one in merge(*spans, key=STOP_TOKEN):
-                group = await self._spans.group(one)
-                yield group._replace(on_land=partial(self._landed, frontier, one, group))
+                group = await self._spans.copy_group(one)
+                yield group._replace(on_land=partial(self._span_landed, frontier, one, group))
             lanes = [lane for lane in lanes if not lane.done]
-            if not due and all(source.proof.fetch_under_way for source in self._due):
+            if not due and all(source.proof.fetch_under_way for source in self._seals_due):
                 await self._wait()
 
-    def _read(self) -> None:
+    def _leave_compute(self) -> None:
         """Enter the phase "wire" if the load is in "compute", because more tokens can be read now."""
         if self._load.phase == COMPUTE:
-            self._load.enter("wire")
+            self._load.enter_phase("wire")
 
-    def _landed(self, frontier: Frontier, one: PromptSpan, group: CopyGroup, now_s: float, begun_s: float) -> None:
+    def _span_landed(self, frontier: Frontier, one: PromptSpan, group: CopyGroup, now_s: float, begun_s: float) -> None:
         took_s = now_s - begun_s
         if took_s > 0:
             for read in group.reads:
@@ -167,37 +178,37 @@ class _GrowingRead:
                 self._speeds[read.source] = before + (speed - before) * _SPEED_SHARE
         frontier.note_landed(one, now_s)
 
-    def _there(self, source: Source) -> int:
+    def _readable_tokens(self, source: Source) -> int:
         """Return how many tokens, from the prompt's first one on, may be read from a rank now."""
-        there, followed = source.proof.readable_tokens(self._tokens), self._followed.get(source)
-        return there if followed is None else min(there, followed.known_tokens)
+        readable, followed = source.proof.readable_tokens(self._tokens), self._followed.get(source)
+        return readable if followed is None else min(readable, followed.known_tokens)
 
-    def _worth_reading(self, lanes: Sequence[Lane], there: Mapping[Source, int]) -> list[Lane]:
+    def _lanes_to_read(self, lanes: Sequence[Lane], readable: Mapping[Source, int]) -> list[Lane]:
         """Return the lanes to read now: lanes that can be read to their end, and the others if they have enough bytes.
 
-        `there`: number of readable tokens by rank. If no lane is to be read, ask each rank to answer once enough tokens
-        are computed.
+        `readable`: number of readable tokens by rank. If no lane is to be read, ask each rank to answer once enough
+        tokens are computed.
         """
         due, rest, size_bytes = list[Lane](), list[Lane](), 0
         for lane in lanes:
-            upto = _there_in(lane, there)
-            readable = lane.readable_bytes(upto)
-            if readable and upto >= self._tokens:
+            upto = _readable_in(lane, readable)
+            lane_bytes = lane.readable_bytes(upto)
+            if lane_bytes and upto >= self._tokens:
                 due.append(lane)
-            elif readable:
+            elif lane_bytes:
                 rest.append(lane)
-                size_bytes += readable
+                size_bytes += lane_bytes
         sources = dict.fromkeys(source for lane in lanes for source in lane.sources)
-        worth = int(self._worth_bytes(sources) * self._share)
+        worth = int(self._worth_bytes(sources) * self._worth_share)
         if rest and size_bytes >= worth:
             due += rest
-            self._share = 1.0
+            self._worth_share = 1.0
         if not due and lanes:
             more = max((worth - size_bytes) // max(sum(lane.size_bytes(1) for lane in lanes), 1), 1)
             for source in sources:
-                missing = self._tokens - there[source]
+                missing = self._tokens - readable[source]
                 if (followed := self._followed.get(source)) is not None:
-                    followed.want(max(missing - more, 0) if missing else -1)
+                    followed.set_missing_max(max(missing - more, 0) if missing else -1)
         return due
 
     def _worth_bytes(self, sources: Iterable[Source]) -> int:
@@ -209,71 +220,73 @@ class _GrowingRead:
         speed = sum(self._speeds.get(source, 0.0) for source in sources)
         return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), self._growing.slice_bytes_max)
 
-    async def _look(self, frontier: Frontier) -> None:
+    async def _fetch_due_seals(self, frontier: Frontier) -> None:
         """Fetch the seals that are due, except seals with a fetch under way.
 
         If the caller has asked for progress and tokens have landed, also fetch the seals that do not prove these
         tokens yet.
         """
-        unvouched = self._load.followed and frontier.unvouched
+        has_unproven = self._load.progress_wanted and frontier.has_unproven
         for source in self._load.sources:
-            wanted = source in self._due or (unvouched and not frontier.vouches(source))
+            wanted = source in self._seals_due or (has_unproven and not frontier.is_proven_by(source))
             if wanted and not source.proof.fetch_under_way:
-                self._due.discard(source)
-                await self._flight.look(source)
+                self._seals_due.discard(source)
+                await self._flight.post_seal_read(source)
 
     async def _wait(self) -> None:
         """Wait until a read or a fetch of a seal has ended, an answer has come, or a fetch is due."""
-        if self._load.lease_news is None and all(source.proof.last_open_s > -math.inf for source in self._load.sources):
-            self._growing.follow(self._load, self._load.sources, self._matched)
-            self._take_news()
+        if self._load.lease_questions is None and all(
+            source.proof.last_open_s > -math.inf for source in self._load.sources
+        ):
+            self._growing.ask_about_leases(self._load, self._load.sources, self._matched)
+            self._listen_for_answers()
         for followed in self._followed.values():
             if followed.problem is not None:
                 raise followed.problem
         if self._alarm.due_s == math.inf:
-            self._alarm.set(self._growing.clock.now_s() + LOOK_EVERY_S)
-        if self._load.phase != COMPUTE and not self._flight.moving and self._computed < self._tokens:
-            self._load.enter(COMPUTE, self._so_far)
-        await self._flight.changed()
+            self._alarm.set(self._growing.clock.now_s() + SEAL_FETCH_EVERY_S)
+        if self._load.phase != COMPUTE and not self._flight.reads_blocks and self._computed < self._tokens:
+            self._load.enter_phase(COMPUTE, self._computed_text)
+        await self._flight.wait_for_change()
 
     @property
     def _computed(self) -> int:
-        return min(map(self._there, self._load.sources))
+        return min(map(self._readable_tokens, self._load.sources))
 
-    def _so_far(self) -> str:
+    def _computed_text(self) -> str:
         """Return a text that says how much of the prompt the producer has computed."""
         flight, tokens = self._flight, f"{self._computed} of {counted(self._tokens, 'token')} computed"
-        silent_s = self._growing.clock.now_s() - flight.heard_s
-        if not flight.under_way or silent_s < 2 * LOOK_EVERY_S:
+        silent_s = self._growing.clock.now_s() - flight.last_read_s
+        if not flight.under_way or silent_s < 2 * SEAL_FETCH_EVERY_S:
             return tokens
-        return f"{tokens}, as far as is known: a look at its lease has not ended for {silent_s:.3g} s"
+        return f"{tokens}, as far as is known: a fetch of its seal has not ended for {silent_s:.3g} s"
 
-    def _look_again(self) -> None:
+    def _fetch_all_seals(self) -> None:
         """Callback of the alarm: fetch all seals, since an answer may have been lost."""
-        self._due.update(self._load.sources)
+        self._seals_due.update(self._load.sources)
         self._flight.nudge()
 
-    def _told(self, source: Source) -> None:
+    def _on_answer(self, source: Source) -> None:
         """Callback after an answer about the lease of `source`: the seal of `source` has to be fetched next."""
         if source in self._load.sources:
-            self._due.add(source)
+            self._seals_due.add(source)
         self._flight.nudge()
 
-    def _take_news(self) -> None:
-        """Register `_told` for answers, if the load asks ranks about leases. At first want one at each new token."""
-        news = self._load.lease_news
+    def _listen_for_answers(self) -> None:
+        """If the load asks ranks about leases, register `_on_answer`. At first ask for an answer at each new token."""
+        news = self._load.lease_questions
         if news is None:
             return
-        news.on_answer = self._told
+        news.on_answer = self._on_answer
         for one in news.followed:
             if one.source in self._load.sources:
                 self._followed[one.source] = one
-                one.want(self._tokens - 1)
+                one.set_missing_max(self._tokens - 1)
 
 
-def _there_in(lane: Lane, there: Mapping[Source, int]) -> int:
+def _readable_in(lane: Lane, readable: Mapping[Source, int]) -> int:
     """Return the number of tokens that may be read from all ranks of a lane."""
-    return min(there[source] for source in lane.sources)
+    return min(readable[source] for source in lane.sources)
 
 
 class Frontier:
@@ -291,38 +304,38 @@ class Frontier:
         self._history = history
         self._first = min(lane.tokens.start for lane in lanes)
         self._last = max(lane.tokens.stop for lane in lanes)
-        self._told = self._first
-        self._upto = self._first
+        self._on_answer = self._first
+        self._landed_stop = self._first
         """Position after the tokens that have landed in all lanes, proven or not."""
         self._landed_s = -math.inf
 
     @property
     def done(self) -> bool:
         """True once all tokens were reported to the load."""
-        return self._told >= self._last
+        return self._on_answer >= self._last
 
     @property
-    def unvouched(self) -> bool:
+    def has_unproven(self) -> bool:
         """True if more tokens have landed than were reported to the load."""
-        return self._upto > self._told
+        return self._landed_stop > self._on_answer
 
     def note_landed(self, one: PromptSpan, now_s: float) -> None:
         """Note that a span has landed in the local blocks."""
         one.lane.note_landed(one)
-        self.look()
-        self._upto = min(self._last, *(lane.landed_upto for lane in self._lanes))
+        self.report_proven()
+        self._landed_stop = min(self._last, *(lane.landed_upto for lane in self._lanes))
         self._landed_s = now_s
         if self._history is not None:
-            self._history.note(self._upto)
-        self.look()
+            self._history.note(self._landed_stop)
+        self.report_proven()
 
-    def look(self) -> None:
+    def report_proven(self) -> None:
         """Report the landed tokens to the load, if the seals of all sources prove them."""
-        if self.unvouched and all(map(self.vouches, self._sources)):
-            self._told = self._upto
-            self._load.note_progress(self._upto - self._first, self._last - self._first)
+        if self.has_unproven and all(map(self.is_proven_by, self._sources)):
+            self._on_answer = self._landed_stop
+            self._load.note_progress(self._landed_stop - self._first, self._last - self._first)
 
-    def vouches(self, source: Source) -> bool:
+    def is_proven_by(self, source: Source) -> bool:
         """Return True if the last fetched seal of `source` proves all tokens that have landed."""
         quick_s = source.connection.quick_read_max_s
         return not source.proof.lease_ended and self._landed_s - source.proof.last_open_s < quick_s

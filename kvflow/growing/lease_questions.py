@@ -23,7 +23,7 @@ from kvflow.errors import KVFlowError, PeerError, ProtocolError, RequestError
 from kvflow.limits import GIVEN_PAYLOAD_BYTES_MAX
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.load import Load
-from kvflow.runtime.load.plan import Matched, known_so_far
+from kvflow.runtime.load.plan import MatchedChunks, remote_tables
 from kvflow.runtime.peers.peer import Source, peer_text
 
 _PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for more tokens
@@ -39,7 +39,7 @@ class FollowedLease:
     known: list[int]
     """Number of known blocks, by group."""
     num_tokens: int
-    end: asyncio.Future[LeaseAnswerState]
+    final_state: asyncio.Future[LeaseAnswerState]
     """Gets the final state of the lease, or the error of a rank that no longer answers."""
     payload: bytes = b""
     failed: str = ""
@@ -50,7 +50,7 @@ class FollowedLease:
     """The rank is asked to answer when at most this many tokens are not readable; -1: only when the lease ends."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when `missing_max` was lowered, so that the rank is asked again at once."""
-    unknown: list[tuple[BlockIds, BlockIds, BlockIds]] = field(default_factory=list)
+    ids_to_fill: list[tuple[BlockIds, BlockIds, BlockIds]] = field(default_factory=list)
     """Arrays of remote block ids that the load reads, to fill in as ids become known: (array, positions, table), where
     `positions` are those of the array's blocks in `table`, one of `tables`."""
     known_tokens: int = field(init=False)
@@ -59,51 +59,51 @@ class FollowedLease:
     def __post_init__(self) -> None:
         self._count_tokens()
 
-    def attach(self, matched: Matched) -> None:
+    def fill_chunks(self, matched: MatchedChunks) -> None:
         """Have answers fill in the block ids of the load's chunks, by the positions of the blocks in `matched`."""
         for block_map, chunks in self.source.chunks.items():
             table = self.tables[block_map.remote_group]
             for some, places in zip(chunks, matched[block_map.group_pair], strict=True):
-                self.unknown.append((some.remote_ids, places.remote_ids, table))
+                self.ids_to_fill.append((some.remote_ids, places.remote_ids, table))
 
-    def want(self, missing_max: int) -> None:
+    def set_missing_max(self, missing_max: int) -> None:
         """From the next question on, ask for an answer when at most `missing_max` tokens are missing."""
         if missing_max < self.missing_max:
             self.lowered.set()
         self.missing_max = missing_max
 
-    def take(self, news: messages.LeaseAnswer) -> None:
+    def apply_answer(self, answer: messages.LeaseAnswer) -> None:
         """Update this record from an answer. ProtocolError if the answer is invalid."""
-        added = [ids for ids in news.more_block_ids if ids]
+        added = [ids for ids in answer.more_block_ids if ids]
         if added:
-            self._add(news.more_block_ids)
-        if len(news.payload) > GIVEN_PAYLOAD_BYTES_MAX:
-            size = f"{counted(len(news.payload), 'byte')}, at most {GIVEN_PAYLOAD_BYTES_MAX}"
+            self._add_block_ids(answer.more_block_ids)
+        if len(answer.payload) > GIVEN_PAYLOAD_BYTES_MAX:
+            size = f"{counted(len(answer.payload), 'byte')}, at most {GIVEN_PAYLOAD_BYTES_MAX}"
             raise self.source.peer.at.failure(ProtocolError, f"its payload has {size}")
-        if news.state is LeaseAnswerState.COMPLETE and self.known_tokens < self.num_tokens:
+        if answer.state is LeaseAnswerState.COMPLETE and self.known_tokens < self.num_tokens:
             told = f"its blocks hold {self.known_tokens} of {counted(self.num_tokens, 'token')}"
             raise self.source.peer.at.failure(ProtocolError, f"its lease is complete, but {told}")
-        self.payload = news.payload
-        over = news.state is LeaseAnswerState.ENDED or news.state is LeaseAnswerState.FAILED
-        if over and self.unknown and self.known_tokens < self.num_tokens:
+        self.payload = answer.payload
+        over = answer.state is LeaseAnswerState.ENDED or answer.state is LeaseAnswerState.FAILED
+        if over and self.ids_to_fill and self.known_tokens < self.num_tokens:
             self.source.proof.note_fetched(
                 None, -math.inf
             )  # as if the seal was found wiped: it may never be fetched again
-        if news.state is LeaseAnswerState.FAILED:
-            why = peer_text(news.reason) or "it does not say why"
+        if answer.state is LeaseAnswerState.FAILED:
+            why = peer_text(answer.reason) or "it does not say why"
             self.failed = f"its producer could not compute the prompt: {why}"
-        if news.state is not LeaseAnswerState.OPEN and not self.end.done():
-            self.end.set_result(news.state)
+        if answer.state is not LeaseAnswerState.OPEN and not self.final_state.done():
+            self.final_state.set_result(answer.state)
 
     def fail(self, error: KVFlowError) -> None:
         """Note that there will be no further answers, because of `error`."""
-        if not self.end.done():
-            self.end.set_exception(error)
-            self.end.exception()  # mark it as retrieved: a load that needs no answer goes on
-        if self.unknown and self.known_tokens < self.num_tokens:
+        if not self.final_state.done():
+            self.final_state.set_exception(error)
+            self.final_state.exception()  # mark it as retrieved: a load that needs no answer goes on
+        if self.ids_to_fill and self.known_tokens < self.num_tokens:
             self.problem = error
 
-    def _add(self, more: tuple[tuple[int, ...], ...]) -> None:
+    def _add_block_ids(self, more: tuple[tuple[int, ...], ...]) -> None:
         at = self.source.peer.at
         if len(more) != len(self.tables):
             raise at.failure(ProtocolError, f"more blocks of {counted(len(more), 'group')}, it has {len(self.tables)}")
@@ -124,7 +124,7 @@ class FollowedLease:
             self.known[index] = len(found)
             self.tables[index][: len(found)] = found
         self._count_tokens()
-        for ids_of_load, positions, table in self.unknown:
+        for ids_of_load, positions, table in self.ids_to_fill:
             ids_of_load[:] = table[positions]
 
     def _count_tokens(self) -> None:
@@ -141,10 +141,10 @@ class LeaseQuestions:
         self.followed = [
             FollowedLease(
                 source=source,
-                tables=source.tables or known_so_far(ticket, source),
+                tables=source.tables or remote_tables(ticket, source),
                 known=[len(ids) for ids in source.lease.block_tables or ticket.block_tables],
                 num_tokens=ticket.num_tokens,
-                end=loop.create_future(),
+                final_state=loop.create_future(),
             )
             for source in sources
         ]
@@ -176,7 +176,7 @@ class LeaseQuestions:
         found = b""
         for one in self.followed:
             if one.source.lease.payload:
-                if await asyncio.shield(one.end) is not LeaseAnswerState.COMPLETE:
+                if await asyncio.shield(one.final_state) is not LeaseAnswerState.COMPLETE:
                     return None
                 found = found or one.payload
         return found
@@ -201,7 +201,7 @@ class LeaseQuestions:
             )
             try:
                 answer = await self._cache.peers.ask_until_answered(peer, question)
-                one.take(answer)
+                one.apply_answer(answer)
                 state = answer.state
             except PeerError as error:
                 one.fail(error)

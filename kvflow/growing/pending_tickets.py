@@ -6,8 +6,8 @@ asked for its offer: one rank first and, after its answer, the others. All have 
 ordinary ticket with the leases of all ranks.
 
 A router may send the prompt to another engine than the ticket names, such as another data-parallel rank of the same
-server. That engine then notifies the ranks at which readers wait (`send_on`), and these ranks send their readers on,
-once.
+server. That engine then notifies the ranks at which readers wait (`redirect_readers`), and these ranks redirect their
+readers, once.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from kvflow.errors import (
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.load import Load
-from kvflow.runtime.load.plan import check_met
+from kvflow.runtime.load.plan import check_awaited_offer
 from kvflow.runtime.load.requests import LoadReport
-from kvflow.runtime.load.steps import carry
+from kvflow.runtime.load.steps import perform
 from kvflow.runtime.peers.peer import Peer, Source, check_parallelism, peer_text
 from kvflow.runtime.peers.ticket_resolver import VISITS_AT_ONCE_MAX, lease_from_answer
 
@@ -48,15 +48,15 @@ logger = logger_of(__name__)
 
 ErrorT = TypeVar("ErrorT", bound=LoadError)
 
-_SAME = ("num_tokens", "block_ids", "extends", "prompt_digest")
+_EQUAL_FIELDS = ("num_tokens", "block_ids", "extends", "prompt_digest")
 
 
-_Offered: TypeAlias = tuple[Address, messages.Offer, RankLease | None]
+_RankOffer: TypeAlias = tuple[Address, messages.Offer, RankLease | None]
 """A rank's address, its offer, and its lease; the lease is None if the offer has no blocks."""
 
 
 class PendingTickets:
-    """Waits for the offers of pending tickets, and sends readers that wait at another engine on to this engine."""
+    """Waits for the offers of pending tickets, and redirects readers that wait at another engine to this engine."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._cache = cache
@@ -67,52 +67,52 @@ class PendingTickets:
         self._resolver = cache.kvflow_resolver
         self._remote_leases = cache.remote_leases
 
-    async def carry(self, load: Load) -> LoadReport:
+    async def perform(self, load: Load) -> LoadReport:
         """Wait for the offer of the load's pending ticket, then perform the load as usual, and return its report."""
-        await self.meet_for(load)
-        return await carry(self._cache, load)
+        await self.await_offer_of(load)
+        return await perform(self._cache, load)
 
-    async def meet_for(self, load: Load) -> None:
-        """Wait for the offer of the load's pending ticket, and set `load.ticket` to the offer's ticket; see `meet`."""
-        load.enter("handshake")
+    async def await_offer_of(self, load: Load) -> None:
+        """Wait for the offer of the load's pending ticket, and set `load.ticket` to its ticket; see `await_offers`."""
+        load.enter_phase("handshake")
 
-        def found(source: Source, ttl_s: float) -> None:
-            self._remote_leases.keep(load, ttl_s, source)
+        def on_lease(source: Source, ttl_s: float) -> None:
+            self._remote_leases.start_renewing(load, ttl_s, source)
 
         def connected() -> None:
-            load.enter(COMPUTE, lambda: "its lease is not opened yet")
+            load.enter_phase(COMPUTE, lambda: "its lease is not opened yet")
 
-        load.ticket = await self.meet(load.ticket, found, connected)
+        load.ticket = await self.await_offers(load.ticket, on_lease, connected)
         if load.phase == COMPUTE:
-            load.enter("handshake")
-        check_met(self._local.groups, load.request, load.ticket, load.tables)
+            load.enter_phase("handshake")
+        check_awaited_offer(self._local.groups, load.request, load.ticket, load.tables)
 
-    async def meet(
+    async def await_offers(
         self,
         ticket: Ticket,
-        found: Callable[[Source, float], None],
+        on_lease: Callable[[Source, float], None],
         connected: Callable[[], None] | None = None,
     ) -> Ticket:
         """Wait for the offers of a pending ticket, at most for the ticket's `ttl_s`. Return a ticket of these offers.
 
-        `found` is called with each rank's lease and `ttl_s` at once, while other ranks have not answered yet.
+        `on_lease` is called with each rank's lease and `ttl_s` at once, while other ranks have not answered yet.
         `connected` is called when a rank is connected, so only its offer is missing. Raises PrefillFailed if the
         engine declines, or opens no lease in time; LeaseExpired if the lease has ended already, or a rank has
         restarted; a PeerError, such as PeerNotReady if the engine drains; RequestError if the ticket, or the offer,
         cannot be right. Cancelling stops the waiting; handshakes that have begun go on.
         """
         give_up_s = asyncio.get_running_loop().time() + ticket.ttl_s
-        sent_on: list[tuple[Address, bytes]] = []
+        redirects: list[tuple[Address, bytes]] = []
         try:
-            return await self._meet(ticket, found, connected, give_up_s, sent_on)
+            return await self._await_offers_once(ticket, on_lease, connected, give_up_s, redirects)
         except PrefillFailed as error:
-            if not sent_on:
+            if not redirects:
                 raise
             logger.info("%s", error)
-        there = self._instead(ticket, *sent_on[0])
-        return await self._meet(there, found, connected, give_up_s, [])
+        elsewhere = self._redirect_ticket(ticket, *redirects[0])
+        return await self._await_offers_once(elsewhere, on_lease, connected, give_up_s, [])
 
-    def send_on(self, awaited: Ticket, reason: str, instead: Ticket | None) -> None:
+    def redirect_readers(self, awaited: Ticket, reason: str, instead: Ticket | None) -> None:
         """Notify the ranks in the pending ticket `awaited` that its request came to this engine, or will not be served.
 
         Returns at once; a task sends the notifications. Readers that wait at these ranks fail with `reason`, or go on
@@ -121,10 +121,10 @@ class PendingTickets:
         params = b"" if instead is None else msgspec.msgpack.encode(instead.to_params())
         fits = params if len(params) <= messages.REDIRECT_BYTES_MAX else b""
         with contextlib.suppress(RuntimeUnavailable):
-            self._spawn(self._send_on(awaited, reason, fits), name=f"kvflow-send-on {awaited.request_id}")
+            self._spawn(self._send_redirects(awaited, reason, fits), name=f"kvflow-send-on {awaited.request_id}")
 
-    async def _send_on(self, awaited: Ticket, reason: str, instead: bytes) -> None:
-        """Notify each rank of a pending ticket, as `send_on` says. Ends with the runtime.
+    async def _send_redirects(self, awaited: Ticket, reason: str, instead: bytes) -> None:
+        """Notify each rank of a pending ticket, as `redirect_readers` says. Ends with the runtime.
 
         If a rank cannot be reached, its readers find out late.
 
@@ -133,7 +133,7 @@ class PendingTickets:
         """
         room = asyncio.Semaphore(VISITS_AT_ONCE_MAX)
 
-        async def tell(lease: RankLease) -> None:
+        async def notify_rank(lease: RankLease) -> None:
             at = Address(awaited.engine_id, Rank(awaited.dp_rank, lease.pp_rank, lease.tp_rank), lease.address)
             question = messages.DeclineRequest(
                 reader=self._local.reader,
@@ -146,49 +146,52 @@ class PendingTickets:
                 try:
                     await self._peers.send(self._peers.get(at), question)
                 except KVFlowError as error:
-                    logger.info("request %s: its readers are not sent on: %s", awaited.request_id, error)
+                    logger.info("request %s: its readers are not redirected: %s", awaited.request_id, error)
 
-        await asyncio.gather(*map(tell, awaited.ranks))
+        await asyncio.gather(*map(notify_rank, awaited.ranks))
 
-    def _instead(self, ticket: Ticket, at: Address, told: bytes) -> Ticket:
-        """Decode the pending ticket to which rank `at` sends readers on. ProtocolError if it is for another request."""
+    def _redirect_ticket(self, ticket: Ticket, at: Address, params: bytes) -> Ticket:
+        """Decode the pending ticket to which rank `at` redirects readers.
+
+        ProtocolError if it is invalid, or for another request.
+        """
         try:
-            there = read_ticket(msgspec.msgpack.decode(told), self._limits.block_ids_max)
+            elsewhere = read_ticket(msgspec.msgpack.decode(params), self._limits.block_ids_max)
         except (msgspec.DecodeError, RecursionError, RequestError) as error:
-            raise at.failure(ProtocolError, f"it sends readers on to nowhere: {error}") from error
-        if not there.awaited or there.request_id != ticket.request_id:
-            raise at.failure(ProtocolError, f"it sends readers on to another request: {there.request_id!r}")
-        return there
+            raise at.failure(ProtocolError, f"its redirect is not a valid ticket: {error}") from error
+        if not elsewhere.awaited or elsewhere.request_id != ticket.request_id:
+            raise at.failure(ProtocolError, f"it redirects readers to another request: {elsewhere.request_id!r}")
+        return elsewhere
 
-    async def _meet(
+    async def _await_offers_once(
         self,
         ticket: Ticket,
-        found: Callable[[Source, float], None],
+        on_lease: Callable[[Source, float], None],
         connected: Callable[[], None] | None,
         give_up_s: float,
-        sent_on: list[tuple[Address, bytes]],
+        redirects: list[tuple[Address, bytes]],
     ) -> Ticket:
-        """Wait for offers as `meet` does.
+        """Wait for offers as `await_offers` does.
 
-        If a rank sends readers on, append it and its new pending ticket to `sent_on`.
+        If a rank redirects its readers, append it and its new pending ticket to `redirects`.
         """
         room: dict[Address, tuple[int, ...]] = {}
 
-        async def visit(at: Address) -> _Offered | None:
+        async def visit(at: Address) -> _RankOffer | None:
             peer, connection = await self._resolver.connect_rank(ticket, at)
             check_parallelism(ticket, peer, connection)
             if connection.report_share.numerator == 0:
                 return None
             if connected is not None:
                 connected()
-            offer, opened = await self._offer(ticket, peer, give_up_s, sent_on)
+            offer, opened = await self._ask_offer(ticket, peer, give_up_s, redirects)
             if (count := sum(map(len, offer.block_ids))) > (most := self._limits.block_ids_max):
                 raise too_many_block_ids(count, most, f"request {ticket.request_id!r}: the offer of {at}")
             lease = None
             if opened is not None:
                 lease = lease_from_answer(at, opened)
                 tables = lease.block_tables or offer.block_ids
-                found(self._resolver.source_from_answer(ticket, peer, connection, lease, tables), offer.ttl_s)
+                on_lease(self._resolver.source_from_answer(ticket, peer, connection, lease, tables), offer.ttl_s)
             elif any(offer.block_ids) or offer.extends:
                 raise at.failure(ProtocolError, "an offer of blocks without a lease")
             room[at] = connection.num_blocks
@@ -196,44 +199,46 @@ class PendingTickets:
 
         await self._resolver.check_compatible(ticket)
         offers = await self._resolver.visit_ranks(ticket, visit)
-        agreed = self._agreed(ticket, [one for one in offers if one is not None])
+        agreed = self._merge_offers(ticket, [one for one in offers if one is not None])
         for at, counts in room.items():
             if any(total > count for total, count in zip(agreed.block_counts, counts, strict=True)):
                 why = f"blocks that it offers in the end: {agreed.block_counts}, but there are {counts}"
                 raise at.failure(ProtocolError, why)
         return agreed
 
-    async def _offer(
-        self, ticket: Ticket, peer: Peer, give_up_s: float, sent_on: list[tuple[Address, bytes]]
+    async def _ask_offer(
+        self, ticket: Ticket, peer: Peer, give_up_s: float, redirects: list[tuple[Address, bytes]]
     ) -> tuple[messages.Offer, RankLease | None]:
         """Wait for a rank's offer. Return the offer and the rank's lease, which is None if the offer has no blocks."""
         question = messages.LeaseRequest(reader=self._local.reader, target=peer.at, request_id=ticket.request_id)
         answer = await self._peers.ask_until_answered(peer, question, give_up_s)
         match answer.state:
             case LeaseAnswerState.FAILED if answer.instead:
-                sent_on.append((peer.at, answer.instead))
+                redirects.append((peer.at, answer.instead))
                 raise _failure(PrefillFailed, ticket, peer, peer_text(answer.reason))
             case LeaseAnswerState.FAILED:
-                raise _failure(PrefillFailed, ticket, peer, f"it will not serve it: {peer_text(answer.reason)}")
+                raise _failure(
+                    PrefillFailed, ticket, peer, f"it will not serve the request: {peer_text(answer.reason)}"
+                )
             case LeaseAnswerState.ENDED:
                 raise _failure(LeaseExpired, ticket, peer, "its lease has ended: compute the prompt again")
             case LeaseAnswerState.WAITING:
-                why = f"it has opened no lease for it in time, {ticket.ttl_s:g} s (the ticket's ttl_s)"
+                why = f"it opened no lease for the request in time, {ticket.ttl_s:g} s (the ticket's ttl_s)"
                 raise _failure(PrefillFailed, ticket, peer, why)
         if answer.offer is None:
             raise peer.at.failure(ProtocolError, f"a lease that is {answer.state}, without its offer")
         return answer.offer, answer.lease
 
-    def _agreed(self, ticket: Ticket, offers: list[_Offered]) -> Ticket:
+    def _merge_offers(self, ticket: Ticket, offers: list[_RankOffer]) -> Ticket:
         """Merge the offers of all ranks into one ticket with all leases.
 
         ProtocolError if the ranks offer different things.
         """
         if not offers:
-            raise RequestError(f"ticket of request {ticket.request_id!r}: none of its ranks has anything for us")
+            raise RequestError(f"ticket of request {ticket.request_id!r}: none of its ranks offers blocks to this rank")
         first_at, first, _ = offers[0]
         for at, other, _ in offers:
-            for name in _SAME:
+            for name in _EQUAL_FIELDS:
                 ours, theirs = getattr(first, name), getattr(other, name)
                 if ours != theirs:
                     both = f"{first_at.rank} says {str(ours)[:80]}, {at.rank} says {str(theirs)[:80]}"
@@ -254,7 +259,7 @@ class PendingTickets:
                 ranks=(*ranks, *leases.values()),
             )
         except RequestError as error:
-            raise first_at.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
+            raise first_at.failure(ProtocolError, f"its offer is impossible: {error}") from error
         if (count := offered.block_ids_count) > (most := self._limits.block_ids_max):
             raise too_many_block_ids(count, most, f"request {ticket.request_id!r}: the offer of {first_at}")
         return offered

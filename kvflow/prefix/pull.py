@@ -94,7 +94,7 @@ class Pull:
             for spare in self._search.holders:
                 # The load itself renews the leases of holders with most tokens.
                 if spare.offer.num_tokens < self._search.holders[0].offer.num_tokens:
-                    kept.enter_context(self._remote_leases.keep_while(spare.offer.ticket))
+                    kept.enter_context(self._remote_leases.renewing(spare.offer.ticket))
             while self._left_s() > 0 and (holders := await self._next_holders()):
                 tokens = holders[0].offer.num_tokens
                 tables = _blocks_filled_by(self._groups, self._tables, self._request.cached_tokens, tokens)

@@ -297,7 +297,7 @@ async def _prepare_memory(
     """
     served = sets
     staging: Sequence[HostBlocks] = ()
-    device = await copy_thread.device(where, engine_copies=staged and copy_blocks is not None)
+    device = await copy_thread.cache_device(where, engine_copies=staged and copy_blocks is not None)
     if staged:  # on the copy thread, since it touches every page of the host blocks
         what = f"a cache on {where.kind!r}, with Config.staging {config.staging!r},"
         host_buffers = import_part("staging", what, ConfigError).host_buffers

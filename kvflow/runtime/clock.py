@@ -54,8 +54,8 @@ class Alarm:
             self._timer = None
         self.due_s = due_s
         if due_s < math.inf:
-            self._timer = self._clock.call_later(max(due_s - self._clock.now_s(), 0.0), self._rings)
+            self._timer = self._clock.call_later(max(due_s - self._clock.now_s(), 0.0), self._on_timer)
 
-    def _rings(self) -> None:
+    def _on_timer(self) -> None:
         self._timer, self.due_s = None, math.inf
         self._ring()

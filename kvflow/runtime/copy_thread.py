@@ -43,7 +43,7 @@ class CopyThread:
 
     def submit(self, job: Callable[[], object], on_end: OnEnd) -> None:
         """Run `job` on the copy thread, then call `on_end` on the loop with the error that it raised, or None."""
-        thread = self._started()
+        thread = self._start_thread()
 
         def run() -> None:
             error: BaseException | None = None
@@ -61,14 +61,14 @@ class CopyThread:
         Return the watch; set its `dropped` to prevent the call.
         """
         watch = Watch(event, on_end, time.monotonic())
-        self._started().submit(lambda: self._watches.add(watch))
+        self._start_thread().submit(lambda: self._watches.add(watch))
         return watch
 
     async def run(self, job: Callable[[], T]) -> T:
         """Run `job` on the copy thread and return its result. Cancelling stops the wait, not the job."""
         found: list[T] = []
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.submit(lambda: found.append(job()), partial(_settle, end))
+        self.submit(lambda: found.append(job()), partial(_complete, end))
         await end
         return found[0]
 
@@ -93,7 +93,7 @@ class CopyThread:
             give_back()
             raise CopyFailed(str(error)) from error
 
-    async def device(self, where: Device, *, engine_copies: bool = False) -> CacheDevice:
+    async def cache_device(self, where: Device, *, engine_copies: bool = False) -> CacheDevice:
         """Return the `CacheDevice` of a cache on `where`, made on the copy thread. Raises ConfigError or RuntimeError.
 
         `engine_copies`: the engine's own function, `copy_blocks`, copies blocks, so kvflow needs no streams.
@@ -103,10 +103,10 @@ class CopyThread:
             return make(where)  # starts no thread
         return await self.run(lambda: make(where))
 
-    async def happened(self, event: DeviceEvent) -> None:
+    async def wait_for_event(self, event: DeviceEvent) -> None:
         """Wait until `event` has happened. Raises the error of querying it. If cancelled, stop watching the event."""
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        watch = self.watch(event, partial(_settle, end))
+        watch = self.watch(event, partial(_complete, end))
         try:
             await end
         finally:
@@ -116,7 +116,7 @@ class CopyThread:
         """End the thread. Return False if a copy still runs after `timeout_s`; then the thread ends after the copy."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ended()
+                await self._wait_ended()
         except TimeoutError:
             return False
         return True
@@ -126,26 +126,26 @@ class CopyThread:
         if self._thread is not None:
             self._thread.abandon(self._end, wait_s)
 
-    async def _ended(self) -> None:
+    async def _wait_ended(self) -> None:
         """Let the copy thread end after the jobs that it has, and wait for its end."""
         if self._thread is not None and self._thread.alive:
             self._thread.submit(self._end)
             await self._thread.ended()
 
-    def _started(self) -> OwnerThread:
+    def _start_thread(self) -> OwnerThread:
         if self._thread is None:
-            self._thread = OwnerThread(self._name, self._crank, self._died)
+            self._thread = OwnerThread(self._name, self._step, self._died)
         return self._thread
 
-    def _crank(self) -> float | None:
+    def _step(self) -> float | None:
         if self._ending:
             return None
         for watch in self._watches.poll():
-            self._tell(watch)
+            self._call_on_end(watch)
         pause_s = self._watches.pause_s(time.monotonic())
         return _IDLE_S if pause_s is None else pause_s
 
-    def _tell(self, watch: Watch) -> None:
+    def _call_on_end(self, watch: Watch) -> None:
         assert self._thread is not None, "it runs"
         self._thread.run_on_loop(lambda: None if watch.dropped else watch.on_end(watch.error))
 
@@ -156,7 +156,7 @@ class CopyThread:
         raise AssertionError("jobs of the copy thread do not raise") from cause
 
 
-def _settle(end: asyncio.Future[None], error: BaseException | None) -> None:
+def _complete(end: asyncio.Future[None], error: BaseException | None) -> None:
     """Complete the future `end` with None, or with `error` if there is one, unless it was cancelled."""
     if not end.cancelled():
         end.set_result(None) if error is None else end.set_exception(error)

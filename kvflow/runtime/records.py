@@ -136,20 +136,20 @@ class Observer(Protocol):
 class Observers:
     """The observers of one runtime. Each record is passed to all, and their errors are logged."""
 
-    def __init__(self, observers: Sequence[Observer], *, forgiven: bool = True) -> None:
+    def __init__(self, observers: Sequence[Observer], *, errors_logged_only: bool = True) -> None:
         listed = checks.try_call(lambda: tuple(observers))
-        if listed is None or not all(map(_listens, listed)):
+        if listed is None or not all(map(_is_observer, listed)):
             what = "expected objects with load_ended and lease_ended"
             raise ConfigError(f"observers: {what}, got {checks.short_repr(observers)}")
         self.all = listed
-        self._forgiven = forgiven
+        self._errors_logged_only = errors_logged_only
         self._failures = Counter[int]()
         """Number of errors that each observer has raised, by the `id()` of the observer."""
         self._error: Exception | None = None
-        """The first error that an observer raised, for `close` to raise; None if `forgiven`."""
+        """The first error that an observer raised, for `close` to raise; None if `errors_logged_only`."""
 
     @contextlib.contextmanager
-    def one_more(self, observer: Observer) -> Iterator[None]:
+    def adding(self, observer: Observer) -> Iterator[None]:
         """Return a context manager that adds an observer while its `with` body runs. For tests."""
         self.all = (*self.all, observer)
         try:
@@ -160,37 +160,37 @@ class Observers:
 
     def load_ended(self, record: LoadRecord) -> None:
         for observer in self.all:
-            self._tell(observer, observer.load_ended, record)
+            self._call_observer(observer, observer.load_ended, record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
         for observer in self.all:
-            self._tell(observer, observer.lease_ended, record)
+            self._call_observer(observer, observer.lease_ended, record)
 
     def close(self) -> None:
-        """Log how many errors of observers were not logged. Then raise the first error, once, unless `forgiven`."""
+        """Log how many errors were not logged. Unless `errors_logged_only`, raise the first error, once."""
         for observer in list(self._failures):
             self._log_rest(observer)
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _tell(self, observer: Observer, listen: Callable[[RecordT], None], record: RecordT) -> None:
+    def _call_observer(self, observer: Observer, method: Callable[[RecordT], None], record: RecordT) -> None:
         try:
-            listen(record)
+            method(record)
         except Exception as error:
             self._failures[id(observer)] += 1
             count = self._failures[id(observer)]
             if not _left_out(count):
-                more = f" (left out: {counted(count // 2 - 1, 'failure')} of it)" if count > 2 else ""
+                more = f" (not logged: {counted(count // 2 - 1, 'failure')})" if count > 2 else ""
                 logger.exception("an observer failed on %s%s", record, more)
-            if self._error is None and not self._forgiven:
+            if self._error is None and not self._errors_logged_only:
                 error.add_note(f"an observer failed on {record}")
                 self._error = error
 
     def _log_rest(self, observer: int) -> None:
         count = self._failures.pop(observer, 0)
         if left_out := _left_out(count):
-            logger.warning("an observer failed %s; left out were the last %s", counted(count, "time"), left_out)
+            logger.warning("an observer failed %s; the last %s were not logged", counted(count, "time"), left_out)
 
 
 def _left_out(count: int) -> int:
@@ -198,6 +198,6 @@ def _left_out(count: int) -> int:
     return count - (1 << count.bit_length() >> 1)
 
 
-def _listens(observer: object) -> bool:
+def _is_observer(observer: object) -> bool:
     methods = [checks.try_call(partial(getattr, observer, name)) for name in ("load_ended", "lease_ended")]
     return all(map(callable, methods))

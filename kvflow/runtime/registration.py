@@ -78,9 +78,9 @@ class Registration:
         except TransportError as error:
             problem = str(error)
         stopped = not problem and not isinstance(self._runtime_tasks.cause, TransportBroken)  # after the last read
-        self.poller.settle(stopped=stopped)
+        self.poller.end_reads(stopped=stopped)
         if cache is not None and stopped:
-            cache.loader.all_stopped()
+            cache.loader.note_all_stopped()
         for part in cache.begun_parts if cache is not None else ():
             problem = await part.release(bound_s) or problem
         return problem

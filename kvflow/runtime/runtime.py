@@ -65,7 +65,7 @@ class Runtime:
     ) -> None:
         checks.instance(config, Config, "config", error=ConfigError)
         world = World() if world is None else checks.instance(world, World, "world", error=ConfigError)
-        self._observers = Observers(observers, forgiven=world.logs_observer_errors)
+        self._observers = Observers(observers, errors_logged_only=world.logs_observer_errors)
         self._supervisor = Supervisor(config, self._observers, world, _checked_parts(parts))
         self._drop = weakref.finalize(self, _close_dropped, self._supervisor)
         self._drop.atexit = False
@@ -255,8 +255,8 @@ class Runtime:
                 raise RequestError(
                     f"{what}: expected a pending ticket of it, got a ticket of {ticket.request_id[:80]!r}"
                 )
-        rendezvous = cache.part("growing", what).rendezvous
-        rendezvous.send_on(places[0], why[:REASON_CHARS_MAX], places[1] if instead is not None else None)
+        pending_tickets = cache.part("growing", what).pending_tickets
+        pending_tickets.redirect_readers(places[0], why[:REASON_CHARS_MAX], places[1] if instead is not None else None)
 
     async def load_blocks(self, request: LoadRequest) -> LoadReport:
         """Read the blocks that a ticket offers into local blocks. The same as `await start_load(request)`.
@@ -340,7 +340,7 @@ class Runtime:
             RequestError: the ticket is wrong.
         """
         cache = self._require_cache("keep_leases")
-        return self._keep_on_loop(cache.remote_leases.keep_while(cache.resolver.read_ticket(ticket)))
+        return self._keep_on_loop(cache.remote_leases.renewing(cache.resolver.read_ticket(ticket)))
 
     async def prewarm(
         self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]

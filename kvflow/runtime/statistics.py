@@ -16,11 +16,11 @@ from kvflow.transport.base import TransportStatistics
 
 PartT = TypeVar("PartT", ServingStatistics, LoadingStatistics, TransportStatistics)
 
-_SERVED = ("read", "expired", "revoked", "failed", "renewals")
-_NOTIFIED = ("late_notifications", "duplicate_notifications", "malformed_notifications", "late_reads")
-_LOADED = ("succeeded", "failed", "cancelled", "refused", "bytes", "renewals", "sources_left")
-_MOVED = ("reads", "reads_failed", "bytes_read")
-_SENT = ("notifications_sent", "notifications_received", "notifications_failed")
+_SERVING_COUNTERS = ("read", "expired", "revoked", "failed", "renewals")
+_NOTIFICATION_COUNTERS = ("late_notifications", "duplicate_notifications", "malformed_notifications", "late_reads")
+_LOADING_COUNTERS = ("succeeded", "failed", "cancelled", "refused", "bytes", "renewals", "sources_left")
+_READ_COUNTERS = ("reads", "reads_failed", "bytes_read")
+_TRANSPORT_NOTIFICATION_COUNTERS = ("notifications_sent", "notifications_received", "notifications_failed")
 
 
 class RuntimeState(enum.StrEnum):
@@ -87,9 +87,9 @@ def totals(
     `past` has the sums over the earlier registrations; the other arguments are of the current registration.
     """
     if past is not None:
-        serving = _total(serving, past.serving, (*_SERVED, *_NOTIFIED))
-        loading = _total(loading, past.loading, _LOADED)
-        transport = _total(transport, past.transport, (*_MOVED, *_SENT))
+        serving = _total(serving, past.serving, (*_SERVING_COUNTERS, *_NOTIFICATION_COUNTERS))
+        loading = _total(loading, past.loading, _LOADING_COUNTERS)
+        transport = _total(transport, past.transport, (*_READ_COUNTERS, *_TRANSPORT_NOTIFICATION_COUNTERS))
     assert transport is not None, "there was a first transport"
     return serving, loading, transport
 

@@ -305,7 +305,7 @@ class Supervisor:
         if registration is None:
             return  # making a new one failed
         await retry_if_cancelled(self._end_work)
-        registration.poller.wait_for_transport()  # flights go on waiting for their reads
+        registration.poller.let_transport_close()  # flights go on waiting for their reads
         problem = await retry_if_cancelled(registration.aclose)
         if (cache := registration.cache) is not None:
             problem = problem or await retry_if_cancelled(cache.wait_for_copies)

@@ -20,11 +20,11 @@ from kvflow.core.plan.descriptors import BlockIds, Chunks
 from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.copy_thread import run_all
-from kvflow.runtime.load.flight import CopyGroup, Flight, HeadOf, Read
-from kvflow.runtime.load.lanes import STOP_TOKEN, Lane, PromptSpan, SourcePart, by_group, by_source
+from kvflow.runtime.load.flight import CopyGroup, Flight, Read, SealPieceOf
+from kvflow.runtime.load.lanes import STOP_TOKEN, Lane, PromptSpan, SourcePart, parts_by_group, parts_by_source
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
-from kvflow.runtime.load.steps import in_pieces, read_straight, slices
+from kvflow.runtime.load.steps import may_use_scratch, read_directly, reads_of_chunks
 from kvflow.runtime.memory import CopyDirection, HostBlocks
 from kvflow.runtime.peers.peer import Source
 from kvflow.staging.copies import Tensor
@@ -33,30 +33,30 @@ from kvflow.staging.scratch import Permutation, Scratch
 from kvflow.staging.whole_blocks import WholeBlocks, prefer_scratch
 from kvflow.transport.base import TransportError
 
-__all__ = ["Buffered", "begin", "host_buffers"]
+__all__ = ["BufferedLoads", "begin", "host_buffers"]
 
 logger = logger_of(__name__)
 
 
-def begin(cache: RegisteredCache) -> Buffered:
+def begin(cache: RegisteredCache) -> BufferedLoads:
     """Return the object that reads loads through buffers into one registered cache."""
-    return Buffered(cache)
+    return BufferedLoads(cache)
 
 
-class Buffered:
+class BufferedLoads:
     """Reads loads into one registered cache through buffers. Implements `SpanPlanner`, for growing leases."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         config, limits = cache.config, cache.config.limits
         self._config = config
         self._cache = cache
-        self._sets = cache.memory.served_layers
+        self._served_layers = cache.memory.served_layers
         self._staging = cache.memory.staging
-        self._copier = cache.resources.copy_thread
+        self._copy_thread = cache.resources.copy_thread
         self._scratch = Scratch(
             cache.transport,
             cache.memory.target_device,
-            self._copier,
+            self._copy_thread,
             limits.scratch_slot_bytes_max,
             limits.scratch_slots_max,
         )
@@ -77,12 +77,12 @@ class Buffered:
             who = self._config.engine_id, self._cache.rank
             logger.warning("engine %r (%s): reads small pieces one by one: %s", *who, error)
 
-    def read(self, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
-        """Read a whole load of computed blocks, through buffers where it needs them; see `steps.Reader`."""
+    def read_buffered(self, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
+        """Read a whole load of computed blocks, through buffers where it needs them; see `steps.ReadBlocks`."""
         parts = self._parts(plan.sources)
         if self._staging or any(part.scratch_bytes for part in parts):
-            return flight.fly_groups(self._grouped(parts, load.tables, flight.head))
-        return read_straight(self._cache, load, flight, plan)
+            return flight.read_groups(self._copy_groups(parts, load.tables, flight.seal_piece))
+        return read_directly(self._cache, load, flight, plan)
 
     def _parts(self, sources: Sequence[Source]) -> list[SourcePart]:
         """Return one `SourcePart` for each pair of a rank and a layer set from which chunks are read."""
@@ -94,7 +94,7 @@ class Buffered:
 
     def _scratch_bytes(self, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> int:
         """Return the bytes of scratch memory for one remote block; 0 if reads without scratch memory are faster."""
-        if not in_pieces(self._cache, block_map):
+        if not may_use_scratch(self._cache, block_map):
             return 0
         whole, count = self._permutation(block_map).whole_blocks, sum(map(len, chunks))
         if self._config.scratch == "always":
@@ -111,27 +111,27 @@ class Buffered:
             whole = WholeBlocks(
                 block_map.remote_whole, block_map.heads, [theirs for _, theirs in block_map.layer_pairs]
             )
-            _, caches, layout = self._sets[block_map.local_set]
+            _, caches, layout = self._served_layers[block_map.local_set]
             assert isinstance(layout, CacheLayout), "state is opaque"
             self._permutations[block_map] = Permutation(caches, layout, block_map, whole, self._scratch.device)
         return self._permutations[block_map]
 
-    async def _grouped(
-        self, parts: Sequence[SourcePart], tables: Sequence[BlockIds], head_of: HeadOf
+    async def _copy_groups(
+        self, parts: Sequence[SourcePart], tables: Sequence[BlockIds], seal_piece_of: SealPieceOf
     ) -> AsyncGenerator[CopyGroup, None]:
         """Yield a copy group for each span of a load, in prompt order.
 
         Take a group's buffers just before yielding it.
         """
-        lanes = [self._lane(some, at, tables[at]) for at, some in by_group(parts)]
-        for one in heapq.merge(*(lane.rest() for lane in lanes), key=STOP_TOKEN):
-            yield await self.group(one, head_of)
+        lanes = [self._lane(some, at, tables[at]) for at, some in parts_by_group(parts)]
+        for one in heapq.merge(*(lane.take_rest() for lane in lanes), key=STOP_TOKEN):
+            yield await self.copy_group(one, seal_piece_of)
 
     def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:
         """See `SpanPlanner`."""
         lanes = []
-        for at, of_group in by_group(self._parts(sources)):
-            for some in [of_group] if self._staging else by_source(of_group):
+        for at, of_group in parts_by_group(self._parts(sources)):
+            for some in [of_group] if self._staging else parts_by_source(of_group):
                 lanes.append(self._lane(some, at, tables[at]))
         return lanes
 
@@ -140,8 +140,8 @@ class Buffered:
         staging = self._staging[at] if self._staging else None
         return Lane(parts, staging, local_ids, self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
 
-    async def group(self, span: PromptSpan, head_of: HeadOf | None = None) -> CopyGroup:
-        """See `SpanPlanner`. Give buffers back if cancelled. With `head_of`, reads into the cache fetch seals too."""
+    async def copy_group(self, span: PromptSpan, seal_piece_of: SealPieceOf | None = None) -> CopyGroup:
+        """See `SpanPlanner`. If cancelled, give buffers back. With `seal_piece_of`, direct reads also fetch seals."""
         parts, staging = span.lane.parts, span.lane.staging
         jobs: list[Callable[[], None]] = []
         releases: list[Callable[[], None]] = []
@@ -151,9 +151,9 @@ class Buffered:
             reads: list[Read] = []
             offset = 0
             for part in parts:
-                chunks = [_moved(some, span.local_ids, host_ids) for some in span.chunks_of(part)]
+                chunks = [_into_host_blocks(some, span.local_ids, host_ids) for some in span.chunks_of(part)]
                 if not part.scratch_bytes:
-                    reads += slices(self._cache, part.source, {part.block_map: chunks}, head_of)
+                    reads += reads_of_chunks(self._cache, part.source, {part.block_map: chunks}, seal_piece_of)
                     continue
                 if slot is None:
                     numbers, slot = await self._scratch.take()
@@ -185,12 +185,12 @@ class Buffered:
         give_back = partial(staging.pool.give_back, host_ids)
         if kept := span.partly_written:
             fetch = partial(staging.copy, CopyDirection.TO_HOST, span.local_ids[kept], host_ids[kept])
-            await self._copier.run_into_buffers(fetch, give_back)
+            await self._copy_thread.run_into_buffers(fetch, give_back)
         releases.append(give_back)
         return host_ids
 
 
-def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Chunks:
+def _into_host_blocks(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Chunks:
     """Return `chunks` with local block `local_ids[i]` replaced by host block `host_ids[i]`. None: no change."""
     if host_ids is None or not len(chunks):
         return chunks

@@ -41,7 +41,7 @@ View: TypeAlias = Any
 """A tensor or, for CPU memory, a numpy array: memory of a cache or buffer. Made once per cache, not per copy."""
 Copy: TypeAlias = Callable[[View, View], None]
 """Function that copies from one view to another."""
-Way: TypeAlias = "Callable[[Ids, Ids], Copy]"
+CopyMaker: TypeAlias = "Callable[[Ids, Ids], Copy]"
 """Function that returns a `Copy` for two lists of ids: of source and target blocks for `copy_blocks`, of blocks and
 chunks for `scatter_tokens`. One `Copy` serves every region."""
 
@@ -168,17 +168,17 @@ def _layer_rows(layer: LayerTensors, layout: CacheLayout | StateLayout, as_bytes
 
 
 def copy_blocks(
-    sources: Sequence[Tensor], targets: Sequence[Tensor], source_ids: Ids, target_ids: Ids, way: Way
+    sources: Sequence[Tensor], targets: Sequence[Tensor], source_ids: Ids, target_ids: Ids, make_copy: CopyMaker
 ) -> None:
     """Copy block `source_ids[i]` of every region to block `target_ids[i]`. No list has an id twice.
 
-    `sources` and `targets` are `block_rows` of caches with the same layout, except for the number of blocks. `way` is
-    `on_host` or, inside `CacheDevice.copying`, the result of `to_host` or `to_device`.
+    `sources` and `targets` are `block_rows` of caches with the same layout, except for the number of blocks.
+    `make_copy` is `copy_on_host` or, inside `CacheDevice.copying`, the result of `to_host` or `to_device`.
     """
     assert len(source_ids) == len(target_ids), f"source ids: {len(source_ids)}, target ids: {len(target_ids)}"
     if not len(source_ids):
         return
-    copy = way(source_ids, target_ids)
+    copy = make_copy(source_ids, target_ids)
     for source, target in zip(sources, targets, strict=True):
         assert source.shape[1] == target.shape[1], f"elements of a block: {source.shape[1]}, {target.shape[1]}"
         _check(source_ids, len(source))
@@ -186,7 +186,7 @@ def copy_blocks(
         copy(source, target)
 
 
-def on_host(source_ids: Ids, target_ids: Ids) -> Copy:
+def copy_on_host(source_ids: Ids, target_ids: Ids) -> Copy:
     """Return a function that copies the blocks `source_ids` to the blocks `target_ids` within CPU memory."""
     runs = list(_runs(source_ids, target_ids))
 
@@ -198,25 +198,25 @@ def on_host(source_ids: Ids, target_ids: Ids) -> Copy:
     return copy
 
 
-def to_host(device: CacheDevice) -> Way:
-    """Return the `way` of `copy_blocks` that copies blocks from `device` to host memory."""
-    return on_host if device.on_host else partial(_pieces_or_kernels, device, gather=True)
+def to_host(device: CacheDevice) -> CopyMaker:
+    """Return the `make_copy` of `copy_blocks` that copies blocks from `device` to host memory."""
+    return copy_on_host if device.on_host else partial(_pieces_or_kernels, device, gather=True)
 
 
-def to_device(device: CacheDevice) -> Way:
-    """Return the `way` of `copy_blocks` that copies blocks from host memory to `device`."""
-    return on_host if device.on_host else partial(_pieces_or_kernels, device, gather=False)
+def to_device(device: CacheDevice) -> CopyMaker:
+    """Return the `make_copy` of `copy_blocks` that copies blocks from host memory to `device`."""
+    return copy_on_host if device.on_host else partial(_pieces_or_kernels, device, gather=False)
 
 
 def _pieces_or_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather: bool) -> Copy:
     """Return a function that copies large blocks in one call per region, and small ones by kernels of the device."""
-    in_pieces = cache(lambda: _in_one_call(device, source_ids, target_ids))
+    in_one_call = cache(lambda: _in_one_call(device, source_ids, target_ids))
     by_kernels = cache(lambda: _by_kernels(device, source_ids, target_ids, gather=gather))
 
     def copy(source: Tensor, target: Tensor) -> None:
         least = device.piece_bytes_min
         large = least is not None and source.shape[1] * source.element_size() >= least
-        (in_pieces() if large else by_kernels())(source, target)
+        (in_one_call() if large else by_kernels())(source, target)
 
     return copy
 
@@ -234,18 +234,20 @@ def _by_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather
         return _run_by_run(source_ids, target_ids)
 
     def copy(source: Tensor, target: Tensor) -> None:
-        there, here = (source, target) if gather else (target, source)
+        device_rows, host_rows = (source, target) if gather else (target, source)
         done = 0
         while done < len(host_ids):
-            gather_buffer = device.gather_buffer(len(host_ids) - done, there.shape[1] * there.element_size())
+            gather_buffer = device.gather_buffer(
+                len(host_ids) - done, device_rows.shape[1] * device_rows.element_size()
+            )
             ids, some = host_ids[done : done + len(gather_buffer)], index[done : done + len(gather_buffer)]
-            blocks, dense = device.view_elements(there, gather_buffer)
-            rows = gather_buffer.view(here.dtype)
+            blocks, dense = device.view_elements(device_rows, gather_buffer)
+            rows = gather_buffer.view(host_rows.dtype)
             if gather:
                 torch.index_select(blocks, 0, some, out=dense)
-            for start, place, count in _runs(np.arange(len(ids)), ids, dense=_is_dense(here)):
-                ours, theirs = here[place : place + count], rows[start : start + count]
-                (ours if gather else theirs).copy_(theirs if gather else ours, non_blocking=True)
+            for start, place, count in _runs(np.arange(len(ids)), ids, dense=_is_dense(host_rows)):
+                on_host, bounced = host_rows[place : place + count], rows[start : start + count]
+                (on_host if gather else bounced).copy_(bounced if gather else on_host, non_blocking=True)
             if not gather:
                 blocks[some] = dense
             done += len(gather_buffer)
@@ -331,18 +333,18 @@ def chunk_sources(
 
 
 def scatter_tokens(
-    targets: Sequence[View], sources: Sequence[View] | View, block_ids: Ids, chunk_indices: Ids, way: Way
+    targets: Sequence[View], sources: Sequence[View] | View, block_ids: Ids, chunk_indices: Ids, make_copy: CopyMaker
 ) -> None:
     """Write chunks into local blocks: those of `sources[k]` into the blocks of `targets[k]`, for each k.
 
     Chunk i goes to chunk `chunk_indices[i]` of block `block_ids[i]`. Targets come from `chunk_targets`. Sources are
     (..., token, head, byte), on the same device, with as many leading axes as the ids have. A source with fewer tokens
-    than a chunk fills the first tokens of the chunk. All places are distinct. `way` is `spread_on_host` or, inside
-    `CacheDevice.copying`, the result of `spread_on_device`.
+    than a chunk fills the first tokens of the chunk. All places are distinct. `make_copy` is `scatter_on_host` or,
+    inside `CacheDevice.copying`, the result of `scatter_on_device`.
     """
     _check(block_ids, targets[0].shape[0])
     _check(chunk_indices, targets[0].shape[1])
-    copy = way(block_ids, chunk_indices)
+    copy = make_copy(block_ids, chunk_indices)
     for target, source in zip(targets, sources, strict=True):
         tokens, place = source.shape[-3], target.shape
         assert place == targets[0].shape, f"targets of {targets[0].shape} and {place}"
@@ -351,7 +353,7 @@ def scatter_tokens(
         copy(source, target if tokens == place[2] else target[:, :, :tokens])
 
 
-def spread_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
+def scatter_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
     """Return a function that writes chunk i to chunk `chunk_indices[i]` of block `block_ids[i]`, in CPU memory."""
 
     def copy(source: View, target: View) -> None:
@@ -363,10 +365,10 @@ def spread_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
     return copy
 
 
-def spread_on_device(device: CacheDevice) -> Way:
-    """Return the `way` of `scatter_tokens` that writes chunks to memory of `device`."""
+def scatter_on_device(device: CacheDevice) -> CopyMaker:
+    """Return the `make_copy` of `scatter_tokens` that writes chunks to memory of `device`."""
 
-    def way(block_ids: Ids, chunk_indices: Ids) -> Copy:
+    def make_copy(block_ids: Ids, chunk_indices: Ids) -> Copy:
         blocks, chunks = device.upload(block_ids), device.upload(chunk_indices)
 
         def copy(source: Tensor, target: Tensor) -> None:
@@ -379,7 +381,7 @@ def spread_on_device(device: CacheDevice) -> Way:
 
         return one_by_one if blocks is None or chunks is None else copy
 
-    return way
+    return make_copy
 
 
 # --- checks

@@ -88,7 +88,7 @@ def host_buffers(
     Groups get shares in proportion to their sizes. ConfigError if a group gets no block.
     """
     sizes = [group.num_blocks * group.block_size_bytes for group in groups]
-    most = config.host_buffer_bytes_max or _bytes_max(sum(sizes), config.tp_size)
+    most = config.host_buffer_bytes_max or _default_bytes_max(sum(sizes), config.tp_size)
     found = []
     for group, size in zip(groups, sizes, strict=True):
         bytes_max = most * size // sum(sizes)
@@ -100,7 +100,7 @@ def host_buffers(
     return tuple(found)
 
 
-def _bytes_max(cache_bytes: int, ranks: int) -> int:
+def _default_bytes_max(cache_bytes: int, ranks: int) -> int:
     """Return the default of `host_buffer_bytes_max`: a quarter of the cache, within bounds.
 
     At least 256 MiB, enough for long prompts. At most an eighth of the host's memory, divided among the ranks.

@@ -28,9 +28,9 @@ from kvflow.staging.copies import (
     canonical_parts,
     chunk_sources,
     chunk_targets,
+    scatter_on_device,
+    scatter_on_host,
     scatter_tokens,
-    spread_on_device,
-    spread_on_host,
 )
 from kvflow.staging.whole_blocks import WholeBlocks
 from kvflow.transport.base import MemoryUse, Transport, TransportError
@@ -55,12 +55,12 @@ class Scratch:
         self._transport = transport
         self._copy_thread = copy_thread
         self.pool = Pool(slots)
-        self._made: dict[int, torch.Tensor] = {}
+        self._buffers: dict[int, torch.Tensor] = {}
 
     async def prepare(self) -> None:
         """Allocate and register all buffers now. TransportError if that fails."""
         for number in range(self.pool.size):
-            self._made[number] = await self._make()
+            self._buffers[number] = await self._make_buffer()
 
     async def take(self) -> tuple[BlockIds, torch.Tensor]:
         """Wait for a free buffer. Return its number, which the caller gives back to `pool`, and its bytes.
@@ -70,14 +70,14 @@ class Scratch:
         numbers = await self.pool.take(1)
         number = int(numbers[0])
         try:
-            if number not in self._made:
-                self._made[number] = await self._make()
+            if number not in self._buffers:
+                self._buffers[number] = await self._make_buffer()
         except BaseException:
             self.pool.give_back(numbers)
             raise
-        return numbers, self._made[number]
+        return numbers, self._buffers[number]
 
-    async def _make(self) -> torch.Tensor:
+    async def _make_buffer(self) -> torch.Tensor:
         """Allocate a buffer and register its memory with the transport. Return its bytes."""
         allocate = partial(self.device.allocate, self.slot_bytes)
         try:
@@ -109,7 +109,7 @@ class Permutation:
         self._heads = block_map.heads.heads
         self._chunk_tokens = block_map.chunk_tokens
         self._device = device
-        self._way = spread_on_host if device.on_host else spread_on_device(device)
+        self._make_copy = scatter_on_host if device.on_host else scatter_on_device(device)
         remote_parts = block_map.remote_whole.parts
         together = layout.parts == tuple(remote_parts)
         self._halve = not together and tuple(remote_parts) == ("KV",)
@@ -160,7 +160,7 @@ class Permutation:
                 some = views[:, blocks, inside, : chunks.tokens]
                 place = some.shape[1:3]
                 ids, parts = chunks.local_ids[picked].reshape(place), local_parts[picked].reshape(place)
-                scatter_tokens(self._targets, self._split(some), ids, parts, self._way)
+                scatter_tokens(self._targets, self._split(some), ids, parts, self._make_copy)
 
     def _stretches(self, chunks: Chunks, starts: BlockIds) -> Iterator[tuple[slice, slice, slice]]:
         """Cut the blocks that were read into stretches. The same chunks are needed of each block of a stretch.

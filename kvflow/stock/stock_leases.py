@@ -110,7 +110,7 @@ class StockLeases:
     def notify_needed(self, sources: Sequence[Source]) -> int:
         """Send a heartbeat for the requests of `sources` to their rank, which is the same for all. Return their number.
 
-        See `LeaseNotifier.needed`.
+        See `LeaseNotifier.notify_needed`.
         """
         proofs = {proof.request_id: proof for proof in map(_proof, sources)}
         for proof in proofs.values():
@@ -120,7 +120,10 @@ class StockLeases:
         return len(proofs)
 
     def notify_read(self, source: Source) -> None:
-        """Notify a source's rank that its request was read, and allow no further read of it (`LeaseNotifier.read`)."""
+        """Notify a source's rank that its request was read, and allow no further read of it.
+
+        See `LeaseNotifier.notify_read`.
+        """
         connection, request_id = source.connection, _proof(source).request_id
         assert isinstance(connection, StockConnection), "a stock source has a StockConnection"
         self._requests[source.peer.engine_id, source.lease.address, request_id] = None

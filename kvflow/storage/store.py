@@ -335,7 +335,7 @@ class BlockStore:
 
     async def _move_blocks(self, transfer: StoreTransfer, fd: int, start: int) -> None:
         transfer.begin_phase("move")
-        await transfer.flight.fly_groups(self._stored_cache.moves(transfer, fd, start))
+        await transfer.flight.read_groups(self._stored_cache.moves(transfer, fd, start))
         queued_s = transfer.flight.queued_s
         transfer.seconds["queued"] += queued_s
         transfer.seconds["move"] -= queued_s

@@ -18,7 +18,7 @@ from kvflow.core.policy.states import TransferState
 from kvflow.core.protocol.proof import SealProof
 from kvflow.errors import RuntimeBroken
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.flight_resources import FlightResources, LeaseAnswerState
+from kvflow.runtime.load.flight_resources import FlightResources, OnReadEnd
 from kvflow.storage.disk import EntryFile
 from kvflow.storage.storage_requests import PHASES, StoreRequest
 from kvflow.storage.store_thread import Direction, StoreThread
@@ -104,7 +104,7 @@ class StoreTransfer:
         with contextlib.suppress(RuntimeError):  # the deadline has passed, or the transfer has its outcome
             self.timeout.reschedule(asyncio.get_running_loop().time())
 
-    def post(self, _agent: AgentName, descriptors: Descriptors, on_end: LeaseAnswerState) -> None:
+    def post(self, _agent: AgentName, descriptors: Descriptors, on_end: OnReadEnd) -> None:
         """Start a move for the flight; call `on_end` when it has stopped. TransportBroken if the thread has ended."""
         move = PostedRead(descriptors.size_bytes)
 

@@ -25,7 +25,7 @@ from kvflow.storage.placing import BlockSpan, plan_file
 from kvflow.storage.store_thread import Direction
 from kvflow.storage.store_transfer import StoreTransfer, file_source
 from kvflow.verify import digests
-from kvflow.verify.cache_digests import DigestedCache, Digesting
+from kvflow.verify.cache_digests import DigestedCache, DigestSpec
 
 
 class StoredCache:
@@ -105,7 +105,7 @@ class StoredCache:
                 tokens = range(span.first * size, (span.first + len(memory_ids)) * size)
                 places = [at for at, (group, _) in enumerate(self.layer_sets) if group == span.group]
                 asked = [
-                    Digesting(
+                    DigestSpec(
                         at,
                         self._digested_layers[at],
                         range(self.layer_sets[at][1].block.heads),
@@ -121,7 +121,7 @@ class StoredCache:
                 if release is not None:
                     release()
             for at in places:
-                sums[at] = [digests.added(before, next(found)) for before in sums[at]]
+                sums[at] = [digests.add_digests(before, next(found)) for before in sums[at]]
         used = [numbers for (group, _), numbers in zip(self.layer_sets, sums, strict=True) if len(tables[group])]
         return np.array([number for numbers in used for number in numbers], dtype="<u8").tobytes()
 

@@ -48,10 +48,10 @@ class _WatchedLoad(Load):
         self.cared_for = True
         super().cancel()
 
-    def end(self, outcome: LoadReport | BaseException) -> None:
+    def set_outcome(self, outcome: LoadReport | BaseException) -> None:
         cancelled = isinstance(outcome, asyncio.CancelledError)
         self.cared_for = self.cared_for or self.waiting > 0 or cancelled
-        super().end(outcome)
+        super().set_outcome(outcome)
 
 
 class LoadWatch:

@@ -215,7 +215,7 @@ def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache |
 
     final = checked_at_end(watch.assert_unchanged)
     with (
-        runtime._supervisor.observers.one_more(watch),
+        runtime._supervisor.observers.adding(watch),
         mock.patch.object(runtime, "serve_blocks", serve_watched),
         final,
     ):

@@ -47,7 +47,7 @@ class Undigestible(Exception):
     """Raised for memory that neither numpy nor torch can read here, or for heads that cannot be told apart."""
 
 
-class Digesting(NamedTuple):
+class DigestSpec(NamedTuple):
     """The layers, heads, blocks and tokens to digest, all of one layer set (layers of equal shape)."""
 
     layer_set: int
@@ -88,7 +88,7 @@ class DigestedCache:
     def _digested(self) -> list[_DigestedSet]:
         return [_DigestedSet(one, self._device) for one in self._sets]
 
-    async def digests(self, asked: Sequence[Digesting]) -> list[int]:
+    async def digests(self, asked: Sequence[DigestSpec]) -> list[int]:
         """Return one digest for each layer of each item of `asked`, in that order, in one flat list.
 
         Raises Undigestible, or any error of the computation.
@@ -108,13 +108,13 @@ class DigestedCache:
             pass
         return sums
 
-    def _pieces(self, asked: Sequence[Digesting], sums: list[int]) -> Iterator[bool]:
+    def _pieces(self, asked: Sequence[DigestSpec], sums: list[int]) -> Iterator[bool]:
         """Add the digests of `asked` to `sums`, one number per layer. Yield True after every `_PIECE_BYTES` read."""
         first = piece_bytes = 0
         for one in asked:
             for layer, found, size_bytes in self._digested[one.layer_set].digests(one):
                 for at, number in enumerate(found.tolist(), first + layer):
-                    sums[at] = digests.added(sums[at], number)
+                    sums[at] = digests.add_digests(sums[at], number)
                 piece_bytes += size_bytes
                 if piece_bytes >= _PIECE_BYTES:
                     yield True
@@ -142,10 +142,10 @@ class _DigestedSet:
         views = [view.transpose(1, 2) if self._heads_first else view for view in _views(one, regions, shape)]
         on_host = _is_host(views[0].device)
         self._by_torch = not on_host and device.as_bytes
-        self._fetched_from = None if on_host or device.as_bytes else device
-        self._views: list[View] = list(map(_on_host, views)) if on_host else views
+        self._copy_device = None if on_host or device.as_bytes else device
+        self._views: list[View] = list(map(_numpy_view, views)) if on_host else views
 
-    def digests(self, asked: Digesting) -> Iterator[tuple[int, UInt64Array, int]]:
+    def digests(self, asked: DigestSpec) -> Iterator[tuple[int, UInt64Array, int]]:
         """Yield partial sums of the layers' digests, computed in jobs of a bounded size.
 
         Each item is (index in `asked.layers` of the first of some consecutive layers, one number for each of these
@@ -173,7 +173,7 @@ class _DigestedSet:
                 found = np.einsum("rn,n->r", hashes.reshape(len(some), -1), weights).reshape(-1, self._parts) @ of_parts
                 yield layer, found, step_bytes * len(found)
 
-    def _steps(self, asked: Digesting, step: int) -> Iterator[tuple[BlockIds, UInt64Array]]:
+    def _steps(self, asked: DigestSpec, step: int) -> Iterator[tuple[BlockIds, UInt64Array]]:
         """Yield at most `step` block ids at a time, with a weight per token: 0 for tokens that `asked` leaves out."""
         size, start, stop = asked.block_size, asked.tokens.start, asked.tokens.stop
         first_block = -(-stop // size) - len(asked.block_ids)
@@ -194,14 +194,14 @@ class _DigestedSet:
         The axes are region, block, and then token and head in the order in which they lie in memory.
         """
         views, where = [self._views[at] for at in regions], ids
-        if self._fetched_from is not None:
-            views, where = _fetched(views, ids, self._fetched_from), np.arange(len(ids))
+        if self._copy_device is not None:
+            views, where = _copy_to_host(views, ids, self._copy_device), np.arange(len(ids))
         views = [view[:, heads] if self._heads_first else view[:, :, heads] for view in views]
         if self._by_torch:
             return _hashed_by_torch(views, where, self._words)
         hashes = np.empty((len(views), len(ids), *views[0].shape[1:3]), dtype=np.uint64)
         for view, found in zip(views, hashes, strict=True):
-            _hash(view, where, self._words, found)
+            _hash_into(view, where, self._words, found)
         return hashes
 
 
@@ -236,23 +236,23 @@ def _is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _on_host(view: Tensor) -> npt.NDArray[Any]:
+def _numpy_view(view: Tensor) -> npt.NDArray[Any]:
     """View a region by numpy: as words of 8 bytes, or as bytes if a run is no whole number of words."""
     found: npt.NDArray[Any] = view.numpy()
     return found if found.shape[3] % digests.WORD_BYTES else found.view("<u8")
 
 
-def _hash(view: npt.NDArray[Any], ids: BlockIds, words: UInt64Array, found: UInt64Array) -> None:
+def _hash_into(view: npt.NDArray[Any], ids: BlockIds, words: UInt64Array, found: UInt64Array) -> None:
     """Hash all runs of the blocks `ids` of one region into `found`."""
     if view[0].nbytes >= _DIRECT_BYTES_MIN:
         for block, hashes in zip(ids.tolist(), found, strict=True):
-            np.einsum("xyw,w->xy", _padded(view[block]), words, out=hashes)
+            np.einsum("xyw,w->xy", _padded_words(view[block]), words, out=hashes)
     else:
         # Not into a buffer: copies of whole blocks with the same offset within their pages took five times as long.
-        np.einsum("bxyw,w->bxy", _padded(view[ids]), words, out=found)
+        np.einsum("bxyw,w->bxy", _padded_words(view[ids]), words, out=found)
 
 
-def _padded(runs: npt.NDArray[Any]) -> UInt64Array:
+def _padded_words(runs: npt.NDArray[Any]) -> UInt64Array:
     """Return runs as words of 8 bytes; bytes are padded with 0."""
     if runs.dtype != np.uint8:
         return runs
@@ -264,10 +264,10 @@ def _hashed_by_torch(views: Sequence[Tensor], ids: BlockIds, words: UInt64Array)
     """Return the hashes of all runs in blocks `ids` of each region, computed on the current stream of their device."""
     import torch
 
-    def there(numbers: npt.NDArray[Any]) -> Tensor:
+    def upload(numbers: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(numbers.view(np.int64).copy()).to(views[0].device)
 
-    index, weights = there(ids), there(words)
+    index, weights = upload(ids), upload(words)
     rest = -views[0].shape[3] % digests.WORD_BYTES
     hashes = []
     for view in views:
@@ -277,7 +277,7 @@ def _hashed_by_torch(views: Sequence[Tensor], ids: BlockIds, words: UInt64Array)
     return found
 
 
-def _fetched(views: Sequence[Tensor], ids: BlockIds, device: CacheDevice) -> list[View]:
+def _copy_to_host(views: Sequence[Tensor], ids: BlockIds, device: CacheDevice) -> list[View]:
     """Copy the blocks `ids` of each region to the host, gaps within blocks included. Return host views of the regions.
 
     Call it inside `CacheDevice.copying`.
@@ -292,4 +292,4 @@ def _fetched(views: Sequence[Tensor], ids: BlockIds, device: CacheDevice) -> lis
     fetched = [torch.empty(len(ids), size, dtype=torch.uint8) for _ in rows]
     copy_blocks(rows, fetched, ids, np.arange(len(ids)), to_host(device))
     device.wait()
-    return [_on_host(row.as_strided((len(ids), *shape), (size, *strides))) for row in fetched]
+    return [_numpy_view(row.as_strided((len(ids), *shape), (size, *strides))) for row in fetched]

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
-DEFINITION = 1
+DIGEST_VERSION = 1
 """Version of this definition of a digest. A producer with another version refuses the question."""
 
 WORD_BYTES = 8
@@ -68,6 +68,6 @@ def _scrambled(numbers: npt.NDArray[np.int64], kind: int) -> UInt64Array:
     return (x ^ (x >> np.uint64(31))) | np.uint64(1)
 
 
-def added(total: int, more: int) -> int:
+def add_digests(total: int, more: int) -> int:
     """Return the sum of two digests, modulo 2 ** 64."""
     return (total + more) & _MASK

@@ -10,17 +10,17 @@ from kvflow.core.protocol import codec, messages
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.producer.lease import OpenLease
-from kvflow.verify.cache_digests import Digesting
-from kvflow.verify.digests import DEFINITION
+from kvflow.verify.cache_digests import DigestSpec
+from kvflow.verify.digests import DIGEST_VERSION
 
 
-def understood(local: LocalRank, question: messages.DigestRequest, found: OpenLease) -> list[Digesting]:
+def digest_specs_of(local: LocalRank, question: messages.DigestRequest, found: OpenLease) -> list[DigestSpec]:
     """Return the blocks, layers and heads to digest for a reader's request, one item for each part of the request.
 
     `found` is the open lease. WireError if this rank, or the lease, does not have the requested bytes.
     """
-    if question.definition != DEFINITION:
-        raise codec.WireError(f"digests: ours are of definition {DEFINITION}, theirs {question.definition}")
+    if question.definition != DIGEST_VERSION:
+        raise codec.WireError(f"digest version: ours {DIGEST_VERSION}, theirs {question.definition}")
     count = sum(len(part.layers) for part in question.parts)
     if not 0 < len(question.parts) <= messages.DIGEST_PARTS_MAX or count > messages.REGIONS_MAX:
         raise codec.WireError(f"digests: {counted(len(question.parts), 'part')} of {counted(count, 'layer')}")
@@ -28,11 +28,13 @@ def understood(local: LocalRank, question: messages.DigestRequest, found: OpenLe
     for part in question.parts:
         group = _share_of(local, part)[1].group
         ids = found.held.readable[group]
-        asked.append(digesting_of(local, part, ids[: _blocks_of(local.groups[group], len(ids), found.ticket, part)]))
+        asked.append(
+            digest_spec_of(local, part, ids[: _blocks_up_to(local.groups[group], len(ids), found.ticket, part)])
+        )
     return asked
 
 
-def digesting_of(local: LocalRank, part: messages.DigestPart, block_ids: BlockIds) -> Digesting:
+def digest_spec_of(local: LocalRank, part: messages.DigestPart, block_ids: BlockIds) -> DigestSpec:
     """Translate one part of a request for digests. WireError if this rank does not have its layers or heads.
 
     Args:
@@ -46,7 +48,7 @@ def digesting_of(local: LocalRank, part: messages.DigestPart, block_ids: BlockId
         of = f"{part.head}+{part.heads} of the model's {part.model_heads}"
         raise codec.WireError(f"digests: heads {of}, this rank has {share.kv_heads}")
     first = part.head - heads.start
-    return Digesting(
+    return DigestSpec(
         layer_set=at,
         layers=[share.layers.index(layer) for layer in part.layers],
         heads=range(first, first + part.heads),
@@ -63,10 +65,10 @@ def _share_of(local: LocalRank, part: messages.DigestPart) -> tuple[int, CacheSh
     for at, share in enumerate(local.cache_shares):
         if share.part == part.part and layers <= set(share.layers) and len(layers) == len(part.layers) > 0:
             return at, share
-    raise codec.WireError(f"digests: no layers of this rank look alike that are {sorted(layers)[:6]}")
+    raise codec.WireError(f"digests: no layer set of this rank has all layers of {sorted(layers)[:6]}")
 
 
-def _blocks_of(group: GroupFacts, blocks: int, ticket: Ticket, part: messages.DigestPart) -> int:
+def _blocks_up_to(group: GroupFacts, blocks: int, ticket: Ticket, part: messages.DigestPart) -> int:
     """Return how many of a lease's `blocks` blocks, from the first one, hold all tokens up to the end of `part`.
 
     WireError if the lease does not have all these tokens.

@@ -30,18 +30,18 @@ from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
 from kvflow.runtime.load.requests import VERIFY, Verification
-from kvflow.runtime.load.steps import Reader
+from kvflow.runtime.load.steps import ReadBlocks
 from kvflow.runtime.peers.peer import LocalRank, Source
-from kvflow.verify.cache_digests import DigestedCache, Digesting
-from kvflow.verify.digests import DEFINITION
-from kvflow.verify.lease_digests import digesting_of, understood
+from kvflow.verify.cache_digests import DigestedCache, DigestSpec
+from kvflow.verify.digests import DIGEST_VERSION
+from kvflow.verify.lease_digests import digest_spec_of, digest_specs_of
 
 logger = logger_of(__name__)
 
-OF_READER_MAX = 8
+REQUESTS_OF_READER_MAX = 8
 """Largest number of digest requests of one reader that are under way at once."""
 
-Compared: TypeAlias = tuple[messages.DigestPart, Digesting]
+PartToCompare: TypeAlias = tuple[messages.DigestPart, DigestSpec]
 """One part of a request for digests, for the producer, and the local blocks that must have the same digests."""
 
 
@@ -52,12 +52,12 @@ class NotCompared(Exception):
     """
 
 
-def begin(cache: RegisteredCache) -> Verifying:
+def begin(cache: RegisteredCache) -> LoadVerifier:
     """Return the object that verifies loads into one registered cache."""
-    return Verifying(cache)
+    return LoadVerifier(cache)
 
 
-class Verifying:
+class LoadVerifier:
     """Verifies loads into one registered cache by digests, and answers the digest requests of readers."""
 
     def __init__(self, cache: RegisteredCache) -> None:
@@ -67,18 +67,18 @@ class Verifying:
         self._limits = cache.config.limits
         self._spawn = cache.spawn
         self._known = cache.serving.find_lease
-        self._counts = cache.serving.digests
+        self._counters = cache.serving.digests
         self._under_way: Counter[str] = Counter()
         """Number of digest requests under way, by reader."""
-        self.own = DigestedCache(memory.own_layers, copy_thread, memory.device)
+        self.local_cache = DigestedCache(memory.own_layers, copy_thread, memory.device)
         """Digests of the engine's own cache, which loads fill."""
-        self.shown = DigestedCache(memory.served_layers, copy_thread) if memory.staging else self.own
+        self.served_cache = DigestedCache(memory.served_layers, copy_thread) if memory.staging else self.local_cache
         """Digests of the memory that peers read: the cache or, with host staging, the host blocks."""
 
     @property
     def problem(self) -> str:
         """Reason why loads cannot be verified; empty if they can."""
-        return self.own.problem
+        return self.local_cache.problem
 
     def answer(self, question: messages.DigestRequest) -> Answered:
         """Begin to compute the digests of leased blocks that a reader asks for. Return the reply, or a future for it.
@@ -93,13 +93,13 @@ class Verifying:
             return self._refused(messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED))
         held = found.held
         if held.missing and any(part.stop > held.num_tokens - held.missing for part in question.parts):
-            return self._refused(refusal("its blocks are not there yet", transient=True))
+            return self._refused(refusal("its blocks are not computed yet", transient=True))
         try:
-            asked = understood(self._local, question, found)
+            asked = digest_specs_of(self._local, question, found)
         except codec.WireError as error:
             return self._refused(refusal(str(error)))
-        if self._under_way.total() >= limits.digests_max or self._under_way[reader] >= OF_READER_MAX:
-            return self._refused(refusal("too many digests are asked for at once", transient=True))
+        if self._under_way.total() >= limits.digests_max or self._under_way[reader] >= REQUESTS_OF_READER_MAX:
+            return self._refused(refusal("too many digests are requested at once", transient=True))
         reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
         try:
             task = self._spawn(self._compute(question, asked, reply), name=f"kvflow-digest {question.request_id}")
@@ -110,11 +110,11 @@ class Verifying:
         return reply
 
     def _refused(self, reply: messages.Reply) -> messages.Reply:
-        self._counts["digests_refused"] += 1
+        self._counters["digests_refused"] += 1
         return reply
 
     async def _compute(
-        self, question: messages.DigestRequest, asked: Sequence[Digesting], reply: asyncio.Future[messages.Reply]
+        self, question: messages.DigestRequest, asked: Sequence[DigestSpec], reply: asyncio.Future[messages.Reply]
     ) -> None:
         """Compute the digests that `asked` lists for `question`, and set the result of `reply`.
 
@@ -122,7 +122,7 @@ class Verifying:
         at once. Ends when they are computed. If it fails the question is refused.
         """
         try:
-            values = await self.shown.digests(asked)
+            values = await self.served_cache.digests(asked)
         except Exception as error:  # noqa: BLE001 - of the memory: a reader's question must not end the runtime
             logger.warning("request %s: no digests of its blocks: %s", question.request_id, error)
             reply.set_result(self._refused(refusal(f"no digests: {error}")))
@@ -130,7 +130,7 @@ class Verifying:
         if self._known(question.lease_id, question.request_id) is None:
             reply.set_result(self._refused(messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED)))
         else:
-            self._counts["digests"] += 1
+            self._counters["digests"] += 1
             reply.set_result(messages.Digests(values=tuple(values)))
 
     def _ended(self, reader: str, reply: asyncio.Future[messages.Reply], _: asyncio.Task[None]) -> None:
@@ -142,7 +142,7 @@ class Verifying:
         if not reply.done():
             reply.set_result(self._refused(refusal("the engine closes", transient=True)))
 
-    async def read(self, reader: Reader, load: Load, flight: Flight, plan: Plan) -> bool:
+    async def read_verified(self, reader: ReadBlocks, load: Load, flight: Flight, plan: Plan) -> bool:
         """Read with `reader`, and compare with the producer's digests. If they differ, read and compare once more.
 
         Returns True if the leases covered the whole read. Raises ChecksumMismatch if the digests differ twice, or
@@ -158,14 +158,14 @@ class Verifying:
                     source.proof = source.proof.fresh_copy()
                 difference = await self._read_and_compare(load, read)
                 if difference:
-                    why = f"what was read twice is not what is offered: {difference}"
+                    why = f"two reads brought other bytes than the producer has: {difference}"
                     raise load.failure(ChecksumMismatch, why)
             if difference is None:
                 return False
             repaired = load.verification is Verification.MISMATCH
             load.verification = Verification.REPAIRED if repaired else Verification.VERIFIED
         except NotCompared as problem:
-            self._not_verified(load, problem)
+            self._note_unverified(load, problem)
         return True
 
     async def _read_and_compare(self, load: Load, read: Callable[[], Awaitable[bool]]) -> str | None:
@@ -174,23 +174,23 @@ class Verifying:
         A rank is asked for its digests before the read, if its lease does not grow, and computes them meanwhile. Raises
         NotCompared, after the read.
         """
-        compared = [(source, list(self.parts(source, load.tables))) for source in load.sources]
+        compared = [(source, list(self.parts_to_compare(source, load.tables))) for source in load.sources]
         request_id = load.ticket.request_id
         under_way = {
-            source: asyncio.ensure_future(self._ask(request_id, source, parts))
+            source: asyncio.ensure_future(self._ask_digests(request_id, source, parts))
             for source, parts in compared
             if not source.proof.grows
         }
         try:
             await asyncio.sleep(0)  # send the questions before the read is planned and posted
-            load.enter("wire")
+            load.enter_phase("wire")
             if not await read():
                 return None
-            load.enter(VERIFY)
+            load.enter_phase(VERIFY)
             ours = [await self._digests([ours for _, ours in parts]) for _, parts in compared]
             found = []
             for (source, parts), mine in zip(compared, ours, strict=True):
-                answer = under_way.get(source) or self._ask(request_id, source, parts)
+                answer = under_way.get(source) or self._ask_digests(request_id, source, parts)
                 if (theirs := await answer) is None:
                     return None
                 found.append(_difference(source, parts, mine, theirs))
@@ -200,16 +200,16 @@ class Verifying:
                 asking.cancel()
             await asyncio.gather(*under_way.values(), return_exceptions=True)
 
-    async def _digests(self, asked: Sequence[Digesting]) -> list[int]:
+    async def _digests(self, asked: Sequence[DigestSpec]) -> list[int]:
         try:
-            return await self.own.digests(asked)
+            return await self.local_cache.digests(asked)
         except Exception as error:  # noqa: BLE001 - of the memory, or of the copy thread
-            raise NotCompared(f"no digests of our cache: {error}") from None
+            raise NotCompared(f"no digests of the local cache: {error}") from None
 
-    def _not_verified(self, load: Load, problem: NotCompared) -> None:
+    def _note_unverified(self, load: Load, problem: NotCompared) -> None:
         """Note that the bytes of a load could not be compared. Raise an error if the load must be verified."""
         if load.verification is Verification.MISMATCH:
-            why = f"what was read is not what is offered, and then could not be compared: {problem}"
+            why = f"the bytes differ from the producer's, and could not be compared after the second read: {problem}"
             raise load.failure(ChecksumMismatch, why) from problem
         load.verification = Verification.UNVERIFIED
         logger.info("load %s is not verified: %s", load.request_id, problem)
@@ -218,15 +218,17 @@ class Verifying:
                 raise problem.__cause__ from None
             raise load.failure(TransferFailed, f"it cannot be verified: {problem}") from problem
 
-    async def _ask(self, request_id: str, read: Source, parts: Sequence[Compared]) -> Sequence[int] | None:
+    async def _ask_digests(
+        self, request_id: str, source: Source, parts: Sequence[PartToCompare]
+    ) -> Sequence[int] | None:
         """Ask a rank for its digests, one per layer of each of `parts`. Return None if the rank's lease has ended."""
-        peer, lease = read.peer, read.lease
+        peer, lease = source.peer, source.lease
         question = messages.DigestRequest(
             reader=self._local.reader,
             target=peer.at,
             request_id=request_id,
             lease_id=lease.lease_id,
-            definition=DEFINITION,
+            definition=DIGEST_VERSION,
             parts=tuple(asked for asked, _ in parts),
         )
         try:
@@ -241,19 +243,19 @@ class Verifying:
             raise NotCompared(str(wrong)) from wrong
         return reply.values
 
-    def parts(self, read: Source, tables: Sequence[BlockIds]) -> Iterator[Compared]:
+    def parts_to_compare(self, source: Source, tables: Sequence[BlockIds]) -> Iterator[PartToCompare]:
         """Yield the bytes to compare with one rank, one item for each pair of local and remote layer sets."""
-        for block_map, chunks in read.chunks.items():
+        for block_map, chunks in source.chunks.items():
             if some := [one for one in chunks if len(one)]:
-                asked = _part_of(self._local, read, block_map, some)
-                yield asked, digesting_of(self._local, asked, tables[block_map.local_group])
+                asked = _part_of(self._local, source, block_map, some)
+                yield asked, digest_spec_of(self._local, asked, tables[block_map.local_group])
 
 
-def _part_of(local: LocalRank, read: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> messages.DigestPart:
+def _part_of(local: LocalRank, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> messages.DigestPart:
     """Return the part of a request for digests that covers `chunks`, read from one rank by `block_map`."""
     size, mine = block_map.chunk_tokens, local.cache_shares[block_map.local_set]
     layers = tuple(mine.layers[ours] for ours, _ in block_map.layer_pairs)
-    model_heads = kv_heads_of_model(mine, _their_share(read, mine, layers))
+    model_heads = kv_heads_of_model(mine, _producer_share(source, mine, layers))
     return messages.DigestPart(
         part=mine.part,
         layers=layers,
@@ -265,13 +267,13 @@ def _part_of(local: LocalRank, read: Source, block_map: BlockMap, chunks: Sequen
     )
 
 
-def _their_share(read: Source, mine: CacheShare, layers: Sequence[int]) -> CacheShare:
+def _producer_share(source: Source, mine: CacheShare, layers: Sequence[int]) -> CacheShare:
     """Return the producer's cache share that holds all of `layers`."""
-    shares = read.connection.cache_shares
+    shares = source.connection.cache_shares
     return next(one for one in shares if one.part == mine.part and set(layers) <= set(one.layers))
 
 
-def _difference(read: Source, parts: Sequence[Compared], ours: Sequence[int], theirs: Sequence[int]) -> str:
+def _difference(source: Source, parts: Sequence[PartToCompare], ours: Sequence[int], theirs: Sequence[int]) -> str:
     """Return a text with the number of layers that differ, and both digests of the first; empty if none differ."""
     named = [(asked, layer) for asked, _ in parts for layer in asked.layers]
     wrong = [at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other]
@@ -281,4 +283,4 @@ def _difference(read: Source, parts: Sequence[Compared], ours: Sequence[int], th
     asked, layer = named[first]
     what = f"layer {layer}{asked.part and ' ' + asked.part}, tokens {asked.start} to {asked.stop}"
     digests = f"ours {ours[first]:016x}, theirs {theirs[first]:016x}"
-    return f"{read.peer.label}: layers that differ: {len(wrong)} of {len(ours)}, the first: {what}: {digests}"
+    return f"{source.peer.label}: layers that differ: {len(wrong)} of {len(ours)}, the first: {what}: {digests}"

@@ -31,7 +31,7 @@ what `heap_mib` counts.
 """
 BOUNDED = frozenset(
     {
-        "kvflow.core.protocol.messages.Offer",  # what late readers are told of (lease_news.py)
+        "kvflow.core.protocol.messages.Offer",  # what late readers are told of (lease_questions.py)
         "kvflow.core.protocol.messages.LeaseAnswer",
         "kvflow.core.protocol.addresses.Address",  # who is told goodbye (Limits.readers_max)
         "kvflow.storage.index.Entry",  # files of the store

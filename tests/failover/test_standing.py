@@ -31,7 +31,7 @@ async def late(pair: InprocPair, request: LoadRequest) -> DeadlineExceeded:
 async def test_a_prompt_that_is_never_computed_is_its_producers_fault(staging: str, computed: int) -> None:
     async with pair_of(staging) as pair:
         lease, records = opened(pair), Records()
-        with pair.consumer.runtime._observers.one_more(records):
+        with pair.consumer.runtime._observers.adding(records):
             lease.advance(computed)
             error = await late(pair, wanted(pair, lease, deadline_s=2.0))
         assert str(error).endswith(f"deadline exceeded in phase 'compute': {computed} of 16 tokens computed")
@@ -75,7 +75,7 @@ async def test_a_producer_that_stands_still_while_its_prompt_is_awaited() -> Non
         await asyncio.sleep(1.0)
         pair.consumer.transport.faults.hold = True
         with pytest.raises(
-            DeadlineExceeded, match=r"8 of 16 tokens computed, as far as is known: a look at its .* s$"
+            DeadlineExceeded, match=r"8 of 16 tokens computed, as far as is known: a fetch of its .* s$"
         ) as caught:
             await load
         assert caught.value.blame is Blame.PEER
@@ -103,7 +103,7 @@ async def test_a_payload_that_never_comes_is_its_producers_fault() -> None:
         lease.advance(16)
         error = await late(pair, wanted(pair, lease, deadline_s=1.0))
         assert (error.phase, error.blame) == ("compute", Blame.PEER)
-        assert str(error).endswith(": 16 tokens read, the whole prompt, but the payload that was promised has not come")
+        assert str(error).endswith(": all 16 tokens are read, but the promised payload has not come")
         lease.revoke()
 
 
@@ -140,7 +140,7 @@ async def test_a_ticket_that_is_not_brought_is_named() -> None:
 
         error = await late(pair, replace(wanted(pair, over, deadline_s=1.0), again=again))
         assert str(error).endswith(
-            "in phase 'handshake': no source is left, and `again` has not brought another ticket"
+            "in phase 'handshake': no source is left, and `again` has not returned another ticket"
         )
 
 

@@ -29,7 +29,7 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.failover import several_tickets
-from kvflow.failover.several_tickets import carry
+from kvflow.failover.several_tickets import perform
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.load.requests import TICKETS_MAX, LoadingStatistics
 from kvflow.runtime.peers.peer import Peer
@@ -176,7 +176,7 @@ async def trio(config: Config = PATIENT, *, warm: bool = False) -> AsyncIterator
         cluster.engine("reader", config=base) as reader,
     ):
         made = Trio(first, second, reader, cluster)
-        with reader.runtime._observers.one_more(made.records):
+        with reader.runtime._observers.adding(made.records):
             if warm:
                 await made.warm()
             yield made
@@ -392,7 +392,7 @@ async def test_the_next_source_is_read_once_nothing_of_the_last_one_can_land(mon
     async with trio(replace(PATIENT, cancel_grace_s=0.05), warm=True) as made:
 
         async def fails(cache: RegisteredCache, load: kvflow.Load) -> LoadReport:
-            attempt = asyncio.ensure_future(carry(cache, load))
+            attempt = asyncio.ensure_future(perform(cache, load))
             if load.ticket.engine_id == "first":
                 await until(lambda: "first" in made.posted)
                 attempt.cancel()
@@ -400,7 +400,7 @@ async def test_the_next_source_is_read_once_nothing_of_the_last_one_can_land(mon
                 raise load.failure(TransferFailed, "scripted")
             return await attempt
 
-        monkeypatch.setattr(several_tickets, "carry", fails)
+        monkeypatch.setattr(several_tickets, "perform", fails)
         leases = made.both()
         load = await made.held(leases)
         await passes(load, 1.0)
@@ -520,7 +520,7 @@ async def test_what_again_brought_is_given_back_by_a_load_that_ends_without_it(h
     [
         (ZeroDivisionError("scripted"), PrefillFailed, "`again` failed: ZeroDivisionError: scripted"),
         (PrefillFailed("no engine is left", request_id="req", peer=""), PrefillFailed, "no engine is left"),
-        (None, LeaseExpired, "the offer|it has ended"),
+        (None, LeaseExpired, "the lease has ended|it has ended"),
         ({"remote": 1}, RequestError, "request 'req': again: ticket"),
     ],
 )

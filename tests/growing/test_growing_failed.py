@@ -24,7 +24,7 @@ async def test_a_prefill_that_breaks_ends_its_loads(staging: str, tokens: int) -
     """Whatever has landed: before the first token, in the middle, and also when all were there."""
     async with pair_of(staging) as pair, AsyncExitStack() as stack:
         records, lease = Records(), opened(pair)
-        stack.enter_context(pair.producer.runtime._observers.one_more(records))
+        stack.enter_context(pair.producer.runtime._observers.adding(records))
         load = pair.consumer.runtime.start_load(wanted(pair, lease, deadline_s=9.0))
         if tokens < 16:
             lease.advance(tokens)

@@ -12,7 +12,7 @@ import pytest
 from kvflow import Lease, LeaseOutcome, Limits, Load, LoadRequest, ServeRequest
 from kvflow.errors import DeadlineExceeded, TransferFailed
 from kvflow.growing import growing_loads
-from kvflow.growing.growing_loads import LOOK_EVERY_S
+from kvflow.growing.growing_loads import SEAL_FETCH_EVERY_S
 from kvflow.growing.lease_questions import LeaseQuestions
 from kvflow.testing import InprocPair
 from kvflow.transport.base import TransportError
@@ -59,7 +59,7 @@ async def test_who_waits_looks_now_and_then() -> None:
         await asyncio.sleep(5.0)
         before = reads(pair)
         await asyncio.sleep(1.0)
-        assert reads(pair) - before <= COUNT * (1.0 / LOOK_EVERY_S + 1)
+        assert reads(pair) - before <= COUNT * (1.0 / SEAL_FETCH_EVERY_S + 1)
         for lease in leases:
             lease.advance(4)
         await asyncio.gather(*loads)
@@ -86,7 +86,7 @@ async def test_small_steps_are_not_read_one_by_one() -> None:
 @in_virtual_time
 async def test_a_producer_tells_at_once_that_a_lease_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever finds that not all is there asks for news, also if what is there is not worth a read."""
-    monkeypatch.setattr(growing_loads, "LOOK_EVERY_S", 10.0)
+    monkeypatch.setattr(growing_loads, "SEAL_FETCH_EVERY_S", 10.0)
     async with flowing() as (pair, lease, load):
         await asyncio.sleep(1.0)
         lease.advance(16)
@@ -104,7 +104,7 @@ async def test_where_no_answer_comes_a_look_finds_the_lease_complete(monkeypatch
         await asyncio.sleep(1.0)
         assert not load.done
         lease.advance(16)
-        await asyncio.sleep(2 * LOOK_EVERY_S)
+        await asyncio.sleep(2 * SEAL_FETCH_EVERY_S)
         assert load.done
         assert (await seen)[-1] == 16
         pair.assert_loaded(LOADED, OFFERED)
@@ -120,7 +120,7 @@ async def test_a_look_that_fails_ends_its_own_load_alone() -> None:
         leases, loads = many(pair)
         await asyncio.sleep(0.05)
         pair.consumer.transport.faults.fail_next.append(TransportError("scripted"))
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(SEAL_FETCH_EVERY_S)
         for lease in leases:
             lease.advance(4)
         ended = await asyncio.gather(*loads, return_exceptions=True)

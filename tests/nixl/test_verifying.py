@@ -54,10 +54,10 @@ async def test_what_changes_between_read_and_digest_is_found(times: int) -> None
 
 def _ask_after_the_read(verifying: Any) -> None:
     """As if the blocks had been staged: else the questions come while they are read."""
-    parts = verifying.parts
+    parts = verifying.parts_to_compare
 
     def later(read: Any, tables: Any) -> Any:
         read.proof.grows = True
         return parts(read, tables)
 
-    verifying.parts = later
+    verifying.parts_to_compare = later

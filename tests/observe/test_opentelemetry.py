@@ -41,7 +41,7 @@ async def test_load_and_lease_are_children_of_the_tickets_span_and_a_failed_load
     assert load.status.status_code is StatusCode.UNSET
     (failed,) = [span for span in spans if span.status.status_code is StatusCode.ERROR]
     assert failed.name == "kvflow.load"
-    assert "the offer is over" in (failed.status.description or "")
+    assert "the lease has ended" in (failed.status.description or "")
 
 
 @in_virtual_time

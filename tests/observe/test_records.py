@@ -36,7 +36,7 @@ async def test_each_load_and_lease_has_one_record() -> None:
     assert (good.blocks, good.bytes) == (2, 2 * layout.block_size_bytes)
     assert good.seconds["wire"] > 0
     assert (bad.outcome, bad.phase, bad.traceparent) == ("LeaseExpired", "wire", "")
-    assert "the offer is over" in bad.error
+    assert "the lease has ended" in bad.error
     leases = {record.request_id: record for record in notebook.leases}
     assert {name: (record.outcome, record.readers) for name, record in leases.items()} == {
         "good": ("read", 1),
@@ -110,7 +110,7 @@ async def test_in_a_test_an_observers_error_is_the_tests() -> None:
     cluster = InprocCluster()
     with pytest.raises(ValueError, match="no leases, please"):
         async with cluster.engine("a") as engine:
-            with engine.runtime._observers.one_more(Saboteur()):
+            with engine.runtime._observers.adding(Saboteur()):
                 await engine.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4)).revoke()
     config = Config(engine_id="b", listen="tcp://127.0.0.1:0")
     runtime = Runtime(config, observers=[Saboteur()], world=cluster.world())
@@ -136,17 +136,17 @@ def test_an_observer_that_always_raises_does_not_fill_the_log(caplog: pytest.Log
     observers = Observers([saboteur])
     for _ in range(1000):
         observers.lease_ended(record)
-    with observers.one_more(now_and_then):
+    with observers.adding(now_and_then):
         observers.lease_ended(record)
     observers.close()
     logged = [line.getMessage() for line in caplog.records if line.exc_info]
     assert len(logged) == 10 + 1, "1, 2, 4 ... 512, and the other's first"
     assert "left out" not in logged[1]
-    assert logged[3].endswith(" (left out: 3 failures of it)")
-    assert logged[9].endswith(" (left out: 255 failures of it)")
+    assert logged[3].endswith(" (not logged: 3 failures)")
+    assert logged[9].endswith(" (not logged: 255 failures)")
     assert logged[10].startswith("an observer failed on LeaseRecord(")
     rest = [line.getMessage() for line in caplog.records if not line.exc_info]
-    assert rest == ["an observer failed 1001 times; left out were the last 489"]
+    assert rest == ["an observer failed 1001 times; the last 489 were not logged"]
     observers.close()
     assert len(caplog.records) == 12
 

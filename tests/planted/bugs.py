@@ -159,8 +159,8 @@ BUGS: dict[str, Bug] = {
         ("tests/growing/test_growing.py::test_advances_that_cannot_be",),
     ),
     "a partly computed unit is read whole": Bug(
-        "return self._end if there >= self.tokens.stop else there // self._unit * self._unit",
-        "return self._end if there >= self.tokens.stop else -(-there // self._unit) * self._unit",
+        "return self._end if readable_tokens >= self.tokens.stop else readable_tokens // self._unit * self._unit",
+        "return self._end if readable_tokens >= self.tokens.stop else -(-readable_tokens // self._unit) * self._unit",
         ("tests/growing/test_growing.py::test_what_is_computed_is_read_as_it_comes",),
     ),
     "ranks that offer different things are believed": Bug(
@@ -175,7 +175,7 @@ BUGS: dict[str, Bug] = {
         ("tests/growing/test_rendezvous.py::test_questions_of_strangers_keep_no_honest_one_from_its_answer",),
     ),
     "a payload is told before the prompt is complete": Bug(
-        "            if one.source.lease.payload:\n                if await asyncio.shield(one.end)"
+        "            if one.source.lease.payload:\n                if await asyncio.shield(one.final_state)"
         " is not LeaseAnswerState.COMPLETE:\n                    return None\n",
         "            if one.source.lease.payload:\n",
         (

@@ -274,7 +274,7 @@ async def test_a_run_that_is_reclaimed_while_it_is_read_is_a_miss(them: Fleet) -
     them.release_reads()
     report = await pull
     assert report.num_tokens == 0
-    assert "the offer is over" in report.answers[0].why
+    assert "the lease has ended" in report.answers[0].why
     assert holder.sharing.statistics.reclaimed == 1
 
 

@@ -148,7 +148,7 @@ FAILURES: dict[str, tuple[type[KVFlowError], Callable[[Lease], Ticket], str]] = 
     "an offer that broke": (
         PrefillFailed,
         lambda lease: lease.fail("out of memory").ticket,
-        "its producer could not compute the prompt, and says so: have another one compute it",
+        "its producer reports that it could not compute the prompt: have another engine compute it",
     ),
 }
 

@@ -210,7 +210,7 @@ async def test_leases_kept_and_engines_prewarmed() -> None:
         lease = pair.offer([3, 4])
         engine = PeerAddress(engine_id="producer", address=pair.writer.address)
         with pair.reader.keep_leases(lease.ticket):
-            await until(lambda: cache_of(pair.reader).remote_leases._kept)
+            await until(lambda: cache_of(pair.reader).remote_leases._renewed)
             await fall_asleep(pair.producer)
             assert isinstance((await pair.reader.prewarm([engine]))[0], PeerNotReady)
             await wake(pair.producer)
@@ -225,7 +225,7 @@ async def test_a_reader_that_sleeps_forgets_its_peers_and_reads_again() -> None:
     async with readable_pair() as pair:
         lease = pair.offer([3, 4])
         with pair.reader.keep_leases(lease.ticket):
-            await until(lambda: cache_of(pair.reader).remote_leases._kept)
+            await until(lambda: cache_of(pair.reader).remote_leases._renewed)
             await fall_asleep(pair.consumer)
             assert pair.reader.statistics().peers == ()
         await wake(pair.consumer)

@@ -65,11 +65,11 @@ async def test_a_lease_that_is_found_too_late_is_not_kept() -> None:
 
     cache = SimpleNamespace(config=Config(engine_id="any"), clock=SystemClock(), spawn=spawn, resolver=resolver)
     leases = RemoteLeases(cast(RegisteredCache, cache))
-    with leases.keep_while(cast(Ticket, AnyTicket())):
+    with leases.renewing(cast(Ticket, AnyTicket())):
         await resolver.searching.wait()
     await asyncio.wait(tasks)
     assert tasks[0].cancelled()
-    assert (resolver.found, leases._kept) == (1, {})
+    assert (resolver.found, leases._renewed) == (1, {})
     leases.close()
 
 

@@ -370,7 +370,7 @@ SETTINGS = {too_many: NARROW, no_room_for_a_peer: ALONE}
 async def test_an_error_names_the_request_of_its_load(failing: Failing, kind: type[KVFlowError]) -> None:
     records = Records()
     async with scripted_pair(SETTINGS.get(failing, CONFIG)) as (pair, channel):
-        with pair.consumer.runtime._observers.one_more(records):
+        with pair.consumer.runtime._observers.adding(records):
             load = await failing(Scene(pair, channel))
             with pytest.raises(kind) as caught:
                 await load

@@ -189,8 +189,9 @@ ANYWHERE = {
     "Runtime.statistics",
     *("Lease.request_id", "Lease.block_ids", "Lease.block_tables", "Lease.state", "Lease.done", "Lease.readers_done"),
     *("Load.block_ids", "Load.block_tables", "Load.done", "Load.safe"),
-    *("Load.follow", "Load.note_progress", "Load.begin", "Load.end", "Load.end_now", "Load.was_late"),  # of its loader
-    *("Load.enter", "Load.end_phases", "Load.where", "Load.report", "Load.failure"),  # of its steps
+    *("Load.follow", "Load.note_progress", "Load.start_task", "Load.set_outcome"),  # of its loader
+    *("Load.cancel_overdue", "Load.take_back_cancel"),  # of its loader
+    *("Load.enter_phase", "Load.end_phases", "Load.where", "Load.report", "Load.failure"),  # of its steps
 }
 """What tells how things are now."""
 OTHER = ServeRequest("other", block_ids=[1], num_tokens=4)

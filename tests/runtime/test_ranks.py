@@ -211,7 +211,7 @@ async def test_a_ticket_that_is_wrong_about_its_engine(both: Engines, field: str
 async def test_a_lease_lost_on_one_rank_fails_the_load(both: Engines) -> None:
     leases, merged = both.offers()
     leases[1].revoke()
-    await both.fails(LeaseExpired, merged, "the offer is over")
+    await both.fails(LeaseExpired, merged, "the lease has ended")
     assert not leases[0].done
 
 

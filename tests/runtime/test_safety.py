@@ -92,7 +92,7 @@ async def test_a_large_load_of_an_ended_lease_stops_after_its_first_slice() -> N
     async with open_pair(limited(SLICED, slices_in_flight_max=1)) as pair:
         lease = pair.offer(range(8))
         lease.revoke()
-        await pair.fails(LeaseExpired, lease, range(8), match="the offer is over")
+        await pair.fails(LeaseExpired, lease, range(8), match="the lease has ended")
         assert pair.transport.statistics.reads == 1
 
 

@@ -22,7 +22,7 @@ from kvflow.core.policy.states import TRANSFER_TABLE, TransferState, fire
 from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.errors import KVFlowError, LeaseExpired
 from kvflow.failover.several_tickets import Attempts
-from kvflow.growing.growing_loads import Growing
+from kvflow.growing.growing_loads import GrowingLoads
 from kvflow.growing.lease_questions import LeaseQuestions
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load import plan, steps
@@ -38,7 +38,7 @@ from kvflow.runtime.producer.serving import Serving
 from kvflow.runtime.registration import Registration
 from kvflow.runtime.world import World
 from kvflow.verify import verifying
-from kvflow.verify.cache_digests import Digesting
+from kvflow.verify.cache_digests import DigestSpec
 from tests.simulator import simulate
 from tests.simulator.planted_prefixes import PREFIX_MUTATIONS
 from tests.simulator.settings import model_of
@@ -207,8 +207,8 @@ def wait_for_a_forgotten_fail(real: Any, self: Serving) -> None:
     real(self)
 
 
-@instead_of(Growing, "follow", "I7", 25, "device")
-def follow_without_a_deadline(real: Any, self: Growing, load: Any, *others: Any) -> None:
+@instead_of(GrowingLoads, "ask_about_leases", "I7", 25, "device")
+def follow_without_a_deadline(real: Any, self: GrowingLoads, load: Any, *others: Any) -> None:
     """A load waits for a prompt that is being computed as long as the lease is renewed, and renews it itself."""
     load.ends_s = math.inf
     real(self, load, *others)
@@ -224,26 +224,26 @@ def take_a_failed_lease_for_open(real: Any, self: SealTable, index: int, lease_i
 @mutation("I5 I7", 23)
 def leave_a_look_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that ends does not wait for its read of the seal that is under way."""
-    real_look, real_heard, real_stop = Flight.look, Flight._heard, Flight.stop
+    real_look, real_ended, real_stop = Flight.post_seal_read, Flight._read_ended, Flight.stop
     looks: Counter[Flight] = Counter()
     left: set[Flight] = set()
 
-    async def look(self: Flight, source: Source) -> None:
+    async def post_seal_read(self: Flight, source: Source) -> None:
         await real_look(self, source)
         looks[self] += 1
 
-    def heard(self: Flight, source: Source, permit: Permit, *others: Any) -> None:
+    def read_ended(self: Flight, source: Source, permit: Permit, *others: Any) -> None:
         if looks[self]:
             looks[self] -= 1
             self._under_way += self in left
-        real_heard(self, source, permit, *others)
+        real_ended(self, source, permit, *others)
 
     async def stop(self: Flight, grace_s: float) -> bool:
         self._under_way -= looks[self]
         left.add(self)
         return await real_stop(self, grace_s)
 
-    for name, mutant in (("look", look), ("_heard", heard), ("stop", stop)):
+    for name, mutant in (("post_seal_read", post_seal_read), ("_read_ended", read_ended), ("stop", stop)):
         monkeypatch.setattr(Flight, name, mutant)
 
 
@@ -290,7 +290,7 @@ def read_the_wrong_end_of_windows(real: Any, *given: Any, whole: bool, **named: 
     return tuple(some if whole else replace(some, remote_ids=some.remote_ids * 0) for some in found)
 
 
-@instead_of(steps, "check_offered", "I2", 1000)
+@instead_of(steps, "check_blocks_fit", "I2", 1000)
 def count_cached_blocks_from_the_end(*_: Any) -> None:
     """Local blocks are filled with the end of the offer, whatever place the request names."""
 
@@ -308,8 +308,8 @@ def ignore_mismatches(*_: Any) -> str:
     return ""
 
 
-@instead_of(verifying, "digesting_of", "I2", 26)
-def digest_the_wrong_blocks(real: Any, local: Any, part: Any, block_ids: Any) -> Digesting:
+@instead_of(verifying, "digest_spec_of", "I2", 26)
+def digest_the_wrong_blocks(real: Any, local: Any, part: Any, block_ids: Any) -> DigestSpec:
     """The reader compares blocks in another order than the prompt has."""
     return real(local, part, block_ids[::-1])  # type: ignore[no-any-return]
 
@@ -331,7 +331,7 @@ async def end_without_the_payload(*_: Any) -> bytes:
     return b""
 
 
-@instead_of(Attempts, "_read", "I2 I3", 21, "survives")
+@instead_of(Attempts, "_perform_attempt", "I2 I3", 21, "survives")
 async def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Attempts) -> LoadReport:
     """A source counts as read although its lease ended during the read, since all bytes have landed."""
     try:
@@ -342,7 +342,7 @@ async def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Attempts)
         return self._load.report()
 
 
-@instead_of(Attempts, "_leave", "I7", 20, "survives")
+@instead_of(Attempts, "_prepare_next", "I7", 20, "survives")
 async def give_each_source_a_deadline(real: Any, self: Attempts, error: KVFlowError) -> None:
     """The deadline of a load moves back each time the load leaves a source."""
     self._load.ends_s += 2.0

@@ -31,7 +31,7 @@ from kvflow.errors import (
 )
 from kvflow.runtime.memory import CopyDirection, Pool
 from kvflow.runtime.world import World
-from kvflow.staging.copies import block_rows, copy_blocks, on_host
+from kvflow.staging.copies import block_rows, copy_blocks, copy_on_host
 from kvflow.testing import CacheSize, InprocCluster, TestEngine, assert_closed, assert_loaded
 from kvflow.testing.copier import InlineCopier
 from kvflow.testing.pair import Engine, open_engine
@@ -106,9 +106,9 @@ class EngineCopier:
         device_ids, host_ids = (np.array(ids, dtype=np.int64) for ids in zip(*pairs, strict=True))
         ours, hosts = (block_rows(caches, self.side.layout) for caches in (self.side.kv_caches, host_caches))
         if direction is CopyDirection.TO_HOST:
-            copy_blocks(ours, hosts, device_ids, host_ids, on_host)
+            copy_blocks(ours, hosts, device_ids, host_ids, copy_on_host)
         else:
-            copy_blocks(hosts, ours, host_ids, device_ids, on_host)
+            copy_blocks(hosts, ours, host_ids, device_ids, copy_on_host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

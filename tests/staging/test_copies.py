@@ -181,7 +181,9 @@ class Bus(CacheDevice):
 
 
 @pytest.mark.parametrize(
-    "way", [copies.on_host, copies.to_host(Bus()), copies.to_device(Bus())], ids=["on host", "to host", "to device"]
+    "way",
+    [copies.copy_on_host, copies.to_host(Bus()), copies.to_device(Bus())],
+    ids=["on host", "to host", "to device"],
 )
 @many
 @given(case=block_copies())
@@ -204,7 +206,7 @@ def test_blocks_are_copied_and_nothing_else(case: tuple[Recipe, Recipe, list[int
 def test_blocks_that_follow_each_other_on_either_side(source_ids: list[int], target_ids: list[int]) -> None:
     source, target, expected = filled(EXAMPLE, 1), filled(EXAMPLE, 2), filled(EXAMPLE, 2)
     rows = (block_rows(cache.tensors, source.infer()) for cache in (source, target))
-    copy_blocks(*rows, np.array(source_ids), np.array(target_ids), copies.on_host)
+    copy_blocks(*rows, np.array(source_ids), np.array(target_ids), copies.copy_on_host)
     assert target.snapshot() == copied_naively(source, expected, source_ids, target_ids)
 
 
@@ -233,7 +235,7 @@ def test_blocks_go_to_a_device_and_back(
         copy_blocks(device_rows, host_rows, np.array([5, 1, 2]), np.array([0, 2, 3]), copies.to_host(cuda))
         copy_blocks(host_rows, device_rows, np.array([3, 0]), np.array([0, 4]), copies.to_device(cuda))
         copy_blocks(device_rows, block_rows(back, layout), np.arange(6), np.arange(6), copies.to_host(cuda))
-    copy_blocks(ours, ours, np.array([2, 5]), np.array([0, 4]), copies.on_host)
+    copy_blocks(ours, ours, np.array([2, 5]), np.array([0, 4]), copies.copy_on_host)
     found = (part for layer in back.values() for part in canonical_parts(layer, layout))
     for ours, theirs in zip(parts_of(cache), found, strict=True):
         assert torch.equal(bits(ours), bits(theirs))
@@ -246,7 +248,7 @@ def test_block_ids_that_do_not_exist_are_a_bug() -> None:
     for wrong in (-1, 6):
         for ids in (([0], [wrong]), ([wrong], [0])):
             with pytest.raises(AssertionError, match="of 6"):
-                copy_blocks(rows, rows, *map(np.array, ids), copies.on_host)
+                copy_blocks(rows, rows, *map(np.array, ids), copies.copy_on_host)
     assert cache.snapshot() == before
 
 
@@ -293,7 +295,7 @@ def scattered_naively(
     return cache.snapshot()
 
 
-@pytest.mark.parametrize("way", [copies.spread_on_host, copies.spread_on_device(CPU)], ids=["host", "device"])
+@pytest.mark.parametrize("way", [copies.scatter_on_host, copies.scatter_on_device(CPU)], ids=["host", "device"])
 @many
 @given(case=scatters())
 def test_tokens_are_scattered_and_nothing_else(
@@ -327,7 +329,7 @@ def test_memory_whose_storage_is_not_aligned() -> None:
     shifted = torch.from_numpy(memory[start + 8 :])[8:136]
     assert shifted.data_ptr() % 16 == 0
     target, source = shifted.view(8, 1, 1, 1, 16), torch.arange(16, dtype=torch.uint8).view(1, 1, 1, 16)
-    copies.spread_on_device(CPU)(np.array([3]), np.array([0]))(source, target)
+    copies.scatter_on_device(CPU)(np.array([3]), np.array([0]))(source, target)
     assert memory[start + 16 :][48:64].tolist() == list(range(16))
     assert memory.sum() == sum(range(16))
 
@@ -344,8 +346,8 @@ def test_sizes_that_do_not_fit_are_a_bug() -> None:
     for tokens, heads in ((3, 2), (2, 1)):
         sources = chunk_sources(scratch, rows=4, chunks=1, tokens=tokens, heads=heads, run_bytes=4, memory_order="NHD")
         with pytest.raises(AssertionError):
-            scatter_tokens(targets, sources, one, one, copies.spread_on_host)
+            scatter_tokens(targets, sources, one, one, copies.scatter_on_host)
     sources = chunk_sources(scratch, rows=4, chunks=1, tokens=2, heads=2, run_bytes=4, memory_order="NHD")
     for block, chunk in ((6, 0), (-1, 0), (0, 2)):
         with pytest.raises(AssertionError):
-            scatter_tokens(targets, sources, np.array([block]), np.array([chunk]), copies.spread_on_host)
+            scatter_tokens(targets, sources, np.array([block]), np.array([chunk]), copies.scatter_on_host)

@@ -69,4 +69,4 @@ def test_the_least_limit_of_all_groups_counts(
 
 def test_host_buffers_are_sized_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_buffers, "host_memory_bytes", lambda: 800 * MIB)
-    assert host_buffers._bytes_max(64 << 30, ranks=2) == 50 * MIB
+    assert host_buffers._default_bytes_max(64 << 30, ranks=2) == 50 * MIB

@@ -110,7 +110,7 @@ async def test_a_deadline_holds_for_all_groups() -> None:
             if fresh:
                 assert (await ours.load(ticket, full=[10, 11], window=[6, 8])).freshness == "deadline"
             else:
-                with pytest.raises(LeaseExpired, match="later than its producer is known to hold"):
+                with pytest.raises(LeaseExpired, match="later than the producer surely holds"):
                     await ours.load(ticket, full=[12, 13], window=[1, 2])
 
 

@@ -132,7 +132,7 @@ async def test_records_and_metrics_tell_what_vouches() -> None:
     metrics, now = PrometheusMetrics(registry), arrival()
     observer = SimpleNamespace(load_ended=records.append, lease_ended=lambda _: None)
     async with stock_producer() as producer, reader() as ours, reader(engine_id="second") as theirs:
-        with ours.runtime._observers.one_more(metrics), ours.runtime._observers.one_more(observer):
+        with ours.runtime._observers.adding(metrics), ours.runtime._observers.adding(observer):
             await ours.load(producer.offer("fresh", [3], TOKENS), [0])
             late = Arrival(now.machine, now.now_s - 1e6)
             ticket = read_stock_params(
@@ -233,7 +233,7 @@ async def test_params_that_came_too_long_ago_are_refused(producer: StockProducer
         if fresh:
             await ours.load(ticket, [0])
         else:
-            with pytest.raises(LeaseExpired, match="later than its producer is known to hold"):
+            with pytest.raises(LeaseExpired, match="later than the producer surely holds"):
                 await ours.load(ticket, [0])
     elsewhere = read_stock_params(params, arrived=Arrival("other", 0.0), lease_s=30.0, block_ids_max=100)
     elsewhere = replace_id(elsewhere, "elsewhere")

@@ -148,7 +148,7 @@ async def pass_deadlines(runtime: Runtime) -> None:
     loader, now_s = runtime._supervisor.cache.loader, asyncio.get_running_loop().time()
     for load in loader._loads:
         load.ends_s = now_s
-    loader._look_at(now_s)
+    loader._set_deadline_timer(now_s)
 
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

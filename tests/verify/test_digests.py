@@ -16,7 +16,7 @@ from kvflow.core.cache.layout import KVStyle
 from kvflow.runtime.copy_thread import CopyThread
 from kvflow.verify import cache_digests as digesting
 from kvflow.verify import digests
-from kvflow.verify.cache_digests import DigestedCache, Digesting, Undigestible
+from kvflow.verify.cache_digests import DigestedCache, DigestSpec, Undigestible
 from tests.core.caches import Cache, Recipe, recipes
 from tests.support.budgets import examples
 
@@ -63,7 +63,7 @@ def compute(
     """The digests of all layers."""
     layers, (first, count, of_model) = range(cache.recipe.layers), heads
     blocks = np.array(ids, dtype=np.int64), cache.recipe.tokens, range(start, stop)
-    asked = Digesting(0, layers, range(first, first + count), of_model, *blocks)
+    asked = DigestSpec(0, layers, range(first, first + count), of_model, *blocks)
     return result_of(digested(cache).digests([asked]))
 
 
@@ -169,7 +169,7 @@ def test_digests_are_those_of_earlier_versions(recipe: Recipe, where: Any, expec
         numbers = np.arange(content.numel(), dtype=np.uint64) + np.uint64(7919 * at)
         content.copy_(torch.from_numpy((numbers * np.uint64(2654435761) >> np.uint64(13)).astype(np.uint8)))
     assert compute(cache, *where) == expected
-    assert digests.DEFINITION == 1
+    assert digests.DIGEST_VERSION == 1
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_digests_of_heads_and_tokens_add_up() -> None:
     whole = compute(cache, [1, 2], 0, 8, (0, 3, 5))
     heads = zip(compute(cache, [1, 2], 0, 8, (0, 1, 5)), compute(cache, [1, 2], 0, 8, (1, 2, 6)), strict=True)
     tokens = zip(compute(cache, [1], 0, 3, (0, 3, 5)), compute(cache, [1, 2], 3, 8, (0, 3, 5)), strict=True)
-    assert [digests.added(*both) for both in heads] == whole
-    assert [digests.added(*both) for both in tokens] == whole
+    assert [digests.add_digests(*both) for both in heads] == whole
+    assert [digests.add_digests(*both) for both in tokens] == whole
 
 
 def test_memory_that_is_none_of_torch_has_no_digests() -> None:
@@ -229,5 +229,5 @@ def test_memory_that_is_none_of_torch_has_no_digests() -> None:
     found = DigestedCache([sets[0]._replace(caches=strange)], AtOnce("digests"))
     assert found.problem == "Strange is no torch tensor"
     with pytest.raises(Undigestible):
-        result_of(found.digests([Digesting(0, [0], range(1), 0, np.array([0], dtype=np.int64), 4, range(4))]))
+        result_of(found.digests([DigestSpec(0, [0], range(1), 0, np.array([0], dtype=np.int64), 4, range(4))]))
     assert DigestedCache(sets, AtOnce("digests")).problem == ""

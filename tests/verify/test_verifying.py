@@ -54,7 +54,7 @@ class HeldDigests:
     def __init__(self, runtime: kvflow.Runtime) -> None:
         self.asked = 0
         self.gate = asyncio.Event()
-        shown = part_of(runtime).shown
+        shown = part_of(runtime).served_cache
         self._run = shown._copy_thread.run
         shown._copy_thread = self
 
@@ -108,7 +108,7 @@ async def test_a_flipped_byte_is_read_once_more(pair: EnginePair, caplog: pytest
     records = Records()
     pair.transport.faults.flip_next = 1
     lease = pair.offer([3, 7])
-    with pair.reader._observers.one_more(records), caplog.at_level("WARNING", "kvflow"):
+    with pair.reader._observers.adding(records), caplog.at_level("WARNING", "kvflow"):
         report = await pair.load(lease, [0, 1], verify=True)
     pair.assert_loaded([0, 1], [3, 7])
     assert await lease is LeaseOutcome.READ
@@ -125,7 +125,7 @@ async def test_what_differs_twice_is_a_typed_error(pair: EnginePair) -> None:
     records = Records()
     pair.transport.faults.flip_next = 2
     lease = pair.offer([3, 7])
-    with pair.reader._observers.one_more(records):
+    with pair.reader._observers.adding(records):
         error = await pair.fails(ChecksumMismatch, lease, [0, 1], verify=True)
     assert not error.retryable
     assert error.quarantine is None
@@ -149,7 +149,7 @@ async def test_blocks_that_land_in_each_others_places_are_found(
     pair: EnginePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The right bytes in a wrong place, as a bug of the plan would put them."""
-    read = steps.read_straight
+    read = steps.read_directly
 
     def swapped(cache: Any, load: Any, flight: Any, plan: Any) -> Any:
         for source in plan.sources:
@@ -157,11 +157,11 @@ async def test_blocks_that_land_in_each_others_places_are_found(
                 source.chunks[block_map] = [some.with_local_ids(some.local_ids[::-1]) for some in chunks]
         return read(cache, load, flight, plan)
 
-    monkeypatch.setattr(steps, "read_straight", swapped)
+    monkeypatch.setattr(steps, "read_directly", swapped)
     lease = pair.offer([3, 7])
     report = await pair.load(lease, [0, 1], verify=True)
     assert report.verification is Verification.REPAIRED, "the bug has swapped them back"
-    monkeypatch.setattr(steps, "read_straight", read)
+    monkeypatch.setattr(steps, "read_directly", read)
     pair.assert_loaded([0, 1], [3, 7])
 
 
@@ -234,7 +234,9 @@ async def test_wrong_digests_of_a_peer_are_compared_anew(scripted: tuple[EngineP
     """What differs, and then cannot be compared, is no success."""
     pair, channel = scripted
     channel.script += [messages.Digests(values=(1, 2)), BUSY]
-    await pair.fails(ChecksumMismatch, pair.offer([3]), [1], match="and then could not be compared: .*too many")
+    await pair.fails(
+        ChecksumMismatch, pair.offer([3]), [1], match="could not be compared after the second read: .*too many"
+    )
     channel.script.append(messages.Digests(values=(1, 2)))
     assert (await pair.load(pair.offer([4], "anew"), [2])).verification is Verification.REPAIRED
 
@@ -258,8 +260,12 @@ async def test_digests_that_fail_fail_loads_that_have_to_be_verified(pair: Engin
     """There they are refused, and the producer goes on."""
     lease = pair.offer([3])
     for digested, error, match in (
-        (part_of(pair.writer).shown, PeerRefused, "no digests: out of memory"),
-        (part_of(pair.reader).own, TransferFailed, "it cannot be verified: no digests of our cache: out of memory"),
+        (part_of(pair.writer).served_cache, PeerRefused, "no digests: out of memory"),
+        (
+            part_of(pair.reader).local_cache,
+            TransferFailed,
+            "it cannot be verified: no digests of the local cache: out of memory",
+        ),
     ):
         copy_thread = digested._copy_thread
         digested._copy_thread = Failing("fails")
@@ -274,7 +280,7 @@ async def test_digests_under_way_are_bounded_and_others_are_answered_meanwhile(
     monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     if whose != "all":
-        monkeypatch.setattr(verifying, "OF_READER_MAX", 2)
+        monkeypatch.setattr(verifying, "REQUESTS_OF_READER_MAX", 2)
     async with open_pair(limited(PATIENT, digests_max=2) if whose == "all" else PATIENT) as pair:
         held = HeldDigests(pair.writer)
         leases = [pair.offer([at], f"req-{at}") for at in range(4)]

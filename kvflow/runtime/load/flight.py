@@ -36,8 +36,8 @@ from kvflow.runtime.peers.peer import Source
 from kvflow.runtime.tasks import require_loop
 from kvflow.transport.base import ReadEnded, TransportError
 
-HeadOf: TypeAlias = Callable[[Source], Piece]
-"""A function that returns the read of a rank's seal: local address, remote address and size (`Flight.head`)."""
+SealPieceOf: TypeAlias = Callable[[Source], Piece]
+"""A function that returns the read of a rank's seal: local address, remote address and size (`Flight.seal_piece`)."""
 
 
 class Read(NamedTuple):
@@ -66,7 +66,7 @@ _LANDED = fire(TRANSFER_TABLE, TransferState.READING, "land")
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class _GroupState:
     """Progress of one copy group: how many reads are under way, and whether all have succeeded so far (`intact`)."""
 
     group: CopyGroup
@@ -79,8 +79,8 @@ class Flight:
     """The reads and copies of one load into local blocks, and everything that the load has claimed for them.
 
     A new flight claims its blocks in the ledger; BlocksBusy if it cannot. The flight also holds the connections to the
-    ranks that it reads from, and one word of host memory for the seal of each rank. It gives everything back when no
-    further byte can land in the blocks.
+    ranks that it reads from, and a slot of host memory (`SealSlots`) for the seal of each rank. It gives everything
+    back when no further byte can land in the blocks.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Flight:
         self.request_id = request_id
         self.state = TransferState.PENDING
         self.post_s = self.queued_s = 0.0
-        self.heard_s = 0.0
+        self.last_read_s = 0.0
         """Time at which a read last ended, or at which a read began while none was under way."""
         self.descriptor_count = self.size_bytes = 0
-        self.waits = False
+        self.waits_for_permit = False
         """True while a read waits for its permit, and after such a wait was cancelled."""
-        self.failed: Source | None = None
+        self.failed_source: Source | None = None
         """Source of the first read that failed."""
         self._ids = ids
         self._sources = sources
@@ -118,9 +118,9 @@ class Flight:
         """Called with the flight when no further byte can land in the blocks; None: no callback."""
         self._under_way = 0
         """Number of reads and copies under way, which cannot be taken back."""
-        self._lost: list[_Running] = []
+        self._lost_groups: list[_GroupState] = []
         self._copies = 0
-        self._looks: dict[Source, Descriptors] = {}
+        self._seal_reads: dict[Source, Descriptors] = {}
         """Descriptors of reads that fetch only a seal, by source: the seal of a growing lease is fetched many times."""
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
@@ -138,7 +138,7 @@ class Flight:
         return transfer_blocks_safe(self.state)
 
     @property
-    def lost(self) -> BaseException | None:
+    def loss_error(self) -> BaseException | None:
         """Error that says why it can never be known when the last read has stopped; None if it can be known."""
         return self._end.exception() if self._end is not None and self._end.done() else None
 
@@ -149,7 +149,7 @@ class Flight:
         than the flight's.
         """
         if not self.safe:
-            ending = self._ending()
+            ending = self._end_future()
             require_loop(ending.get_loop(), f"request {self.request_id!r}: settled()")
             await asyncio.shield(ending)
 
@@ -159,16 +159,16 @@ class Flight:
         return self._under_way
 
     @property
-    def moving(self) -> bool:
+    def reads_blocks(self) -> bool:
         """True while a read or a copy is under way, not counting fetches of seals."""
         return self._under_way > sum(source.proof.fetch_under_way for source in self._sources)
 
-    def head(self, source: Source) -> Piece:
+    def seal_piece(self, source: Source) -> Piece:
         """Return the read of the seal of `source`: local address, address at the producer, and size."""
         slots = self._resources.seal_slots
         return Piece(slots.address + source.seal_slot * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
 
-    async def fly(self, reads: Iterable[Read]) -> bool:
+    async def read_all(self, reads: Iterable[Read]) -> bool:
         """Post `reads`, which go straight into the cache, and wait for all of them.
 
         Returns True if the leases covered the whole read (see `core.protocol.proof`). The seal of a rank is fetched
@@ -180,15 +180,15 @@ class Flight:
             self.state = _READING
         for read in reads:
             if self._under_way >= self._resources.reads_max or self._error is not None:
-                await self.below(self._resources.reads_max)
+                await self.wait_until_below(self._resources.reads_max)
             if not await self._post(read, None):
                 break
-        await self.below(1)
-        fresh, again = self._judge()
-        return await self._look_again(again) if fresh and again else fresh
+        await self.wait_until_below(1)
+        fresh, unproven = self._judge_proofs()
+        return await self._fetch_seals_again(unproven) if fresh and unproven else fresh
 
-    async def fly_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
-        """Post the reads of each copy group when `groups` yields it, and wait for all groups. Otherwise as `fly`."""
+    async def read_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
+        """Post the reads of each copy group that `groups` yields, and wait for all groups. Otherwise as `read_all`."""
         if self.state is TransferState.PENDING:
             self.state = _READING
         try:
@@ -197,9 +197,9 @@ class Flight:
                     break
         finally:
             await groups.aclose()
-        await self.below(1)
-        fresh, again = self._judge()
-        return await self._look_again(again) if fresh and again else fresh
+        await self.wait_until_below(1)
+        fresh, unproven = self._judge_proofs()
+        return await self._fetch_seals_again(unproven) if fresh and unproven else fresh
 
     def land(self) -> None:
         """End the flight after success: every posted byte has landed, and nothing further will be posted."""
@@ -220,7 +220,7 @@ class Flight:
                 self._give_back()
         if self.state is TransferState.STOPPING:
             self.nudge()
-            cancelled = await self._hold(grace_s)
+            cancelled = await self._wait_for_last_read(grace_s)
         if self.state is TransferState.STOPPING:
             self.state = fire(TRANSFER_TABLE, self.state, "overdue")
             self._resources.ledger.quarantine(self._ids)
@@ -228,16 +228,16 @@ class Flight:
             raise asyncio.CancelledError
         return self.safe
 
-    def all_stopped(self) -> None:
+    def note_all_stopped(self) -> None:
         """Note that all reads have stopped: the transport was closed in good order, after the poller had ended."""
-        lost, self._lost = self._lost, []
-        for running in lost:
-            self._ended(running, intact=False)
+        lost, self._lost_groups = self._lost_groups, []
+        for group_state in lost:
+            self._group_step_ended(group_state, intact=False)
         if self.state is TransferState.QUARANTINED and not self._copies:
             self._end = None
             self.nudge()
 
-    async def below(self, count: int, *, copies_beside: int = 0) -> None:
+    async def wait_until_below(self, count: int, *, copies_beside: int = 0) -> None:
         """Wait until fewer than `count` reads and copies are under way. Up to `copies_beside` copies do not count.
 
         If the flight has failed, wait until all reads and copies have stopped, then raise its error.
@@ -250,15 +250,18 @@ class Flight:
         if self._error is not None:
             raise self._error
 
-    async def changed(self) -> None:
-        """Wait until a read or a copy has ended, or `nudge` was called. If the flight has failed, raise as `below`."""
+    async def wait_for_change(self) -> None:
+        """Wait until a read or a copy has ended, or `nudge` was called.
+
+        If the flight has failed, raise as `wait_until_below`.
+        """
         if self._error is None and (self._end is None or not self._end.done()):
             self._progress = asyncio.get_running_loop().create_future()
             await self._progress
-        await self.below(self._under_way + 1)
+        await self.wait_until_below(self._under_way + 1)
 
     def nudge(self) -> None:
-        """Wake the task in `below` or `changed`.
+        """Wake the task in `wait_until_below` or `wait_for_change`.
 
         If the flight is stopping and nothing is under way, give back everything that it claimed.
         """
@@ -272,79 +275,79 @@ class Flight:
     def fail(self, error: TransportError | RuntimeBroken, source: Source) -> None:
         """Fail the flight as if a read from `source` had failed with `error`, although no read has failed."""
         if self._error is None:
-            self._error, self.failed = error, source
+            self._error, self.failed_source = error, source
         self.nudge()
 
-    async def look(self, source: Source) -> None:
-        """Post a read that fetches only the seal of `source`. Return when it is posted; raises as `fly`."""
-        if (seal := self._looks.get(source)) is None:
-            seal = self._looks[source] = fetch_seal(self.head(source))
-        await self._send(source, seal, None, fetches_seal=True)
+    async def post_seal_read(self, source: Source) -> None:
+        """Post a read that fetches only the seal of `source`. Return when it is posted; raises as `read_all`."""
+        if (seal := self._seal_reads.get(source)) is None:
+            seal = self._seal_reads[source] = fetch_seal(self.seal_piece(source))
+        await self._post_when_permitted(source, seal, None, fetches_seal=True)
 
-    def _judge(self) -> tuple[bool, list[Source]]:
+    def _judge_proofs(self) -> tuple[bool, list[Source]]:
         """Return whether no proof says that the read is stale, and the sources with a seal to fetch once more."""
         now_s = self._resources.clock.now_s()
-        fresh, again = True, []
+        fresh, unproven = True, []
         for source in self._sources:
             verdict = source.proof.judge_after_read(now_s - source.proof.last_open_s)
             fresh = fresh and verdict is not ProofStep.STALE
             if verdict is ProofStep.FETCH:
-                again.append(source)
-        return fresh, again
+                unproven.append(source)
+        return fresh, unproven
 
-    async def _look_again(self, sources: Sequence[Source]) -> bool:
+    async def _fetch_seals_again(self, sources: Sequence[Source]) -> bool:
         """Fetch the seals of `sources` again, after the last byte has landed. Return whether their leases are open."""
         for source in sources:
-            await self.look(source)
-        await self.below(1)
+            await self.post_seal_read(source)
+        await self.wait_until_below(1)
         return all(source.proof.judge_after_read(None) is ProofStep.FRESH for source in sources)
 
     async def _post_group(self, group: CopyGroup) -> bool:
         """Post a group's reads, each once fewer than `reads_max` are under way. Return False if a lease has ended."""
-        running = _Running(group)
+        group_state = _GroupState(group)
         begun = False
         try:
             for read in group.reads:
                 # Up to `reads_max` copies do not hold reads up. More copies would delay the copies of other loads.
-                await self.below(self._resources.reads_max, copies_beside=self._resources.reads_max)
-                if not await self._post(read, running):
+                await self.wait_until_below(self._resources.reads_max, copies_beside=self._resources.reads_max)
+                if not await self._post(read, group_state):
                     return False
             begun = True
         finally:
-            self._ended(running, intact=begun)
+            self._group_step_ended(group_state, intact=begun)
         return True
 
-    async def _post(self, read: Read, running: _Running | None) -> bool:
+    async def _post(self, read: Read, group_state: _GroupState | None) -> bool:
         """Post a read when it has a permit. Return False, and post nothing, if the lease of its source has ended."""
         source, descriptors, carries_seal = read
         proof = source.proof
         if proof.judge_before_post() is ProofStep.STALE:
             return False
-        await self._send(source, descriptors, running, fetches_seal=carries_seal)
+        await self._post_when_permitted(source, descriptors, group_state, fetches_seal=carries_seal)
         if not proof.fetch_posted:
-            await self.look(source)
+            await self.post_seal_read(source)
         return True
 
-    async def _send(
-        self, source: Source, descriptors: Descriptors, running: _Running | None, *, fetches_seal: bool
+    async def _post_when_permitted(
+        self, source: Source, descriptors: Descriptors, group_state: _GroupState | None, *, fetches_seal: bool
     ) -> None:
         """Post a read when it has a permit. If the flight has failed meanwhile, raise its error instead."""
         resources, agent = self._resources, source.connection.agent
         size_bytes, count = descriptors.size_bytes, descriptors.table.shape[1]
         permit = resources.queue.request_permit((size_bytes, count, 1), agent, self._priority)
         if permit.state is PermitState.WAITING:
-            await self._permitted(permit)
+            await self._wait_for_permit(permit)
         try:
             if self._error is not None:
                 raise self._error
             now_s = resources.clock.now_s()
-            told = partial(self._heard, source, permit, running, now_s, fetches_seal)
-            resources.poller.post(agent, descriptors, told)
+            on_end = partial(self._read_ended, source, permit, group_state, now_s, fetches_seal)
+            resources.poller.post(agent, descriptors, on_end)
         except BaseException:
             resources.queue.end(permit)
             raise
         if not self._under_way:
-            self.heard_s = now_s
+            self.last_read_s = now_s
         self._under_way += 1
         self.size_bytes += size_bytes
         self.descriptor_count += count
@@ -352,24 +355,24 @@ class Flight:
             self.size_bytes -= SEAL_SIZE_BYTES
             self.descriptor_count -= 1
             source.proof.note_fetch_posted()
-        if running is not None:
-            running.pending += 1
-            running.begun_s = min(running.begun_s, now_s)
+        if group_state is not None:
+            group_state.pending += 1
+            group_state.begun_s = min(group_state.begun_s, now_s)
 
-    async def _permitted(self, permit: Permit) -> None:
-        """Wait until `permit` is wait_granted, and add the time of the wait to `queued_s`."""
-        since_s, self.waits = self._resources.clock.now_s(), True
+    async def _wait_for_permit(self, permit: Permit) -> None:
+        """Wait until `permit` is granted, and add the time of the wait to `queued_s`."""
+        since_s, self.waits_for_permit = self._resources.clock.now_s(), True
         try:
             await wait_granted(self._resources.queue, permit)
-            self.waits = False
+            self.waits_for_permit = False
         finally:
             self.queued_s += self._resources.clock.now_s() - since_s
 
-    def _heard(
+    def _read_ended(
         self,
         source: Source,
         permit: Permit,
-        running: _Running | None,
+        group_state: _GroupState | None,
         posted_s: float,
         fetches_seal: bool,
         event: ReadEnded | RuntimeBroken,
@@ -379,41 +382,41 @@ class Flight:
         self._under_way -= 1
         if isinstance(event, RuntimeBroken):
             resources.queue.end(permit)
-            if running is not None:
-                self._lost.append(running)
+            if group_state is not None:
+                self._lost_groups.append(group_state)
             self._note_lost(event)
             return
         failed = event.error is not None
-        self.heard_s = resources.clock.now_s()
-        resources.queue.end(permit, 0.0 if failed else self.heard_s - posted_s)
+        self.last_read_s = resources.clock.now_s()
+        resources.queue.end(permit, 0.0 if failed else self.last_read_s - posted_s)
         self.post_s += event.post_s
         if failed:
             if self._error is None:
-                self._error, self.failed = event.error, source
+                self._error, self.failed_source = event.error, source
         elif fetches_seal:
             source.proof.note_fetched(
                 resources.seal_slots.table.tokens_missing(source.seal_slot, source.lease.lease_id), posted_s
             )
-        if running is not None:
-            self._ended(running, intact=not failed)
+        if group_state is not None:
+            self._group_step_ended(group_state, intact=not failed)
         self.nudge()
 
     def _note_lost(self, error: RuntimeBroken) -> None:
         """Fail the waiters: the poller has ended, so it can never be known when the bytes under way stop."""
-        end = self._ending()
+        end = self._end_future()
         if not end.done():
             end.set_exception(error)
             end.exception()  # mark it as retrieved: there may be no waiter
         self.nudge()
 
-    def _ending(self) -> asyncio.Future[None]:
+    def _end_future(self) -> asyncio.Future[None]:
         if self._end is None:
             self._end = asyncio.get_running_loop().create_future()
         return self._end
 
-    async def _hold(self, grace_s: float) -> bool:
+    async def _wait_for_last_read(self, grace_s: float) -> bool:
         """Wait until the last read has stopped, at most `grace_s`. Return True if the task was cancelled meanwhile."""
-        loop, end = asyncio.get_running_loop(), self._ending()
+        loop, end = asyncio.get_running_loop(), self._end_future()
         deadline_s = loop.time() + grace_s
         cancelled = False
         while not self.safe and not end.done() and (left_s := deadline_s - loop.time()) > 0:
@@ -423,42 +426,42 @@ class Flight:
                 cancelled = True
         return cancelled
 
-    def _ended(self, running: _Running, *, intact: bool) -> None:
+    def _group_step_ended(self, group_state: _GroupState, *, intact: bool) -> None:
         """Note that one read of a group, or the posting of the group, has ended.
 
         After the last one, start the group's copy or, if there is nothing to copy, give its buffers back.
         """
-        running.intact = running.intact and intact
-        running.pending -= 1
-        if running.pending:
+        group_state.intact = group_state.intact and intact
+        group_state.pending -= 1
+        if group_state.pending:
             return
-        copy, release = running.group.copy, running.group.release
-        if copy is not None and running.intact and self.state is TransferState.READING and self._error is None:
+        copy, release = group_state.group.copy, group_state.group.release
+        if copy is not None and group_state.intact and self.state is TransferState.READING and self._error is None:
             self._copies += 1
             self._under_way += 1
-            self._resources.copy_thread.submit(copy, lambda error: self._copied(running, error))
+            self._resources.copy_thread.submit(copy, lambda error: self._copy_ended(group_state, error))
             return
         if release is not None:
             release()
-        if running.intact:
-            self._tell_landed(running)
+        if group_state.intact:
+            self._call_on_land(group_state)
 
-    def _tell_landed(self, running: _Running) -> None:
+    def _call_on_land(self, group_state: _GroupState) -> None:
         """Call the group's `on_land`, unless the flight has failed or is being stopped."""
-        on_land = running.group.on_land
+        on_land = group_state.group.on_land
         if on_land is not None and self.state is TransferState.READING and self._error is None:
-            on_land(self._resources.clock.now_s(), running.begun_s)
+            on_land(self._resources.clock.now_s(), group_state.begun_s)
 
-    def _copied(self, running: _Running, error: BaseException | None) -> None:
+    def _copy_ended(self, group_state: _GroupState, error: BaseException | None) -> None:
         """Callback of the copy thread: a group's copy has ended, with `error` if it failed."""
         self._copies -= 1
         self._under_way -= 1
         if error is not None and self._error is None:
             self._error = CopyFailed(str(error))
             self._error.__cause__ = error
-        if running.group.release is not None:
-            running.group.release()
-        self._tell_landed(running)
+        if group_state.group.release is not None:
+            group_state.group.release()
+        self._call_on_land(group_state)
         self.nudge()
 
     def _give_back(self) -> None:

@@ -29,7 +29,7 @@ from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
 
-LeaseAnswerState: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
+OnReadEnd: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
 """Callback that gets the end of a read, or RuntimeBroken if it can never be known whether the read has ended."""
 
 TURN_S = 1e-3
@@ -37,8 +37,8 @@ TURN_S = 1e-3
 _TURN_LOADS = 3
 _PAUSE_MAX_S = 5e-3
 
-_IN_ALL_MAX = (1 << 17, 512)  # descriptors and reads in flight in all, beside Config.in_flight_bytes_max
-_OF_PEER_MAX = (1 << 15, 128)  # the same, from one rank
+_TOTAL_MAX = (1 << 17, 512)  # descriptors and reads in flight in all, beside Config.in_flight_bytes_max
+_PER_RANK_MAX = (1 << 15, 128)  # the same, from one rank
 _AHEAD_S = 1e-3  # longest time from the end of a read until another one is posted
 
 
@@ -48,7 +48,7 @@ class ReadPoster(Protocol):
     @property
     def behind(self) -> bool: ...
 
-    def post(self, agent: AgentName, descriptors: Descriptors, told: LeaseAnswerState) -> None: ...
+    def post(self, agent: AgentName, descriptors: Descriptors, on_end: OnReadEnd) -> None: ...
 
 
 class Poller:
@@ -57,24 +57,24 @@ class Poller:
     def __init__(self, transport: Transport, on_notification: Callable[[bytes], None]) -> None:
         self._transport = transport
         self._on_notification = on_notification
-        self._under_way: dict[PostedRead, LeaseAnswerState] = {}
+        self._under_way: dict[PostedRead, OnReadEnd] = {}
         """Callback of each read under way."""
         self._cause: BaseException | None = None
-        self._ended = self._patient = False
+        self._ended = self._transport_closing = False
 
     @property
     def behind(self) -> bool:
         """See `Transport.behind`."""
         return self._transport.behind
 
-    def post(self, agent: AgentName, descriptors: Descriptors, told: LeaseAnswerState) -> None:
-        """Post a read (see `Transport.post_read`), and call `told` once when the read ends.
+    def post(self, agent: AgentName, descriptors: Descriptors, on_end: OnReadEnd) -> None:
+        """Post a read (see `Transport.post_read`), and call `on_end` once when the read ends.
 
         RuntimeBroken if `run` has ended.
         """
         if self._ended:
             raise RuntimeBroken("the transfer poller has ended") from self._cause
-        self._under_way[self._transport.post_read(agent, descriptors)] = told
+        self._under_way[self._transport.post_read(agent, descriptors)] = on_end
 
     async def run(self) -> None:
         """Dispatch events until cancelled, or until the transport breaks, which raises TransportBroken.
@@ -89,23 +89,23 @@ class Poller:
             raise
         finally:
             self._ended = True
-            if not self._patient:
-                self.settle(stopped=False)
+            if not self._transport_closing:
+                self.end_reads(stopped=False)
 
-    def wait_for_transport(self) -> None:
-        """Have `run` end without failing the reads under way. The caller closes the transport, then calls `settle`."""
-        self._patient = True
+    def let_transport_close(self) -> None:
+        """Have `run` end without failing the reads under way. Close the transport afterwards, then call `end_reads`."""
+        self._transport_closing = True
 
-    def settle(self, *, stopped: bool) -> None:
+    def end_reads(self, *, stopped: bool) -> None:
         """Fail all reads under way. `stopped`: they are known to have stopped; otherwise each gets TransportBroken."""
         under_way, self._under_way = self._under_way, {}
-        for posted, told in under_way.items():
+        for posted, on_end in under_way.items():
             if stopped:
-                told(ReadEnded(posted, TransportError("the transport was closed"), 0.0))
+                on_end(ReadEnded(posted, TransportError("the transport was closed"), 0.0))
             else:
                 lost = TransportBroken("the transfer poller ended while the read was under way")
                 lost.__cause__ = self._cause
-                told(lost)
+                on_end(lost)
 
     def _dispatch(self, event: ReadEnded | Notified) -> None:
         if isinstance(event, ReadEnded):
@@ -117,7 +117,7 @@ class Poller:
 class SealSlots:
     """Slots in host memory into which seals are fetched, and the queue of loads that wait for free slots.
 
-    A load may begin when each rank that it reads from has a word. A load with a smaller priority goes first, loads of
+    A load may begin when each rank that it reads from has a slot. A load with a smaller priority goes first, loads of
     equal priority in order of arrival. No load overtakes the first of the queue.
     """
 
@@ -125,7 +125,7 @@ class SealSlots:
         self.table = SealTable(count)
         """The slots, each with the seal that was last fetched into it."""
         self.address = self.table.address(0)
-        """Address of the first word."""
+        """Address of the first slot."""
         self._free = list(range(count - 1, -1, -1))
         self._queue: list[tuple[int, int, Sequence[Source], asyncio.Future[None]]] = []
         """Heap of waiting loads: (priority, order of arrival, ranks to read from, future that ends the wait)."""
@@ -194,34 +194,34 @@ class LoadThrottle:
         """True while no waiting load starts because too many reads wait to be posted; `resume` ends that."""
         self._poller = poller
         self._next_turn: asyncio.Handle | None = None
-        self._since_s = -math.inf
-        self._left = 0
-        """Number of loads that may still start without waiting, within `TURN_S` seconds after `_since_s`."""
+        self._turn_begun_s = -math.inf
+        self._starts_left = 0
+        """Number of loads that may still start without waiting, within `TURN_S` seconds after `_turn_begun_s`."""
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
         """Heap of waiting loads: by priority, then loads that had a turn already, then by order of arrival."""
         self._numbers = itertools.count()
 
-    def at_once(self, now_s: float) -> bool:
-        """Return whether a load may start now, and count that load if so. Otherwise the load has to await `come`."""
+    def try_start(self, now_s: float) -> bool:
+        """Return whether a load may start now, and count it if so. Otherwise the load has to await `wait_for_turn`."""
         if self._waiting:
             return False
-        if now_s - self._since_s >= TURN_S:
-            self._since_s, self._left = now_s, _TURN_LOADS
-        self._left -= 1
-        return self._left >= 0
+        if now_s - self._turn_begun_s >= TURN_S:
+            self._turn_begun_s, self._starts_left = now_s, _TURN_LOADS
+        self._starts_left -= 1
+        return self._starts_left >= 0
 
-    async def come(self, priority: int, *, again: bool = False) -> None:
+    async def wait_for_turn(self, priority: int, *, again: bool = False) -> None:
         """Wait until a load may start.
 
         Smaller `priority` first; if equal, loads with `again`, which started once before.
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._waiting:
-            self._next_turn = asyncio.get_running_loop().call_soon(self._next)
+            self._next_turn = asyncio.get_running_loop().call_soon(self._start_few)
         heapq.heappush(self._waiting, (priority, not again, next(self._numbers), turn))
         await turn
 
-    def _next(self) -> None:
+    def _start_few(self) -> None:
         """Start a few loads in this turn of the loop. Everything else that is ready runs before the next few."""
         for _ in range(min(_TURN_LOADS, len(self._waiting))):
             *_, turn = heapq.heappop(self._waiting)
@@ -231,15 +231,15 @@ class LoadThrottle:
         if not self._waiting:
             return
         if self._poller.behind:
-            self.paused, self._next_turn = True, loop.call_later(_PAUSE_MAX_S, self._next)
+            self.paused, self._next_turn = True, loop.call_later(_PAUSE_MAX_S, self._start_few)
         else:
-            self._next_turn = loop.call_soon(self._next)
+            self._next_turn = loop.call_soon(self._start_few)
 
     def resume(self) -> None:
         """If `paused`, go on starting loads, because a load has ended. No effect while too many reads still wait."""
         if not self._poller.behind and self._next_turn is not None:
             self._next_turn.cancel()
-            self._next_turn, self.paused = asyncio.get_running_loop().call_soon(self._next), False
+            self._next_turn, self.paused = asyncio.get_running_loop().call_soon(self._start_few), False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ class FlightResources:
 
     ledger: BlockLedger
     seal_slots: SealSlots
-    """Words of host memory that seals are fetched into, one for each rank of each load."""
+    """Slots of host memory into which seals are fetched, one for each rank of each load."""
     queue: FairQueue
     """Permits that bound what is in flight: bytes, descriptors and reads, in all and from one rank."""
     poller: ReadPoster
@@ -260,6 +260,6 @@ class FlightResources:
 
 def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
     """Return the queue of permits for reads, bounded in total and per rank. `grows`: fast ranks get a larger bound."""
-    of_peer = config.limits.peer_in_flight_bytes_max, *_OF_PEER_MAX
-    in_all = config.in_flight_bytes_max, *_IN_ALL_MAX
+    of_peer = config.limits.peer_in_flight_bytes_max, *_PER_RANK_MAX
+    in_all = config.in_flight_bytes_max, *_TOTAL_MAX
     return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)

@@ -109,18 +109,18 @@ class Lane:
         """Positions in the prompt of all tokens that the lane reads."""
         self._end = -(-self.tokens.stop // size) * size
         """Position after the last token of the last local block."""
-        self._at = self.landed_upto = self.tokens.start // size * size
-        """`_at`: position after all taken spans. `landed_upto`: position up to which all spans have landed."""
+        self._next_token = self.landed_upto = self.tokens.start // size * size
+        """`_next_token`: position after all taken spans. `landed_upto`: position up to which all spans have landed."""
         self._landed: dict[int, int] = {}
         """Spans that landed before an earlier span: position after the last token, by position of the first token."""
 
     @property
     def done(self) -> bool:
         """True when all spans are taken."""
-        return self._at >= self._end
+        return self._next_token >= self._end
 
     @property
-    def straight(self) -> bool:
+    def reads_directly(self) -> bool:
         """True if the whole lane is read straight into the cache."""
         return self.staging is None and not any(part.scratch_bytes for part in self.parts)
 
@@ -132,17 +132,17 @@ class Lane:
         """Return the number of bytes that the lane reads for `tokens` tokens."""
         return tokens * self._unit_bytes // self._unit
 
-    def readable_bytes(self, there: int) -> int:
-        """Return the size in bytes of the spans that `take(there)` would return."""
-        return self.size_bytes(max(self._upto(there) - self._at, 0))
+    def readable_bytes(self, readable_tokens: int) -> int:
+        """Return the size in bytes of the spans that `take_spans(readable_tokens)` would return."""
+        return self.size_bytes(max(self._span_stop(readable_tokens) - self._next_token, 0))
 
-    def take(self, there: int) -> Iterator[PromptSpan]:
-        """Mark all spans within the prompt's first `there` tokens as taken. Return those that were not taken before."""
-        return self._take(max(self._upto(there), self._at))
+    def take_spans(self, readable_tokens: int) -> Iterator[PromptSpan]:
+        """Mark all spans within the prompt's first `readable_tokens` tokens as taken. Return the newly taken spans."""
+        return self._take_until(max(self._span_stop(readable_tokens), self._next_token))
 
-    def rest(self) -> Iterator[PromptSpan]:
-        """Mark all spans as taken. Return those that were not taken before."""
-        return self._take(self._end)
+    def take_rest(self) -> Iterator[PromptSpan]:
+        """Mark all spans as taken. Return the newly taken spans."""
+        return self._take_until(self._end)
 
     def note_landed(self, span: PromptSpan) -> None:
         """Note that the whole of `span` is in the local blocks."""
@@ -150,12 +150,12 @@ class Lane:
         while self.landed_upto in self._landed:
             self.landed_upto = self._landed.pop(self.landed_upto)
 
-    def _upto(self, there: int) -> int:
-        """Return where the last span may end if the first `there` tokens can be read: after a unit, or at the end."""
-        return self._end if there >= self.tokens.stop else there // self._unit * self._unit
+    def _span_stop(self, readable_tokens: int) -> int:
+        """Return where the last span may end: after the last whole unit of `readable_tokens`, or at the lane's end."""
+        return self._end if readable_tokens >= self.tokens.stop else readable_tokens // self._unit * self._unit
 
-    def _take(self, stop: int) -> Iterator[PromptSpan]:
-        start, self._at = self._at, stop
+    def _take_until(self, stop: int) -> Iterator[PromptSpan]:
+        start, self._next_token = self._next_token, stop
         return self._spans(start, stop)
 
     def _spans(self, start: int, stop: int) -> Iterator[PromptSpan]:
@@ -187,7 +187,7 @@ class SpanPlanner(Protocol):
         """
         ...
 
-    async def group(self, one: PromptSpan) -> CopyGroup:
+    async def copy_group(self, one: PromptSpan) -> CopyGroup:
         """Wait for the buffers that a span needs, take them, and return the span's reads and copy.
 
         Args:
@@ -196,7 +196,7 @@ class SpanPlanner(Protocol):
         ...
 
 
-def by_group(parts: Sequence[SourcePart]) -> list[tuple[int, list[SourcePart]]]:
+def parts_by_group(parts: Sequence[SourcePart]) -> list[tuple[int, list[SourcePart]]]:
     """Collect `parts` by the local group of layers that they fill. Return (group index, parts), sorted by index."""
     found: dict[int, list[SourcePart]] = {}
     for part in parts:
@@ -204,7 +204,7 @@ def by_group(parts: Sequence[SourcePart]) -> list[tuple[int, list[SourcePart]]]:
     return sorted(found.items())
 
 
-def by_source(parts: Sequence[SourcePart]) -> Iterable[list[SourcePart]]:
+def parts_by_source(parts: Sequence[SourcePart]) -> Iterable[list[SourcePart]]:
     """Collect `parts` by the rank that they are read from. Return one list for each rank."""
     found: dict[Source, list[SourcePart]] = {}
     for part in parts:

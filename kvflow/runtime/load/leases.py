@@ -48,7 +48,7 @@ _FIRST_AFTER_S = 0.25  # most loads have ended by then, and renew nothing; soon,
 
 
 @dataclass(slots=True)
-class _Kept:
+class _RenewedLease:
     """A lease that this rank renews, and the time of its next renewal."""
 
     source: Source
@@ -69,7 +69,7 @@ class LeaseIdNotifier:
         self._join = partial(join_read_done, lease_ids_max=self._batch_max)
 
     def notify_needed(self, sources: Sequence[Source]) -> int:
-        """See `LeaseNotifier.needed`."""
+        """See `LeaseNotifier.notify_needed`."""
         agent = sources[0].connection.agent
         lease_ids = tuple(dict.fromkeys(source.lease.lease_id for source in sources))
         for start in range(0, len(lease_ids), self._batch_max):
@@ -78,7 +78,7 @@ class LeaseIdNotifier:
         return len(lease_ids)
 
     def notify_read(self, source: Source) -> None:
-        """See `LeaseNotifier.read`."""
+        """See `LeaseNotifier.notify_read`."""
         self.report(source.connection.agent, source.lease.lease_id, *source.connection.report_share)
 
     def report(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
@@ -97,32 +97,32 @@ class RemoteLeases:
         self._clock = cache.clock
         self._spawn = cache.spawn
         self._resolver = cache.resolver
-        self._kept: dict[object, list[_Kept]] = {}
+        self._renewed: dict[object, list[_RenewedLease]] = {}
         self._alarm = Alarm(cache.clock, self._renew)
         self._closed = False
-        self.sent = 0
+        self.renewals_sent = 0
         """Number of renewals sent: one for each lease in each notification."""
 
-    def keep(self, owner: object, ttl_s: float, source: Source) -> None:
-        """Renew the lease of `source`, with time to live `ttl_s`, until `forget(owner)` is called."""
+    def start_renewing(self, owner: object, ttl_s: float, source: Source) -> None:
+        """Renew the lease of `source`, with time to live `ttl_s`, until `stop_renewing(owner)` is called."""
         now_s, pause_s = self._clock.now_s(), source.connection.lease_notifier.heartbeat_s
         if pause_s is None:
             pause_s = max(ttl_s / 3, _PAUSE_LEAST_S)
             due_s = now_s + min(pause_s, _FIRST_AFTER_S)
         else:
             due_s = now_s + pause_s
-        self._kept.setdefault(owner, []).append(_Kept(source, pause_s, due_s))
+        self._renewed.setdefault(owner, []).append(_RenewedLease(source, pause_s, due_s))
         source.peer.leases_kept += 1
         if due_s < self._alarm.due_s and not self._closed:
             self._alarm.set(due_s)
 
-    def forget(self, owner: object) -> None:
+    def stop_renewing(self, owner: object) -> None:
         """Stop renewing the leases that were kept for `owner`. No effect if there are none."""
-        for kept in self._kept.pop(owner, ()):
+        for kept in self._renewed.pop(owner, ()):
             kept.source.peer.leases_kept -= 1
 
     @contextmanager
-    def keep_while(self, ticket: Ticket) -> Iterator[None]:
+    def renewing(self, ticket: Ticket) -> Iterator[None]:
         """Renew the leases of a checked ticket until the `with` block ends, for a request that waits for its load.
 
         While the `with` block runs, a task looks up the leases as a load would, so their ranks are connected before the
@@ -132,14 +132,14 @@ class RemoteLeases:
             yield  # an empty offer: its leases have ended already
             return
         owner = object()
-        task = self._spawn(self._keep_for(owner, ticket), name=f"kvflow-keep {ticket.request_id}")
+        task = self._spawn(self._renew_until_cancelled(owner, ticket), name=f"kvflow-keep {ticket.request_id}")
         try:
             yield
         finally:
             task.cancel()
-            self.forget(owner)
+            self.stop_renewing(owner)
 
-    def tell(self, sources: Sequence[Source]) -> None:
+    def notify_finished(self, sources: Sequence[Source]) -> None:
         """Notify the rank of each source that this rank has finished with the lease there, read or not."""
         for source in sources:
             source.connection.lease_notifier.notify_read(source)
@@ -153,34 +153,34 @@ class RemoteLeases:
         known. If cancelled, some ranks may have been notified.
         """
         ticket, problems = self._resolver.read_ticket(given), list[KVFlowError]()
-        told = await self._release(ticket, problems)
+        notified = await self._release(ticket, problems)
         for problem in problems:
             logger.warning("lease not given back: %s", problem)
-        return told
+        return notified
 
     def release_soon(self, ticket: Ticket) -> None:
         """Give the leases of a ticket back in a task of its own, which logs or drops its errors.
 
         If a rank cannot be reached, the task tries again later, as long as the rank's lease may be open.
         """
-        over_s = self._clock.now_s() + min(ticket.ttl_s, self._config.lease_lifetime_s)
-        self._begin_release(ticket, over_s, 0.0)
+        give_up_s = self._clock.now_s() + min(ticket.ttl_s, self._config.lease_lifetime_s)
+        self._begin_release(ticket, give_up_s, 0.0)
 
-    def _begin_release(self, ticket: Ticket, over_s: float, paused_s: float) -> None:
+    def _begin_release(self, ticket: Ticket, give_up_s: float, paused_s: float) -> None:
         """Start a task that gives the leases of a ticket back.
 
-        `over_s`: time at which the last attempt has to be made. `paused_s`: seconds between the previous attempt and
+        `give_up_s`: time at which the last attempt has to be made. `paused_s`: seconds between the previous attempt and
         this one; 0 for the first.
         """
         with contextlib.suppress(RuntimeUnavailable):
-            work = self._release_or_later(ticket, over_s, paused_s)
+            work = self._release_with_retries(ticket, give_up_s, paused_s)
             self._spawn(work, name=f"kvflow-release {ticket.request_id}")
 
-    async def _release_or_later(self, ticket: Ticket, over_s: float, paused_s: float) -> None:
+    async def _release_with_retries(self, ticket: Ticket, give_up_s: float, paused_s: float) -> None:
         """Give leases back; if a rank cannot be reached, start another attempt after a pause. Ends with the runtime.
 
-        Task `kvflow-release <request>`: begun by `release_blocks` of a rendezvous, and by a load of several tickets for
-        those that it did not need. Ends when the leases are given back, or when their time has passed.
+        Task `kvflow-release <request>`: begun by `release_blocks` of a pending ticket, and by a load of several tickets
+        for those that it did not need. Ends when the leases are given back, or when their time has passed.
         """
         limits, problems = self._config.limits, list[KVFlowError]()
         try:
@@ -191,8 +191,8 @@ class RemoteLeases:
             logger.log(logging.DEBUG if paused_s else logging.WARNING, "lease not given back: %s", problem)
         waits_s = [one.retry_after_s or 0.0 for one in problems if isinstance(one, PeerError) and one.retryable]
         pause_s = max([min(2 * paused_s, limits.peer_backoff_max_s), limits.peer_backoff_first_s, *waits_s])
-        if waits_s and self._clock.now_s() + pause_s < over_s:
-            self._clock.call_later(pause_s, partial(self._begin_release, ticket, over_s, pause_s))
+        if waits_s and self._clock.now_s() + pause_s < give_up_s:
+            self._clock.call_later(pause_s, partial(self._begin_release, ticket, give_up_s, pause_s))
 
     async def _release(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         """Give the leases of a checked ticket back; see `release`. Append to `problems` why ranks were not notified."""
@@ -200,7 +200,7 @@ class RemoteLeases:
         try:
             async with asyncio.timeout(bound_s):
                 if ticket.awaited:
-                    return await self._release_awaited(ticket)
+                    return await self._release_pending(ticket)
                 return await self._release_offered(ticket, problems)
         except TimeoutError:
             why = f"leases of all its ranks not given back within {bound_s} s"
@@ -208,36 +208,38 @@ class RemoteLeases:
             problems.append(problem.of_request(ticket.request_id, ticket.engine_id))
             return False
 
-    async def _meet(self, ticket: Ticket, found: Callable[[Source, float], None]) -> Ticket:
+    async def _await_offer(self, ticket: Ticket, on_lease: Callable[[Source, float], None]) -> Ticket:
         """Wait for the offer of a pending ticket, and return the ticket of that offer.
 
-        `found` is called with each lease and its `ttl_s`.
+        `on_lease` is called with each lease and its `ttl_s`.
         """
-        growing = self._cache.part("growing", f"request {ticket.request_id!r}: a rendezvous")
-        met: Ticket = await growing.rendezvous.meet(ticket, found)
-        return met
+        growing = self._cache.part("growing", f"request {ticket.request_id!r}: a pending ticket")
+        offered: Ticket = await growing.pending_tickets.await_offers(ticket, on_lease)
+        return offered
 
     def _opens_within_s(self, ticket: Ticket) -> float:
         """Return how many seconds an engine may take to open the lease of a pending ticket; 0 for other tickets."""
         return min(ticket.ttl_s, self._config.lease_lifetime_s) if ticket.awaited else 0.0
 
-    async def _release_awaited(self, ticket: Ticket) -> bool:
+    async def _release_pending(self, ticket: Ticket) -> bool:
         """Wait for the offer of a pending ticket, and give its leases back. Return whether an offer came.
 
         A lease that is opened too late expires.
         """
-        met: list[Ticket] = []
-        waiting = self._spawn(self._meet_to_release(ticket, met), name=f"kvflow-release {ticket.request_id}")
+        offered: list[Ticket] = []
+        waiting = self._spawn(
+            self._await_offer_and_release(ticket, offered), name=f"kvflow-release {ticket.request_id}"
+        )
         try:
             await asyncio.wait([waiting])
         finally:
             waiting.cancel()
-        return len(met) > 0
+        return len(offered) > 0
 
-    async def _meet_to_release(self, ticket: Ticket, met: list[Ticket]) -> None:
-        """Wait for a pending ticket's offer, give it back, and append its ticket to `met`. Ends with the runtime."""
+    async def _await_offer_and_release(self, ticket: Ticket, offered: list[Ticket]) -> None:
+        """Wait for a pending ticket's offer, give its leases back, and append its ticket to `offered`."""
         try:
-            met.append(await self._meet(ticket, lambda source, _: self.tell((source,))))
+            offered.append(await self._await_offer(ticket, lambda source, _: self.notify_finished((source,))))
         except KVFlowError as error:
             logger.info("request %s from %s: nothing to give back: %s", ticket.request_id, ticket.engine_id, error)
 
@@ -245,23 +247,24 @@ class RemoteLeases:
         if ticket.offers_nothing:
             return True  # an empty offer: its leases have ended already
         if not ticket.leases_can_be_asked:
-            return await self._release_unasked(ticket, problems)
-        told = True
+            return await self._release_by_notification(ticket, problems)
+        notified = True
 
         async def visit(at: Address) -> bool:
-            nonlocal told
+            nonlocal notified
             try:
-                told = told and await self._release_one(ticket, at) and told  # another visit may have failed meanwhile
+                released = await self._release_one(ticket, at) if notified else False
+                notified = notified and released  # another visit may have failed meanwhile
             except (PeerError, Overloaded) as error:
                 problems.append(error.of_request(ticket.request_id, ticket.engine_id))
-                told = False
-            return told
+                notified = False
+            return notified
 
-        return len(await self._cache.kvflow_resolver.visit_ranks(ticket, visit)) > 0 and told
+        return len(await self._cache.kvflow_resolver.visit_ranks(ticket, visit)) > 0 and notified
 
-    async def _release_unasked(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
+    async def _release_by_notification(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
         try:
-            self.tell(await self._resolver.resolve(ticket, lambda _: None))
+            self.notify_finished(await self._resolver.resolve(ticket, lambda _: None))
         except KVFlowError as error:
             problems.append(error)
             return False
@@ -272,7 +275,7 @@ class RemoteLeases:
         self._closed = True
         self._alarm.set(math.inf)
 
-    async def _keep_for(self, owner: object, ticket: Ticket) -> None:
+    async def _renew_until_cancelled(self, owner: object, ticket: Ticket) -> None:
         """Look up the leases of a ticket, and renew them until the task is cancelled.
 
         Task `kvflow-keep <request>`: begun by `keep_leases`. Ends with its block.
@@ -281,27 +284,29 @@ class RemoteLeases:
         try:
             async with asyncio.timeout(bound_s):
                 if ticket.awaited:
-                    ticket = await self._meet(ticket, lambda source, ttl_s: self.keep(owner, ttl_s, source))
-                await self._resolver.resolve(ticket, partial(self.keep, owner, ticket.ttl_s))
+                    ticket = await self._await_offer(
+                        ticket, lambda source, ttl_s: self.start_renewing(owner, ttl_s, source)
+                    )
+                await self._resolver.resolve(ticket, partial(self.start_renewing, owner, ticket.ttl_s))
             await asyncio.get_running_loop().create_future()
         except (KVFlowError, TimeoutError) as error:
             what = f"request {ticket.request_id} from {ticket.engine_id}: its leases could not be kept"
             logger.info("%s: %s", what, error or f"not found within {bound_s} s")
         finally:
-            self.forget(owner)  # once more: a lease may be found while the task ends
+            self.stop_renewing(owner)  # once more: a lease may be found while the task ends
 
     def _renew(self) -> None:
         """Callback of the alarm: renew the leases that are due now or soon, in few messages to each peer."""
         now_s = self._clock.now_s()
         due: dict[AgentName, list[Source]] = {}
-        for kept in (kept for leases in self._kept.values() for kept in leases):
+        for kept in (kept for leases in self._renewed.values() for kept in leases):
             if kept.due_s - kept.pause_s / 2 <= now_s:
                 due.setdefault(kept.source.connection.agent, []).append(kept.source)
                 kept.source.peer.last_used_s = now_s  # the peer is not idle, so its connection stays
                 kept.due_s = now_s + kept.pause_s
         for sources in due.values():
-            self.sent += sources[0].connection.lease_notifier.notify_needed(sources)
-        self._alarm.set(min((kept.due_s for leases in self._kept.values() for kept in leases), default=math.inf))
+            self.renewals_sent += sources[0].connection.lease_notifier.notify_needed(sources)
+        self._alarm.set(min((kept.due_s for leases in self._renewed.values() for kept in leases), default=math.inf))
 
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:
         """Give the lease of one rank back. Return True if the rank was notified, or if the lease has ended already.
@@ -321,10 +326,10 @@ class RemoteLeases:
             if answer.lease is None:
                 return answer.state is not messages.LeaseAnswerState.WAITING  # it has ended: nothing to release
             lease = lease_from_answer(at, answer.lease)
-        word = messages.ReleaseRequest(
+        question = messages.ReleaseRequest(
             reader=local.reader,
             target=at,
             lease_id=lease.lease_id,
             cache_shares=local.cache_shares,
         )
-        return (await self._cache.peers.send(peer, word)).incarnation == lease.incarnation
+        return (await self._cache.peers.send(peer, question)).incarnation == lease.incarnation

@@ -24,20 +24,20 @@ from kvflow.runtime.records import Attempt
 from kvflow.runtime.tasks import require_loop
 
 _LABEL_OF = attrgetter("peer.label")
-_USUAL_PRIORITY = 0
+_DEFAULT_PRIORITY = 0
 _NAME_CHARS_MAX = 512
 _NO_BLOCKS = np.empty(0, dtype=np.int64)
 
-Carry: TypeAlias = "Callable[[Load], Awaitable[LoadReport]]"
+LoadPerformer: TypeAlias = "Callable[[Load], Awaitable[LoadReport]]"
 """A function that performs all steps of an accepted load, and returns the load's report."""
 
 
-def said_priority(request: LoadRequest) -> int:
+def priority_of_unchecked(request: LoadRequest) -> int:
     """Return the priority of a request that is not checked yet; the default if it is invalid, as it will be refused."""
     if type(request) is LoadRequest and type(request.priority) is int:
         return request.priority
     found = checks.try_call(lambda: checks.whole(request.priority, "priority"))
-    return _USUAL_PRIORITY if found is None else found
+    return _DEFAULT_PRIORITY if found is None else found
 
 
 class Load:
@@ -89,13 +89,13 @@ class Load:
         """
         self.request_id = request.request_id
         self.request = request
-        self.followed = False
+        self.progress_wanted = False
         """True once the caller has asked for progress, by `follow` or `async for`."""
         self.progress: Progress | None = None
         """Latest progress, while the load is under way; None before the first tokens of a growing lease have landed."""
         self._task: asyncio.Task[LoadReport] | None = None
         self._outcome: LoadReport | BaseException | None = None
-        self._news: asyncio.Event | None = None
+        self._progress_event: asyncio.Event | None = None
         self._clock = clock or SystemClock()
         # Everything below is only for the loader, the steps of a load and the parts.
         if ticket is not None:
@@ -105,20 +105,20 @@ class Load:
         """Outcome of each source so far; None if the load has only one source."""
         self.tables = tables
         self.entries = entries
-        self.begun_s = self._since_s = begun_s
+        self.begun_s = self._phase_begun_s = begun_s
         self.ends_s = math.inf
         """Deadline, by the loop's clock."""
         self.phase = "queued"
         self.waits_for: Callable[[], str] | None = None
         """Returns a text for errors: what the current phase waits for; None if the phase's name says it."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.carrying: asyncio.Task[Any] | None = None
+        self.performing_task: asyncio.Task[Any] | None = None
         """The task that performs the load; None before the load has begun."""
-        self.cancelling = 0
-        """`carrying.cancelling()` when the load began: cancellations of that task that are not the load's."""
+        self.outer_cancellations = 0
+        """`performing_task.cancelling()` when the load began: cancellations of that task that are not the load's."""
         self.overdue = False
         """True once the loader has cancelled the load, because its deadline has passed or the loader closes."""
-        self.held_up = ""
+        self.stall_text = ""
         """Part of the error's message: what the load waited for when it became `overdue`, or empty."""
         self.sources: Sequence[Source] = ()
         """The ranks that are read from; empty before there is a plan."""
@@ -127,7 +127,7 @@ class Load:
         self.tokens = 0
         """Number of tokens that the load reads."""
         self.flight: Flight | None = None
-        self.lease_news: Any = None
+        self.lease_questions: Any = None
         """The `growing.lease_questions.LeaseQuestions` about leases that are not complete; None if there are none."""
         self.landed: History | None = None
         """How many tokens had landed at which time, if the load reads growing leases; else None."""
@@ -146,7 +146,7 @@ class Load:
 
     def __aiter__(self) -> AsyncIterator[Progress]:
         self.follow()
-        return _Steps(self)
+        return _ProgressIterator(self)
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -198,7 +198,7 @@ class Load:
 
     def follow(self) -> None:
         """Ask for progress while the load is under way. `async for` does this by itself."""
-        self.followed = True
+        self.progress_wanted = True
         if self.flight is not None:
             self.flight.nudge()
 
@@ -219,9 +219,9 @@ class Load:
         while self.progress is None or self.progress.tokens <= tokens:
             if self.done:
                 return None
-            if self._news is None:
-                self._news = asyncio.Event()
-            await self._news.wait()
+            if self._progress_event is None:
+                self._progress_event = asyncio.Event()
+            await self._progress_event.wait()
         return self.progress
 
     def note_progress(self, tokens: int, tokens_in_all: int) -> None:
@@ -236,11 +236,11 @@ class Load:
             self._wake()
 
     def _wake(self) -> None:
-        if self._news is not None:
-            self._news.set()
-            self._news = None
+        if self._progress_event is not None:
+            self._progress_event.set()
+            self._progress_event = None
 
-    def begin(self, work: Callable[[], Coroutine[Any, Any, LoadReport]]) -> asyncio.Task[LoadReport]:
+    def start_task(self, work: Callable[[], Coroutine[Any, Any, LoadReport]]) -> asyncio.Task[LoadReport]:
         """Only for `Loader`: carry the load out in a task of its own.
 
         Args:
@@ -255,17 +255,17 @@ class Load:
         self._task = asyncio.create_task(work(), name=f"kvflow-load {self.request_id}")
         return self._task
 
-    def end(self, outcome: LoadReport | BaseException) -> None:
+    def set_outcome(self, outcome: LoadReport | BaseException) -> None:
         """Only for `Loader`: set the outcome of the load.
 
         Args:
             outcome: the report that awaiting the load returns, or the exception that it raises.
         """
         self._outcome = outcome
-        if self._news is not None:
+        if self._progress_event is not None:
             self._wake()
 
-    def enter(self, phase: str, waits_for: Callable[[], str] | None = None) -> None:
+    def enter_phase(self, phase: str, waits_for: Callable[[], str] | None = None) -> None:
         """Only for steps of a load: begin a phase. The same phase may begin more than once.
 
         Args:
@@ -273,25 +273,29 @@ class Load:
             waits_for: returns a text that says what the phase waits for; None if the phase's name says it.
         """
         now_s, self.waits_for = self._clock.now_s(), waits_for
-        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
-        self.phase, self._since_s = phase, now_s
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._phase_begun_s
+        self.phase, self._phase_begun_s = phase, now_s
 
-    def end_now(self) -> None:
+    def cancel_overdue(self) -> None:
         """Only for `Loader`: cancel the task that carries the load out, once.
 
         A load that has not begun is not cancelled here: the loader fails it when it begins.
         """
-        if self.carrying is not None and not self.overdue:
-            self.overdue, self.held_up = True, self._held_up()
-            self.carrying.cancel()
+        if self.performing_task is not None and not self.overdue:
+            self.overdue, self.stall_text = True, self._stall_text()
+            self.performing_task.cancel()
 
-    def was_late(self) -> bool:
-        """Only for `Loader`: take back the cancellation by `end_now`.
+    def take_back_cancel(self) -> bool:
+        """Only for `Loader`: take back the cancellation by `cancel_overdue`.
 
         Returns:
-            True if the task was cancelled by `end_now` alone.
+            True if the task was cancelled by `cancel_overdue` alone.
         """
-        return self.overdue and self.carrying is not None and self.carrying.uncancel() <= self.cancelling
+        return (
+            self.overdue
+            and self.performing_task is not None
+            and self.performing_task.uncancel() <= self.outer_cancellations
+        )
 
     def failure(self, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
         """Only for steps of a load: make the error that the load fails with, which names the request and the peer.
@@ -310,15 +314,15 @@ class Load:
     @property
     def where(self) -> str:
         """The phase that the load is in, or was in when it ended; "queued" while its flight waits for a permit."""
-        return "queued" if self.flight is not None and self.flight.waits else self.phase
+        return "queued" if self.flight is not None and self.flight.waits_for_permit else self.phase
 
-    def _held_up(self) -> str:
+    def _stall_text(self) -> str:
         if self.waits_for is not None:
             return f": {self.waits_for()}"
         reads = self.flight.under_way if self.flight is not None else 0
         if not reads or self.flight is None:
             return ""
-        since_s = self._clock.now_s() - self.flight.heard_s
+        since_s = self._clock.now_s() - self.flight.last_read_s
         return f": no read has ended for {since_s:.3g} s, {reads} are under way: the peer or the network stands still"
 
     def end_phases(self) -> None:
@@ -326,7 +330,7 @@ class Load:
 
         Time in which the flight waited for permits counts as "queued", and time to post reads as "post", not as "wire".
         """
-        self.enter(self.phase, self.waits_for)
+        self.enter_phase(self.phase, self.waits_for)
         flight = self.flight
         if len(self.seconds) > len(PHASES):
             self.seconds = {phase: self.seconds[phase] for phase in EVERY_PHASE if phase in self.seconds}
@@ -337,7 +341,7 @@ class Load:
             seconds["queued"] += queued_s
             seconds["post"] += post_s
             seconds["wire"] -= queued_s + post_s
-            if flight.waits:
+            if flight.waits_for_permit:
                 self.phase = "queued"
 
     def report(self, *, notified: bool = False) -> LoadReport:
@@ -373,14 +377,14 @@ class Load:
         raise self._outcome
 
 
-class _Steps:
+class _ProgressIterator:
     """Async iterator over the progress of a load, for `async for progress in load`."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
         self._tokens = -1
 
-    def __aiter__(self) -> _Steps:
+    def __aiter__(self) -> _ProgressIterator:
         return self
 
     async def __anext__(self) -> Progress:
@@ -403,7 +407,7 @@ class _Steps:
 def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
     """Return a load that ended before it began: awaiting it raises `error`."""
     load = Load(LoadRequest(request_name(request), {}, ()))
-    load.end(error)
+    load.set_outcome(error)
     return load
 
 

@@ -36,8 +36,8 @@ from kvflow.logs import logger_of
 from kvflow.parts import import_part
 from kvflow.runtime.load import steps
 from kvflow.runtime.load.flight import Flight
-from kvflow.runtime.load.load import Carry, Load, request_name, said_priority
-from kvflow.runtime.load.plan import check_expected
+from kvflow.runtime.load.load import Load, LoadPerformer, priority_of_unchecked, request_name
+from kvflow.runtime.load.plan import check_against_ticket
 from kvflow.runtime.load.requests import (
     PHASES,
     TICKETS_MAX,
@@ -73,13 +73,13 @@ class Loader:
         self._observers = cache.observers
         self._now_s = cache.clock.now_s
         self._throttle = cache.throttle
-        self._look: asyncio.TimerHandle | None = None
-        self._look_s = math.inf
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._deadline_timer_s = math.inf
         self._loads: dict[Load, None] = {}  # in order, so that a simulation can be replayed
-        self._unsafe: dict[Flight, Load] = {}
+        self._quarantined: dict[Flight, Load] = {}
         """Flights in quarantine, each with its load: the load has ended, its bytes may still land."""
-        self._quiet = asyncio.Event()
-        self._quiet.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._closed = self._unregistered = False
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes", "sources_left"), 0)
         self._verified: Counter[Verification] = Counter()
@@ -99,7 +99,7 @@ class Loader:
                 for peer, used, waiting in queue.peers()
             },
             quarantines=len(self.quarantines),
-            renewals=self._cache.remote_leases.sent,
+            renewals=self._cache.remote_leases.renewals_sent,
             never_read=sum(
                 many >= NEVER_READ_AT and not self._cache.peers.has_delivered(one)
                 for one, many in self._never_read.items()
@@ -111,18 +111,18 @@ class Loader:
     @property
     def open_requests(self) -> list[str]:
         """Ids of requests with a load under way, or with bytes that may still land."""
-        return [load.request_id for load in dict.fromkeys([*self._loads, *self._unsafe.values()])]
+        return [load.request_id for load in dict.fromkeys([*self._loads, *self._quarantined.values()])]
 
     @property
     def quarantines(self) -> tuple[Load, ...]:
         """Loads that have ended while bytes may still land in their blocks."""
-        return tuple(self._unsafe.values())
+        return tuple(self._quarantined.values())
 
     def load(self, request: LoadRequest) -> Coroutine[Any, Any, LoadReport]:
         """See `Runtime.load_blocks`."""
         begun_s = self._now_s()
-        if self._throttle.at_once(begun_s):
-            return self._carry_out(*self._accept(request, begun_s, waited_s=0.0))
+        if self._throttle.try_start(begun_s):
+            return self._perform_and_record(*self._accept(request, begun_s, waited_s=0.0))
         return self._load_in_turn(request, begun_s)
 
     def tables_of(self, block_ids: GivenBlockIds, request_id: str) -> tuple[BlockIds, ...]:
@@ -131,8 +131,10 @@ class Loader:
 
     def start(self, request: LoadRequest) -> Load:
         """See `Runtime.start_load`. Raises the error of a request that is not accepted."""
-        load, carry = self._accept(request, self._now_s(), waited_s=0.0)
-        load.begin(partial(self._start_in_turn, load, carry)).add_done_callback(partial(self._over, load))
+        load, perform = self._accept(request, self._now_s(), waited_s=0.0)
+        load.start_task(partial(self._start_in_turn, load, perform)).add_done_callback(
+            partial(self._end_unstarted, load)
+        )
         return load
 
     def refuse(self, request: LoadRequest, error: KVFlowError) -> None:
@@ -155,32 +157,32 @@ class Loader:
     def close(self, *, unregistered: bool = False) -> None:
         """Make every load under way end soon, with RuntimeClosed, or with CacheUnregistered if `unregistered`."""
         self._closed, self._unregistered = True, self._unregistered or unregistered
-        self._look_at(math.inf)
+        self._set_deadline_timer(math.inf)
         self._cache.remote_leases.close()
         for load in self._loads:
-            load.end_now()
+            load.cancel_overdue()
 
-    def all_stopped(self) -> None:
+    def note_all_stopped(self) -> None:
         """End all quarantines: the transport was closed in good order, so no further byte can land."""
-        for flight in [*(load.flight for load in self._loads), *self._unsafe]:
+        for flight in [*(load.flight for load in self._loads), *self._quarantined]:
             if flight is not None:
-                flight.all_stopped()
+                flight.note_all_stopped()
 
     async def drained(self) -> None:
         """Wait until no load is under way and no block is quarantined."""
-        await self._quiet.wait()
+        await self._idle.wait()
 
     async def _load_in_turn(self, request: LoadRequest, begun_s: float) -> LoadReport:
-        await self._throttle.come(said_priority(request))
-        return await self._carry_out(*self._accept(request, begun_s, waited_s=self._now_s() - begun_s))
+        await self._throttle.wait_for_turn(priority_of_unchecked(request))
+        return await self._perform_and_record(*self._accept(request, begun_s, waited_s=self._now_s() - begun_s))
 
-    async def _start_in_turn(self, load: Load, carry: Carry) -> LoadReport:
+    async def _start_in_turn(self, load: Load, perform: LoadPerformer) -> LoadReport:
         """Body of the task of a started load: wait until the load may begin, then perform it."""
-        if not self._throttle.at_once(self._now_s()):
-            await self._throttle.come(load.request.priority)
-        return await self._carry_out(load, carry)
+        if not self._throttle.try_start(self._now_s()):
+            await self._throttle.wait_for_turn(load.request.priority)
+        return await self._perform_and_record(load, perform)
 
-    def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, Carry]:
+    def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, LoadPerformer]:
         """Check everything that can be judged without the peer. Return the load, and the function that carries it out.
 
         The time that the request has waited counts towards the load's deadline.
@@ -191,19 +193,19 @@ class Loader:
                 raise UsageError(f"load_blocks: the role of engine {config.engine_id!r} is 'producer'")
             plain = checks.normalize_request(request, LoadRequest, "load_blocks", config.limits.block_ids_max)
             what = f"request {plain.request_id!r}"
-            tickets = self._tickets(plain.ticket, what)
-            carry: Carry = partial(steps.carry, cache)
+            tickets = self._parse_tickets(plain.ticket, what)
+            perform: LoadPerformer = partial(steps.perform, cache)
             if len(tickets) > 1 or plain.again is not None:
                 needing = f"{what}: a load of several tickets, or with `again`,"
-                carry = import_part("failover", needing).carrier(cache, tickets)
+                perform = import_part("failover", needing).performer(cache, tickets)
             elif tickets[0].awaited:
-                carry = cache.part("growing", f"{what}: a load of a rendezvous").rendezvous.carry
+                perform = cache.part("growing", f"{what}: a load with a pending ticket").pending_tickets.perform
             if plain.verify and (problem := cache.part("verify", f"{what}: verify").problem):
                 raise RequestError(f"{what}: verify: {problem}")
             tables, entries = cache.ledger.find_entries(plain.block_ids, f"{what}: block_ids")
             if plain.prompt is not None or plain.num_tokens is not None:
                 for one in tickets:
-                    check_expected(cache.local.groups, plain, one, tables)
+                    check_against_ticket(cache.local.groups, plain, one, tables)
         except KVFlowError as error:
             self.refuse(request, error)
             raise
@@ -211,12 +213,12 @@ class Loader:
         load = Load(plain, tickets[0], tables, entries, cache.clock, begun_s)
         load.ends_s = asyncio.get_running_loop().time() + deadline_s - waited_s
         self._loads[load] = None
-        self._quiet.clear()
-        if load.ends_s < self._look_s and not self._closed:
-            self._look_at(load.ends_s)
-        return load, carry
+        self._idle.clear()
+        if load.ends_s < self._deadline_timer_s and not self._closed:
+            self._set_deadline_timer(load.ends_s)
+        return load, perform
 
-    def _tickets(self, given: GivenTicket | Sequence[GivenTicket], what: str) -> list[Ticket]:
+    def _parse_tickets(self, given: GivenTicket | Sequence[GivenTicket], what: str) -> list[Ticket]:
         """Parse the ticket or tickets of a request.
 
         RequestError if one is invalid, or if they are for different prompts.
@@ -238,13 +240,13 @@ class Loader:
                 check_same_prompt(tickets[0], tickets[-1], what)
         return tickets
 
-    def _look_at(self, when_s: float) -> None:
+    def _set_deadline_timer(self, when_s: float) -> None:
         """Set the timer that ends overdue loads to `when_s`; infinity stops it. One timer serves all loads."""
-        if self._look is not None:
-            self._look.cancel()
-        self._look, self._look_s = None, when_s
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+        self._deadline_timer, self._deadline_timer_s = None, when_s
         if when_s < math.inf:
-            self._look = asyncio.get_running_loop().call_at(when_s, self._end_overdue)
+            self._deadline_timer = asyncio.get_running_loop().call_at(when_s, self._end_overdue)
 
     def _end_overdue(self) -> None:
         now_s, next_s = asyncio.get_running_loop().time(), math.inf
@@ -252,38 +254,38 @@ class Loader:
             if load.ends_s > now_s:
                 next_s = min(next_s, load.ends_s)
             else:
-                load.end_now()
-        self._look_at(next_s)
+                load.cancel_overdue()
+        self._set_deadline_timer(next_s)
 
-    async def _carry_out(self, load: Load, carry: Carry) -> LoadReport:
-        """Perform an accepted load by `carry`, and record its outcome. Every load that has begun ends here."""
-        task = load.carrying = asyncio.current_task()
+    async def _perform_and_record(self, load: Load, perform: LoadPerformer) -> LoadReport:
+        """Perform an accepted load by `perform`, and record its outcome. Every load that has begun ends here."""
+        task = load.performing_task = asyncio.current_task()
         assert task is not None, "loads are carried out by tasks"
-        load.cancelling = task.cancelling()
+        load.outer_cancellations = task.cancelling()
         try:
             if self._closed or load.ends_s <= asyncio.get_running_loop().time():
-                raise self._late(load)
-            report = await carry(load)
+                raise self._overdue_error(load)
+            report = await perform(load)
         except asyncio.CancelledError as cancelled:
-            if not load.was_late():
+            if not load.take_back_cancel():
                 self._end(load, cancelled, "cancelled", CANCELLED)
                 raise
-            error = self._failed(load, self._late(load))
+            error = self._end_failed(load, self._overdue_error(load))
         except KVFlowError as problem:
-            load.was_late()
-            error = self._failed(load, problem)
+            load.take_back_cancel()
+            error = self._end_failed(load, problem)
         except BaseException as bug:
             self._end(load, bug, "failed", type(bug).__name__, str(bug))
             raise
         else:
             if load.overdue:  # it was cancelled just when it was done
-                load.was_late()
+                load.take_back_cancel()
             self._counts["bytes"] += report.bytes
             self._end(load, report, "succeeded", LOADED)
             return report
         raise error from error.__cause__
 
-    def _failed(self, load: Load, error: KVFlowError) -> KVFlowError:
+    def _end_failed(self, load: Load, error: KVFlowError) -> KVFlowError:
         """End a load with `error`, and return the error, which then names the load's request.
 
         If bytes may still land in the load's blocks, the load becomes the `quarantine` of the error.
@@ -309,23 +311,23 @@ class Loader:
         many = self._never_read[engine_id] = self._never_read.get(engine_id, 0) + 1
         if many == NEVER_READ_AT:
             logger.warning(
-                "engine %r: loads with its tickets failed %s, and none has ever read from it; the last: %s; "
-                "`kvflow doctor --pair` tells which rule says no",
+                "engine %r: loads with its tickets failed %s, and none has ever read from it; the last error: %s; "
+                "`kvflow doctor --pair` shows the cause",
                 engine_id,
                 counted(many, "time"),
                 why,
             )
 
-    def _over(self, load: Load, task: asyncio.Task[LoadReport]) -> None:
+    def _end_unstarted(self, load: Load, task: asyncio.Task[LoadReport]) -> None:
         """Callback at the end of a load's task: end the load if the task was cancelled before its first step."""
-        if load.carrying is None:
+        if load.performing_task is None:
             self._end(load, asyncio.CancelledError(), "cancelled", CANCELLED)
         if not task.cancelled():
             task.exception()  # mark it as retrieved: it is logged, and awaiting the load raises it
 
-    def _late(self, load: Load) -> KVFlowError:
+    def _overdue_error(self, load: Load) -> KVFlowError:
         """Return the error of a load that ran out of time, or has to end because the loader or the transport ended."""
-        phase, lost = load.where, load.flight.lost if load.flight is not None else None
+        phase, lost = load.where, load.flight.loss_error if load.flight is not None else None
         if isinstance(lost, RuntimeBroken):
             return lost
         what = f"request {load.request_id!r}"
@@ -335,13 +337,13 @@ class Loader:
         if self._closed:
             why = f"the runtime {self._config.engine_id!r} was closed, or had drained, in phase {phase!r}"
             return RuntimeClosed(f"{what}: {why}")
-        return load.failure(DeadlineExceeded, f"deadline exceeded in phase {phase!r}{load.held_up}", phase=phase)
+        return load.failure(DeadlineExceeded, f"deadline exceeded in phase {phase!r}{load.stall_text}", phase=phase)
 
-    def _landed(self, flight: Flight) -> None:
+    def _quarantine_ended(self, flight: Flight) -> None:
         """Callback when no further byte of a quarantined flight can land: end the quarantine."""
-        del self._unsafe[flight]
-        if not self._loads and not self._unsafe:
-            self._quiet.set()
+        del self._quarantined[flight]
+        if not self._loads and not self._quarantined:
+            self._idle.set()
 
     def _end(
         self,
@@ -352,13 +354,13 @@ class Loader:
         error: str = "",
     ) -> None:
         """Set a load's outcome, count it, report it to the observers, and drop the load from the open loads."""
-        load.end(result)
-        if load.lease_news is not None:
-            load.lease_news.close()
+        load.set_outcome(result)
+        if load.lease_questions is not None:
+            load.lease_questions.close()
         if counted != "succeeded" and load.flight is not None and not load.flight.safe:
-            self._unsafe[load.flight], load.flight.on_safe = load, self._landed
+            self._quarantined[load.flight], load.flight.on_safe = load, self._quarantine_ended
         self._loads.pop(load, None)
-        self._cache.remote_leases.forget(load)
+        self._cache.remote_leases.stop_renewing(load)
         self._counts[counted] += 1
         if load.attempts:
             self._counts["sources_left"] += len(load.attempts) - 1
@@ -369,8 +371,8 @@ class Loader:
             self._verified[load.verification] += 1
         if self._throttle.paused:
             self._throttle.resume()
-        if not self._loads and not self._unsafe:
-            self._quiet.set()
+        if not self._loads and not self._quarantined:
+            self._idle.set()
         if self._observers.all:
             self._observers.load_ended(self._record(load, outcome, error))
 

@@ -26,23 +26,23 @@ from kvflow.errors import PromptMismatch, RequestError
 from kvflow.runtime.load.requests import LoadRequest
 from kvflow.runtime.peers.peer import Source
 
-Matched: TypeAlias = Mapping[tuple[int, int], tuple[Chunks, ...]]
+MatchedChunks: TypeAlias = Mapping[tuple[int, int], tuple[Chunks, ...]]
 """Chunks by (local group, remote group), with positions among the offered blocks in place of remote block ids."""
 
 
 class Plan(NamedTuple):
-    """The ranks, tokens and blocks that a load reads. `planned` has also set the `chunks` and `tables` of `sources`."""
+    """The ranks, tokens and blocks that a load reads. `plan_load` also sets the `chunks` and `tables` of `sources`."""
 
     sources: Sequence[Source]
     """The ranks that are read from."""
-    matched: Matched
+    matched: MatchedChunks
     tokens: int
     """Number of tokens that are read."""
-    few: Sequence[tuple[int, int]] = ()
+    block_pairs: Sequence[tuple[int, int]] = ()
     """Pairs (remote block, local block), only for a load of few blocks, which has no `matched` and no chunks."""
 
 
-def planned(
+def plan_load(
     what: str, ticket: Ticket, tables: Sequence[BlockIds], groups: Sequence[GroupFacts], sources: Sequence[Source]
 ) -> Plan:
     """Plan a load from `sources` into `tables`, the local blocks of each group. RequestError if blocks do not match."""
@@ -60,7 +60,7 @@ def planned(
                 tokens = max(tokens, filled)
             wanted = wanted or len(found) > 0
         if wanted:
-            source.tables = known_so_far(ticket, source)
+            source.tables = remote_tables(ticket, source)
             for block_map in source.connection.block_maps:
                 if found := matched[block_map.group_pair]:
                     table = source.tables[block_map.remote_group]
@@ -69,7 +69,7 @@ def planned(
     return Plan(read_from, matched, tokens)
 
 
-def known_so_far(ticket: Ticket, source: Source) -> list[BlockIds]:
+def remote_tables(ticket: Ticket, source: Source) -> list[BlockIds]:
     """Return the block ids of a rank's lease by group, -1 for ids not known yet. RequestError if one is invalid."""
     what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
     given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
@@ -114,7 +114,7 @@ def _match(
     )
 
 
-def check_expected(
+def check_against_ticket(
     groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]
 ) -> None:
     """Compare a request with its offer, as far as the offer is known.
@@ -125,7 +125,7 @@ def check_expected(
     what = f"request {request.request_id!r}"
     if not ticket.awaited:
         _check_offer(ticket, request)
-        check_offered(groups, request, ticket, tables)
+        check_blocks_fit(groups, request, ticket, tables)
     elif request.prompt is not None:
         tokens = count(request.prompt, f"{what}: prompt")
         check_not_beyond(
@@ -133,17 +133,19 @@ def check_expected(
         )
 
 
-def check_met(groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:
-    """Compare a request with an offer that was waited for, as `check_expected` does.
+def check_awaited_offer(
+    groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]
+) -> None:
+    """Compare a request with an offer that was waited for, as `check_against_ticket` does.
 
     If the request has a prompt, the error for local blocks that do not end with the offered tokens is PromptMismatch.
     """
     if request.prompt is not None or request.num_tokens is not None:
         _check_offer(ticket, request)
-        check_offered(groups, request, ticket, tables, RequestError if request.prompt is None else PromptMismatch)
+        check_blocks_fit(groups, request, ticket, tables, RequestError if request.prompt is None else PromptMismatch)
 
 
-def check_offered(
+def check_blocks_fit(
     groups: Sequence[GroupFacts],
     request: LoadRequest,
     ticket: Ticket,

@@ -1,7 +1,7 @@
 """The steps of a load with a known offer: connect to its ranks, plan, claim, read, check the proofs, notify the ranks.
 
-`carry` calls them. Options are chosen once, after the plan: a growing lease, a promised payload, buffers, a comparison
-with the producer's bytes. Most loads are read straight into the cache (`read_straight`).
+`perform` calls them. Options are chosen once, after the plan: a growing lease, a promised payload, buffers, a
+comparison with the producer's bytes. Most loads are read straight into the cache (`read_directly`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.runtime.copy_thread import CopyFailed
-from kvflow.runtime.load.flight import Flight, HeadOf, Read
+from kvflow.runtime.load.flight import Flight, Read, SealPieceOf
 from kvflow.runtime.load.flight_resources import TURN_S
 from kvflow.runtime.load.load import Load
-from kvflow.runtime.load.plan import Plan, check_offered, planned
+from kvflow.runtime.load.plan import Plan, check_blocks_fit, plan_load
 from kvflow.runtime.load.requests import LoadReport
 from kvflow.runtime.peers.peer import Connection, Source, hold_connections
 from kvflow.transport.base import TransportError
@@ -37,39 +37,39 @@ from kvflow.transport.base import TransportError
 if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
 
-Reader: TypeAlias = Callable[[Load, Flight, Plan], Awaitable[bool]]
+ReadBlocks: TypeAlias = Callable[[Load, Flight, Plan], Awaitable[bool]]
 """A function that reads a load's bytes into its blocks: directly, through buffers, while they are computed, or with a
-comparison of digests. It returns True if the leases covered the whole read (`Flight.fly`)."""
+comparison of digests. It returns True if the leases covered the whole read (`Flight.read_all`)."""
 
-_OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
-_PAST_DEADLINE = "it ended later than its producer is known to hold the blocks: compute the prompt again"
-_DRAWN_OF = 1 << 32
-_BROKEN = "its producer could not compute the prompt, and says so: have another one compute it"
+_LEASE_ENDED = "the lease has ended (expired, revoked, or read by all its readers): compute the prompt again"
+_PAST_DEADLINE = "the read ended later than the producer surely holds the blocks: compute the prompt again"
+_RANDOM_VALUES = 1 << 32
+_PREFILL_FAILED = "its producer reports that it could not compute the prompt: have another engine compute it"
 
 
-async def carry(cache: RegisteredCache, load: Load) -> LoadReport:
+async def perform(cache: RegisteredCache, load: Load) -> LoadReport:
     """Perform a load, and return its report. If this raises, the load's flight has stopped, or is quarantined."""
     ticket, request, grace_s = load.ticket, load.request, cache.config.cancel_grace_s
     if not len(load.entries) or not (ticket.block_ids or ticket.has_blocks):
-        return await _carry_empty(cache, load)
-    keep = partial(cache.remote_leases.keep, load, ticket.ttl_s)
+        return await _perform_empty(cache, load)
+    keep = partial(cache.remote_leases.start_renewing, load, ticket.ttl_s)
     sources = cache.resolver.resolve_nowait(ticket, keep)
     if sources is None:
-        load.enter("handshake")
+        load.enter_phase("handshake")
         sources = await cache.resolver.resolve(ticket, keep)
-    load.enter("plan")
+    load.enter_phase("plan")
     if load.seconds["handshake"] > TURN_S:  # many loads may have waited for the same handshake
-        await cache.throttle.come(request.priority, again=True)
+        await cache.throttle.wait_for_turn(request.priority, again=True)
     plan = _plan(cache, load, sources)
     if request.after is not None or not cache.resources.seal_slots.take(plan.sources):
-        await _admitted(cache, load)
+        await _wait_for_admission(cache, load)
     flight = load.flight = Flight(load.request_id, load.entries, plan.sources, request.priority, cache.resources)
     try:
         fresh = await _read(cache, load, flight, plan, sources)
         flight.land()
     except (TransportError, CopyFailed) as error:
-        if flight.failed is not None:
-            cache.peers.note_read_failure(flight.failed.connection, str(error))
+        if flight.failed_source is not None:
+            cache.peers.note_read_failure(flight.failed_source.connection, str(error))
         await flight.stop(grace_s)
         raise load.failure(TransferFailed, f"the transfer failed: {error}") from error
     except BaseException:
@@ -77,11 +77,11 @@ async def carry(cache: RegisteredCache, load: Load) -> LoadReport:
         raise
     cache.peers.note_read_success(plan.sources, fresh=fresh)
     if not fresh:
-        raise _over_error(load)
-    return await _tell(cache, load, sources)
+        raise _stale_error(load)
+    return await _notify_and_report(cache, load, sources)
 
 
-async def _carry_empty(cache: RegisteredCache, load: Load) -> LoadReport:
+async def _perform_empty(cache: RegisteredCache, load: Load) -> LoadReport:
     """Perform a load that reads no block: wait for the payload, if one is promised, and notify the producer.
 
     If the producer cannot be notified, nothing is lost: its lease expires.
@@ -90,14 +90,14 @@ async def _carry_empty(cache: RegisteredCache, load: Load) -> LoadReport:
     if ticket.offers_nothing:
         return load.report()  # an empty offer: its leases have ended already
     if not any(rank.payload for rank in ticket.ranks):
-        load.enter("notify")
+        load.enter_phase("notify")
         told = not load.request.keep_offer and await cache.remote_leases.release(ticket)
         return load.report(notified=told)
-    load.enter("handshake")
-    sources = await cache.resolver.resolve(ticket, partial(cache.remote_leases.keep, load, ticket.ttl_s))
-    load.enter("wire")
-    _growing(cache, load).follow(load, sources, {})
-    return await _tell(cache, load, sources)
+    load.enter_phase("handshake")
+    sources = await cache.resolver.resolve(ticket, partial(cache.remote_leases.start_renewing, load, ticket.ttl_s))
+    load.enter_phase("wire")
+    growing_part(cache, load).ask_about_leases(load, sources, {})
+    return await _notify_and_report(cache, load, sources)
 
 
 def _plan(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> Plan:
@@ -105,8 +105,8 @@ def _plan(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> Plan
     request, groups = load.request, cache.local.groups
     plan = _plan_few(cache, load, sources[0]) if len(sources) == 1 and not request.verify else None
     if plan is None:
-        check_offered(groups, request, load.ticket, load.tables)
-        plan = planned(f"request {load.request_id!r}", load.ticket, load.tables, groups, sources)
+        check_blocks_fit(groups, request, load.ticket, load.tables)
+        plan = plan_load(f"request {load.request_id!r}", load.ticket, load.tables, groups, sources)
     load.sources, load.tokens = plan.sources, plan.tokens
     load.freshness = plan.sources[0].proof.kind if plan.sources else ""
     return plan
@@ -127,7 +127,7 @@ def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None
     return None if blocks is None else Plan((source,), {}, count * pairs.tokens, blocks)
 
 
-async def _admitted(cache: RegisteredCache, load: Load) -> None:
+async def _wait_for_admission(cache: RegisteredCache, load: Load) -> None:
     """Wait for the request's event `after`, then for a free slot in host memory for the seal of each rank.
 
     Overloaded if too many loads wait for seal slots already. The connections are held meanwhile, so that a broken
@@ -137,12 +137,12 @@ async def _admitted(cache: RegisteredCache, load: Load) -> None:
     ranks, ranks_max = len(load.sources), cache.config.limits.source_ranks_max
     with hold_connections(load.sources):
         if request.after is not None:
-            load.enter("queued", lambda: "its event `after` has not happened on this engine's device")
+            load.enter_phase("queued", lambda: "its event `after` has not happened on this engine's device")
             try:
-                await cache.resources.copy_thread.happened(request.after)
+                await cache.resources.copy_thread.wait_for_event(request.after)
             except Exception as error:
                 raise load.failure(TransferFailed, f"its event `after` failed: {error_text(error)}") from error
-            load.enter("plan")
+            load.enter_phase("plan")
         if ranks > ranks_max:
             raise RequestError(
                 f"request {load.request_id!r}: reads from {counted(ranks, 'rank')}, "
@@ -151,95 +151,99 @@ async def _admitted(cache: RegisteredCache, load: Load) -> None:
         if not slots.take(load.sources):
             if slots.waiting >= waiting_max:
                 raise load.failure(Overloaded, f"{counted(waiting_max, 'load')} (loads_waiting_max) wait already")
-            load.enter("queued")
+            load.enter_phase("queued")
             await slots.wait(load.sources, request.priority)
-            load.enter("plan")
+            load.enter_phase("plan")
 
 
 def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
     """Choose how to read: at once or while blocks are computed, with or without a comparison. Return an awaitable."""
     ticket, verify = load.ticket, load.request.verify
-    if plan.few:
-        load.enter("wire")
+    if plan.block_pairs:
+        load.enter_phase("wire")
         (source,) = sources
-        head = flight.head(source) if source.connection.carries_seals and not source.proof.fetch_posted else None
-        return flight.fly((Read(source, read_few(source.connection.region_map, plan.few, head), head is not None),))
+        head = flight.seal_piece(source) if source.connection.carries_seals and not source.proof.fetch_posted else None
+        return flight.read_all(
+            (Read(source, read_few(source.connection.region_map, plan.block_pairs, head), head is not None),)
+        )
     grows = payload = False
     for source in sources:
         grows, payload = grows or source.proof.grows, payload or source.lease.payload
     if payload or ticket.extends:
         asked = [one for one in sources if one.lease.payload or (one.lease.pending and one in plan.sources)]
-        _growing(cache, load).follow(load, asked, plan.matched)
-    load.enter("wire")
-    read: Reader = partial(read_straight, cache)
+        growing_part(cache, load).ask_about_leases(load, asked, plan.matched)
+    load.enter_phase("wire")
+    read: ReadBlocks = partial(read_directly, cache)
     if grows or ticket.extends:
         if any(source.lease.pending for source in plan.sources):
             load.landed = History(cache.clock.now_s, load.begun_s)
-        read = _growing(cache, load).read
-    elif (buffered := through_buffers(cache, load, plan)) is not None:
-        read = buffered.read
-    if verify or (verify is None and cache.config.verify_share and _drawn(cache)):
-        read = partial(cache.part("verify", f"request {load.request_id!r}: a load that is verified").read, read)
+        read = growing_part(cache, load).read_growing
+    elif (buffered := buffered_part(cache, load, plan)) is not None:
+        read = buffered.read_buffered
+    if verify or (verify is None and cache.config.verify_share and _verify_by_chance(cache)):
+        read = partial(
+            cache.part("verify", f"request {load.request_id!r}: a load that is verified").read_verified, read
+        )
     return read(load, flight, plan)
 
 
-async def _tell(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> LoadReport:
+async def _notify_and_report(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> LoadReport:
     """Wait for the payload, if one was promised. Then notify every rank with a lease for this load.
 
     If other loads are to read the same offer, no rank is notified.
     """
-    if load.lease_news is not None:
+    if load.lease_questions is not None:
         tokens = counted(load.tokens, "token")
-        load.enter(COMPUTE, lambda: f"{tokens} read, the whole prompt, but the payload that was promised has not come")
-        payload = await load.lease_news.payload()
+        load.enter_phase(COMPUTE, lambda: f"all {tokens} are read, but the promised payload has not come")
+        payload = await load.lease_questions.payload()
         if payload is None:
-            raise _over_error(load)
+            raise _stale_error(load)
         load.payload = payload
-    load.enter("notify")
+    load.enter_phase("notify")
     told = not load.request.keep_offer
     if told:
-        cache.remote_leases.tell(sources)
+        cache.remote_leases.notify_finished(sources)
     return load.report(notified=told)
 
 
-def _over_error(load: Load) -> LoadError:
+def _stale_error(load: Load) -> LoadError:
     """Return the error of a load with a lease that had ended before the whole read was proven fresh.
 
     PrefillFailed if the prompt could not be computed, else LeaseExpired.
     """
     if load.freshness == "deadline":
         return load.failure(LeaseExpired, _PAST_DEADLINE)
-    told = load.lease_news.failed if load.lease_news is not None else ""
+    told = load.lease_questions.failed if load.lease_questions is not None else ""
     if told or any(source.proof.failed for source in load.sources):
-        return load.failure(PrefillFailed, told or _BROKEN)
-    return load.failure(LeaseExpired, _OVER)
+        return load.failure(PrefillFailed, told or _PREFILL_FAILED)
+    return load.failure(LeaseExpired, _LEASE_ENDED)
 
 
-def _growing(cache: RegisteredCache, load: Load) -> Any:
-    """Return the `Growing` of this cache, which reads growing leases (the optional package `kvflow.growing`)."""
+def growing_part(cache: RegisteredCache, load: Load) -> Any:
+    """Return the `GrowingLoads` of this cache, which reads growing leases (the optional package `kvflow.growing`)."""
     return cache.part("growing", f"request {load.request_id!r}: a load of a lease that grows")
 
 
-def through_buffers(cache: RegisteredCache, load: Load, plan: Plan) -> Any:
-    """Return the `Buffered` of this cache, to read through buffers; None if the load goes straight into the cache."""
+def buffered_part(cache: RegisteredCache, load: Load, plan: Plan) -> Any:
+    """Return the `BufferedLoads` of this cache; None if the load goes straight into the cache."""
     for source in plan.sources:
-        if not source.connection.reads_directly and not _takes_straight(cache, source.connection):
+        if not source.connection.reads_directly and not _reads_directly(cache, source.connection):
             return cache.part("staging", f"request {load.request_id!r}: a load through buffers")
     return None
 
 
-def _drawn(cache: RegisteredCache) -> bool:
+def _verify_by_chance(cache: RegisteredCache) -> bool:
     """Return True at random, with probability Config.verify_share: then this load is verified."""
-    return int(cache.token_hex(4), 16) < cache.config.verify_share * _DRAWN_OF
+    return int(cache.token_hex(4), 16) < cache.config.verify_share * _RANDOM_VALUES
 
 
 # --- straight into the cache
 
 
-def _takes_straight(cache: RegisteredCache, connection: Connection) -> bool:
+def _reads_directly(cache: RegisteredCache, connection: Connection) -> bool:
     """Return whether every read from a rank goes straight into the cache. The connection remembers the answer."""
     if connection.reads_directly is None:
-        pieces = any(in_pieces(cache, one) for one in connection.block_maps)
+        pieces = any(may_use_scratch(cache, one) for one in connection.block_maps)
         connection.reads_directly = not pieces and not cache.memory.staging
         plain = cache.local.groups[0].whole and connection.ticket_groups == () and not cache.config.verify_share
         if connection.reads_directly and plain and len(connection.block_maps) == 1:
@@ -247,7 +251,7 @@ def _takes_straight(cache: RegisteredCache, connection: Connection) -> bool:
     return connection.reads_directly
 
 
-def in_pieces(cache: RegisteredCache, block_map: BlockMap) -> bool:
+def may_use_scratch(cache: RegisteredCache, block_map: BlockMap) -> bool:
     """Return whether to consider scratch memory for a peer's blocks.
 
     True if a block would be read in several pieces, or if Config.scratch is "always". False for opaque blocks, and
@@ -259,17 +263,19 @@ def in_pieces(cache: RegisteredCache, block_map: BlockMap) -> bool:
     return pieces > 1 or cache.config.scratch == "always"
 
 
-def read_straight(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
-    """Read the whole load straight into the cache, when all of its blocks are computed; see `Reader`."""
-    return flight.fly(straight_reads(cache, plan.sources, flight.head))
+def read_directly(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
+    """Read the whole load straight into the cache, when all of its blocks are computed; see `ReadBlocks`."""
+    return flight.read_all(direct_reads(cache, plan.sources, flight.seal_piece))
 
 
-def straight_reads(cache: RegisteredCache, sources: Sequence[Source], head_of: HeadOf | None) -> Iterator[Read]:
+def direct_reads(
+    cache: RegisteredCache, sources: Sequence[Source], seal_piece_of: SealPieceOf | None
+) -> Iterator[Read]:
     """Yield the reads of all `sources`, one of each rank in turn, so that all ranks are busy."""
     if len(sources) == 1:
-        yield from slices(cache, sources[0], sources[0].chunks, head_of)
+        yield from reads_of_chunks(cache, sources[0], sources[0].chunks, seal_piece_of)
         return
-    waiting = deque(slices(cache, source, source.chunks, head_of) for source in sources)
+    waiting = deque(reads_of_chunks(cache, source, source.chunks, seal_piece_of) for source in sources)
     while waiting:
         reads = waiting.popleft()
         read = next(reads, None)
@@ -278,16 +284,16 @@ def straight_reads(cache: RegisteredCache, sources: Sequence[Source], head_of: H
             yield read
 
 
-def slices(
+def reads_of_chunks(
     cache: RegisteredCache,
     source: Source,
     chunks: Mapping[BlockMap, Iterable[Chunks]],
-    head_of: HeadOf | None = None,
+    seal_piece_of: SealPieceOf | None = None,
 ) -> Iterator[Read]:
-    """Yield the reads of `chunks` from one rank. With `head_of`, the first also fetches the seal, if needed."""
+    """Yield the reads of `chunks` from one rank. With `seal_piece_of`, the first also fetches the seal, if needed."""
     limits, head = cache.config.limits, None
-    if head_of is not None and source.connection.carries_seals and not source.proof.fetch_posted:
-        head = head_of(source)
+    if seal_piece_of is not None and source.connection.carries_seals and not source.proof.fetch_posted:
+        head = seal_piece_of(source)
     reads = ((block_map, some) for block_map, found in chunks.items() for some in found)
     for descriptors in plan_slices(
         reads, bytes_max=limits.slice_bytes_max, descriptors_max=limits.slice_descriptors_max, head=head

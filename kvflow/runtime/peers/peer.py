@@ -313,15 +313,13 @@ def peer_text(text: str, chars_max: int = PEER_TEXT_CHARS_MAX) -> str:
 def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> None:
     """Raise PeerIncompatible if the parallelism or the groups of the connected rank differ from the ticket's."""
     if ticket.groups != connection.ticket_groups:
-        of_ticket, of_rank = (
-            [f"{one.name} ({one.kind})" for one in groups] for groups in (ticket.groups, connection.groups)
-        )
+        told, has = ([f"{one.name} ({one.kind})" for one in groups] for groups in (ticket.groups, connection.groups))
         raise peer.at.failure(
-            PeerIncompatible, f"groups: the ticket says {short_repr(of_ticket)}, the rank {short_repr(of_rank)}"
+            PeerIncompatible, f"groups: the ticket says {short_repr(told)}, the rank {short_repr(has)}"
         )
-    expected, actual = ticket.parallelism, connection.parallelism
-    if expected != actual:
-        fields = zip(Parallelism._fields, expected, actual, strict=True)
+    said, true = ticket.parallelism, connection.parallelism
+    if said != true:
+        fields = zip(Parallelism._fields, said, true, strict=True)
         name, mine, theirs = next(field for field in fields if field[1] != field[2])
         raise peer.at.failure(PeerIncompatible, f"{name}: the ticket says {mine}, the rank {theirs}")
 

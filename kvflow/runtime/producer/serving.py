@@ -86,7 +86,7 @@ class Serving:
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
-        """Numbers of answered and of refused questions for digests of blocks. `verify.Verifying` counts them."""
+        """Numbers of answered and of refused questions for digests of blocks. `verify.LoadVerifier` counts them."""
         self._late_reads = 0
         self.lease_answers = LeaseAnswers(cache.clock, cache.incarnation, self.open_lease, self._book.ended_recently)
         self._growing: Any = None
