@@ -23,7 +23,7 @@ from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.testing.network_conditions import CALM
 from kvflow.testing.simulated_network import Network, SimFlight
 from kvflow.testing.virtual_loop import Deadlock, SimProcess, SimProcessState, VirtualLoop, new_virtual_loop
-from kvflow.transport.inproc import Row, flip
+from kvflow.transport.inproc import Row, flip_byte
 from tests.simulator import loading, offering, sharing
 from tests.simulator.actions import TROUBLE, nap, pick
 from tests.simulator.checks import check_changed, check_quiet
@@ -296,7 +296,7 @@ class Simulation:
         in_cache = [row for row in rows if any(True for _ in mine.load.engine.landing_blocks(row[0], row[2]))]
         if in_cache:
             local, _, size = self.rng.choice(in_cache)
-            flip(local + self.rng.randrange(size))
+            flip_byte(local + self.rng.randrange(size))
             mine.flipped = True
             self.note("flipped", repr(mine.load.engine), str(mine.load))
 
