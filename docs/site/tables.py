@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -218,19 +218,25 @@ def shapes_table() -> str:
 
 
 def backends_table() -> str:
-    """What `layout_for_backend` knows by name; neighbours that differ in nothing but name and versions share a row."""
+    """Return what `layout_for_backend` knows by name; entries that differ only in name and versions share a row."""
     from kvflow.attention_backends import BACKEND_LAYOUTS, BackendLayout
 
     def shape(row: BackendLayout) -> tuple[str, ...]:
         formats = ", ".join(dict.fromkeys((*row.kv_formats, *row.byte_formats)))
         return f"`{row.style}`", row.order, ", ".join(row.memory_orders), formats, row.view
 
+    def versions(row: BackendLayout) -> str:
+        return re.sub(r"\b([\d.]+)-\1$", r"\1", row.versions.replace(" and later", "+").replace(" to ", "-"))
+
+    shapes = list(dict.fromkeys(map(shape, BACKEND_LAYOUTS)))
     rows = []
-    for told, alike in groupby(BACKEND_LAYOUTS, shape):
+    for one in shapes:
+        alike = [row for row in BACKEND_LAYOUTS if shape(row) == one]
         names = []
-        for versions, found in groupby(alike, lambda row: row.versions.replace(" and later", "+")):
-            names.append(f"{', '.join(f'`{row.backend}`' for row in found)} ({versions})")
-        rows.append(("; ".join(names), *told))
+        for version in dict.fromkeys(map(versions, alike)):
+            backends = ", ".join(f"`{row.backend}`" for row in alike if versions(row) == version)
+            names.append(f"{backends} ({version})")
+        rows.append(("; ".join(names), *one))
     return table(("backend (read from)", "style", "axes", "strides", "`kv_format`", "first"), rows)
 
 
