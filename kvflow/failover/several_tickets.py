@@ -1,13 +1,13 @@
-"""Loads that survive a failed source: sources are read one after the other, until one has delivered the whole prompt.
+"""Loads that survive a failed producer: they read from one producer after the other, until one has delivered all.
 
 The load has several tickets for one prompt, or gets another one by `LoadRequest.again`.
 
 Each attempt is an ordinary load into the same local blocks, by the ordinary steps. Bytes count only under the seals of
-the one source that delivered all bytes. An attempt begins when no byte of the previous attempt can land. The blocks
+the one producer that delivered all bytes. An attempt begins when no byte of the previous attempt can land. The blocks
 stay claimed from the first attempt to the last. Outcome, deadline, record and any quarantine belong to the load as a
 whole.
 
-Only an error of a source leads to the next source. A load does not leave a source that stands still: posted reads
+Only an error of a producer leads to the next producer. A load does not leave a producer that stands still: posted reads
 cannot be taken back, so the load ends at its deadline, and its blocks are quarantined until the reads stop.
 RequestError, Overloaded, the deadline, cancellation and the end of this engine also end the load.
 """
@@ -50,25 +50,25 @@ _LEASE_ENDED_ERRORS = (LeaseExpired, PrefillFailed)
 
 
 def performer(cache: RegisteredCache, tickets: Sequence[Ticket]) -> LoadPerformer:
-    """Return a function that performs a load from the sources of `tickets`, which are in order, the best first."""
+    """Return a function that performs a load from the producers of `tickets`, which are in order, the best first."""
     return lambda load: Attempts(cache, tickets, load).perform()
 
 
 class Attempts:
-    """One load with several tickets: reads from one source after the other, until one has delivered the prompt."""
+    """One load with several tickets: reads from one producer after the other, until one has delivered the prompt."""
 
     def __init__(self, cache: RegisteredCache, tickets: Sequence[Ticket], load: Load) -> None:
         self._cache = cache
         self._load = load
         self._first_ticket = tickets[0]
         self._waiting_tickets = list(tickets)
-        """Tickets of sources that have not been read yet."""
+        """Tickets of producers that have not been read yet."""
         self._from_again: list[Ticket] = []
         """Tickets that `again` returned, which only this load knows."""
         self._to_release: list[Ticket] = []
-        """Tickets of failed sources with leases that may still be open."""
+        """Tickets of failed producers with leases that may still be open."""
         self._reading = False
-        """True while a source is being read."""
+        """True while a producer is being read."""
         self._again_calls = 0
         self._attempts: list[Attempt] = []
         self._begun_s = cache.clock.now_s()
@@ -77,9 +77,9 @@ class Attempts:
         load.attempts = self._attempts
 
     async def perform(self) -> LoadReport:
-        """Read from one source after the other, until one has delivered. Return the report.
+        """Read from one producer after the other, until one has delivered. Return the report.
 
-        If this raises, the flight of the last source has stopped, or is quarantined.
+        If this raises, the flight of the last producer has stopped, or is quarantined.
         """
         ledger, load = self._cache.ledger, self._load
         ledger.claim_for_sources(load.entries)
@@ -104,7 +104,7 @@ class Attempts:
             ledger.end_claim(load.entries, safe=load.flight is None or load.flight.safe)
 
     async def _attempt(self) -> LoadReport | None:
-        """Read from the next source. Return None if the load can go on with another source, else raise the error."""
+        """Read from the next producer. Return None if the load can go on with another one, else raise the error."""
         self._load.ticket = self._next_ticket()
         self._begun_s, self._reading = self._cache.clock.now_s(), True
         try:
@@ -143,9 +143,9 @@ class Attempts:
         return await perform(self._cache, load)
 
     async def _prepare_next(self, error: KVFlowError) -> None:
-        """Wait until no byte from a failed source can land, then prepare the load for the next source.
+        """Wait until no byte from a failed producer can land, then prepare the load for the next producer.
 
-        If no source is left, raise `error`.
+        If no ticket is left, raise `error`.
         """
         load = self._load
         if load.flight is not None:
@@ -157,7 +157,7 @@ class Attempts:
             await self._ask_again(error)
         last = self._attempts[-1]
         logger.warning(
-            "load %s: its source %s at %s failed, so the next one is read: %s",
+            "load %s: producer %s at %s failed, so the next one is read: %s",
             load.request_id,
             last.engine_id,
             last.address,
@@ -178,14 +178,14 @@ class Attempts:
         if request.again is not None and self._again_calls < request.again_max:
             self._again_calls += 1
             self._load.enter_phase(
-                "handshake", lambda: "no source is left, and `again` has not returned another ticket"
+                "handshake", lambda: "no ticket is left, and `again` has not returned another ticket"
             )
             try:
                 given = await request.again(tuple(self._attempts))
             except KVFlowError:
                 raise
             except Exception as problem:
-                why = f"no source is left, and `again` failed: {type(problem).__name__}: {error_text(problem)}"
+                why = f"no ticket is left, and `again` failed: {type(problem).__name__}: {error_text(problem)}"
                 raise self._load.failure(PrefillFailed, why) from problem
         if given is None:
             for other in self._attempts[:-1]:
@@ -201,7 +201,7 @@ class Attempts:
         self._waiting_tickets.append(ticket)
 
     def _note_attempt(self, outcome: str, error: str = "") -> None:
-        """Append an `Attempt` with the outcome of the current source to the load's attempts."""
+        """Append an `Attempt` with the outcome of the current producer to the load's attempts."""
         self._reading = False
         ticket, flight = self._load.ticket, self._load.flight
         self._attempts.append(

@@ -24,17 +24,17 @@ from kvflow.growing.pending_tickets import PendingTickets
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.clock import Alarm
 from kvflow.runtime.load.flight import CopyGroup, Flight, Read
-from kvflow.runtime.load.lanes import (
+from kvflow.runtime.load.load import Load
+from kvflow.runtime.load.plan import MatchedChunks, Plan
+from kvflow.runtime.load.spans import (
     STOP_TOKEN,
-    Lane,
     PromptSpan,
     SourcePart,
     SpanPlanner,
+    SpanQueue,
     parts_by_group,
     parts_by_source,
 )
-from kvflow.runtime.load.load import Load
-from kvflow.runtime.load.plan import MatchedChunks, Plan
 from kvflow.runtime.load.steps import buffered_part, direct_reads, reads_of_chunks
 from kvflow.runtime.peers.peer import Source
 
@@ -82,20 +82,20 @@ class GrowingLoads:
         finally:
             read.close()
 
-    def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:
+    def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
         """See `SpanPlanner`."""
         parts = [SourcePart(source, *item) for source in sources for item in source.chunks.items()]
         return [
-            Lane(some, None, tables[at], self.slice_bytes_max)
+            SpanQueue(some, None, tables[at], self.slice_bytes_max)
             for at, of_group in parts_by_group(parts)
             for some in parts_by_source(of_group)
         ]
 
-    async def copy_group(self, one: PromptSpan) -> CopyGroup:
+    async def copy_group(self, span: PromptSpan) -> CopyGroup:
         """See `SpanPlanner`."""
         reads: list[Read] = []
-        for part in one.lane.parts:
-            reads += reads_of_chunks(self.cache, part.source, {part.block_map: one.chunks_of(part)})
+        for part in span.queue.parts:
+            reads += reads_of_chunks(self.cache, part.source, {part.block_map: span.chunks_of(part)})
         return CopyGroup(reads)
 
 
@@ -138,10 +138,10 @@ class _GrowingRead:
         does not grow.
         """
         sources, load = self._load.sources, self._load
-        lanes = self._spans.lanes(sources, load.tables)
-        untouched = all(lane.reads_directly for lane in lanes) and not load.ticket.extends
-        frontier = Frontier(lanes, sources, load, load.landed)
-        while lanes or (load.progress_wanted and not frontier.done):
+        queues = self._spans.span_queues(sources, load.tables)
+        untouched = all(queue.reads_directly for queue in queues) and not load.ticket.extends
+        frontier = Frontier(queues, sources, load, load.landed)
+        while queues or (load.progress_wanted and not frontier.done):
             frontier.report_proven()
             await self._fetch_due_seals(frontier)
             if any(source.proof.lease_ended for source in sources):
@@ -152,15 +152,15 @@ class _GrowingRead:
                 for read in direct_reads(self._growing.cache, sources, None):
                     yield CopyGroup((read,))
                 return
-            due = self._lanes_to_read(lanes, readable)
+            due = self._queues_to_read(queues, readable)
             untouched = untouched and not due
             if due:
                 self._leave_compute()
-            spans = (lane.take_spans(_readable_in(lane, readable)) for lane in due)
+            spans = (queue.take_spans(_readable_in(queue, readable)) for queue in due)
             for one in merge(*spans, key=STOP_TOKEN):
                 group = await self._spans.copy_group(one)
                 yield group._replace(on_land=partial(self._span_landed, frontier, one, group))
-            lanes = [lane for lane in lanes if not lane.done]
+            queues = [queue for queue in queues if not queue.done]
             if not due and all(source.proof.fetch_under_way for source in self._seals_due):
                 await self._wait()
 
@@ -183,28 +183,28 @@ class _GrowingRead:
         readable, followed = source.proof.readable_tokens(self._tokens), self._followed.get(source)
         return readable if followed is None else min(readable, followed.known_tokens)
 
-    def _lanes_to_read(self, lanes: Sequence[Lane], readable: Mapping[Source, int]) -> list[Lane]:
-        """Return the lanes to read now: lanes that can be read to their end, and the others if they have enough bytes.
+    def _queues_to_read(self, queues: Sequence[SpanQueue], readable: Mapping[Source, int]) -> list[SpanQueue]:
+        """Return the queues to read now: those that can be read to their end, and the others if they have enough bytes.
 
-        `readable`: number of readable tokens by rank. If no lane is to be read, ask each rank to answer once enough
+        `readable`: number of readable tokens by rank. If no queue is to be read, ask each rank to answer once enough
         tokens are computed.
         """
-        due, rest, size_bytes = list[Lane](), list[Lane](), 0
-        for lane in lanes:
-            upto = _readable_in(lane, readable)
-            lane_bytes = lane.readable_bytes(upto)
-            if lane_bytes and upto >= self._tokens:
-                due.append(lane)
-            elif lane_bytes:
-                rest.append(lane)
-                size_bytes += lane_bytes
-        sources = dict.fromkeys(source for lane in lanes for source in lane.sources)
+        due, rest, size_bytes = list[SpanQueue](), list[SpanQueue](), 0
+        for queue in queues:
+            upto = _readable_in(queue, readable)
+            queue_bytes = queue.readable_bytes(upto)
+            if queue_bytes and upto >= self._tokens:
+                due.append(queue)
+            elif queue_bytes:
+                rest.append(queue)
+                size_bytes += queue_bytes
+        sources = dict.fromkeys(source for queue in queues for source in queue.sources)
         worth = int(self._worth_bytes(sources) * self._worth_share)
         if rest and size_bytes >= worth:
             due += rest
             self._worth_share = 1.0
-        if not due and lanes:
-            more = max((worth - size_bytes) // max(sum(lane.size_bytes(1) for lane in lanes), 1), 1)
+        if not due and queues:
+            more = max((worth - size_bytes) // max(sum(queue.size_bytes(1) for queue in queues), 1), 1)
             for source in sources:
                 missing = self._tokens - readable[source]
                 if (followed := self._followed.get(source)) is not None:
@@ -284,29 +284,31 @@ class _GrowingRead:
                 one.set_missing_max(self._tokens - 1)
 
 
-def _readable_in(lane: Lane, readable: Mapping[Source, int]) -> int:
-    """Return the number of tokens that may be read from all ranks of a lane."""
-    return min(readable[source] for source in lane.sources)
+def _readable_in(queue: SpanQueue, readable: Mapping[Source, int]) -> int:
+    """Return the number of tokens that may be read from all ranks of a span queue."""
+    return min(readable[source] for source in queue.sources)
 
 
 class Frontier:
-    """The number of tokens, from the first one that is read, that have landed in all lanes and are proven by seals.
+    """The number of tokens, from the first one that is read, that have landed in all groups and are proven by seals.
 
     A fetched seal proves landed tokens if it shows an open lease, and its fetch was posted after their last byte had
     landed. A fetch shortly before that is enough if the blocks were still held at that time (`core.protocol.proof`).
     """
 
-    def __init__(self, lanes: Sequence[Lane], sources: Sequence[Source], load: Load, history: History | None) -> None:
+    def __init__(
+        self, queues: Sequence[SpanQueue], sources: Sequence[Source], load: Load, history: History | None
+    ) -> None:
         """Report the number of proven tokens to `load`, and the number of landed tokens to `history`."""
-        self._lanes = lanes
+        self._queues = queues
         self._sources = sources
         self._load = load
         self._history = history
-        self._first = min(lane.tokens.start for lane in lanes)
-        self._last = max(lane.tokens.stop for lane in lanes)
+        self._first = min(queue.tokens.start for queue in queues)
+        self._last = max(queue.tokens.stop for queue in queues)
         self._on_answer = self._first
         self._landed_stop = self._first
-        """Position after the tokens that have landed in all lanes, proven or not."""
+        """Position after the tokens that have landed in all groups of layers, proven or not."""
         self._landed_s = -math.inf
 
     @property
@@ -319,11 +321,11 @@ class Frontier:
         """True if more tokens have landed than were reported to the load."""
         return self._landed_stop > self._on_answer
 
-    def note_landed(self, one: PromptSpan, now_s: float) -> None:
+    def note_landed(self, span: PromptSpan, now_s: float) -> None:
         """Note that a span has landed in the local blocks."""
-        one.lane.note_landed(one)
+        span.queue.note_landed(span)
         self.report_proven()
-        self._landed_stop = min(self._last, *(lane.landed_upto for lane in self._lanes))
+        self._landed_stop = min(self._last, *(queue.landed_upto for queue in self._queues))
         self._landed_s = now_s
         if self._history is not None:
             self._history.note(self._landed_stop)

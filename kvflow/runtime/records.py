@@ -31,20 +31,20 @@ RecordT = TypeVar("RecordT", "LoadRecord", "LeaseRecord")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One attempt of a load that has several tickets, or `LoadRequest.again`: its source and its outcome."""
+    """One attempt of a load that has several tickets, or `LoadRequest.again`: its producer and its outcome."""
 
     engine_id: str
     address: str
-    """Address of the first rank in the source's ticket."""
+    """Address of the first rank in the producer's ticket."""
     outcome: str
     """"loaded", the name of the error's type, or "ended" if the load ended before the attempt had an outcome."""
     error: str
-    """Reason why the source did not deliver the prompt, or ""."""
+    """Reason why the producer did not deliver the prompt, or ""."""
     bytes: int
-    """Number of bytes in the reads that were posted to this source. The load used only those of the source that
+    """Number of bytes in the reads that were posted to this producer. The load used only those of the one that
     "loaded"."""
     seconds: float
-    """Seconds from the start of the attempt until no further byte from this source could land."""
+    """Seconds from the start of the attempt until no further byte from this producer could land."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

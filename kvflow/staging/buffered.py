@@ -21,9 +21,9 @@ from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.copy_thread import run_all
 from kvflow.runtime.load.flight import CopyGroup, Flight, Read, SealPieceOf
-from kvflow.runtime.load.lanes import STOP_TOKEN, Lane, PromptSpan, SourcePart, parts_by_group, parts_by_source
 from kvflow.runtime.load.load import Load
 from kvflow.runtime.load.plan import Plan
+from kvflow.runtime.load.spans import STOP_TOKEN, PromptSpan, SourcePart, SpanQueue, parts_by_group, parts_by_source
 from kvflow.runtime.load.steps import may_use_scratch, read_directly, reads_of_chunks
 from kvflow.runtime.memory import CopyDirection, HostBlocks
 from kvflow.runtime.peers.peer import Source
@@ -123,26 +123,26 @@ class BufferedLoads:
 
         Take a group's buffers just before yielding it.
         """
-        lanes = [self._lane(some, at, tables[at]) for at, some in parts_by_group(parts)]
-        for one in heapq.merge(*(lane.take_rest() for lane in lanes), key=STOP_TOKEN):
+        queues = [self._span_queue(some, at, tables[at]) for at, some in parts_by_group(parts)]
+        for one in heapq.merge(*(queue.take_rest() for queue in queues), key=STOP_TOKEN):
             yield await self.copy_group(one, seal_piece_of)
 
-    def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:
+    def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
         """See `SpanPlanner`."""
-        lanes = []
+        queues = []
         for at, of_group in parts_by_group(self._parts(sources)):
             for some in [of_group] if self._staging else parts_by_source(of_group):
-                lanes.append(self._lane(some, at, tables[at]))
-        return lanes
+                queues.append(self._span_queue(some, at, tables[at]))
+        return queues
 
-    def _lane(self, parts: Sequence[SourcePart], at: int, local_ids: BlockIds) -> Lane:
-        """Return the lane of local group `at`. It reads whole remote blocks unless these do not fit in the buffers."""
+    def _span_queue(self, parts: Sequence[SourcePart], at: int, local_ids: BlockIds) -> SpanQueue:
+        """Return the queue of local group `at`. It reads whole remote blocks unless these do not fit in the buffers."""
         staging = self._staging[at] if self._staging else None
-        return Lane(parts, staging, local_ids, self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
+        return SpanQueue(parts, staging, local_ids, self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
 
     async def copy_group(self, span: PromptSpan, seal_piece_of: SealPieceOf | None = None) -> CopyGroup:
         """See `SpanPlanner`. If cancelled, give buffers back. With `seal_piece_of`, direct reads also fetch seals."""
-        parts, staging = span.lane.parts, span.lane.staging
+        parts, staging = span.queue.parts, span.queue.staging
         jobs: list[Callable[[], None]] = []
         releases: list[Callable[[], None]] = []
         try:

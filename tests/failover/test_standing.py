@@ -140,7 +140,7 @@ async def test_a_ticket_that_is_not_brought_is_named() -> None:
 
         error = await late(pair, replace(wanted(pair, over, deadline_s=1.0), again=again))
         assert str(error).endswith(
-            "in phase 'handshake': no source is left, and `again` has not returned another ticket"
+            "in phase 'handshake': no ticket is left, and `again` has not returned another ticket"
         )
 
 

@@ -28,9 +28,9 @@ from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load import plan, steps
 from kvflow.runtime.load.flight import Flight
 from kvflow.runtime.load.flight_resources import Poller
-from kvflow.runtime.load.lanes import Lane, PromptSpan
 from kvflow.runtime.load.leases import LeaseIdNotifier
 from kvflow.runtime.load.requests import LoadReport
+from kvflow.runtime.load.spans import PromptSpan, SpanQueue
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer, Source
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
@@ -185,9 +185,9 @@ def read_past_the_watermark(real: Any, self: SealProof, num_tokens: int) -> int:
     return min(real(self, num_tokens) + 3, num_tokens)
 
 
-@instead_of(Lane, "note_landed", "I2", 0)
-def tell_of_more_than_has_landed(_: Any, self: Lane, span: PromptSpan) -> None:
-    """Progress counts up to the furthest span that has landed in any lane, although earlier spans have not."""
+@instead_of(SpanQueue, "note_landed", "I2", 0)
+def tell_of_more_than_has_landed(_: Any, self: SpanQueue, span: PromptSpan) -> None:
+    """Progress counts up to the furthest span that has landed of any queue, although earlier spans have not."""
     self.landed_upto = max(self.landed_upto, span.stop_token)
 
 

@@ -61,7 +61,7 @@ class Load:
     end, so they land last.
 
     Some loads yield only their last progress: if the prompt was complete before anything was read, if the load is
-    verified, or if it may have several sources.
+    verified, or if it may have several tickets.
 
     Several tasks may iterate. A task may stop midway, which does not affect the load. Cancelling a task that waits for
     the next progress cancels the load, as awaiting does; to watch a load without that, wait with `progressed`. If a
@@ -102,7 +102,7 @@ class Load:
             self.ticket = ticket
             """The ticket that the load reads from now."""
         self.attempts: list[Attempt] | None = None
-        """Outcome of each source so far; None if the load has only one source."""
+        """Outcome of each producer that was read so far; None if the load has only one ticket."""
         self.tables = tables
         self.entries = entries
         self.begun_s = self._phase_begun_s = begun_s
@@ -231,7 +231,7 @@ class Load:
             tokens: number of tokens, from the first one on, that are in the local blocks of all groups.
             tokens_in_all: number of tokens that the load reads.
         """
-        if self.attempts is None:  # else another source may write there again
+        if self.attempts is None:  # else another producer may write there again
             self.progress = Progress(tokens, tokens_in_all)
             self._wake()
 

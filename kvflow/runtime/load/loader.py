@@ -1,6 +1,6 @@
 """The loader: it accepts loads, has them carried out, and ends each in one place.
 
-The kind of a load is decided when the load is accepted: its offer is known or still to come, from one source or from
+The kind of a load is decided when the load is accepted: its offer is known or still to come, from one ticket or from
 several. A load passes through phases (`requests.PHASES`), all under one deadline. Its errors are typed. When a load
 ends, no further byte can land in its local blocks, or the load is the `quarantine` of its error (invariant I1). A load
 succeeds only if the proof of every rank that was read says that the whole read was fresh (invariant I2).

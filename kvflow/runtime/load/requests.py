@@ -43,7 +43,7 @@ class LoadRequest:
     window's blocks end with the block of the last offered token, and a state's slot is for that token; either may be
     left out.
 
-    `ticket` is a Ticket or its dict, or a list of several for one prompt, the best first: if a source fails or has
+    `ticket` is a Ticket or its dict, or a list of several for one prompt, the best first: if a producer fails or has
     ended, the load reads from the next one. `deadline_s` covers every phase and defaults to Config.load_deadline_s.
     Where loads have to wait for each other, a smaller `priority` goes first; loads of equal priority take turns.
     """
@@ -70,7 +70,7 @@ class LoadRequest:
     """True: do not notify the producer at the end, because other requests will read the same offer. Call
     `Runtime.release_blocks` after the last request; `Runtime.keep_leases` keeps the blocks until then."""
     again: GivenAgain = None
-    """Async function, awaited within the deadline when every source has failed. It gets the outcome of each source,
+    """Async function, awaited within the deadline when every producer has failed. It gets the outcome of each,
     and returns another ticket, for example from another prefill engine, or None. An exception that it raises ends the
     load."""
     again_max: Count = 2
@@ -130,7 +130,7 @@ class LoadReport:
     payload: builtins.bytes = b""
     """Bytes that the producer gave to `Lease.complete`; empty if the lease promised none."""
     attempts: Sequence[Attempt] = ()
-    """Sources of a load with several tickets or with `again`, in the order in which they were read. The last source has
+    """Producers of a load with several tickets or with `again`, in the order in which they were read. The last one has
     delivered the whole load."""
 
     @property
@@ -194,7 +194,7 @@ class LoadingStatistics:
     renewals: int
     """Renewals of leases, for loads under way and by `keep_leases`."""
     sources_left: int = 0
-    """Number of sources that failed in loads that then read from another source."""
+    """Number of producers that failed in loads that then read from another producer."""
     never_read: int = 0
     """Number of engines from which several loads have failed, and none has ever succeeded."""
     verified: int = 0

@@ -1,6 +1,6 @@
-"""Lanes: the blocks of one group of layers, read span after span, for loads through buffers or of growing leases.
+"""Span queues: the blocks of one group of layers, read span after span, for loads through buffers or of growing leases.
 
-A lane is read in prompt order. A span ends at the last token that can be read at the time when the span is taken.
+Spans are taken in prompt order. A span ends at the last token that can be read at the time when the span is taken.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class SourcePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptSpan:
-    """Consecutive whole blocks of one lane. The load may write the first and the last block in part."""
+    """Consecutive whole blocks of one group of layers. The load may write the first and the last block in part."""
 
-    lane: Lane
+    queue: SpanQueue
     local_ids: BlockIds
     start_token: int
     stop_token: int
@@ -40,7 +40,7 @@ class PromptSpan:
     @property
     def partly_written(self) -> list[int]:
         """Positions in `local_ids` of blocks that are written only in part, and keep the rest of their content."""
-        read_tokens = self.lane.tokens
+        read_tokens = self.queue.tokens
         ends = {0: self.start_token < read_tokens.start, -1: self.stop_token > read_tokens.stop}
         return sorted({at % len(self.local_ids) for at, partly in ends.items() if partly})
 
@@ -52,10 +52,10 @@ class PromptSpan:
 
 
 STOP_TOKEN = attrgetter("stop_token")
-"""Sort key that merges the spans of several lanes in prompt order: the position after a span's last token."""
+"""Sort key that merges the spans of several queues in prompt order: the position after a span's last token."""
 
 
-class Lane:
+class SpanQueue:
     """The blocks of one group of layers, which a load reads in prompt order, span after span, from one rank or several.
 
     A span consists of whole units. A unit is a local block. If remote blocks are read whole, into scratch memory, a
@@ -70,7 +70,7 @@ class Lane:
         span_bytes_max: int,
         slot_bytes: int = 0,
     ) -> None:
-        """Make a lane. No span is taken yet.
+        """Make a queue of which no span is taken yet.
 
         Args:
             parts: the chunks to read, by rank and layer set.
@@ -106,7 +106,7 @@ class Lane:
                 for some in part.chunks
             ),
         )
-        """Positions in the prompt of all tokens that the lane reads."""
+        """Positions in the prompt of all tokens that the spans read."""
         self._end = -(-self.tokens.stop // size) * size
         """Position after the last token of the last local block."""
         self._next_token = self.landed_upto = self.tokens.start // size * size
@@ -121,7 +121,7 @@ class Lane:
 
     @property
     def reads_directly(self) -> bool:
-        """True if the whole lane is read straight into the cache."""
+        """True if all spans are read straight into the cache."""
         return self.staging is None and not any(part.scratch_bytes for part in self.parts)
 
     @property
@@ -129,7 +129,7 @@ class Lane:
         return [part.source for part in self.parts]
 
     def size_bytes(self, tokens: int) -> int:
-        """Return the number of bytes that the lane reads for `tokens` tokens."""
+        """Return the number of bytes that spans of `tokens` tokens read."""
         return tokens * self._unit_bytes // self._unit
 
     def readable_bytes(self, readable_tokens: int) -> int:
@@ -151,7 +151,7 @@ class Lane:
             self.landed_upto = self._landed.pop(self.landed_upto)
 
     def _span_stop(self, readable_tokens: int) -> int:
-        """Return where the last span may end: after the last whole unit of `readable_tokens`, or at the lane's end."""
+        """Return where the last span may end: after the last whole unit of `readable_tokens`, or at the queue's end."""
         return self._end if readable_tokens >= self.tokens.stop else readable_tokens // self._unit * self._unit
 
     def _take_until(self, stop: int) -> Iterator[PromptSpan]:
@@ -169,17 +169,17 @@ class Lane:
 
 
 def _unit_of(parts: Sequence[SourcePart], local_tokens: int) -> tuple[int, int]:
-    """Return the number of tokens in a unit of a lane, and the bytes of scratch memory that a unit takes."""
+    """Return the number of tokens in a unit of a queue, and the bytes of scratch memory that a unit takes."""
     permuted = [(part.scratch_bytes, part.block_map.remote.block.tokens) for part in parts if part.scratch_bytes]
     unit = math.lcm(local_tokens, *(tokens for _, tokens in permuted))
     return unit, sum(size_bytes * (unit // tokens) for size_bytes, tokens in permuted)
 
 
 class SpanPlanner(Protocol):
-    """Cuts a load into lanes, and plans the reads of each span: straight into the cache, or through buffers."""
+    """Cuts a load into span queues, and plans the reads of each span: straight into the cache, or through buffers."""
 
-    def lanes(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[Lane]:
-        """Return a lane for each pair of a group of layers and a rank. Ranks that fill one buffer share a lane.
+    def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
+        """Return a queue for each pair of a group of layers and a rank. Ranks that fill one buffer share a queue.
 
         Args:
             sources: the ranks to read from.
@@ -187,11 +187,11 @@ class SpanPlanner(Protocol):
         """
         ...
 
-    async def copy_group(self, one: PromptSpan) -> CopyGroup:
+    async def copy_group(self, span: PromptSpan) -> CopyGroup:
         """Wait for the buffers that a span needs, take them, and return the span's reads and copy.
 
         Args:
-            one: a span that was taken from its lane.
+            span: a span that was taken from its queue.
         """
         ...
 
