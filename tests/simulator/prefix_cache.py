@@ -79,10 +79,12 @@ class RankPrefixCache:
         vars(books.serving)["serve"] = partial(self._serve, books.serving.serve)
         self.sharing = self.rank.prefixes.share(self, pinned_blocks_max=pinned_blocks_max)
 
-    def _serve(self, serve: Callable[..., Lease], request: ServeRequest, *, holds: bool = True, **more: bool) -> Lease:
+    def _serve(
+        self, serve: Callable[..., Lease], request: ServeRequest, *, hold_blocks: bool = True, **more: bool
+    ) -> Lease:
         """Open a lease. Note it if it is of a prefix: only leases of prefixes have no hold."""
-        lease = serve(request, holds=holds, **more)
-        if not holds:
+        lease = serve(request, hold_blocks=hold_blocks, **more)
+        if not hold_blocks:
             self.rank.served += 1
             self.leases.append(lease)
         return lease
