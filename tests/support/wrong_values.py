@@ -142,7 +142,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
         *(None, *_odd(), 0, "", "a=b", [], [("a", "b")], {1: "b"}, {"a": 1}, {"a": None}, {"a": "\ud800"}),
     ],
     "PrefixKeys": lambda: [None, *_odd(), 0, "", [], [0], [None], [b"short"], ["x" * 32], [bytearray(32)]],
-    "Peers": lambda: [None, *_odd(), 0, "tcp://127.0.0.1:1", b"", {"remote_host": "h"}, HostileList()],
+    "GivenPeers": lambda: [None, *_odd(), 0, "tcp://127.0.0.1:1", b"", {"remote_host": "h"}, HostileList()],
     "Ticket | Mapping[str, Any] | None": lambda: [*_odd(), 0, "", "a", [], {}, {"remote_engine_id": "e"}],
     "Sequence[int]": lambda: [None, *_no_list()],
     "Sequence[int] | None": _no_list,
