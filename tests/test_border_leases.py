@@ -71,10 +71,10 @@ async def growing() -> AsyncIterator[tuple[EnginePair, Lease]]:
 async def test_what_cannot_be_said_of_a_lease_changes_nothing(method: str, parameter: str) -> None:
     async with growing() as (pair, lease):
         for value in wrong_for_anything():
-            before = (lease.block_tables, lease.state, pair.offered)
+            before = (lease.block_tables, lease.state, pair.producer_blocks)
             with pytest.raises(InvalidInput) as caught:
                 getattr(lease, method)(**{**FIRST.get(method, {}), parameter: value})
-            assert (lease.block_tables, lease.state, pair.offered) == before
+            assert (lease.block_tables, lease.state, pair.producer_blocks) == before
             assert str(caught.value).isprintable()
             assert "'req'" in str(caught.value)
             assert len(str(caught.value)) < 500
@@ -102,4 +102,4 @@ async def test_a_lease_that_is_over_hears_nothing() -> None:
                 getattr(lease, verb)(*said)
             await asyncio.sleep(0)
             assert await lease is outcome
-            assert pair.offered.free == pair.offered.total
+            assert pair.producer_blocks.free == pair.producer_blocks.total

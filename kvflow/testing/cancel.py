@@ -25,10 +25,10 @@ Scenario: TypeAlias = Callable[[], AbstractAsyncContextManager[Coroutine[Any, An
 
 logger = logger_of(__name__)
 
-_OF_ENGINES = "kvflow-"  # prefix of the names of the engines' background tasks
-_SAID_EVERY = 100
+_ENGINE_TASK_PREFIX = "kvflow-"  # prefix of the names of the engines' background tasks
+_RUNS_PER_LOG_LINE = 100
 _LINES_MAX = 1 << 30
-_OURS: ContextVar[bool] = ContextVar("kvflow_cancelled_everywhere", default=False)
+_UNDER_TEST: ContextVar[bool] = ContextVar("kvflow_cancelled_everywhere", default=False)
 """True in the context of the coroutine under test. Every task that the coroutine starts inherits it."""
 
 
@@ -68,7 +68,7 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
     for moment in range(1, runs_max + 1):
         if not _run(make_scenario, moment, f"cancelled at moment {moment} of {moments}").place:
             return moment - 1
-        if moment % _SAID_EVERY == 0:
+        if moment % _RUNS_PER_LOG_LINE == 0:
             logger.info("cancelled at moment %s of %s", moment, moments)
     raise AssertionError(f"it was cancelled {counted(runs_max, 'time')} and has never run through")
 
@@ -83,35 +83,35 @@ class _Moments:
         self._woken = {""}
         """Lines at which a task of the coroutine has waited and been woken, as `_place` returns them."""
         context = copy_context()
-        context.run(_OURS.set, True)
+        context.run(_UNDER_TEST.set, True)
         self.task = loop.create_task(body, name="cancelled everywhere", context=context)
 
-    def look(self) -> None:
+    def count_step(self) -> None:
         """Called after each step of the loop: count it if it is a moment, and cancel the coroutine at the last one."""
         if self.place or self.task.done() or inspect.getcoroutinestate(self._body) == inspect.CORO_CREATED:
             return
         ran, follows = self._loop.ran, self._loop.follows
-        wakes = _place(task_of(follows)) if _is_of_it(follows) else ""
-        self.count += _is_ours(ran) or wakes not in self._woken
+        wakes = _place(task_of(follows)) if _is_coroutine_step(follows) else ""
+        self.count += _is_scenario_step(ran) or wakes not in self._woken
         self._woken.add(wakes)
         if self.count >= self._last:
             self.place = _place(self.task)
             self.task.cancel()
 
 
-def _is_of_it(call: asyncio.Handle | None) -> bool:
+def _is_coroutine_step(call: asyncio.Handle | None) -> bool:
     """Return True if `call` is a step of the coroutine under test, or of a task that it has started."""
-    return task_of(call) is not None and call._context.get(_OURS, False)  # type: ignore[union-attr]
+    return task_of(call) is not None and call._context.get(_UNDER_TEST, False)  # type: ignore[union-attr]
 
 
-def _is_ours(call: asyncio.Handle | None) -> bool:
+def _is_scenario_step(call: asyncio.Handle | None) -> bool:
     """Return True if `call` is a step of any task except the engines' background tasks."""
     task = task_of(call)
-    return _is_of_it(call) or (task is not None and not task.get_name().startswith(_OF_ENGINES))
+    return _is_coroutine_step(call) or (task is not None and not task.get_name().startswith(_ENGINE_TASK_PREFIX))
 
 
 def _run(make_scenario: Scenario, last: int, what: str) -> _Moments:
-    with _kept_back(logging.getLogger("kvflow")):
+    with _hold_back_logs(logging.getLogger("kvflow")):
         return run_virtual(_cancel_at(make_scenario, last, what))
 
 
@@ -126,7 +126,7 @@ async def _cancel_at(make_scenario: Scenario, last: int, what: str) -> _Moments:
     try:
         async with make_scenario() as body:
             moments = _Moments(loop, body, last)
-            loop.after_step = moments.look
+            loop.after_step = moments.count_step
             try:
                 await asyncio.wait([moments.task])
             finally:
@@ -141,7 +141,7 @@ async def _cancel_at(make_scenario: Scenario, last: int, what: str) -> _Moments:
 
 
 @contextmanager
-def _kept_back(root: logging.Logger) -> Iterator[None]:
+def _hold_back_logs(root: logging.Logger) -> Iterator[None]:
     """Hold back the log lines of `root` and its children. Write them if the block raises, else drop them."""
     kept = MemoryHandler(_LINES_MAX, flushLevel=logging.CRITICAL + 1)
     before, root.handlers, propagate, root.propagate = root.handlers, [kept], root.propagate, False

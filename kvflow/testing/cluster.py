@@ -158,8 +158,8 @@ class InprocCluster:
             raise UsageError("run_process: crashes come by a seed, as in InprocCluster(seed=7)")
         network, host = self._simulation(), self._host(engine_id)
         for number in itertools.count():
-            host.life = SimProcess(network.loop, f"{engine_id}.{number}")
-            task = host.life.task(body(), name=f"{engine_id}.{number}")
+            host.process = SimProcess(network.loop, f"{engine_id}.{number}")
+            task = host.process.task(body(), name=f"{engine_id}.{number}")
             try:
                 bound_s = self._rng.uniform(0.0, within_s) if number < crashes else None
                 done, _ = await asyncio.wait([task], timeout=bound_s)
@@ -169,7 +169,7 @@ class InprocCluster:
                 raise
             if done:
                 break
-            host.life.kill()
+            host.process.kill()
             network.detach(host)
             await asyncio.wait([task], timeout=self._rng.uniform(0.0, within_s))  # a pause: the task is never done now
         return task.result()

@@ -35,16 +35,16 @@ class InlineCopier(CopyThread):
     def watch(self, event: DeviceEvent, on_end: OnEnd) -> Watch:
         watch = Watch(event, on_end, self._loop.time())
         self._watches.add(watch)
-        self._loop.call_soon(self._look)
+        self._loop.call_soon(self._poll)
         return watch
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         for watch in self._watches.poll():
             watch.on_end(watch.error)
         pause_s = self._watches.pause_s(self._loop.time())
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if pause_s is None or self._closed else self._loop.call_later(pause_s, self._look)
+        self._timer = None if pause_s is None or self._closed else self._loop.call_later(pause_s, self._poll)
 
     async def _ended(self) -> None:
         self._closed = True

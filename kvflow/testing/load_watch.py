@@ -21,7 +21,7 @@ class _WatchedLoad(Load):
     begun_at = ""
     waiting = 0
     """Number of tasks that await the load or its next progress."""
-    cared_for = False
+    awaited_or_cancelled = False
     """True once the load was cancelled, ended while awaited, or was awaited after its end."""
 
     def __await__(self) -> Generator[Any, None, LoadReport]:
@@ -30,7 +30,7 @@ class _WatchedLoad(Load):
             return (yield from super().__await__())
         finally:
             self.waiting -= 1
-            self.cared_for = self.cared_for or self.done
+            self.awaited_or_cancelled = self.awaited_or_cancelled or self.done
 
     async def __aiter__(self) -> AsyncIterator[Progress]:
         steps = super().__aiter__()
@@ -45,12 +45,12 @@ class _WatchedLoad(Load):
             yield step
 
     def cancel(self) -> None:
-        self.cared_for = True
+        self.awaited_or_cancelled = True
         super().cancel()
 
     def set_outcome(self, outcome: LoadReport | BaseException) -> None:
         cancelled = isinstance(outcome, asyncio.CancelledError)
-        self.cared_for = self.cared_for or self.waiting > 0 or cancelled
+        self.awaited_or_cancelled = self.awaited_or_cancelled or self.waiting > 0 or cancelled
         super().set_outcome(outcome)
 
 
@@ -79,7 +79,7 @@ class LoadWatch:
 
         May be called at any time. A load that has just been started is included until a task awaits it.
         """
-        return tuple(load for load in self._begun if not (load.cared_for or load.waiting))
+        return tuple(load for load in self._begun if not (load.awaited_or_cancelled or load.waiting))
 
     def assert_none_forgotten(self) -> None:
         """Assert that no load is in `forgotten`.

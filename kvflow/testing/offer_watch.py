@@ -23,7 +23,7 @@ from kvflow.testing.caches import PatternCache, StateCache
 from kvflow.testing.watch import checked_at_end, raise_first
 
 
-class _Told(History):
+class _NotifyingHistory(History):
     """The history of a lease. Calls `more(lease)` each time that the engine has computed more tokens of the lease."""
 
     def __init__(self, lease: Lease, known: History, more: Callable[[Lease], None]) -> None:
@@ -129,7 +129,7 @@ class OfferWatch:
                 starmap(_Slots, zip(self._caches, _first_tokens(lease, self._caches), strict=True))
             )
             if held.history is not None:  # tokens of the lease are still to be computed
-                held.history = _Told(lease, held.history, self._remember)
+                held.history = _NotifyingHistory(lease, held.history, self._remember)
             self._remember(lease)
 
     def lease_ended(self, record: LeaseRecord) -> None:

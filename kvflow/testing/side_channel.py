@@ -164,12 +164,12 @@ class InprocSideChannel:
     def _send_at_once(self, address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
         listener = self._exchange.listeners.get(address)
         if listener is None:
-            settle(answered, None)
+            set_reply(answered, None)
         else:
-            listener.arrive(frames, lambda reply: settle(answered, reply))
+            listener.arrive(frames, lambda reply: set_reply(answered, reply))
 
 
-def settle(answered: asyncio.Future[Frames], reply: Frames | None) -> None:
+def set_reply(answered: asyncio.Future[Frames], reply: Frames | None) -> None:
     """Set `reply` as the result of `answered`, or an error if `reply` is None, since no listener has the address.
 
     If `answered` is done, do nothing.

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvflow.testing.network_conditions import CALM, NetworkConditions
 from kvflow.testing.side_channel import Exchange
-from kvflow.testing.virtual_loop import SimProcess, SimProcessState, VirtualLoop, life_of
+from kvflow.testing.virtual_loop import SimProcess, SimProcessState, VirtualLoop, process_of
 from kvflow.transport.base import AgentName, PeerGone, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, Row
 
@@ -34,7 +34,7 @@ class SimHost:
     name: str
     address: str
     """Address of the host's listeners without the port."""
-    life: SimProcess
+    process: SimProcess
     agents: list[InprocTransport] = field(default_factory=list)
     poller_stalled_until_s: float = 0.0
     agent_lost: bool = False
@@ -54,7 +54,7 @@ class SimFlight:
     fails_after: int | None
     """Number of portions that still land before the read fails; None if the read does not fail."""
     pause_s: float
-    lives: tuple[SimProcess, SimProcess]
+    processes: tuple[SimProcess, SimProcess]
     posted_s: float
 
 
@@ -110,7 +110,7 @@ class Network:
             del self._hosts[agent]
         host.agents.clear()
         listeners = self.exchange.listeners
-        for address in [address for address, one in listeners.items() if life_of(one.context) is host.life]:
+        for address in [address for address, one in listeners.items() if process_of(one.context) is host.process]:
             del listeners[address]
 
     def host_at(self, address: str) -> SimHost | None:
@@ -163,7 +163,7 @@ class Network:
             reader=reader,
             target=target,
             hosts=(host, other),
-            lives=(host.life, other.life),
+            processes=(host.process, other.process),
             read=read,
             load=LOAD.get(),
             portions=portions,
@@ -190,7 +190,7 @@ class Network:
     def _land(self, flight: SimFlight) -> None:
         """Copy the next portion of a read. End the read if no portion is left or it fails; stall it on a cut link."""
         reader, target = flight.reader, flight.target
-        if flight.lives[0].state is SimProcessState.DEAD:
+        if flight.processes[0].state is SimProcessState.DEAD:
             self._forget(flight)
         elif not self.linked(*flight.hosts):
             self._stalled.append(flight)
@@ -258,7 +258,7 @@ class Network:
         when_s = self.loop.time()
         if self.conditions.poll_s:
             when_s += self.rng.uniform(0.0, self.conditions.poll_s)
-        self.loop.call_at(max(when_s, host.poller_stalled_until_s), callback, context=host.life.context())
+        self.loop.call_at(max(when_s, host.poller_stalled_until_s), callback, context=host.process.context())
 
 
 @dataclass(frozen=True, slots=True)

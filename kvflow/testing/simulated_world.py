@@ -10,7 +10,7 @@ from kvflow.core.protocol import codec, messages
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.world import World
 from kvflow.testing.copier import InlineCopier
-from kvflow.testing.side_channel import Frames, InprocSideChannel, own_host, settle
+from kvflow.testing.side_channel import Frames, InprocSideChannel, own_host, set_reply
 from kvflow.testing.simulated_network import Network, SimHost
 
 
@@ -32,10 +32,10 @@ def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyn
         return other is None or network.linked(host, other)
 
     def send(address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
-        context = host.life.context()
+        context = host.process.context()
 
         def come_back(reply: Frames | None) -> None:
-            network.loop.call_soon(settle, answered, reply, context=context)
+            network.loop.call_soon(set_reply, answered, reply, context=context)
 
         def reply(frames: Frames) -> None:
             if reaches(address):

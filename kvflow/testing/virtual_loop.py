@@ -35,7 +35,7 @@ _ROUNDS_MAX = 10
 
 Awaited: TypeAlias = Generator[Any, None, T] | Coroutine[Any, Any, T]
 
-_LIFE: ContextVar[SimProcess | None] = ContextVar("kvflow_life", default=None)
+_PROCESS: ContextVar[SimProcess | None] = ContextVar("kvflow_life", default=None)
 
 
 class Deadlock(AssertionError):
@@ -63,10 +63,10 @@ class SimProcess:
         self._loop = loop
         self._since_s = 0.0
         self._context = copy_context()
-        self._context.run(_LIFE.set, self)
+        self._context.run(_PROCESS.set, self)
         self._waiting: deque[asyncio.Handle] = deque()
         """Callbacks that became due while the process was frozen or dead."""
-        self._remains: list[asyncio.Task[Any]] = []
+        self._kept_tasks: list[asyncio.Task[Any]] = []
 
     def __repr__(self) -> str:
         return f"<SimProcess {self.name} {self.state}>"
@@ -97,17 +97,17 @@ class SimProcess:
 
         A task without a reference would be destroyed, which would run its `finally`.
         """
-        self._remains = self._loop.tasks(self)
+        self._kept_tasks = self._loop.tasks(self)
         self.state = SimProcessState.DEAD
         self._loop.stopped[self] = None
 
-    def bury(self) -> list[asyncio.Task[Any]]:
+    def cancel_dead(self) -> list[asyncio.Task[Any]]:
         """Cancel and return the tasks of a stopped process after a test, so that none is destroyed while pending."""
         self.state = SimProcessState.RUNNING
         tasks = self._loop.tasks(self)
         for task in tasks:
             task.cancel()
-        self._remains.clear()
+        self._kept_tasks.clear()
         self._waiting = deque(call for call in self._waiting if not isinstance(call, asyncio.TimerHandle))
         self._resume()
         return tasks
@@ -118,9 +118,9 @@ class SimProcess:
         self._waiting.clear()
 
 
-def life_of(context: Context) -> SimProcess | None:
+def process_of(context: Context) -> SimProcess | None:
     """Return the simulated process that code in `context` belongs to, or None."""
-    return context.get(_LIFE)
+    return context.get(_PROCESS)
 
 
 def task_of(call: asyncio.Handle | None) -> asyncio.Task[Any] | None:
@@ -134,7 +134,7 @@ class _Task(asyncio.Task[T]):
 
     def __init__(self, body: Awaited[T], loop: VirtualLoop, name: object, context: Context) -> None:
         self._number = next(loop._numbers)
-        self.life = context.get(_LIFE)
+        self.life = context.get(_PROCESS)
         named = str(name or f"task-{self._number}")
         super().__init__(body, loop=loop, name=named, context=context)  # type: ignore[arg-type, unused-ignore]
 
@@ -272,7 +272,7 @@ class VirtualLoop(BaseEventLoop):
         self.after_step = None
         self.set_exception_handler(lambda *_: None)
         for life in list(self.stopped):
-            life.bury()
+            life.cancel_dead()
         self._timers.clear()
         for _ in range(_ROUNDS_MAX):  # a task may start others while it ends
             tasks = self.tasks()
@@ -296,7 +296,7 @@ class VirtualLoop(BaseEventLoop):
         if call._cancelled:
             return
         if self.stopped:
-            life = life_of(call._context)  # type: ignore[attr-defined]
+            life = process_of(call._context)  # type: ignore[attr-defined]
             if life in self.stopped:
                 life._waiting.append(call)
                 return

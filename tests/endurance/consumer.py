@@ -243,9 +243,9 @@ class Consumer:
         """As a stock engine does, which believes what it reads."""
         params = await self._producer.call("offer", number=plan.number)
         if not self._wire.remote:
-            await self._wire.shake_hands(params)
+            await self._wire.handshake(params)
         if plan.hit:
-            self._wire.say(f"{params['remote_request_id']}:1".encode())
+            self._wire.notify(f"{params['remote_request_id']}:1".encode())
             return "loaded"
         tables = self._wire_cache.take(plan.tokens, plan.cached)
         try:

@@ -92,7 +92,7 @@ async def stock_reader() -> AsyncIterator[Load]:
 
     async def load(params: dict[str, Any]) -> None:
         if not engine.remote:
-            await engine.shake_hands(params)
+            await engine.handshake(params)
         await engine.read(params, [0, 1])
         check(engine.cache, params)
 
@@ -125,17 +125,17 @@ async def notify(rng: Random, producer: Producer, count: int) -> None:
     attacker = StockConsumer(1)
     secret, _ = producer.offer("secret", [BLOCKS - 1])
     victim, params = producer.offer("victim", [BLOCKS - 2])
-    await attacker.shake_hands(params)
+    await attacker.handshake(params)
     honest = ReadDone(lease_ids=(victim.ticket.lease_id,), reader="fuzz", numerator=1, denominator=3)
     renewal = Renew(lease_ids=(victim.ticket.lease_id,), reader="fuzz")
     names = ["secret", "honest-1", "honest-1#", f"secret#{'0' * 32}", params["remote_request_id"]]
     for number in range(count):
         told = rng.choice((honest, renewal))
-        attacker.say(mutant(rng, told) if rng.random() < 0.3 else stock_text(rng, names))
+        attacker.notify(mutant(rng, told) if rng.random() < 0.3 else stock_text(rng, names))
         if number % AT_ONCE == 0:
             await asyncio.sleep(0)
     last, params = producer.offer("last", [BLOCKS - 3])
-    attacker.say(f"{params['remote_request_id']}:1".encode())
+    attacker.notify(f"{params['remote_request_id']}:1".encode())
     async with asyncio.timeout(WAIT_S):
         assert await last is LeaseOutcome.READ  # so all that was sent before has come
     assert not secret.done, "a forged word has ended a lease whose name nobody knows"

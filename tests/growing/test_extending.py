@@ -35,7 +35,7 @@ from tests.runtime.test_events import Event
 from tests.runtime.test_groups import FAMILIES, split_groups
 from tests.support.budgets import examples
 from tests.support.growing_pairs import BLOCKS, CONFIG, TAKEN, pair_of
-from tests.support.hand_overs import HandOver, Part, run
+from tests.support.hand_overs import HandOver, LayerPart, run
 from tests.support.pairs import known
 from tests.support.scripted import ScriptedSideChannel, scripted_pair
 from tests.support.tests_support import PATIENT, each, in_virtual_time, limited, until
@@ -165,7 +165,7 @@ def in_the_end(case: HandOver) -> HandOver:
     return replace(case, parts=tuple(parts))
 
 
-def blocks_upto(case: HandOver, part: Part, tokens: int) -> int:
+def blocks_upto(case: HandOver, part: LayerPart, tokens: int) -> int:
     """How many of a part's offered blocks hold tokens before that one."""
     size = part.producer.block_size
     first = -(-case.num_tokens // size) - len(part.offered)

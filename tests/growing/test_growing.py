@@ -22,7 +22,7 @@ from kvflow.testing import (
 from kvflow.transport.base import AgentName, PostedRead
 from tests.runtime.test_events import Event
 from tests.support.growing_pairs import BLOCKS, TAKEN, opened, pair_of, wanted
-from tests.support.hand_overs import Attention, HandOver, Part, Paths, run
+from tests.support.hand_overs import Attention, HandOver, LayerPart, Paths, run
 from tests.support.reference_model import Engine, Model
 from tests.support.tests_support import each, in_virtual_time
 
@@ -94,8 +94,8 @@ def test_the_blocks_of_a_window_come_with_its_tokens(staged: tuple[bool, bool]) 
     """They are the last ones of the prompt, though the first that their group offers."""
     engine = Engine(model=Model(layers=1, kv_heads=1, head_size=4), stages=((0,),), block_size=4, num_blocks=6)
     windowed = replace(engine, stages=((1,),))
-    full = Part(producer=engine, consumer=engine, offered=(3, 1, 0, 2), wanted=(1, 2, 3, 4))
-    window = Part(producer=windowed, consumer=windowed, attention=Attention(8), offered=(5, 2), wanted=(0, 3))
+    full = LayerPart(producer=engine, consumer=engine, offered=(3, 1, 0, 2), wanted=(1, 2, 3, 4))
+    window = LayerPart(producer=windowed, consumer=windowed, attention=Attention(8), offered=(5, 2), wanted=(0, 3))
     case = HandOver(parts=(full, window), num_tokens=16, paths=Paths(staged=staged))
 
     async def compute(producers: Sequence[Any], leases: Sequence[Lease]) -> None:

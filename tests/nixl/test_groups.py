@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvflow.core.cache.layout import KVStyle
-from tests.support.hand_overs import FULL, Attention, HandOver, Part, Paths, run
+from tests.support.hand_overs import FULL, Attention, HandOver, LayerPart, Paths, run
 from tests.support.reference_model import Engine, Look, Model
 
 pytestmark = pytest.mark.nixl
@@ -28,7 +28,7 @@ def part(
     block_sizes: tuple[int, int] = (16, 16),
     looks: tuple[Look, Look] = (Look(), Look()),
     model: Model = MODEL,
-) -> Part:
+) -> LayerPart:
     """Four layers of the model; their blocks lie anywhere."""
     layers = tuple(range(number * LAYERS, (number + 1) * LAYERS))
     sides, tables = [], []
@@ -37,7 +37,7 @@ def part(
         engine = Engine(model=model, tp_size=tp[side], stages=(layers,), block_size=size, num_blocks=count + 3)
         sides.append(replace(engine, looks=(looks[side],)))
         tables.append(tuple(Random(number + side).sample(range(count + 3), count)))
-    return Part(producer=sides[0], consumer=sides[1], attention=attention, offered=tables[0], wanted=tables[1])
+    return LayerPart(producer=sides[0], consumer=sides[1], attention=attention, offered=tables[0], wanted=tables[1])
 
 
 SLIDING, CHUNKED = Attention(window=40), Attention(window=64, chunked=True)

@@ -39,7 +39,7 @@ class Row:
     pp: tuple[int, int] = (1, 1)
     block_sizes: tuple[int, int] = (16, 16)
     looks: tuple[Look, Look] = (NHD, NHD)
-    tells_heads: tuple[bool, bool] = (True, True)
+    states_heads: tuple[bool, bool] = (True, True)
     dp: tuple[int, int] = (0, 0)
     num_tokens: int = 100
     full_blocks_only: bool = False
@@ -74,7 +74,7 @@ class Row:
             block_size=self.block_sizes[side],
             num_blocks=blocks + 4,
             looks=(self.looks[side],),
-            tells_heads=self.tells_heads[side],
+            states_heads=self.states_heads[side],
             dp_rank=self.dp[side],
         )
 

@@ -103,7 +103,7 @@ async def test_blocks_that_do_not_fit_what_the_request_says(pair: EnginePair) ->
     for count, (options, error, message) in enumerate(FITS_NOT, 1):
         await pair.fails(error, lease, match=f"^request 'req': .*{message}", **options)
         assert pair.reader.statistics().peers == ()
-        assert (pair.loading.refused, pair.wanting.in_flight) == (count, 0)
+        assert (pair.loading.refused, pair.consumer_blocks.in_flight) == (count, 0)
     await pair.load(lease, [0, 1, 2])
     assert await lease is LeaseOutcome.READ
 

@@ -35,7 +35,7 @@ from kvflow.errors import (
 from kvflow.runtime.peers.ticket_resolver import VISITS_AT_ONCE_MAX
 from kvflow.testing import InprocCluster, assert_quiet
 from kvflow.testing.pair import CacheSize, TestEngine
-from kvflow.testing.side_channel import Frames, InprocSideChannel, settle
+from kvflow.testing.side_channel import Frames, InprocSideChannel, set_reply
 from kvflow.transport.base import PeerGone
 
 LAYERS = 16
@@ -66,9 +66,9 @@ class Field:
         answered.add_done_callback(self._ended)
         listener = self.cluster._exchange.listeners.get(address)
         if listener is not None:
-            listener.arrive(frames, lambda reply: settle(answered, reply))
+            listener.arrive(frames, lambda reply: set_reply(answered, reply))
         elif "refusing" in address:
-            settle(answered, None)
+            set_reply(answered, None)
 
     def _ended(self, _: asyncio.Future[Frames]) -> None:
         self.open -= 1

@@ -170,7 +170,7 @@ async def test_a_cache_of_another_layout_or_size_is_read_by_its_own() -> None:
             await pair.writer.unregister()
             await pair.writer.register_kv_caches(kv_caches, cache.layout)
             blocks = cache.layout.num_blocks
-            assert pair.offered.total == blocks
+            assert pair.producer_blocks.total == blocks
             await pair.load(pair.offer([blocks - 1], f"of {blocks}"), [2])
             assert_blocks_equal(pair.consumer.cache, [2], cache, [blocks - 1])
             with pytest.raises(RequestError):

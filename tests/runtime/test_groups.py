@@ -24,7 +24,7 @@ from kvflow.testing import InprocCluster, run_virtual
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.runtime.test_topologies import buffers, looks, scattered, slices
 from tests.support.budgets import examples
-from tests.support.hand_overs import FULL, Attention, HandOver, Part, Paths, run
+from tests.support.hand_overs import FULL, Attention, HandOver, LayerPart, Paths, run
 from tests.support.reference_model import Engine, Look, Model
 from tests.support.tests_support import PATIENT, WAIT_S, limited, until
 
@@ -45,8 +45,8 @@ def parts(
     layers: Sequence[Sequence[tuple[int, ...]]],
     tp_sizes: tuple[int, int],
     num_tokens: int,
-    given: Part | None = None,
-) -> Part:
+    given: LayerPart | None = None,
+) -> LayerPart:
     """`layers` are those of each stage of the producer and of the consumer.
 
     With a part `given` the producer keeps the same blocks for both, and all of the prompt.
@@ -81,20 +81,20 @@ def parts(
                 block_size=size,
                 num_blocks=num_blocks,
                 looks=tuple(draw(st.lists(looks, min_size=1, max_size=2))),
-                tells_heads=draw(st.booleans()),
+                states_heads=draw(st.booleans()),
             )
         )
-    return Part(producer=sides[0], consumer=sides[1], attention=attention, offered=tables[0], wanted=tables[1])
+    return LayerPart(producer=sides[0], consumer=sides[1], attention=attention, offered=tables[0], wanted=tables[1])
 
 
-def cached_tokens(parts: Sequence[Part], num_tokens: int) -> st.SearchStrategy[int]:
+def cached_tokens(parts: Sequence[LayerPart], num_tokens: int) -> st.SearchStrategy[int]:
     """Tokens that a consumer may have: full blocks of one of its groups, or all that there are."""
     sizes = [part.consumer.block_size for part in parts if part.attention.window is None] or [1]
     full = [count * size for size in sizes for count in range(num_tokens // size + 1)]
     return st.sampled_from([*full, num_tokens])
 
 
-def behind(part: Part, cached: int, num_tokens: int) -> int:
+def behind(part: LayerPart, cached: int, num_tokens: int) -> int:
     """Blocks of a consumer's table that are cached already; those of a window were drawn for themselves."""
     if part.attention.window is not None:
         return 0
@@ -111,7 +111,7 @@ def group_hand_overs(
 ) -> HandOver:
     count, num_tokens, merged = draw(st.integers(1, 3)), draw(st.integers(1, 40)), draw(st.booleans())
     sizes, stages = draw(st.sampled_from(tp_sizes)), [draw(st.sampled_from(pp_sizes)) for _ in range(2)]
-    found: list[Part] = []
+    found: list[LayerPart] = []
     first = 0
     for _ in range(count):
         layers = draw(st.integers(max(stages), 3))
@@ -153,7 +153,7 @@ def test_layers_of_a_group_that_look_different_go_through_scratch_memory_each_it
         model = Model(layers=len(numbers), kv_heads=kv_heads, head_size=4)
         engine = Engine(model=model, stages=(numbers,), block_size=8, num_blocks=5)
         turned = replace(engine, looks=(Look(order="HND", hnd_in_memory=True),))
-        part = Part(producer=engine, consumer=turned, offered=block_ids, wanted=block_ids)
+        part = LayerPart(producer=engine, consumer=turned, offered=block_ids, wanted=block_ids)
         parts.append(part)
     case = HandOver(parts=tuple(parts), num_tokens=21, merged=(True, True), paths=Paths(scratch="always"))
     run_virtual(run(case, InprocCluster().world()))

@@ -346,11 +346,11 @@ async def test_revoked_blocks_come_back_after_the_hold_and_only_once(timed: Time
     await settle()
     waiting = [asyncio.ensure_future(lease.revoke()) for lease in (revoked, read, revoked, read)]
     await timed.pass_time(0.049)
-    assert (timed.offered.leased, any(one.done() for one in waiting)) == (2, False)
+    assert (timed.producer_blocks.leased, any(one.done() for one in waiting)) == (2, False)
     await timed.pass_time(0.002)
     assert [await one for one in waiting] == [LeaseOutcome.REVOKED, LeaseOutcome.READ] * 2
     assert await revoked.revoke() is LeaseOutcome.REVOKED
-    assert (timed.offered.leased, timed.serving.revoked, timed.serving.read) == (0, 1, 1)
+    assert (timed.producer_blocks.leased, timed.serving.revoked, timed.serving.read) == (0, 1, 1)
     await timed.fails(LeaseExpired, revoked)
 
 
@@ -368,7 +368,7 @@ async def test_a_lease_that_is_revoked_in_the_middle_of_a_read_is_never_read_sta
             timed.transport.perform(1)
             await settle()
         lease.revoke()
-        assert timed.offered.leased == 4
+        assert timed.producer_blocks.leased == 4
         if not quick:
             await timed.pass_time(0.06)
             assert await lease is LeaseOutcome.REVOKED

@@ -34,14 +34,14 @@ async def test_a_cancelled_load_waits_for_its_bytes_and_then_its_blocks_are_safe
     with pytest.raises(asyncio.CancelledError):
         await task
     assert pair.reader.quarantines == ()
-    assert pair.wanting.free == pair.wanting.total
+    assert pair.consumer_blocks.free == pair.consumer_blocks.total
 
 
 async def test_a_cancelled_load_whose_bytes_do_not_stop_leaves_a_quarantine() -> None:
     async with open_pair(SLICED) as pair:
         quarantine = await pair.quarantined(await pair.hold(pair.offer([3])))
         assert (quarantine.request_id, quarantine.block_ids, quarantine.safe) == ("req", (0,), False)
-        assert pair.wanting.quarantined == 1
+        assert pair.consumer_blocks.quarantined == 1
         await pair.fails(BlocksBusy, pair.offer([4], "other"), match="block 0 cannot be loaded: it is quarantined")
         waiting = asyncio.create_task(quarantine.settled())
         pair.release_reads()

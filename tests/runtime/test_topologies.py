@@ -31,7 +31,7 @@ from tests.support.budgets import examples
 from tests.support.hand_overs import (
     Arrival,
     HandOver,
-    Part,
+    LayerPart,
     Paths,
     one_part,
     open_engine,
@@ -147,7 +147,7 @@ def engines(draw: st.DrawFn, model: Model, tp_size: int, pp_size: int, block_siz
         block_size=block_size,
         num_blocks=1,
         looks=tuple(draw(st.lists(looks, min_size=1, max_size=3))),
-        tells_heads=draw(st.booleans()),
+        states_heads=draw(st.booleans()),
         dp_rank=draw(st.sampled_from([0, 0, 0, 0, 0, 1])),
     )
 
@@ -209,7 +209,7 @@ def of_whole_heads(draw: st.DrawFn) -> HandOver:
         return replace(side, model=model, block_size=size, num_blocks=blocks, looks=looks)
 
     offered, wanted = draw(scattered(blocks, blocks)), draw(scattered(blocks, blocks))
-    whole = Part(producer=cut(part.producer), consumer=cut(part.consumer), offered=offered, wanted=wanted)
+    whole = LayerPart(producer=cut(part.producer), consumer=cut(part.consumer), offered=offered, wanted=wanted)
     return replace(case, parts=(whole,), num_tokens=blocks * size, cached_tokens=0)
 
 
@@ -266,7 +266,7 @@ def opaque(kv_format: str, **changes: Any) -> Engine:
         (engine(tp_size=2), engine(tp_size=3), "tp_size: ours 3, theirs 2: neither divides the other"),
         (engine(), engine(block_size=6), "block_size: ours 6, theirs 4: neither divides the other"),
         (
-            engine(kv_heads=8, tp_size=2, tells_heads=False),
+            engine(kv_heads=8, tp_size=2, states_heads=False),
             engine(kv_heads=4, tp_size=2),
             "num_kv_heads: ours 2 on each of 2 ranks, theirs 4 on each of 2 ranks",
         ),

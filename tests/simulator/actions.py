@@ -22,7 +22,7 @@ def pick(table: Sequence[tuple[int, ActionT]], rng: random.Random) -> ActionT:
     return rng.choices([action for _, action in table], [weight for weight, _ in table])[0]
 
 
-# --- trouble: faults of a running engine
+# --- fault: faults of a running engine
 
 
 def crash(engine: SimEngine) -> None:
@@ -83,7 +83,7 @@ def nap(engine: SimEngine) -> None:
     engine.simulation.spawn(engine.life, engine.nap(_duration_s(engine)), f"nap of {engine}")
 
 
-TROUBLE: Sequence[tuple[int, Callable[[SimEngine], None]]] = (
+FAULTS: Sequence[tuple[int, Callable[[SimEngine], None]]] = (
     (3, crash),
     (3, freeze),
     (3, partition),
@@ -140,7 +140,7 @@ def survive(consumer: SimEngine, offers: Sequence[SimOffer]) -> Coroutine[Any, A
     plan = replace(plan, more=offers[1:], named=rng.randint(0, len(offers) - 1))
     if rng.random() < _STRUCK_SHARE:
         strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / _STRUCK_AFTER_S)
-        consumer.simulation.befall_later(after_s, strike, offers[0].engine, consumer)
+        consumer.simulation.strike_later(after_s, strike, offers[0].engine, consumer)
     return loading.load(consumer, offers[0], offers[0].ticket(), plan)
 
 

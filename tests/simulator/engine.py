@@ -67,7 +67,7 @@ class SimEngine:
         self._network = simulation.network
         self._address = f"10.0.0.{index + 1}"
         self._lives = itertools.count(1)
-        self._graves: list[tuple[SimProcess, list[SimRank]]] = []
+        self._ended_lives: list[tuple[SimProcess, list[SimRank]]] = []
         """Ended processes with their ranks: their objects are kept until the simulation itself is destroyed."""
         self.host = SimHost(self.name, f"tcp://{self._address}", self._new_life())
         model = simulation.settings.model
@@ -84,7 +84,7 @@ class SimEngine:
 
     @property
     def life(self) -> SimProcess:
-        return self.host.life
+        return self.host.process
 
     def fail(self, invariant: str, what: str) -> None:
         """Report that a promise to this engine is broken."""
@@ -272,7 +272,7 @@ class SimEngine:
         self.simulation.forget_tasks(self.life)
         self.life.kill()
         self._network.detach(self.host)
-        self._graves.append((self.life, self.ranks))
+        self._ended_lives.append((self.life, self.ranks))
         for offer in self.offers:
             offer.given_back_s = self.simulation.loop.time()
         self._forget_all()
@@ -282,7 +282,7 @@ class SimEngine:
     def renew(self) -> None:
         """Make a new life, for a process that starts after the last one has ended."""
         self.host.agent_lost = False
-        self.host.life = self._new_life()
+        self.host.process = self._new_life()
 
     def _new_life(self) -> SimProcess:
         return SimProcess(self.simulation.loop, f"{self.name}.{next(self._lives)}")

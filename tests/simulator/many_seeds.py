@@ -15,7 +15,7 @@ from kvflow.checks import counted
 from tests.simulator import Result, describe, simulate
 
 _SEEDS_PER_JOB = 25
-_SAY_EVERY_S = 10.0
+_REPORT_EVERY_S = 10.0
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ def run_all(start: int, count: int, jobs: int, *, failures_max: int, notes: Cons
             if result.violation is not None:
                 notes.print(f"seed {result.settings.seed} broke a promise: {result.violation}", markup=False)
         now_s = time.monotonic()
-        if now_s - said_s > _SAY_EVERY_S:
+        if now_s - said_s > _REPORT_EVERY_S:
             said_s = now_s
             speed = total.seeds / (now_s - begun_s)
             notes.print(f"{total.seeds} of {counted(count, 'seed')}, {_rate(speed)}, {len(total.failed)} failed")

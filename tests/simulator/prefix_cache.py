@@ -49,12 +49,12 @@ class Kept:
 
 
 @dataclass(slots=True, eq=False)
-class SimRun:
+class SimPinned:
     """A prefix that one rank has pinned."""
 
     run: PinnedPrefix
     blocks: list[Kept]
-    told: bool
+    known: bool
     """True once the rank's runtime has got the prefix."""
 
 
@@ -67,7 +67,7 @@ class RankPrefixCache:
     slow: bool
     pins: Counter[int] = field(default_factory=Counter)
     """Number of pins of each block."""
-    runs: dict[int, SimRun] = field(default_factory=dict)
+    runs: dict[int, SimPinned] = field(default_factory=dict)
     """Pinned prefixes by the identity of the `PinnedPrefix` that the runtime has got."""
     leases: list[Lease] = field(default_factory=list)
     """All leases that the rank's runtime has opened for readers of prefixes."""
@@ -100,34 +100,34 @@ class RankPrefixCache:
         run = PinnedPrefix(given_block_ids([[kept.block for kept in table] for table in tables]), tokens)
         blocks = [kept for table in tables for kept in table]
         self.pins.update(kept.block for kept in blocks)
-        made = self.runs[id(run)] = SimRun(run, blocks, told=not self.slow)
+        pinned = self.runs[id(run)] = SimPinned(run, blocks, known=not self.slow)
         self.prefix_cache.simulation.on_pin(engine)
         engine.note("pins", [kept.block for kept in blocks], "of rank", self.rank.index)
-        return self._later(made) if self.slow else run
+        return self._later(pinned) if self.slow else run
 
-    async def _later(self, made: SimRun | None) -> PinnedPrefix | None:
+    async def _later(self, pinned: SimPinned | None) -> PinnedPrefix | None:
         simulation = self.prefix_cache.simulation
         await simulation.pass_time(simulation.rng.expovariate(1 / _SLOW_S))
-        if made is None:
+        if pinned is None:
             return None
-        made.told = True
-        return made.run
+        pinned.known = True
+        return pinned.run
 
     def unpin(self, run: PinnedPrefix) -> None:
-        engine, made = self.prefix_cache.engine, self.runs.pop(id(run), None)
-        if made is None or made.run is not run:
+        engine, pinned = self.prefix_cache.engine, self.runs.pop(id(run), None)
+        if pinned is None or pinned.run is not run:
             engine.fail("I9", f"{run} is unpinned, but it is not pinned (any more)")
             return
-        for kept in made.blocks:
+        for kept in pinned.blocks:
             self.pins[kept.block] -= 1
             if self.rank.uses[kept.block] > self.pins[kept.block]:
                 engine.fail("I9", f"block {kept.block} is unpinned, and its lease is open")
-        engine.note("unpins", [kept.block for kept in made.blocks], "of rank", self.rank.index)
+        engine.note("unpins", [kept.block for kept in pinned.blocks], "of rank", self.rank.index)
 
     @property
     def left(self) -> int:
         """Number of pinned prefixes that the runtime has got and not unpinned."""
-        return sum(made.told for made in self.runs.values())
+        return sum(pinned.known for pinned in self.runs.values())
 
 
 class SimPrefixCache:
@@ -194,7 +194,7 @@ class SimPrefixCache:
     @property
     def waits(self) -> bool:
         """True while the device writes, or an answer is late."""
-        return self.writing > 0 or any(not run.told for one in self.ranks for run in one.runs.values())
+        return self.writing > 0 or any(not run.known for one in self.ranks for run in one.runs.values())
 
     def check_left(self, rank: SimRank) -> None:
         """Check that a rank without a registered cache has nothing pinned for readers."""

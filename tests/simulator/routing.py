@@ -71,11 +71,11 @@ async def _produce(producer: SimEngine, number: int) -> None:
     tokens = rng.randint(0, min(producer.shape.num_blocks * producer.shape.block_size // 2, 32))
     ttl_s = producer.base.lease_ttl_s * rng.uniform(0.2, 1.5)
     pause_s = rng.uniform(0.0, 0.02) if rng.random() < 0.2 else 0.0
-    early = _meet if rng.random() < _EARLY_SHARE else None
+    early = _send_pending_ticket if rng.random() < _EARLY_SHARE else None
     await offering.offer(producer, number, tokens, ttl_s, hand_out, pause_s=pause_s, early=early)
 
 
-async def _meet(offer: SimOffer) -> None:
+async def _send_pending_ticket(offer: SimOffer) -> None:
     """Send a pending ticket to a consumer, some time before the producer serves the prompt."""
     simulation = offer.engine.simulation
     introduction = offering.introduce(offer.engine, offer.number)

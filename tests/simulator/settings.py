@@ -141,7 +141,7 @@ class Settings:
     requests: int
     span_s: float
     """Seconds during which requests and faults begin."""
-    trouble: int
+    faults: int
     """Number of faults besides the network conditions: crashes, partitions, frozen engines and the like."""
     naps: int
     """Number of naps of engines."""
@@ -195,7 +195,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         conditions=draw_conditions(rng),
         requests=rng.randint(20, 40) // (3 if model.shares else 1),
         span_s=rng.uniform(0.3, 2.0),
-        trouble=rng.choice((0, 1, 2, 3, 4, 6)),
+        faults=rng.choice((0, 1, 2, 3, 4, 6)),
         naps=rng.randint(2, 8) if model.sleeps else 0,
     )
     return settings, rng

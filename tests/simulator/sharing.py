@@ -78,9 +78,9 @@ def begin(simulation: Simulation) -> None:
     for _ in range(rng.randint(*_PROMPTS)):
         prompt, first_s = draw_prompt(rng, PROMPT_MAX), rng.uniform(0.0, span_s)
         for engine in rng.sample(simulation.engines, rng.randint(1, len(simulation.engines))):
-            simulation.befall_later(first_s + rng.expovariate(1 / _LATER_S), compute, engine, prompt)
+            simulation.strike_later(first_s + rng.expovariate(1 / _LATER_S), compute, engine, prompt)
     for _ in range(rng.randint(*_EVICTIONS)):
-        simulation.some_time(simulation.befall, rng.choice((evict, evict, evict, squeeze)))
+        simulation.some_time(simulation.strike, rng.choice((evict, evict, evict, squeeze)))
     for number in range(rng.randint(*_PULLS)):
         simulation.some_time(pull, simulation, FIRST_NUMBER + number)
 
@@ -134,7 +134,7 @@ def perhaps_strike(holder: SimEngine) -> None:
     if conditions is not CALM and rng.random() < _STRUCK_SHARE:
         strike, after_s = pick(STRIKES, rng), rng.expovariate(1 / (3 * conditions.latency_s + conditions.read_s))
         simulation.count(f"strike: {strike.__name__.replace('_', ' ')}")
-        simulation.befall_later(after_s, strike, holder)
+        simulation.strike_later(after_s, strike, holder)
 
 
 async def produce(producer: SimEngine, reader: SimEngine, plan: PullPlan) -> None:

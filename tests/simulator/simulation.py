@@ -25,7 +25,7 @@ from kvflow.testing.simulated_network import Network, SimFlight
 from kvflow.testing.virtual_loop import Deadlock, SimProcess, SimProcessState, VirtualLoop, new_virtual_loop
 from kvflow.transport.inproc import Row, flip_byte
 from tests.simulator import loading, offering, sharing
-from tests.simulator.actions import TROUBLE, nap, pick
+from tests.simulator.actions import FAULTS, nap, pick
 from tests.simulator.checks import check_changed, check_quiet
 from tests.simulator.engine import SimEngine
 from tests.simulator.prompts import Prompts
@@ -143,10 +143,10 @@ class Simulation:
         self.network.conditions = self.settings.conditions
         for number in range(1, self.settings.requests + 1):
             self.some_time(request, self, number)
-        for _ in range(self.settings.trouble):
-            self.some_time(self.befall, pick(TROUBLE, self.rng))
+        for _ in range(self.settings.faults):
+            self.some_time(self.strike, pick(FAULTS, self.rng))
         for _ in range(self.settings.naps):
-            self.some_time(self.befall, nap)
+            self.some_time(self.strike, nap)
         if self.settings.model.shares:
             sharing.begin(self)
         await self.pass_time(self.settings.span_s)
@@ -167,18 +167,18 @@ class Simulation:
         """Call `happen` at a random moment of the run."""
         self.network.later(self.rng.uniform(0.0, self.settings.span_s), happen, *what)
 
-    def befall(self, trouble: Callable[[SimEngine], None]) -> None:
-        """Let `trouble` strike a random running engine."""
+    def strike(self, fault: Callable[[SimEngine], None]) -> None:
+        """Let `fault` strike a random running engine."""
         if engine := self.pick_running():
-            self.count(f"trouble: {trouble.__name__.replace('_', ' ')}")
-            trouble(engine)
+            self.count(f"fault: {fault.__name__.replace('_', ' ')}")
+            fault(engine)
 
-    def befall_later(self, delay_s: float, trouble: Callable[..., None], engine: SimEngine, *what: object) -> None:
-        """Let `trouble` strike `engine` after `delay_s`, if the engine is then running."""
+    def strike_later(self, delay_s: float, fault: Callable[..., None], engine: SimEngine, *what: object) -> None:
+        """Let `fault` strike `engine` after `delay_s`, if the engine is then running."""
 
         def happen() -> None:
             if engine.running:
-                trouble(engine, *what)
+                fault(engine, *what)
 
         self.network.later(delay_s, happen)
 
@@ -200,7 +200,7 @@ class Simulation:
                 self.fail("I9", f"prefix caches have pins {_SETTLE_S} s after all trouble")
                 return
             if self.loop.time() > give_up_s:
-                self.fail("I7", f"not over {_SETTLE_S} s after all trouble: {[t.get_name() for t in self._tasks]}")
+                self.fail("I7", f"not over {_SETTLE_S} s after all faults: {[t.get_name() for t in self._tasks]}")
                 return
             await self.pass_time(0.05)
 

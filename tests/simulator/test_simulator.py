@@ -12,7 +12,7 @@ import pytest
 from budgets import budget
 
 from tests.simulator import describe, simulate
-from tests.simulator.actions import DELIVERIES, TROUBLE
+from tests.simulator.actions import DELIVERIES, FAULTS
 from tests.simulator.sharing import STRIKES
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def every_kind() -> set[str]:
     wanted |= {f"{what}: found" for what in ("pull", "pull with rest", "seek")} | {"pull: nothing", "seek: nothing"}
     wanted |= {"pull: a source failed", "pull: several holders", "pull: quarantined", "prefix: reclaimed"}
     wanted |= {f"strike: {action.__name__.replace('_', ' ')}" for _, action in STRIKES}
-    return wanted | {f"trouble: {action.__name__.replace('_', ' ')}" for _, action in TROUBLE}
+    return wanted | {f"fault: {action.__name__.replace('_', ' ')}" for _, action in FAULTS}
 
 
 @pytest.mark.parametrize("seed", [4429, 4895, 10542, 509, 22939, 43801, 100585])
@@ -68,7 +68,7 @@ def test_what_engines_did_wrong_once(seed: int) -> None:
 
 
 def test_every_action_says_what_it_stands_for() -> None:
-    for _, action in (*TROUBLE, *DELIVERIES, *STRIKES):
+    for _, action in (*FAULTS, *DELIVERIES, *STRIKES):
         assert action.__doc__
 
 

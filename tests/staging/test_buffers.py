@@ -278,7 +278,7 @@ async def test_a_cancelled_load_gives_its_buffers_back_when_the_copy_has_ended()
     async with far_pair(replace(BASE, cancel_grace_s=0.02)) as far:
         load = await far.hold_copy()
         assert not load.done()
-        assert (far.offered.leased, far.wanting.in_flight) == (1, 1)
+        assert (far.producer_blocks.leased, far.consumer_blocks.in_flight) == (1, 1)
         quarantine = await far.quarantined(load)
         assert quarantine.block_ids == (0,)
         assert far.reader.statistics().buffers_used == 1
@@ -302,7 +302,7 @@ async def test_a_lease_that_ends_while_it_is_copied_keeps_its_blocks_until_then(
     await until(lambda: len(book) == 0)  # the lease is not open, and its hold is over
     lease.revoke()
     assert not lease.done
-    assert far.offered.leased == 2
+    assert far.producer_blocks.leased == 2
     with pytest.raises(LeaseExpired):
         await load
     far.saved.gate.set()
@@ -315,7 +315,7 @@ async def test_host_buffers_are_bounded_for_offers() -> None:
         first = far.offer([0, 1], "first")
         with pytest.raises(RequestError, match=r"needed: 2 host blocks, 1 of 3 are free \(host_buffer_bytes_max\)"):
             far.offer([2, 3], "second")
-        assert far.offered.free == BLOCKS - 2
+        assert far.producer_blocks.free == BLOCKS - 2
         await far.load(first, [0, 1])
         await first
         await far.load(far.offer([2, 3], "second"), [2, 3])

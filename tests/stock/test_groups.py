@@ -255,7 +255,7 @@ async def test_a_stock_engine_reads_a_group() -> None:
         assert params["remote_block_ids"] == [[3, 9], [7, 2]]
         consumer = StockConsumer()
         try:
-            await consumer.shake_hands(params)
+            await consumer.handshake(params)
             await consumer.read({**params, "remote_block_ids": [params["remote_block_ids"][1]]}, [4, 5])
         finally:
             consumer.close()

@@ -115,7 +115,7 @@ async def one_rank() -> AsyncIterator[Producer]:
 
 async def test_a_stock_engine_reads_and_its_text_ends_the_lease(consumer: StockConsumer, ours: Producer) -> None:
     lease, params = ours.offer("cmpl-1-0-aabbccdd#secret", [3, 9, 4], 3 * TOKENS - 1)
-    await consumer.shake_hands(params)
+    await consumer.handshake(params)
     await consumer.read(params, [5, 6])
     assert await lease is LeaseOutcome.READ
     service: Any = ours.runtime._supervisor.cache.stock_service  # type: ignore[union-attr]
@@ -140,8 +140,8 @@ async def test_one_listener_answers_for_all_ranks(ours: int, theirs: int) -> Non
         with consumers(theirs) as readers:
             for number, reader in enumerate(readers):
                 assert not all(lease.done for lease in leases), number
-                await reader.shake_hands(params)
-                reader.say(b"HB:" + params["remote_request_id"].encode())
+                await reader.handshake(params)
+                reader.notify(b"HB:" + params["remote_request_id"].encode())
                 for rank in ranks.ranks if theirs == 1 else ():
                     await wait_for(lambda rank=rank: rank.runtime.statistics().serving.renewals == 1)  # type: ignore[misc]
                 await reader.read(params, [5, 6])
@@ -198,9 +198,9 @@ async def test_cards_that_are_not_of_this_engine_are_refused() -> None:
 
 async def test_of_two_readers_both_are_waited_for(consumer: StockConsumer, ours: Producer) -> None:
     lease, params = ours.offer("two", [3], TOKENS)
-    await consumer.shake_hands(params)
+    await consumer.handshake(params)
     await consumer.read(params, [1], readers=2)
-    consumer.say(b"two:3")
+    consumer.notify(b"two:3")
     await wait_for(lambda: ours.runtime._supervisor.cache.stock_service.refused == 1)  # type: ignore[union-attr]
     assert not lease.done
     await consumer.read(params, [2], readers=2)
@@ -215,12 +215,12 @@ async def test_a_read_after_its_lease_is_told(consumer: StockConsumer, caplog: p
     async with producer(replace(PEERS, on_late_read=heard.append)) as ours:
         metrics.watch(ours.runtime)
         lease, params = ours.offer("in-time#secret", [3], TOKENS)
-        await consumer.shake_hands(params)
+        await consumer.handshake(params)
         await consumer.read(params, [1])
         assert await lease is LeaseOutcome.READ
         lease, params = ours.offer("late#secret", [3], TOKENS, ttl_s=0.01)
         assert await lease is LeaseOutcome.EXPIRED
-        consumer.say(b"HB:late#secret")
+        consumer.notify(b"HB:late#secret")
         await consumer.read(params, [1])
         await wait_for(lambda: ours.runtime.statistics().serving.late_reads == 1)
         assert heard == ["late#secret"]
@@ -242,9 +242,9 @@ async def test_very_many_late_reads_have_few_lines(
     monkeypatch.setattr("kvflow.stock.service._WARN_AGAIN_S", 1e9)
     async with producer(replace(PEERS, on_late_read=fail)) as ours:
         lease, params = ours.offer("over#secret", [3], TOKENS)
-        await consumer.shake_hands(params)
+        await consumer.handshake(params)
         for number in range(100):
-            consumer.say(b"unknown-%d:1" % number)
+            consumer.notify(b"unknown-%d:1" % number)
         await wait_for(lambda: ours.runtime.statistics().serving.late_reads == 100)
         levels = [one.levelname for one in caplog.records if one.levelno >= logging.WARNING]
         assert levels == ["WARNING", "ERROR"]
@@ -256,24 +256,24 @@ async def test_a_late_word_about_one_lease_forgets_no_reader_of_another(
     consumer: StockConsumer, ours: Producer
 ) -> None:
     lease, params = ours.offer("over", [3], TOKENS)
-    await consumer.shake_hands(params)
+    await consumer.handshake(params)
     await consumer.read(params, [1])
     assert await lease is LeaseOutcome.READ
     lease, params = ours.offer("two", [4], TOKENS)
-    consumer.say(b"two:2")
-    consumer.say(b"over:1")
+    consumer.notify(b"two:2")
+    consumer.notify(b"over:1")
     await wait_for(lambda: ours.runtime.statistics().serving.late_notifications == 1)
-    consumer.say(b"two:2")
+    consumer.notify(b"two:2")
     assert await lease is LeaseOutcome.READ
 
 
 async def test_of_a_name_that_is_served_again_nothing_old_counts(consumer: StockConsumer, ours: Producer) -> None:
     for readers in (1, 2, 3):
         lease, params = ours.offer("again", [3], TOKENS)
-        await consumer.shake_hands(params)
+        await consumer.handshake(params)
         for _ in range(readers):
             assert not lease.done
-            consumer.say(b"again:%d" % readers)
+            consumer.notify(b"again:%d" % readers)
         assert await lease is LeaseOutcome.READ
 
 
@@ -281,10 +281,10 @@ async def test_heartbeats_renew(consumer: StockConsumer, ours: Producer) -> None
     """What parameters named, with the spare behind each id, also among all that wait with it."""
     lease, params = ours.offer("cmpl-1#secret", [3], TOKENS, ttl_s=1.0)
     name = params["remote_request_id"].encode()
-    await consumer.shake_hands(params)
+    await consumer.handshake(params)
     among = b",".join([name.replace(b"1#", b"%d#" % number) for number in range(4000)])
     for count, named in enumerate((b"unknown," + name, among, name), start=1):
-        consumer.say(b"HB:" + named)
+        consumer.notify(b"HB:" + named)
         await wait_for(lambda count=count: ours.runtime.statistics().serving.renewals == count)  # type: ignore[misc]
     await consumer.read(params, [1])
     assert await lease is LeaseOutcome.READ
@@ -309,9 +309,9 @@ TEXTS = [
 async def test_texts_that_say_nothing_change_nothing(consumer: StockConsumer, written: Written) -> None:
     async with producer() as ours:
         lease, params = ours.offer("odd", [3], TOKENS)
-        await consumer.shake_hands(params)
+        await consumer.handshake(params)
         for text in TEXTS:
-            consumer.say(text)
+            consumer.notify(text)
         await consumer.read(params, [1])
         assert await lease is LeaseOutcome.READ
     written.assert_plain("dropped a stock reader's notification")
@@ -327,7 +327,7 @@ async def test_both_kinds_of_readers_read_one_offer(consumer: StockConsumer) -> 
         assert report.freshness == "seal"
         assert await lease is LeaseOutcome.READ
         lease, params = ours.offer("theirs", [3], TOKENS)
-        await consumer.shake_hands(params)
+        await consumer.handshake(params)
         await consumer.read(params, [1])
         assert await lease is LeaseOutcome.READ
 
@@ -401,7 +401,7 @@ async def test_a_flood_of_hostile_messages_harms_nobody(consumer: StockConsumer)
                     await socket.send_multipart(rng.choice((wrong, [b""], [b"", b""], [b"", encode_question(0, 5)])))
                 lease, params = ours.offer(f"honest {turn}", [3], TOKENS)
                 if turn % 2:
-                    await consumer.shake_hands(params)
+                    await consumer.handshake(params)
                     await consumer.read(params, [1])
                 else:
                     await second.load_blocks(LoadRequest("r", ticket=params, block_ids=[0]))

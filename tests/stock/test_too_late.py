@@ -83,7 +83,7 @@ async def test_of_many_that_are_late_none_is_wrong() -> None:
     async with stock_producer(num_blocks=2 * TRIES) as producer, reader(peers) as ours, asyncio.TaskGroup() as group:
         forgetful = Forgetful(producer)
         work = group.create_task(forgetful.run())
-        await theirs.shake_hands(producer.offer("first", [0], TOKENS))
+        await theirs.handshake(producer.offer("first", [0], TOKENS))
         begun_s, came = now_s(), arrival()
         for_us = [forgetful.offer(f"ours {number}", number) for number in range(TRIES)]
         for_them = [forgetful.offer(f"stock {number}", TRIES + number) for number in range(TRIES)]

@@ -92,7 +92,7 @@ FULL = Attention()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class LayerPart:
     """Some layers of the model, as both engines hold them, and the prompt's blocks for these layers on both sides."""
 
     producer: Engine
@@ -118,7 +118,7 @@ class Part:
 class HandOver:
     """One prompt, two engines, and the options of the hand-over between them. Pairs are (producer, consumer)."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[LayerPart, ...]
     num_tokens: int
     one_pool: tuple[bool, bool] = (False, False)
     """True if the groups of an engine share one pool of block ids."""
@@ -174,7 +174,7 @@ def one_part(
     producer: Engine, consumer: Engine, *, offered: tuple[int, ...], wanted: tuple[int, ...], **more: Any
 ) -> HandOver:
     """Return a hand-over of `offered` blocks to `wanted` blocks, between engines with a single group of layers."""
-    part = Part(producer=producer, consumer=consumer, offered=offered, wanted=wanted)
+    part = LayerPart(producer=producer, consumer=consumer, offered=offered, wanted=wanted)
     cached = part.tokens(more["num_tokens"]).start if wanted else 0
     return HandOver(parts=(part,), cached_tokens=cached, **more)
 
@@ -305,7 +305,7 @@ async def open_engine(
             _config(first, place, side, case.paths, world),
             listen=f"tcp://127.0.0.1:{port}",
             dp_rank=first.dp_rank if dp_rank is None else dp_rank,
-            num_kv_heads=first.model.kv_heads if first.tells_heads and case.plain else None,
+            num_kv_heads=first.model.kv_heads if first.states_heads and case.plain else None,
         )
         caches = [RankCache(engine, place, fill) for engine in engines]
         runtime = await stack.enter_async_context(Runtime(config, world=world or World(), parts=make_parts()))
@@ -333,7 +333,7 @@ def _groups_of(case: HandOver, side: int, caches: Sequence[RankCache]) -> list[C
             window=part.attention.window,
             kind="chunked" if part.attention.chunked else None,
             pool="all" if case.one_pool[side] else None,
-            num_kv_heads=cache.engine.model.kv_heads if cache.engine.tells_heads else None,
+            num_kv_heads=cache.engine.model.kv_heads if cache.engine.states_heads else None,
         )
         for at, (part, cache) in enumerate(zip(case.parts, caches, strict=True))
     ]

@@ -66,12 +66,12 @@ class EnginePair(Pair[InprocTransport]):
         return known(self.writer.statistics().listener)
 
     @property
-    def offered(self) -> BlockCounts:
+    def producer_blocks(self) -> BlockCounts:
         """Counts of the producer's blocks."""
         return known(self.writer.statistics().blocks)
 
     @property
-    def wanting(self) -> BlockCounts:
+    def consumer_blocks(self) -> BlockCounts:
         """Counts of the consumer's blocks."""
         return known(self.reader.statistics().blocks)
 

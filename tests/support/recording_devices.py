@@ -77,7 +77,7 @@ class RecordingDevice(CacheDevice):
         self.threads.add(threading.current_thread().name)
 
 
-class Spied(InprocTransport):
+class RecordingTransport(InprocTransport):
     """An in-process transport that records the use of each registered memory."""
 
     def __init__(self, name: str, network: InprocNetwork) -> None:
@@ -104,13 +104,15 @@ class RecordingEngines:
 
     def engine(
         self, name: str, size: CacheSize, **settings: Any
-    ) -> contextlib.AbstractAsyncContextManager[Engine[Spied]]:
+    ) -> contextlib.AbstractAsyncContextManager[Engine[RecordingTransport]]:
         world = World(copy_thread=lambda thread: CopyThread(thread, self.device))
         config = replace(QUICK, transport="inproc", **settings)
-        return open_engine(name, config, lambda _, agent: Spied(agent, self.network), world=world, size=size)
+        return open_engine(
+            name, config, lambda _, agent: RecordingTransport(agent, self.network), world=world, size=size
+        )
 
 
-async def handed_over(producer: Engine[Spied], consumer: Engine[Spied]) -> None:
+async def handed_over(producer: Engine[RecordingTransport], consumer: Engine[RecordingTransport]) -> None:
     """Hand four blocks over, and compare every byte."""
     lease = producer.runtime.serve_blocks(ServeRequest("req", [1, 7, 2, 5], num_tokens=16))
     await consumer.runtime.load_blocks(LoadRequest("req", lease.ticket, [3, 0, 9, 8]))

@@ -81,7 +81,7 @@ class Engine:
     block_size: int
     num_blocks: int
     looks: tuple[Look, ...] = (Look(),)
-    tells_heads: bool = True
+    states_heads: bool = True
     """True if `Config.num_kv_heads` is set."""
     dp_rank: int = 0
     """Data-parallel replica that has the request."""

@@ -65,7 +65,7 @@ class Agent:
         self._registered = nixl.nixlRegDList(nixl.DRAM_SEG, rows)
         self.native.registerMem(self._registered, self.backends)
 
-    def heard(self) -> list[bytes]:
+    def take_notifications(self) -> list[bytes]:
         return [bytes(one) for some in self.native.getNotifs({}, []).values() for one in some]
 
     def close(self) -> None:
@@ -190,13 +190,13 @@ class StockProducer:
     def step(self) -> None:
         """Handle the notifications of all ranks, as in one step of the engine. An exception would end the engine."""
         for rank, agent in enumerate(self.agents):
-            for payload in agent.heard():
+            for payload in agent.take_notifications():
                 try:
-                    self._hear(rank, payload)
+                    self._handle_notification(rank, payload)
                 except Exception as error:  # noqa: BLE001 - kept as `died`
                     self.died = error
 
-    def _hear(self, rank: int, payload: bytes) -> None:
+    def _handle_notification(self, rank: int, payload: bytes) -> None:
         text = payload.decode("utf-8")
         if text.startswith("HB:"):
             self.beats += text[3:].split(",")
@@ -254,7 +254,7 @@ class StockConsumer:
         self.remote: dict[int, dict[str, Any]] = {}
         """Metadata of each rank that it reads from, by rank."""
 
-    async def shake_hands(self, params: dict[str, Any]) -> None:
+    async def handshake(self, params: dict[str, Any]) -> None:
         """Ask the producer's ranks for metadata, with the checks of vLLM's worker in their order.
 
         An AssertionError would fail the engine's requests.
@@ -269,10 +269,10 @@ class StockConsumer:
                 await socket.send(msgspec.msgpack.encode((b"get_meta_msg", 0, rank)))
                 async with asyncio.timeout(60):
                     parts = await socket.recv_multipart()
-                self.remote[rank] = self._judged(parts, params)
+                self.remote[rank] = self._checked_metadata(parts, params)
         assert len({found["num_blocks"] for found in self.remote.values()}) == 1
 
-    def _judged(self, parts: list[bytes], params: dict[str, Any]) -> dict[str, Any]:
+    def _checked_metadata(self, parts: list[bytes], params: dict[str, Any]) -> dict[str, Any]:
         assert len(parts) == 2
         assert isinstance(msgspec.msgpack.decode(parts[1]), float)
         payload = msgspec.msgpack.decode(parts[0])
@@ -324,7 +324,7 @@ class StockConsumer:
                 status = native.getXferStatus(handle)
         native.releaseXferReq(handle)
 
-    def say(self, text: bytes) -> None:
+    def notify(self, text: bytes) -> None:
         """Send a notification to every rank of the producer."""
         for remote in self.remote.values():
             self.agent.native.genNotif(remote["agent"], text, self.agent.backends)

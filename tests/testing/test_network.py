@@ -66,7 +66,7 @@ class Net:
     async def node(self, name: str) -> Node:
         host, opened = SimHost(name, f"tcp://{name}", SimProcess(self.loop, name)), asyncio.Event()
         node = Node(host, self.network.attach(host, name), np.zeros(SIZE, dtype=np.uint8))
-        host.life.task(node.serve(opened), name=f"poller of {name}")
+        host.process.task(node.serve(opened), name=f"poller of {name}")
         await opened.wait()
         return node
 
@@ -80,7 +80,7 @@ class Net:
         self.reader.transport.post_read(AgentName("target"), pieces)
 
     def kill(self, node: Node) -> None:
-        node.host.life.kill()
+        node.host.process.kill()
         self.network.detach(node.host)
 
     def seen(self) -> tuple[bool, list[type | None]]:
@@ -137,26 +137,26 @@ FATES: dict[str, tuple[Fate, Fate, tuple[bool, list[type | None]], tuple[bool, l
         (True, [None]),
     ),
     "its source stands still": (
-        lambda net: net.target.host.life.freeze(),
-        lambda net: net.target.host.life.thaw(),
+        lambda net: net.target.host.process.freeze(),
+        lambda net: net.target.host.process.thaw(),
         (True, [None]),
         (True, [None]),
     ),
     "its reader stands still": (
-        lambda net: net.reader.host.life.freeze(),
-        lambda net: net.reader.host.life.thaw(),
+        lambda net: net.reader.host.process.freeze(),
+        lambda net: net.reader.host.process.thaw(),
         (True, []),
         (True, [None]),
     ),
     "its source dies": (
         lambda net: net.kill(net.target),
-        lambda net: net.target.host.life.bury(),
+        lambda net: net.target.host.process.cancel_dead(),
         (False, [PeerGone]),
         (False, [PeerGone]),
     ),
     "its reader dies": (
         lambda net: net.kill(net.reader),
-        lambda net: net.reader.host.life.bury(),
+        lambda net: net.reader.host.process.cancel_dead(),
         (False, []),
         (False, []),
     ),
@@ -241,7 +241,7 @@ async def begin_listening() -> Net:
         listener = await channel.listen(lambda header, request: messages.Ack(incarnation="1"))
         await listener.serve()
 
-    net.target.host.life.task(serve())
+    net.target.host.process.task(serve())
     await pass_time(0.1)
     return net
 
@@ -249,7 +249,7 @@ async def begin_listening() -> Net:
 SILENT: dict[str, Fate] = {
     "unanswered": lambda net: setattr(net.network, "conditions", NetworkConditions(unanswered_share=1.0)),
     "cut": lambda net: net.network.cut(net.reader.host, net.target.host),
-    "frozen": lambda net: net.target.host.life.freeze(),
+    "frozen": lambda net: net.target.host.process.freeze(),
 }
 
 
@@ -262,7 +262,7 @@ async def test_no_answer_takes_as_long_as_a_handshake_may(how: str) -> None:
     with pytest.raises(PeerUnreachable, match=r"no answer within 0\.5 s"):
         await ask(net)
     assert net.loop.time() - begun_s == pytest.approx(0.5)
-    net.target.host.life.thaw()
+    net.target.host.process.thaw()
 
 
 @in_virtual_time

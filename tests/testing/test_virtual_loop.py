@@ -155,7 +155,7 @@ async def test_what_a_life_starts_belongs_to_it() -> None:
     await asyncio.sleep(5.0)
     life.kill()
     assert seen == [1.0]
-    await asyncio.wait(life.bury())
+    await asyncio.wait(life.cancel_dead())
 
 
 @in_virtual_time
@@ -171,7 +171,7 @@ async def test_a_killed_life_runs_not_even_its_finally() -> None:
     await asyncio.sleep(10.0)
     assert seen == [1.0]
     assert not task.done()
-    assert life.bury() == [task]
+    assert life.cancel_dead() == [task]
     await asyncio.wait([task])
     assert seen == [1.0, -1.0]
 
@@ -183,5 +183,5 @@ async def test_a_task_that_never_began_is_buried_too() -> None:
     task = life.task(tick([]))
     await asyncio.sleep(1.0)
     life.kill()
-    await asyncio.wait(life.bury())
+    await asyncio.wait(life.cancel_dead())
     assert task.cancelled()

@@ -69,7 +69,9 @@ async def held_load(pair: EnginePair, lease: kvflow.Lease, **options: Any) -> tu
     held = HeldDigests(pair.writer)
     task = pair.start(lease, [0, 1], verify=True, **options)
     await until(lambda: held.asked and pair.transport.statistics.reads and not pair.transport.statistics.open_reads)
-    assert (pair.wanting.in_flight, pair.wanting.quarantined) == (2, 0), "its blocks are claimed until it is over"
+    assert (pair.consumer_blocks.in_flight, pair.consumer_blocks.quarantined) == (2, 0), (
+        "its blocks are claimed until it is over"
+    )
     return task, held
 
 
@@ -138,7 +140,7 @@ async def test_what_differs_twice_is_a_typed_error(pair: EnginePair) -> None:
     assert (pair.loading.mismatch, pair.loading.failed) == (1, 1)
     (record,) = records.loads
     assert (record.outcome, record.phase, record.verification) == ("ChecksumMismatch", "verify", "mismatch")
-    assert (pair.wanting.free, pair.wanting.quarantined) == (16, 0)
+    assert (pair.consumer_blocks.free, pair.consumer_blocks.quarantined) == (16, 0)
     assert not lease.done
     report = await pair.load(lease, [0, 1], verify=True)
     assert report.verified
@@ -226,7 +228,7 @@ async def test_a_producer_that_has_no_digests(
     assert "must" in str(failed)
     assert failed.quarantine is None
     assert pair.loading.unverified == 2
-    assert pair.wanting.free == 16
+    assert pair.consumer_blocks.free == 16
     assert (await pair.load(lease, [2], verify=True)).verified, "the peer is as good as before"
 
 
@@ -421,7 +423,7 @@ async def test_a_load_that_ends_while_it_waits_for_digests_gives_its_blocks_back
         if isinstance(error := caught.value, DeadlineExceeded):
             assert "in phase 'verify'" in str(error)
             assert (error.phase, error.quarantine) == ("verify", None)
-        assert pair.wanting.free == 16
+        assert pair.consumer_blocks.free == 16
         held.gate.set()
         if end == "cancelled":
             await until(lambda: pair.serving.digests == 1)
@@ -440,13 +442,13 @@ async def test_the_second_read_is_posted_like_the_first(pair: EnginePair, end: s
     if end == "cancelled":
         task.cancel()
         await until(lambda: pair.loading.in_flight.reads == 1)
-        assert pair.wanting.in_flight == 2
+        assert pair.consumer_blocks.in_flight == 2
     else:
         lease.revoke()
     pair.release_reads()
     with pytest.raises(asyncio.CancelledError if end == "cancelled" else LeaseExpired):
         await task
-    assert pair.wanting.free == 16
+    assert pair.consumer_blocks.free == 16
     assert pair.reader.quarantines == ()
 
 

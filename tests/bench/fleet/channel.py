@@ -17,7 +17,7 @@ from kvflow.core.policy.circuit import delay_s
 from kvflow.limits import Limits
 from kvflow.runtime.channel.asking import ATTEMPTS_MAX, RETRY_PAUSES
 from kvflow.runtime.channel.connections import KEPT_IDLE_S, KEPT_MAX
-from kvflow.testing.side_channel import Exchange, Frames, InprocSideChannel, settle
+from kvflow.testing.side_channel import Exchange, Frames, InprocSideChannel, set_reply
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class _AskingRank:
         way_s = latency_s
         if connection is None or not connection.open:
             if question.address not in self._connections_model.exchange.listeners:
-                self._loop.call_later(2 * latency_s, settle, question.answered, None)
+                self._loop.call_later(2 * latency_s, set_reply, question.answered, None)
                 return
             connection, way_s = _Connection(self._connections_model.port(question.address)), 3 * latency_s
             connection.port.accept(connection, now_s)
@@ -161,7 +161,7 @@ class _AskingRank:
             self._on_closed(connection, question)
             return
         connection.asked.discard(question)
-        settle(question.answered, frames)
+        set_reply(question.answered, frames)
         self._keep_connection(question.address, connection)
 
     def _on_closed(self, connection: _Connection, question: _Question) -> None:

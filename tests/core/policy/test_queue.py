@@ -29,7 +29,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue = FairQueue(LIMITS, PEER_LIMITS)
         self.asked: list[Permit] = []
         self.waited: list[Permit] = []
-        self.told: list[Permit] = []
+        self.granted: list[Permit] = []
 
     def of(self, state: PermitState, peer: str | None = None) -> list[Permit]:
         return [permit for permit in self.asked if permit.state is state and peer in (None, permit.peer)]
@@ -44,7 +44,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.asked.append(permit)
         if permit.state is PermitState.WAITING:
             self.waited.append(permit)
-            permit.on_grant = lambda: self.told.append(permit)
+            permit.on_grant = lambda: self.granted.append(permit)
 
     @precondition(lambda self: self.of(PermitState.WAITING) or self.of(PermitState.UNDER_WAY))
     @rule(data=st.data())
@@ -61,8 +61,8 @@ class QueueMachine(RuleBasedStateMachine):
     def whoever_has_waited_and_may_go_was_told_once(self) -> None:
         """Also when it was somebody else's asking that let it go."""
         gone = [permit for permit in self.waited if permit.state is PermitState.UNDER_WAY]
-        assert set(map(id, gone)) <= set(map(id, self.told))
-        assert len(set(map(id, self.told))) == len(self.told)
+        assert set(map(id, gone)) <= set(map(id, self.granted))
+        assert len(set(map(id, self.granted))) == len(self.granted)
 
     @invariant()
     def what_is_under_way_is_what_was_granted_and_not_given_back(self) -> None:
