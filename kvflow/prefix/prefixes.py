@@ -185,7 +185,7 @@ class Prefixes(Part):
             await one.ended.wait()
 
     async def release(self, timeout_s: float) -> str:
-        """Only for the runtime, which waits here for pulls while it closes: see `Part.closed`."""
+        """Only for the runtime, which waits here for pulls while it closes: see `Part.release`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.drained()

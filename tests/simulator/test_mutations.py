@@ -254,7 +254,7 @@ def keep_what_has_failed(real: Any, self: OfferedBlocks, held: HeldBlocks, on_fr
     real(self, held, on_free)
 
 
-@instead_of(CopyThread, "happened", "I1 I2", 9)
+@instead_of(CopyThread, "wait_for_event", "I1 I2", 9)
 async def land_while_the_device_writes(*_: Any) -> None:
     """A load does not wait for the last device work of its blocks' former owner."""
 
