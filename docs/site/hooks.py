@@ -38,8 +38,8 @@ _PICTURE = re.compile(
 # What the runtime, and nobody else, calls on what users hold.
 _OWN = {
     "kvflow.Load": (
-        *("cancel_overdue", "end_phases", "enter_phase", "failure", "follow", "note_progress", "progressed", "report"),
-        *("set_outcome", "start_task", "take_back_cancel", "where"),
+        *("cancel_overdue", "current_phase", "end_phases", "enter_phase", "failure", "follow", "note_progress"),
+        *("progressed", "report", "set_outcome", "start_task", "take_back_cancel"),
     ),
     "kvflow.prefix.SharedPrefixes": ("answer",),
 }

@@ -88,7 +88,7 @@ class Attempts:
             alarm.set(self._begun_s + _RENEW_AFTER * min(one.ttl_s for one in self._waiting_tickets))
         try:
             while True:
-                report = await self._attempt()
+                report = await self._try_next()
                 if report is not None:
                     return replace(report, attempts=tuple(self._attempts))
         except BaseException:
@@ -103,7 +103,7 @@ class Attempts:
             self._renewals.close()
             ledger.end_claim(load.entries, safe=load.flight is None or load.flight.safe)
 
-    async def _attempt(self) -> LoadReport | None:
+    async def _try_next(self) -> LoadReport | None:
         """Read from the next producer. Return None if the load can go on with another one, else raise the error."""
         self._load.ticket = self._next_ticket()
         self._begun_s, self._reading = self._cache.clock.now_s(), True
@@ -154,7 +154,7 @@ class Attempts:
         if not isinstance(error, _LEASE_ENDED_ERRORS):
             self._to_release.append(load.ticket)
         if not self._waiting_tickets:
-            await self._ask_again(error)
+            await self._await_again(error)
         last = self._attempts[-1]
         logger.warning(
             "load %s: producer %s at %s failed, so the next one is read: %s",
@@ -171,7 +171,7 @@ class Attempts:
         load.flight = load.lease_questions = load.landed = None
         load.verification = Verification.OFF
 
-    async def _ask_again(self, error: KVFlowError) -> None:
+    async def _await_again(self, error: KVFlowError) -> None:
         """Await `again` for another ticket, and add it to the waiting tickets. Raise `error` if it returns none."""
         request, cache, what = self._load.request, self._cache, f"request {self._load.request_id!r}"
         given = None

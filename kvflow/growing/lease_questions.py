@@ -152,7 +152,9 @@ class LeaseQuestions:
         """Called after each answer with the source that it is about; None unless a growing lease is being read."""
         self._request_id = ticket.request_id
         self._cache = cache
-        self._tasks = [cache.spawn(self._ask(one), name=f"kvflow-news {self._request_id}") for one in self.followed]
+        self._tasks = [
+            cache.spawn(self._ask_until_ended(one), name=f"kvflow-news {self._request_id}") for one in self.followed
+        ]
 
     @property
     def failed(self) -> str:
@@ -181,7 +183,7 @@ class LeaseQuestions:
                 found = found or one.payload
         return found
 
-    async def _ask(self, one: FollowedLease) -> None:
+    async def _ask_until_ended(self, one: FollowedLease) -> None:
         """Ask one rank until its lease has ended, or the rank fails to answer.
 
         Task `kvflow-news <request>`: begun by a load, for each rank with a lease that is not complete. Ends when the

@@ -28,7 +28,7 @@ from kvflow.logs import logger_of
 from kvflow.parts import PARTS, import_part
 from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.copy_thread import CopyThread
-from kvflow.runtime.load.flight_resources import FlightResources, LoadThrottle, SealSlots, reads_in_flight
+from kvflow.runtime.load.flight_resources import FlightResources, LoadThrottle, SealSlots, read_permit_queue
 from kvflow.runtime.load.leases import LeaseIdNotifier, RemoteLeases
 from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.memory import BlockCopier, HostBlocks, RankMemory
@@ -316,7 +316,7 @@ async def _register(runtime: Supervisor, registration: Registration, memory: Ran
     resources = FlightResources(
         ledger=BlockLedger(groups),
         seal_slots=SealSlots(config.limits.source_ranks_max),
-        queue=reads_in_flight(config, grows=runtime.config.limits.peer_in_flight_bytes_max == 0),
+        permit_queue=read_permit_queue(config, grows=runtime.config.limits.peer_in_flight_bytes_max == 0),
         poller=registration.poller,
         copy_thread=runtime.copy_thread,
         clock=runtime.clock,

@@ -156,7 +156,7 @@ class Observers:
             yield
         finally:
             self.all = tuple(other for other in self.all if other is not observer)
-            self._log_rest(id(observer))
+            self._log_unlogged(id(observer))
 
     def load_ended(self, record: LoadRecord) -> None:
         for observer in self.all:
@@ -169,7 +169,7 @@ class Observers:
     def close(self) -> None:
         """Log how many errors were not logged. Unless `errors_logged_only`, raise the first error, once."""
         for observer in list(self._failures):
-            self._log_rest(observer)
+            self._log_unlogged(observer)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -180,20 +180,20 @@ class Observers:
         except Exception as error:
             self._failures[id(observer)] += 1
             count = self._failures[id(observer)]
-            if not _left_out(count):
+            if not _unlogged_count(count):
                 more = f" (not logged: {counted(count // 2 - 1, 'failure')})" if count > 2 else ""
                 logger.exception("an observer failed on %s%s", record, more)
             if self._error is None and not self._errors_logged_only:
                 error.add_note(f"an observer failed on {record}")
                 self._error = error
 
-    def _log_rest(self, observer: int) -> None:
+    def _log_unlogged(self, observer: int) -> None:
         count = self._failures.pop(observer, 0)
-        if left_out := _left_out(count):
+        if left_out := _unlogged_count(count):
             logger.warning("an observer failed %s; the last %s were not logged", counted(count, "time"), left_out)
 
 
-def _left_out(count: int) -> int:
+def _unlogged_count(count: int) -> int:
     """Return how many of `count` failures came after the last logged failure (the 1st, 2nd, 4th, 8th ...)."""
     return count - (1 << count.bit_length() >> 1)
 

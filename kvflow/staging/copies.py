@@ -83,7 +83,7 @@ def _style_of(layout: CacheLayout | StateLayout) -> KVStyle | None:
     return layout.style if isinstance(layout, CacheLayout) else None
 
 
-def _alias(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+def _byte_view(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     """Return a view of a tensor's memory as bytes, from its first element on. Sizes and strides are in bytes.
 
     `Tensor.view` cannot be used: it wants a stride of 1 even for an axis with one entry.
@@ -99,7 +99,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     """View a tensor as bytes. The last axis, which is dense, has the bytes of its elements."""
     size = tensor.element_size()
     *outer, last = tensor.shape
-    return _alias(tensor, (*outer, last * size), (*(stride * size for stride in tensor.stride()[:-1]), 1))
+    return _byte_view(tensor, (*outer, last * size), (*(stride * size for stride in tensor.stride()[:-1]), 1))
 
 
 # --- whole blocks
@@ -162,7 +162,7 @@ def _layer_rows(layer: LayerTensors, layout: CacheLayout | StateLayout, as_bytes
         count, each = part[0].numel(), part.element_size()
         stride = part.stride(0) if len(part) > 1 else count
         if as_bytes:
-            yield _alias(part, (len(part), count * each), (stride * each, 1))
+            yield _byte_view(part, (len(part), count * each), (stride * each, 1))
         else:
             yield part.as_strided((len(part), count), (stride, 1))
 
@@ -181,8 +181,8 @@ def copy_blocks(
     copy = make_copy(source_ids, target_ids)
     for source, target in zip(sources, targets, strict=True):
         assert source.shape[1] == target.shape[1], f"elements of a block: {source.shape[1]}, {target.shape[1]}"
-        _check(source_ids, len(source))
-        _check(target_ids, len(target))
+        _check_ids(source_ids, len(source))
+        _check_ids(target_ids, len(target))
         copy(source, target)
 
 
@@ -342,8 +342,8 @@ def scatter_tokens(
     than a chunk fills the first tokens of the chunk. All places are distinct. `make_copy` is `scatter_on_host` or,
     inside `CacheDevice.copying`, the result of `scatter_on_device`.
     """
-    _check(block_ids, targets[0].shape[0])
-    _check(chunk_indices, targets[0].shape[1])
+    _check_ids(block_ids, targets[0].shape[0])
+    _check_ids(chunk_indices, targets[0].shape[1])
     copy = make_copy(block_ids, chunk_indices)
     for target, source in zip(targets, sources, strict=True):
         tokens, place = source.shape[-3], target.shape
@@ -387,6 +387,6 @@ def scatter_on_device(device: CacheDevice) -> CopyMaker:
 # --- checks
 
 
-def _check(ids: Ids, count: int) -> None:
+def _check_ids(ids: Ids, count: int) -> None:
     """Assert that all ids are below `count`, and not negative."""
     assert not ids.size or (ids.min() >= 0 and ids.max() < count), f"ids {ids.min()}..{ids.max()} of {count}"

@@ -66,7 +66,7 @@ class LoadVerifier:
         self._peers = cache.peers
         self._limits = cache.config.limits
         self._spawn = cache.spawn
-        self._known = cache.serving.find_lease
+        self._find_lease = cache.serving.find_lease
         self._counters = cache.serving.digests
         self._under_way: Counter[str] = Counter()
         """Number of digest requests under way, by reader."""
@@ -88,32 +88,34 @@ class LoadVerifier:
         lease has ended, the tokens cannot be read yet, the question cannot be right, or too many are under way.
         """
         reader, limits = question.reader, self._limits
-        found = self._known(question.lease_id, question.request_id)
+        found = self._find_lease(question.lease_id, question.request_id)
         if found is None:
-            return self._refused(messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED))
+            return self._count_refusal(messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED))
         held = found.held
         if held.missing and any(part.stop > held.num_tokens - held.missing for part in question.parts):
-            return self._refused(refusal("its blocks are not computed yet", transient=True))
+            return self._count_refusal(refusal("its blocks are not computed yet", transient=True))
         try:
             asked = digest_specs_of(self._local, question, found)
         except codec.WireError as error:
-            return self._refused(refusal(str(error)))
+            return self._count_refusal(refusal(str(error)))
         if self._under_way.total() >= limits.digests_max or self._under_way[reader] >= REQUESTS_OF_READER_MAX:
-            return self._refused(refusal("too many digests are requested at once", transient=True))
+            return self._count_refusal(refusal("too many digests are requested at once", transient=True))
         reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
         try:
-            task = self._spawn(self._compute(question, asked, reply), name=f"kvflow-digest {question.request_id}")
+            task = self._spawn(
+                self._compute_digests(question, asked, reply), name=f"kvflow-digest {question.request_id}"
+            )
         except RuntimeClosed as error:
-            return self._refused(refusal(str(error), transient=True))
+            return self._count_refusal(refusal(str(error), transient=True))
         self._under_way[reader] += 1
-        task.add_done_callback(partial(self._ended, reader, reply))
+        task.add_done_callback(partial(self._digest_task_ended, reader, reply))
         return reply
 
-    def _refused(self, reply: messages.Reply) -> messages.Reply:
+    def _count_refusal(self, reply: messages.Reply) -> messages.Reply:
         self._counters["digests_refused"] += 1
         return reply
 
-    async def _compute(
+    async def _compute_digests(
         self, question: messages.DigestRequest, asked: Sequence[DigestSpec], reply: asyncio.Future[messages.Reply]
     ) -> None:
         """Compute the digests that `asked` lists for `question`, and set the result of `reply`.
@@ -125,22 +127,22 @@ class LoadVerifier:
             values = await self.served_cache.digests(asked)
         except Exception as error:  # noqa: BLE001 - of the memory: a reader's question must not end the runtime
             logger.warning("request %s: no digests of its blocks: %s", question.request_id, error)
-            reply.set_result(self._refused(refusal(f"no digests: {error}")))
+            reply.set_result(self._count_refusal(refusal(f"no digests: {error}")))
             return
-        if self._known(question.lease_id, question.request_id) is None:
-            reply.set_result(self._refused(messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED)))
+        if self._find_lease(question.lease_id, question.request_id) is None:
+            reply.set_result(self._count_refusal(messages.LeaseAnswer(state=messages.LeaseAnswerState.ENDED)))
         else:
             self._counters["digests"] += 1
             reply.set_result(messages.Digests(values=tuple(values)))
 
-    def _ended(self, reader: str, reply: asyncio.Future[messages.Reply], _: asyncio.Task[None]) -> None:
+    def _digest_task_ended(self, reader: str, reply: asyncio.Future[messages.Reply], _: asyncio.Task[None]) -> None:
         """Callback at the end of the task of a digest request. If there is no reply yet, refuse the request.
 
         That happens if the task was cancelled, perhaps before its first step.
         """
         self._under_way -= Counter((reader,))
         if not reply.done():
-            reply.set_result(self._refused(refusal("the engine closes", transient=True)))
+            reply.set_result(self._count_refusal(refusal("the engine closes", transient=True)))
 
     async def read_verified(self, reader: ReadBlocks, load: Load, flight: Flight, plan: Plan) -> bool:
         """Read with `reader`, and compare with the producer's digests. If they differ, read and compare once more.
@@ -187,7 +189,7 @@ class LoadVerifier:
             if not await read():
                 return None
             load.enter_phase(VERIFY)
-            ours = [await self._digests([ours for _, ours in parts]) for _, parts in compared]
+            ours = [await self._local_digests([ours for _, ours in parts]) for _, parts in compared]
             found = []
             for (source, parts), mine in zip(compared, ours, strict=True):
                 answer = under_way.get(source) or self._ask_digests(request_id, source, parts)
@@ -200,7 +202,7 @@ class LoadVerifier:
                 asking.cancel()
             await asyncio.gather(*under_way.values(), return_exceptions=True)
 
-    async def _digests(self, asked: Sequence[DigestSpec]) -> list[int]:
+    async def _local_digests(self, asked: Sequence[DigestSpec]) -> list[int]:
         try:
             return await self.local_cache.digests(asked)
         except Exception as error:  # noqa: BLE001 - of the memory, or of the copy thread

@@ -49,7 +49,7 @@ def tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def told_nothing(*_: object) -> None:
         await asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr(LeaseQuestions, "_ask", told_nothing)
+    monkeypatch.setattr(LeaseQuestions, "_ask_until_ended", told_nothing)
 
 
 @in_virtual_time

@@ -191,7 +191,7 @@ ANYWHERE = {
     *("Load.block_ids", "Load.block_tables", "Load.done", "Load.safe"),
     *("Load.follow", "Load.note_progress", "Load.start_task", "Load.set_outcome"),  # of its loader
     *("Load.cancel_overdue", "Load.take_back_cancel"),  # of its loader
-    *("Load.enter_phase", "Load.end_phases", "Load.where", "Load.report", "Load.failure"),  # of its steps
+    *("Load.enter_phase", "Load.end_phases", "Load.current_phase", "Load.report", "Load.failure"),  # of its steps
 }
 """What tells how things are now."""
 OTHER = ServeRequest("other", block_ids=[1], num_tokens=4)

@@ -114,7 +114,7 @@ def trust_for_too_long(*_: Any) -> float:
     return 1e9
 
 
-@instead_of(LeaseIdNotifier, "report", "I4", 0)
+@instead_of(LeaseIdNotifier, "report_read", "I4", 0)
 def forget_notifications(*_: Any, **__: Any) -> None:
     """A reader does not report that it has read."""
 
@@ -210,7 +210,7 @@ def wait_for_a_forgotten_fail(real: Any, self: Serving) -> None:
 @instead_of(GrowingLoads, "ask_about_leases", "I7", 25, "device")
 def follow_without_a_deadline(real: Any, self: GrowingLoads, load: Any, *others: Any) -> None:
     """A load waits for a prompt that is being computed as long as the lease is renewed, and renews it itself."""
-    load.ends_s = math.inf
+    load.deadline_at_s = math.inf
     real(self, load, *others)
 
 
@@ -345,7 +345,7 @@ async def take_bytes_for_good_that_nobody_vouches_for(real: Any, self: Attempts)
 @instead_of(Attempts, "_prepare_next", "I7", 20, "survives")
 async def give_each_source_a_deadline(real: Any, self: Attempts, error: KVFlowError) -> None:
     """The deadline of a load moves back each time the load leaves a source."""
-    self._load.ends_s += 2.0
+    self._load.deadline_at_s += 2.0
     await real(self, error)
 
 

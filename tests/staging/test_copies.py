@@ -187,7 +187,9 @@ class Bus(CacheDevice):
 )
 @many
 @given(case=block_copies())
-def test_blocks_are_copied_and_nothing_else(case: tuple[Recipe, Recipe, list[int], list[int]], way: copies.Way) -> None:
+def test_blocks_are_copied_and_nothing_else(
+    case: tuple[Recipe, Recipe, list[int], list[int]], way: copies.CopyMaker
+) -> None:
     """No way asks for the device; what needs one is only speed."""
     source_recipe, target_recipe, source_ids, target_ids = case
     source, target, expected = filled(source_recipe, 1), filled(target_recipe, 2), filled(target_recipe, 2)
@@ -300,7 +302,7 @@ def scattered_naively(
 @given(case=scatters())
 def test_tokens_are_scattered_and_nothing_else(
     case: tuple[Recipe, dict[str, int], str, list[tuple[int, int]]],
-    way: copies.Way,
+    way: copies.CopyMaker,
 ) -> None:
     """Both ways of writing are right on any device."""
     recipe, sizes, order, places = case

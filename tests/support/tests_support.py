@@ -147,7 +147,7 @@ async def pass_deadlines(runtime: Runtime) -> None:
     assert runtime._supervisor.cache is not None
     loader, now_s = runtime._supervisor.cache.loader, asyncio.get_running_loop().time()
     for load in loader._loads:
-        load.ends_s = now_s
+        load.deadline_at_s = now_s
     loader._set_deadline_timer(now_s)
 
 

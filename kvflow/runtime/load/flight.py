@@ -334,7 +334,7 @@ class Flight:
         """Post a read when it has a permit. If the flight has failed meanwhile, raise its error instead."""
         resources, agent = self._resources, source.connection.agent
         size_bytes, count = descriptors.size_bytes, descriptors.table.shape[1]
-        permit = resources.queue.request_permit((size_bytes, count, 1), agent, self._priority)
+        permit = resources.permit_queue.request_permit((size_bytes, count, 1), agent, self._priority)
         if permit.state is PermitState.WAITING:
             await self._wait_for_permit(permit)
         try:
@@ -344,7 +344,7 @@ class Flight:
             on_end = partial(self._read_ended, source, permit, group_state, now_s, fetches_seal)
             resources.poller.post(agent, descriptors, on_end)
         except BaseException:
-            resources.queue.end(permit)
+            resources.permit_queue.end(permit)
             raise
         if not self._under_way:
             self.last_read_s = now_s
@@ -363,7 +363,7 @@ class Flight:
         """Wait until `permit` is granted, and add the time of the wait to `queued_s`."""
         since_s, self.waits_for_permit = self._resources.clock.now_s(), True
         try:
-            await wait_granted(self._resources.queue, permit)
+            await wait_granted(self._resources.permit_queue, permit)
             self.waits_for_permit = False
         finally:
             self.queued_s += self._resources.clock.now_s() - since_s
@@ -381,14 +381,14 @@ class Flight:
         resources = self._resources
         self._under_way -= 1
         if isinstance(event, RuntimeBroken):
-            resources.queue.end(permit)
+            resources.permit_queue.end(permit)
             if group_state is not None:
                 self._lost_groups.append(group_state)
             self._note_lost(event)
             return
         failed = event.error is not None
         self.last_read_s = resources.clock.now_s()
-        resources.queue.end(permit, 0.0 if failed else self.last_read_s - posted_s)
+        resources.permit_queue.end(permit, 0.0 if failed else self.last_read_s - posted_s)
         self.post_s += event.post_s
         if failed:
             if self._error is None:

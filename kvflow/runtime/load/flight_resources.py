@@ -148,7 +148,7 @@ class SealSlots:
             source.seal_slot = self._free.pop()
         return True
 
-    async def wait(self, sources: Sequence[Source], priority: int) -> None:
+    async def wait_for_slots(self, sources: Sequence[Source], priority: int) -> None:
         """Wait until each source has a slot. If cancelled, give back the slots, or leave the queue."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (priority, next(self._numbers), sources, turn))
@@ -210,15 +210,15 @@ class LoadThrottle:
         self._starts_left -= 1
         return self._starts_left >= 0
 
-    async def wait_for_turn(self, priority: int, *, again: bool = False) -> None:
+    async def wait_for_turn(self, priority: int, *, started_before: bool = False) -> None:
         """Wait until a load may start.
 
-        Smaller `priority` first; if equal, loads with `again`, which started once before.
+        Smaller `priority` first; if equal, loads with `started_before`, which started once before.
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._waiting:
             self._next_turn = asyncio.get_running_loop().call_soon(self._start_few)
-        heapq.heappush(self._waiting, (priority, not again, next(self._numbers), turn))
+        heapq.heappush(self._waiting, (priority, not started_before, next(self._numbers), turn))
         await turn
 
     def _start_few(self) -> None:
@@ -249,7 +249,7 @@ class FlightResources:
     ledger: BlockLedger
     seal_slots: SealSlots
     """Slots of host memory into which seals are fetched, one for each rank of each load."""
-    queue: FairQueue
+    permit_queue: FairQueue
     """Permits that bound what is in flight: bytes, descriptors and reads, in all and from one rank."""
     poller: ReadPoster
     copy_thread: CopyThread
@@ -258,7 +258,7 @@ class FlightResources:
     """Most reads, and most copies, of one load at once. With 2, one read hides the completion latency of the other."""
 
 
-def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
+def read_permit_queue(config: Config, *, grows: bool) -> FairQueue:
     """Return the queue of permits for reads, bounded in total and per rank. `grows`: fast ranks get a larger bound."""
     of_peer = config.limits.peer_in_flight_bytes_max, *_PER_RANK_MAX
     in_all = config.in_flight_bytes_max, *_TOTAL_MAX

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 _PAUSE_LEAST_S = 0.01  # between renewals, whatever ttl a ticket has
-_FIRST_AFTER_S = 0.25  # most loads have ended by then, and renew nothing; soon, since a ticket may be old
+_FIRST_RENEWAL_AFTER_S = 0.25  # most loads have ended by then, and renew nothing; soon, since a ticket may be old
 
 
 @dataclass(slots=True)
@@ -79,9 +79,9 @@ class LeaseIdNotifier:
 
     def notify_read(self, source: Source) -> None:
         """See `LeaseNotifier.notify_read`."""
-        self.report(source.connection.agent, source.lease.lease_id, *source.connection.report_share)
+        self.report_read(source.connection.agent, source.lease.lease_id, *source.connection.report_share)
 
-    def report(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
+    def report_read(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
         """Notify `agent` that this rank has read `numerator` / `denominator` of a lease; do nothing if that is 0."""
         if numerator > 0:  # else other ranks report it
             message = ReadDone(lease_ids=(lease_id,), reader=self._reader, numerator=numerator, denominator=denominator)
@@ -108,7 +108,7 @@ class RemoteLeases:
         now_s, pause_s = self._clock.now_s(), source.connection.lease_notifier.heartbeat_s
         if pause_s is None:
             pause_s = max(ttl_s / 3, _PAUSE_LEAST_S)
-            due_s = now_s + min(pause_s, _FIRST_AFTER_S)
+            due_s = now_s + min(pause_s, _FIRST_RENEWAL_AFTER_S)
         else:
             due_s = now_s + pause_s
         self._renewed.setdefault(owner, []).append(_RenewedLease(source, pause_s, due_s))
@@ -319,7 +319,9 @@ class RemoteLeases:
         if peer.connection is not None:
             check_parallelism(ticket, peer, peer.connection)
             if lease is not None and peer.connection.incarnation == lease.incarnation:
-                self._cache.lease_notifier.report(peer.connection.agent, lease.lease_id, *peer.connection.report_share)
+                self._cache.lease_notifier.report_read(
+                    peer.connection.agent, lease.lease_id, *peer.connection.report_share
+                )
                 return True
         if lease is None:
             answer = await self._cache.kvflow_resolver.ask_about_lease(ticket, peer)

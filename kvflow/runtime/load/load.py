@@ -106,7 +106,7 @@ class Load:
         self.tables = tables
         self.entries = entries
         self.begun_s = self._phase_begun_s = begun_s
-        self.ends_s = math.inf
+        self.deadline_at_s = math.inf
         """Deadline, by the loop's clock."""
         self.phase = "queued"
         self.waits_for: Callable[[], str] | None = None
@@ -312,7 +312,7 @@ class Load:
         return kind(f"{what}: {why}", request_id=self.request_id, peer=self.ticket.address, **facts)
 
     @property
-    def where(self) -> str:
+    def current_phase(self) -> str:
         """The phase that the load is in, or was in when it ended; "queued" while its flight waits for a permit."""
         return "queued" if self.flight is not None and self.flight.waits_for_permit else self.phase
 

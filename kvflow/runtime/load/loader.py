@@ -88,7 +88,7 @@ class Loader:
 
     @property
     def statistics(self) -> LoadingStatistics:
-        queue = self._cache.resources.queue
+        queue = self._cache.resources.permit_queue
         return LoadingStatistics(
             open_loads=len(self._loads),
             waiting_loads=self._cache.resources.seal_slots.waiting,
@@ -211,11 +211,11 @@ class Loader:
             raise
         deadline_s = config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
         load = Load(plain, tickets[0], tables, entries, cache.clock, begun_s)
-        load.ends_s = asyncio.get_running_loop().time() + deadline_s - waited_s
+        load.deadline_at_s = asyncio.get_running_loop().time() + deadline_s - waited_s
         self._loads[load] = None
         self._idle.clear()
-        if load.ends_s < self._deadline_timer_s and not self._closed:
-            self._set_deadline_timer(load.ends_s)
+        if load.deadline_at_s < self._deadline_timer_s and not self._closed:
+            self._set_deadline_timer(load.deadline_at_s)
         return load, perform
 
     def _parse_tickets(self, given: GivenTicket | Sequence[GivenTicket], what: str) -> list[Ticket]:
@@ -251,8 +251,8 @@ class Loader:
     def _end_overdue(self) -> None:
         now_s, next_s = asyncio.get_running_loop().time(), math.inf
         for load in self._loads:
-            if load.ends_s > now_s:
-                next_s = min(next_s, load.ends_s)
+            if load.deadline_at_s > now_s:
+                next_s = min(next_s, load.deadline_at_s)
             else:
                 load.cancel_overdue()
         self._set_deadline_timer(next_s)
@@ -263,7 +263,7 @@ class Loader:
         assert task is not None, "loads are carried out by tasks"
         load.outer_cancellations = task.cancelling()
         try:
-            if self._closed or load.ends_s <= asyncio.get_running_loop().time():
+            if self._closed or load.deadline_at_s <= asyncio.get_running_loop().time():
                 raise self._overdue_error(load)
             report = await perform(load)
         except asyncio.CancelledError as cancelled:
@@ -295,7 +295,7 @@ class Loader:
         if isinstance(error, PeerError | LoadError) and load.attempts is None:
             self._note_never_read(load.ticket.engine_id, str(error))
         error.quarantine = load if load.flight is not None and not load.flight.safe else None
-        logger.info("load %s failed in phase %s: %s", load.request_id, load.where, error)
+        logger.info("load %s failed in phase %s: %s", load.request_id, load.current_phase, error)
         self._end(load, error, "failed", type(error).__name__, str(error))
         return error
 
@@ -327,7 +327,7 @@ class Loader:
 
     def _overdue_error(self, load: Load) -> KVFlowError:
         """Return the error of a load that ran out of time, or has to end because the loader or the transport ended."""
-        phase, lost = load.where, load.flight.loss_error if load.flight is not None else None
+        phase, lost = load.current_phase, load.flight.loss_error if load.flight is not None else None
         if isinstance(lost, RuntimeBroken):
             return lost
         what = f"request {load.request_id!r}"

@@ -53,7 +53,7 @@ def plan_load(
         for block_map in source.connection.block_maps:
             found = matched.get(block_map.group_pair)
             if found is None:
-                found = matched[block_map.group_pair] = _match(what, ticket, tables, groups, block_map, source)
+                found = matched[block_map.group_pair] = _match_blocks(what, ticket, tables, groups, block_map, source)
                 filled = 0
                 for some in found:
                     filled += len(some.local_ids) * some.tokens
@@ -86,7 +86,7 @@ def remote_tables(ticket: Ticket, source: Source) -> list[BlockIds]:
     return tables
 
 
-def _match(
+def _match_blocks(
     what: str,
     ticket: Ticket,
     tables: Sequence[BlockIds],

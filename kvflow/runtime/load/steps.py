@@ -59,7 +59,7 @@ async def perform(cache: RegisteredCache, load: Load) -> LoadReport:
         sources = await cache.resolver.resolve(ticket, keep)
     load.enter_phase("plan")
     if load.seconds["handshake"] > TURN_S:  # many loads may have waited for the same handshake
-        await cache.throttle.wait_for_turn(request.priority, again=True)
+        await cache.throttle.wait_for_turn(request.priority, started_before=True)
     plan = _plan(cache, load, sources)
     if request.after is not None or not cache.resources.seal_slots.take(plan.sources):
         await _wait_for_admission(cache, load)
@@ -152,7 +152,7 @@ async def _wait_for_admission(cache: RegisteredCache, load: Load) -> None:
             if slots.waiting >= waiting_max:
                 raise load.failure(Overloaded, f"{counted(waiting_max, 'load')} (loads_waiting_max) wait already")
             load.enter_phase("queued")
-            await slots.wait(load.sources, request.priority)
+            await slots.wait_for_slots(load.sources, request.priority)
             load.enter_phase("plan")
 
 
