@@ -92,7 +92,7 @@ def first_few(values: Collection[object], most: int) -> str:
 def error_text(error: BaseException) -> str:
     """Return the text of an exception that a caller's code raised, made printable and short for messages and logs."""
     text = try_call(lambda: str(error))
-    return "it does not say why" if text is None else printable(text, _ERROR_TEXT_CHARS_MAX)
+    return "no reason is given" if text is None else printable(text, _ERROR_TEXT_CHARS_MAX)
 
 
 def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError) -> Any:

@@ -213,7 +213,7 @@ def _advertised(value: object, name: str) -> str:
     toward = auto_target(plain)
     host = plain_host(toward or plain)
     if host is None or not is_host(host):
-        raise ConfigError(f"{name}: {plain[:300]!r} is no host that peers can connect to")
+        raise ConfigError(f"{name}: {plain[:300]!r} is not a host that peers can connect to")
     return f"auto:{host}" if toward else host
 
 
@@ -229,7 +229,7 @@ def _backends(value: object, name: str) -> str:
     for one in names:
         meant = "" if one in NIXL_BACKENDS else checks.did_you_mean(one.upper(), NIXL_BACKENDS)
         if meant:
-            raise ConfigError(f"{name}: {short_repr(one)} is no backend that NIXL comes with{meant}")
+            raise ConfigError(f"{name}: {short_repr(one)} is not a backend that NIXL ships{meant}")
     if names == [STORE_BACKEND]:
         raise ConfigError(f"{name}: {STORE_BACKEND} reaches files only, no peers: it is what kvflow.storage uses")
     return plain

@@ -310,7 +310,7 @@ def test_there_are_no_more_settings_than_can_be_known() -> None:
         (lambda: config(nixl_backend="POSIX"), "nixl_backend: POSIX reaches files only"),
         (lambda: config(nixl_backend_params={"GDS.x": "1"}), ".*'GDS.x' is for 'GDS', there are UCX, POSIX"),
         (lambda: config(role="prodcer"), "role: .*, got 'prodcer'; did you mean 'producer'"),
-        (lambda: config(nixl_backend="UXC"), "nixl_backend: 'UXC' is no backend .*; did you mean 'UCX'"),
+        (lambda: config(nixl_backend="UXC"), "nixl_backend: 'UXC' is not a backend .*; did you mean 'UCX'"),
         (lambda: config(nixl_backend="UCX,libfabric"), "nixl_backend: 'libfabric' .*; did you mean 'LIBFABRIC'"),
     ],
 )

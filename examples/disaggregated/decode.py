@@ -100,7 +100,7 @@ class DecodeWorker:
         try:
             token = FirstToken.read(payload).token
         except msgspec.DecodeError as error:
-            raise NoFirstTokenError(f"{what} is no first token: {payload[:100]!r}") from error
+            raise NoFirstTokenError(f"{what} is not a first token: {payload[:100]!r}") from error
         if not 0 <= token < self._engine.vocabulary_size:
             raise NoFirstTokenError(f"{what} is token {token}, the model has {self._engine.vocabulary_size}")
         return token

@@ -68,5 +68,5 @@ def _kind_of_kvflows(error: KVFlowError) -> FailureKind:
             return FailureKind.DEADLINE  # only more time would help, and the request has none
         case (Blame.ENGINE, True):
             return FailureKind.BUSY
-        case _:  # a bug in kvflow or in this worker, or a ticket that was changed on its way
+        case _:  # a bug in kvflow or in this worker, or a ticket that was changed in transit
             return FailureKind.WORKER_FAILED

@@ -114,7 +114,7 @@ class Front:
         else:
             token_ids = request.prompt
             if bad := [token for token in token_ids if not 0 <= token < self.tokenizer.token_count]:
-                raise RefusedError(f"prompt: {bad[0]} is no token of {MODEL_NAME}", param="prompt")
+                raise RefusedError(f"prompt: {bad[0]} is not a token of {MODEL_NAME}", param="prompt")
         self._require_length("prompt", len(token_ids))
         if not token_ids:
             raise RefusedError("prompt: needs at least one token", param="prompt")

@@ -152,7 +152,7 @@ class Router:
         try:
             yield
         except msgspec.DecodeError as error:
-            message = f"{worker.name} answered what is no message: {error}"
+            message = f"{worker.name} sent an invalid answer: {error}"
             raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=message), worker) from error
         except aiohttp.ClientError as error:
             workers.note_health(worker, {})

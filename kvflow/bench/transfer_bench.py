@@ -67,7 +67,7 @@ def blocks_by_size(sizes: str, layers: int) -> dict[str, int]:
         blocks, rest = divmod(int(word) * MIB, block_bytes)
         if rest or not blocks:
             raise SettingsError(
-                f"--sizes: {word} MB is no multiple of a block, which has {counted(block_bytes, 'byte')}"
+                f"--sizes: {word} MB is not a multiple of a block, which has {counted(block_bytes, 'byte')}"
             )
         found[f"{word} MB"] = blocks
     return dict(sorted(found.items(), key=lambda size: size[1]))

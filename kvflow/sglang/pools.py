@@ -107,7 +107,7 @@ class Buffers:
         parts = self.tokens * max(self.heads, 1)
         if item % parts:
             raise ConfigError(
-                f"pool {self.name!r}: an item of {counted(item, 'byte')} is no multiple of "
+                f"pool {self.name!r}: an item of {counted(item, 'byte')} is not a multiple of "
                 f"{counted(self.tokens, 'token')} of {counted(self.heads, 'head')}"
             )
         return (self.tokens, self.heads, item // parts) if self.heads else (self.tokens, item // parts)

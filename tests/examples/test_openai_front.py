@@ -150,7 +150,7 @@ async def test_json_is_taken_whatever_it_is_called(kind: str | None) -> None:
         ("completions", WHOLE | {"n": 2}, "n", "n: this server does not support it"),
         ("completions", WHOLE | {"\ud800": 2}, None, "UTF-8 can carry"),
         ("completions", WHOLE | {"prompt": ""}, "prompt", "at least one token"),
-        ("completions", WHOLE | {"prompt": [1, 10**9]}, "prompt", "1000000000 is no token"),
+        ("completions", WHOLE | {"prompt": [1, 10**9]}, "prompt", "1000000000 is not a token"),
         ("completions", WHOLE | {"prompt": "\ud800"}, None, "UTF-8 can carry"),
         ("chat/completions", CHAT | {"messages": []}, "messages", "at least 1 item"),
         ("completions", WHOLE | {"prompt": "x" * (CACHE_TOKENS + 1)}, "prompt", "maximum context length is 4096"),

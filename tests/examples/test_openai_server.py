@@ -293,7 +293,7 @@ class TestService:
         for wrong, kind, param, message in (
             ({"model": "gpt-7"}, openai.NotFoundError, "model", "'gpt-7' does not exist"),
             ({"prompt": ""}, openai.BadRequestError, "prompt", "at least one token"),
-            ({"prompt": [1, 10**9]}, openai.BadRequestError, "prompt", "1000000000 is no token"),
+            ({"prompt": [1, 10**9]}, openai.BadRequestError, "prompt", "1000000000 is not a token"),
             ({"max_tokens": 10**5}, openai.BadRequestError, "prompt", "4096 tokens. However, you requested 100001"),
             ({"n": 2}, openai.BadRequestError, "n", "n: this server does not support it"),
             ({"extra_body": {"top_k": 5}}, openai.BadRequestError, "top_k", "top_k: this server does not support it"),

@@ -99,7 +99,9 @@ async def test_an_address_without_its_scheme_is_told_what_was_meant(given: str, 
         lease = pair.offer(BLOCKS)
         ticket = {**lease.ticket.to_params(), "remote_host": given}
         said = await failed(pair.consumer.runtime, RequestError, ticket)
-        assert said.endswith(f"remote_host {given!r} is no host to connect to: expected a name or number alone")
+        assert said.endswith(
+            f"remote_host {given!r} is not a host that can be connected to: expected a name or address alone"
+        )
         lease.revoke()
 
 

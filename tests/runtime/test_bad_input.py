@@ -150,7 +150,7 @@ async def test_a_ticket_that_was_changed_on_its_way_is_refused_and_what_differs_
     lease, good = pair.offer([3, 7]), pair.offer([4, 5], "good")
     for changes, problem in CHANGES:
         params = on_its_way(lease, changes)
-        why = f"ticket: it is not what .* of 'producer' has offered of request .*{problem}"
+        why = f"ticket: it differs from what .* of 'producer' has offered for request .*{problem}"
         await pair.fails(RequestError, params, [0, 1], match=f"^request 'req': {why}")
         for tickets in ([good.ticket, params], [params, good.ticket]):
             with pytest.raises(RequestError, match=why):
@@ -173,7 +173,9 @@ async def test_what_again_brings_was_changed_on_its_way(pair: EnginePair) -> Non
     async def again(_: Any) -> dict[str, Any]:
         return on_its_way(lease, {"remote_block_ids": [3, 12]})
 
-    with pytest.raises(RequestError, match=r"^request 'req': again: ticket: it is not what .*: block ids: digest"):
+    with pytest.raises(
+        RequestError, match=r"^request 'req': again: ticket: it differs from what .*: block ids: digest"
+    ):
         await pair.reader.load_blocks(LoadRequest("req", [gone.ticket], [0, 1], again=again))
     await pair.load(lease, [0, 1])
     pair.assert_loaded([0, 1], [3, 7])

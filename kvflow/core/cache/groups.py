@@ -75,7 +75,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         size_fits = self.block_size == 1 if self.kind is GroupKind.STATE else 0 < self.block_size <= INT64_MAX
         if not (window_fits and size_fits and is_name(self.name, NAME_CHARS_MAX)):
             facts = f"kind {self.kind}, window {self.window}, block_size {self.block_size}"
-            raise LayoutError(f"group {self.name[:80]!a}: {facts} cannot be")
+            raise LayoutError(f"group {self.name[:80]!a}: impossible together: {facts}")
 
     @property
     def whole(self) -> bool:
@@ -205,7 +205,7 @@ class CacheGroup:
         set_field("layout", _layouts(self.layers, self.layout, what))
         set_field("split", checks.whole(self.split, f"{what}: split", least=1, error=LayoutError))
         if self.num_blocks % self.split:
-            raise LayoutError(f"{what}: split: num_blocks, {self.num_blocks}, is no multiple of {self.split}")
+            raise LayoutError(f"{what}: split: num_blocks, {self.num_blocks}, is not a multiple of {self.split}")
 
     @property
     def layouts(self) -> tuple[CacheLayout | StateLayout, ...]:

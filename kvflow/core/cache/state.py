@@ -49,7 +49,7 @@ class Segment:
     Each segment is distributed over the tensor-parallel ranks by itself.
 
     A unit is the smallest piece that a rank holds, such as a head or a group of heads. If the model has fewer units
-    than ranks, neighbouring ranks hold the same unit, as with KV heads. LayoutError if `size` is no multiple of
+    than ranks, neighbouring ranks hold the same unit, as with KV heads. LayoutError if `size` is not a multiple of
     `units`.
     """
 
@@ -64,7 +64,7 @@ class Segment:
     def __post_init__(self) -> None:
         checks.normalize_fields(self, LayoutError)
         if self.size % self.units:
-            raise LayoutError(f"segment {self.name!r}: size {self.size} is no multiple of units, {self.units}")
+            raise LayoutError(f"segment {self.name!r}: size {self.size} is not a multiple of units, {self.units}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

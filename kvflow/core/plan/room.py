@@ -67,7 +67,7 @@ def check_blocks_match(
     begun = [group.block_size for group, ids in zip(groups, tables, strict=True) if group.whole and len(ids)]
     if begun and all(cached_tokens % size for size in begun):
         sizes = " or ".join(map(str, dict.fromkeys(begun)))
-        raise RequestError(f"{what}: cached_tokens is {cached_tokens}, no multiple of a block's size, {sizes}")
+        raise RequestError(f"{what}: cached_tokens is {cached_tokens}, not a multiple of a block's size, {sizes}")
     offer = f"the {counted(tokens, 'token')} that {producer} offers"
     for group, ids in zip(groups, tables, strict=True):
         size, count = group.block_size, len(ids)

@@ -91,7 +91,7 @@ def check_cache_shares(shares: Sequence[CacheShare]) -> None:
     if len({(one.tp_rank, one.tp_size, one.pp_rank, one.pp_size) for one in shares}) > 1:
         raise WireError("cache shares: of several ranks")
     if len({(one.part, layer) for one in shares for layer in one.layers}) < sum(len(one.layers) for one in shares):
-        raise WireError("cache shares: some layer is in two of them")
+        raise WireError("cache shares: a layer is in two shares")
 
 
 def _check_cache_share(share: CacheShare) -> None:
@@ -101,7 +101,7 @@ def _check_cache_share(share: CacheShare) -> None:
     if share.part and (not is_name(share.part, _PART_CHARS_MAX) or share.latent or share.model_kv_heads < 1):
         raise WireError(f"cache share: part {share.part[:80]!a}, latent is {share.latent}")
     if not 0 < len(set(share.layers)) == len(share.layers):
-        raise WireError(f"cache share: {counted(len(share.layers), 'layer')}, none or some of them twice")
+        raise WireError(f"cache share: {counted(len(share.layers), 'layer')}: expected at least one, and none twice")
 
 
 def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> None:

@@ -118,10 +118,11 @@ def check_rank_address(host: str, port: int, incarnation: str) -> str:
     plain = plain_host(host)
     if plain is None or not is_host(plain):
         raise RequestError(
-            f"ticket: remote_host {host[:80]!a} is no host to connect to: expected a name or number alone"
+            f"ticket: remote_host {host[:80]!a} is not a host that can be connected to: "
+            "expected a name or address alone"
         )
     if not is_name(incarnation, NAME_CHARS_MAX):
-        raise RequestError(f"ticket: incarnation {incarnation[:80]!a} is no name")
+        raise RequestError(f"ticket: incarnation {incarnation[:80]!a} is not a printable name")
     return plain
 
 

@@ -10,7 +10,7 @@ rank for its lease. They ask by request id, so this id must be a secret of the t
 (`Ticket.rendezvous`) does not even name the blocks: readers ask for the offer, and wait for it.
 
 In a ticket's dict the entry of each rank has a checksum of the lease id and all that readers rely on. If the dict was
-changed on its way, or mixed from several tickets, a checksum does not match, and the ticket is refused. The checksum
+changed in transit, or mixed from several tickets, a checksum does not match, and the ticket is refused. The checksum
 guards against mistakes only: it has no key. It leaves out the engine id, host and port: the engine that answers at the
 address identifies itself.
 """
@@ -140,14 +140,14 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
             raise str_subclass_error(self)
         check_engine_id(self.engine_id)
         if not self.request_id.isascii() and not is_utf8(self.request_id):
-            raise RequestError(f"ticket: remote_request_id {self.request_id[:80]!a} is no request id")
+            raise RequestError(f"ticket: remote_request_id {self.request_id[:80]!a} is not a valid request id")
         if self.groups or self.more_block_ids:
             check_groups(self)
         for lease in self.ranks:
             if lease.block_ids is not None or lease.tp_rank >= self.tp_size or lease.pp_rank >= self.pp_size:
                 check_lease(lease, self)
         if len(self.leases) < len(self.ranks):
-            raise RequestError(f"ticket: ranks: {len(self.ranks)}, but only {len(self.leases)} of them differ")
+            raise RequestError(f"ticket: ranks: {len(self.ranks)}, but only {len(self.leases)} are different")
         if self.extends or self.awaited:
             check_incomplete_offer(self)
         elif len(self.ranks) == 1 and self.ranks[0].block_ids is None and not self.more_block_ids:
@@ -488,7 +488,7 @@ def too_many_block_ids(count: int, most: int, what: str = "ticket") -> RequestEr
 @lru_cache(maxsize=1024)
 def check_engine_id(engine_id: str) -> None:
     if not is_name(engine_id, NAME_CHARS_MAX):
-        raise RequestError(f"ticket: remote_engine_id {engine_id[:80]!a} is no name")
+        raise RequestError(f"ticket: remote_engine_id {engine_id[:80]!a} is not a printable name")
 
 
 def check_groups(ticket: Ticket) -> None:
@@ -562,9 +562,9 @@ def check_digests(ticket: Ticket, stated: Sequence[str], computed: Sequence[str]
         if wrong:
             digests = "; ".join(f"{name}: digest ours {mine}, theirs {other}" for name, (other, mine) in wrong.items())
             raise RequestError(
-                f"ticket: it is not what (pp_rank, tp_rank) {(lease.pp_rank, lease.tp_rank)} of {ticket.engine_id!r} "
-                f"has offered of request {ticket.request_id!r}: it was changed on its way, or mixed from several: "
-                f"{digests}"
+                f"ticket: it differs from what (pp_rank, tp_rank) {(lease.pp_rank, lease.tp_rank)} of "
+                f"{ticket.engine_id!r} has offered for request {ticket.request_id!r}: it was changed in transit, or "
+                f"mixed from several tickets: {digests}"
             )
 
 

@@ -47,7 +47,9 @@ def _parse_size(word: str, block_bytes: int) -> LoadSize:
     several, rest = match.groups()
     blocks, over = (1, 0) if rest == "block" else divmod(int(rest) * MIB, block_bytes)
     if over or not blocks:
-        raise SettingsError(f"--sizes: {word} MB is no multiple of a block, which has {counted(block_bytes, 'byte')}")
+        raise SettingsError(
+            f"--sizes: {word} MB is not a multiple of a block, which has {counted(block_bytes, 'byte')}"
+        )
     at_once, label = int(several or 1), ONE_BLOCK if rest == "block" else f"{rest} MB"
     times = min(_TURN_TIMES_MAX, max(1, _TURN_BYTES // (at_once * blocks * block_bytes)))
     return LoadSize(f"{several} x {label}" if several else label, blocks, at_once * times, at_once)

@@ -98,7 +98,7 @@ TURNED = {"layers.0": WHOLE, "layers.1": WHOLE[::-1]}
         (lambda: state(CONV, SSM, of=BROKEN), "tensor 'conv': a slot is not contiguous"),
         (lambda: state(StateTensor(name="a"), SSM, of=TURNED), "layer 'layers.1': tensor 'a' is"),
         (lambda: StateTensor(name="a b"), "without spaces"),
-        (lambda: Segment(name="x", size=7, units=2, model_units=2), "size 7 is no multiple of units, 2"),
+        (lambda: Segment(name="x", size=7, units=2, model_units=2), "size 7 is not a multiple of units, 2"),
         (lambda: StateTensor(name="a", segments=(X, X)), "two of its segments have the same name"),
         (lambda: Segment(name="x", size=4, units=0, model_units=2), "units"),
         (lambda: CacheGroup("m", caches(0), state(CONV, SSM), window=4), "window is 4"),

@@ -180,7 +180,7 @@ TWO = (HOLDING, SECOND)
     [
         ((), (), (FACTS,), "cache shares: 0 with"),
         ((HOLDING,) * 65, (REGIONS,) * 65, (FACTS,), "cache shares: 65 with"),
-        ((HOLDING, HOLDING), (REGIONS,) * 2, (FACTS,), "some layer is in two of them"),
+        ((HOLDING, HOLDING), (REGIONS,) * 2, (FACTS,), "a layer is in two shares"),
         ((HOLDING, replace(SECOND, tp_rank=0)), (REGIONS,) * 2, (FACTS,), "of several ranks"),
         ((HOLDING,), (REGIONS,) * 2, (FACTS,), "1, but 2 region tables"),
         ((HOLDING,), (REGIONS,), (), "groups: 0, expected 1 to 64"),
@@ -202,7 +202,7 @@ def test_sets_of_layers_that_cannot_be_true_are_refused(shares: Any, tables: Any
     ("changes", "problem"),
     [
         ({"name": "a\x1bb"}, r"group 'a\\x1bb'"),
-        ({"window": 3}, "group 'kv': kind full, window 3, block_size 4 cannot be"),
+        ({"window": 3}, "group 'kv': impossible together: kind full, window 3, block_size 4"),
         ({"kind": "state"}, "kind state"),
         ({"kind": "chunked", "window": (1 << 31) + 1}, "kind chunked, window 2147483649"),
         ({"block_size": 0}, "block_size 0"),

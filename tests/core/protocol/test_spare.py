@@ -63,7 +63,7 @@ def test_a_dict_of_very_many_fields_is_refused_before_it_is_copied() -> None:
 
 
 def test_another_size_than_the_spares_is_a_changed_ticket() -> None:
-    with pytest.raises(RequestError, match="changed on its way"):
+    with pytest.raises(RequestError, match="changed in transit"):
         Ticket.from_params({**COMMON, "tp_size": 4})
 
 

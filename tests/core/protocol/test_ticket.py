@@ -253,14 +253,14 @@ def test_no_ticket_exists_that_was_not_checked() -> None:
         ("num_tokens", True, "num_tokens"),
         ("block_ids", {3, 7, 9}, "block_ids"),
         ("block_ids", (3, 7), r"blocks by group: \(2,\), but \(3,\) of tp_rank 0"),
-        ("request_id", "\ud800", "no request id"),
+        ("request_id", "\ud800", "not a valid request id"),
         ("ranks", (), "ranks"),
     ):
         with pytest.raises(RequestError, match=rf"^ticket: .*{problem}"):
             Ticket(**values | {name: value})
     with pytest.raises(RequestError, match=r"required field `ttl_s`"):
         Ticket(**{name: value for name, value in values.items() if name != "ttl_s"})
-    with pytest.raises(RequestError, match=r"^ticket: remote_host 'a b' is no host"):
+    with pytest.raises(RequestError, match=r"^ticket: remote_host 'a b' is not a host"):
         RankLease(**asdict(FIRST) | {"host": "a b"})
     with pytest.raises(TypeError, match="Ticket has no fields"):
         Ticket(**values, colour="red")
@@ -329,7 +329,7 @@ def test_routers_may_add_fields_but_not_any_number(path: str) -> None:
 
 
 def test_a_rank_is_named_once() -> None:
-    with pytest.raises(RequestError, match=r"^ticket: ranks: 3, but only 2 of them differ$"):
+    with pytest.raises(RequestError, match=r"^ticket: ranks: 3, but only 2 are different$"):
         with_changes(TICKET, ranks=(FIRST, SECOND, FIRST))
 
 
@@ -635,7 +635,7 @@ def test_the_blocks_of_windows_and_states_in_the_end() -> None:
     assert {known: tokens_held(groups, known, (5, 2, 1), 18) for known in held} == held
 
 
-# --- changed on its way, or mixed from several
+# --- changed in transit, or mixed from several
 
 
 NOT_DIGESTED = {"do_remote_prefill", "do_remote_decode", "remote_host", "remote_port", "kvflow", "ranks", "version"}
@@ -712,7 +712,7 @@ def test_whatever_a_reader_relies_on_is_refused_once_it_is_another(ticket: Ticke
     ],
 )
 def test_the_error_names_the_part_that_was_changed(path: str, value: object, part: str) -> None:
-    with pytest.raises(RequestError, match=rf"several: {part}: digest ours \w{{8}}, theirs \w{{8}}$"):
+    with pytest.raises(RequestError, match=rf"several tickets: {part}: digest ours \w{{8}}, theirs \w{{8}}$"):
         Ticket.from_params(with_value(path, value))
 
 
