@@ -146,7 +146,7 @@ FAILURES: dict[str, tuple[type[KVFlowError], Callable[[Lease], Ticket], str]] = 
         lambda lease: altered(lease.ticket, block_ids=(99_999, 1, 2, 3)),
         "remote_block_ids of 'producer': block id 99999 is not in 0..",
     ),
-    "an offer that is over": (LeaseExpired, over, "read by all it was for): compute the prompt again"),
+    "an offer that is over": (LeaseExpired, over, "read by all its readers): compute the prompt again"),
     "an offer that broke": (
         PrefillFailed,
         lambda lease: lease.fail("out of memory").ticket,
