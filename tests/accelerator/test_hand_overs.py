@@ -72,7 +72,7 @@ def is_over(awaited: asyncio.Future[Any] | Lease) -> bool:
     return awaited.done if isinstance(awaited, Lease) else awaited.done()
 
 
-async def held_up(standin: StandIn, *ended: Any) -> None:
+async def until_host_waits(standin: StandIn, *ended: Any) -> None:
     """Until the host waits for the device; AssertionError if one of these has ended before."""
     await until(lambda: standin.waiting() or any(map(is_over, ended)))
     assert not any(map(is_over, ended)), f"reported while {standin.queued()} operations are queued"
@@ -86,7 +86,7 @@ async def test_a_staged_load_is_reported_when_its_copies_have_run(standin: Stand
         with standin.held():
             lease = producer.serve()
             load = asyncio.ensure_future(consumer.load(lease))
-            await held_up(standin, load, lease)
+            await until_host_waits(standin, load, lease)
         report = await load
         assert_right(producer, consumer)
         assert report.tokens == TOKENS
@@ -183,7 +183,7 @@ async def test_the_order_of_heads_changes_on_the_device(standin: StandIn, scratc
         with standin.held():
             load = asyncio.ensure_future(consumer.load(producer.serve()))
             if scratch == "always":
-                await held_up(standin, load)
+                await until_host_waits(standin, load)
         await load
         assert_right(producer, consumer)
 
@@ -368,7 +368,7 @@ async def test_groups_windows_and_state(standin: StandIn) -> None:
                 lease = runtimes[0].serve_blocks(ServeRequest("req", theirs, num_tokens=TOKENS))
                 request = LoadRequest("req", lease.ticket.to_params(), ours, verify=True)
                 load = asyncio.ensure_future(runtimes[1].load_blocks(request))
-                await held_up(standin, load)
+                await until_host_waits(standin, load)
             assert (await load).verified
             for mine, other in zip(*caches, strict=True):
                 there, here = (next(iter(group.layers.values())) for group in (mine, other))

@@ -75,7 +75,7 @@ def rows(engine: Engine, ids: list[int]) -> list[torch.Tensor]:
     return [found.slots(layer, part)[ids] for layer in range(LAYERS) for part in range(len(found.parts))]
 
 
-async def put_away(engine: Engine) -> None:
+async def until_files_closed(engine: Engine) -> None:
     """Until the files of saves and restores that have ended early are closed."""
     await until(lambda: not storage(engine).statistics.open_requests)
 
@@ -87,7 +87,7 @@ def overwrite(engine: Engine) -> None:
     finish()
 
 
-async def held_up(standin: StandIn, task: asyncio.Future[Any]) -> None:
+async def until_host_waits(standin: StandIn, task: asyncio.Future[Any]) -> None:
     await until(lambda: standin.waiting() or task.done())
     assert not task.done(), f"reported while {standin.queued()} operations are queued"
 
@@ -98,13 +98,13 @@ async def test_what_was_saved_comes_back(standin: StandIn, site: Site, tmp_path:
     saved = rows(engine, SAVED)
     with standin.held():
         task = asyncio.ensure_future(save(engine))
-        await held_up(standin, task)
+        await until_host_waits(standin, task)
     report = await task
     assert (report.blocks, report.tokens) == (len(SAVED), TOKENS)
     overwrite(engine)
     with standin.held():
         task = asyncio.ensure_future(restore(engine))
-        await held_up(standin, task)
+        await until_host_waits(standin, task)
     assert (await task).blocks == len(SAVED)
     assert all(map(torch.equal, rows(engine, RESTORED), saved))
     untouched = [block for block in range(engine.layout.num_blocks) if block not in RESTORED]
@@ -180,7 +180,7 @@ async def test_one_that_is_cancelled_anywhere_leaves_nothing(
         await turns(steps)
         task.cancel()
         await asyncio.wait([task])
-        await put_away(engine)
+        await until_files_closed(engine)
         await until(lambda: not storage(engine).quarantines and not engine.runtime.statistics().buffers_used)
         overwrite(engine)
         await restore(engine)
@@ -196,7 +196,7 @@ async def test_a_restore_that_is_cancelled_while_the_device_is_held(standin: Sta
         await save(engine)
         with standin.held():
             task = asyncio.ensure_future(restore(engine))
-            await held_up(standin, task)
+            await until_host_waits(standin, task)
             task.cancel()
             await asyncio.wait([task])
             (quarantined,) = storage(engine).quarantines
@@ -204,7 +204,7 @@ async def test_a_restore_that_is_cancelled_while_the_device_is_held(standin: Sta
                 engine.serve(RESTORED)
         await quarantined.settled()
         assert all(map(torch.equal, rows(engine, RESTORED), saved)), "every byte has landed"
-        await put_away(engine)
+        await until_files_closed(engine)
         assert_quiet(engine.runtime.statistics())
 
 

@@ -203,7 +203,7 @@ async def notify(rng: Random, producer: Engine, count: int) -> None:
     await lease
 
 
-async def load_bent_tickets(rng: Random, producer: Engine, reader: Engine, count: int) -> Counter[str]:
+async def load_altered_tickets(rng: Random, producer: Engine, reader: Engine, count: int) -> Counter[str]:
     """Tickets whose values changed on their way; they must not lead out of this machine, nor to another's port."""
     errors: Counter[str] = Counter()
     for _ in range(count):
@@ -375,7 +375,7 @@ async def attack(on: Scene, seed: str, messages: int, report: Report) -> None:
         group.create_task(notify(rng, on.producer, some))
         lies = {}
         if on.mode is not Mode.CURVE:
-            lies["tickets"] = group.create_task(load_bent_tickets(rng, on.producer, on.victim, few))
+            lies["tickets"] = group.create_task(load_altered_tickets(rng, on.producer, on.victim, few))
             lies["replies"] = group.create_task(ask_a_liar(rng, on.producer, on.victim, few))
     report.sent["messages"] += sum(task.result() for task in senders)
     report.sent["tcp streams"] += streams.result()
