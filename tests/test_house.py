@@ -650,7 +650,7 @@ _PLACE = re.compile(r"%(?:\.\d+)?[a-z]")
 _PLURAL = re.compile(r" (?:[a-z-]+ ){0,2}?[A-Za-z]+s\b")
 _VERBS = """
 belongs does drains fails fits has is leads leaves needs offers overlaps puts reaches says stands takes wants was
-as its loads' ms this us whose
+accepts as its loads' ms this us whose
 """
 _LITTLE = "after and are at bound by cannot for from have hold in nothing of on or read than though to with"
 _NO_NOUNS = set(_VERBS.split())

@@ -121,7 +121,7 @@ class InprocTransport:
     Args:
         name: Name of the agent, unique on its network.
         network: The agents that this agent can reach.
-        carrier: Decides when reads are performed and notifications arrive. None: reads are performed, and notifications
+        link: Decides when reads are performed and notifications arrive. None: reads are performed, and notifications
             arrive, in the next turn of the loop.
     """
 

@@ -187,7 +187,7 @@ class LeaseAnswers:
         tables, known = found.held.readable, question.known
         counts = tuple(map(len, tables))
         if known != counts and (len(known) != len(counts) or any(map(_outside, known, counts))):
-            raise codec.WireError(f"known: expected at most {counts} blocks, got {known[:8]}")
+            raise codec.WireError(f"known: expected at most, by group, {counts}, got {known[:8]}")
         if known == counts and not found.complete and found.held.missing > question.missing_max:
             return None
         more = tuple(tuple(ids[at:].tolist()) for at, ids in zip(known, tables, strict=True))
