@@ -117,7 +117,7 @@ async def main():
             refused = producer.statistics().readers_refused
             limit(10_000)
             results.append(await load(producer, second, "later"))
-        print(json.dumps([results, refused, lines, producer.statistics().transport.deaf]))
+        print(json.dumps([results, refused, lines, producer.statistics().transport.unreachable]))
 
 asyncio.run(main())
 """
@@ -177,7 +177,7 @@ async def main():
         for knock, port in zip(knocking, ports):
             knock.setblocking(False)
             knock.connect_ex(("127.0.0.1", port))
-        while not producer.statistics().transport.deaf:
+        while not producer.statistics().transport.unreachable:
             await asyncio.sleep(0.01)
         for file in files:
             os.close(file)
