@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, StoreThread
+from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def _page_of(full: str) -> str:
     return f"reference/api/{full}.md"
 
 
-def on_files(files: StoreThread, config: MkDocsConfig) -> StoreThread:
+def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the repository's own pages, and a page for each public name."""
     for name, path in PAGES.items():
         files.append(File.generated(config, name, content=(ROOT / path).read_text("utf-8")))
