@@ -16,6 +16,5 @@ until they have been read, `disaggregated.decode` loads them. The rest are parts
     http_io      limit of request bodies, cancellation when a client disconnects, uvicorn
     metrics      the metrics at /metrics
     processes    `serve`: all processes, restarted when they die
-    load_test    fifty clients, and a worker that is killed in the middle
     command      the command line
 """

@@ -47,33 +47,15 @@ def _parser() -> argparse.ArgumentParser:
     what = "prefill workers load cached prefixes from each other"
     shared.add_argument("--share-prefixes", action="store_true", help=what)
 
-    for name, workers, what in (
-        ("serve", 1, "start the whole service"),
-        ("load-test", 2, "many clients against a service of its own; a worker is killed"),
-    ):
-        service = commands.add_parser(name, parents=[shared], help=what)
-        for role in ("prefill", "decode"):
-            service.add_argument(f"--{role}", type=int, default=workers, help=f"{role} workers (default: {workers})")
-        service.add_argument(
-            "--checkpoint", type=_unpacked, help="the model as `unpack` writes it (default: unpack it)"
-        )
-        service.add_argument(
-            "--deadline-s", type=float, default=60.0, help="deadline of a request in seconds (default: 60)"
-        )
-        if name == "serve":
-            service.add_argument(
-                "--port", type=int, default=8000, help="port of the router; 0: any free port (default: 8000)"
-            )
-            service.set_defaults(run=_serve)
-        else:
-            service.add_argument("--clients", type=int, default=50, help="number of concurrent clients (default: 50)")
-            service.add_argument("--requests", type=int, default=2, help="requests of each client (default: 2)")
-            service.add_argument("--tokens", type=int, default=16, help="tokens of an answer (default: 16)")
-            kinds = ("prefill", "decode", "none")
-            service.add_argument(
-                "--kill", choices=kinds, default="decode", help="role of the worker to kill (default: decode)"
-            )
-            service.set_defaults(run=_load_test, port=0)
+    service = commands.add_parser("serve", parents=[shared], help="start the whole service")
+    for role in ("prefill", "decode"):
+        service.add_argument(f"--{role}", type=int, default=1, help=f"{role} workers (default: 1)")
+    service.add_argument("--checkpoint", type=_unpacked, help="the model as `unpack` writes it (default: unpack it)")
+    service.add_argument(
+        "--deadline-s", type=float, default=60.0, help="deadline of a request in seconds (default: 60)"
+    )
+    service.add_argument("--port", type=int, default=8000, help="port of the router; 0: any free port (default: 8000)")
+    service.set_defaults(run=_serve)
 
     for role in ("prefill", "decode", "router"):
         process = commands.add_parser(role, parents=[shared], help=f"one {role}{'' if role == 'router' else ' worker'}")
@@ -110,13 +92,6 @@ def _serve(options: argparse.Namespace) -> None:
     from openai_server.processes import run_service
 
     asyncio.run(run_service(options))
-
-
-def _load_test(options: argparse.Namespace) -> int:
-    require_modules("openai", "rich")
-    from openai_server.load_test import run_load_test
-
-    return asyncio.run(run_load_test(options))
 
 
 def _listening(options: argparse.Namespace) -> socket.socket:

@@ -25,11 +25,11 @@ import pytest
 import torch
 import uvloop
 from doc_blocks import PAGES, blocks_of
-from openai_server.load_test import ALL_QUESTIONS, Load, Question, Tally, answers_alone, run_clients, tokens_alone
 from paged_engine import Sampling
 from paged_engine.tokenizer import ChatTokenizer, TextStream
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+from server_load import ALL_QUESTIONS, Load, Question, Tally, answers_alone, run_clients, tokens_alone
 from tests_support import until
 from tiny_model import EXAMPLES, RunPython
 

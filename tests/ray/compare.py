@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from statistics import median
 
-from openai_server.load_test import ALL_QUESTIONS, Load, Tally, answers_alone, run_client
 from openai_server.processes import start_service
 from ray_server.cluster import kill_process, local_cluster, wait_until
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
+from tests.support.server_load import ALL_QUESTIONS, Load, Tally, answers_alone, run_client
 
 TOKENS = 8
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai_server.load_test import ALL_QUESTIONS, answers_alone
 from ray_server.cluster import local_cluster
 
 from tests.ray.fleet import LOAD, Fleet
 from tests.support.ports import free_port
+from tests.support.server_load import ALL_QUESTIONS, answers_alone
 
 
 @pytest.fixture(scope="session")

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from openai_server.load_test import Load, Question, Tally, run_client
 from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray_server.cluster import APP, HEAD, LocalCluster, deploy, service_config, wait_until
+
+from tests.support.server_load import Load, Question, Tally, run_client
 
 WHOLE_S = 240.0  # bounds of waits on a busy machine; what it took is printed
 CALL_S = 60.0

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import ray
-from openai_server.load_test import Load
 from paged_engine.weights import MODEL_NAME
 from ray_server.cluster import HEAD, wait_until
 
 from tests.ray.fleet import WHOLE_S, Fleet, at, fixed
+from tests.support.server_load import Load
 
 PREFILL, DECODE = "127.0.0.3", "127.0.0.4"
 

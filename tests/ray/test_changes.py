@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from openai_server.load_test import Load
 from ray_server.cluster import deploy, wait_until
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
+from tests.support.server_load import Load
 
 PATIENT = {"graceful_shutdown_timeout_s": 180}  # so that leases are read, and answers end, in time on any machine
 

@@ -6,10 +6,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from openai_server.load_test import Load
 from ray_server.cluster import HEAD, kill_process, wait_until
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
+from tests.support.server_load import Load
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from disaggregated.messages import Step
-from openai_server.load_test import BEGINNINGS, Question, tokens_alone
 from paged_engine.tokenizer import ChatTokenizer
 from ray import serve
 from ray_server.application import build
@@ -15,6 +14,7 @@ from ray_server.cluster import APP, wait_until
 from ray_server.messages import AnswerRequest
 
 from tests.ray.fleet import WHOLE_S, Fleet, fixed
+from tests.support.server_load import BEGINNINGS, Question, tokens_alone
 
 TOKENS = 12
 BLOCK_TOKENS = 16

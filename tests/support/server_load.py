@@ -1,38 +1,26 @@
-"""A load test: many concurrent clients, a worker that is killed in the middle, and a verdict.
+"""Concurrent clients of the example server, whose answers are compared with those of one engine without hand-overs.
 
-Answers are compared with those of one engine without hand-overs. A client may get an error that the server defines, but
-never a wrong answer, not even the beginning of one. At the end the killed worker must be back, and all blocks of all
-workers must be free.
+A client may get an error that the server defines, but never a wrong answer, not even the beginning of one.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import aiohttp
 import openai
+from openai_server.failures import STATUS
+from openai_server.worker import open_engine
 from paged_engine import GREEDY, Sampling
 from paged_engine.tokenizer import ChatTokenizer, TextStream
 from paged_engine.weights import MODEL_NAME
-from rich.console import Console
-from rich.table import Table
 
-from openai_server.failures import STATUS
-from openai_server.processes import Service, health, start_service, unpack_model
-from openai_server.worker import open_engine
-
-RECOVERY_TIMEOUT_S = 60.0
-POLL_S = 0.1
 BEGINNINGS = (
     "The capital of France is",
     "Once upon a time a fox",
@@ -98,31 +86,6 @@ class Tally:
     @property
     def good(self) -> bool:
         return not self.wrong and not self.unclear
-
-
-async def run_load_test(options: argparse.Namespace) -> int:
-    """Run the whole test and print its report. Return 0 if nothing was wrong, else 1."""
-    console = Console()
-    with ExitStack() as stack:
-        if options.checkpoint is None:
-            options.checkpoint = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvflow-")))
-            await unpack_model(options.checkpoint)
-        console.print(f"answering {len(ALL_QUESTIONS)} questions in one process, to know what is right")
-        right = await answers_alone(options.checkpoint, ALL_QUESTIONS, options.tokens)
-        console.print(f"starting {options.prefill} prefill and {options.decode} decode workers")
-        async with start_service(options) as service:
-            tally, began_s = Tally(), time.monotonic()
-            load = Load(options.clients, options.requests, options.tokens)
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(run_clients(service.url, load, right, tally))
-                if options.kill != "none":
-                    while tally.ended < load.clients * load.requests // 2:  # noqa: ASYNC110 - other processes
-                        await asyncio.sleep(POLL_S)
-                    service.processes[f"{options.kill}-0"].kill()
-            took_s = time.monotonic() - began_s
-            recovered_s = await wait_recovered(service)
-    _print_report(console, options, tally, took_s, recovered_s)
-    return 0 if tally.good and recovered_s is not None else 1
 
 
 async def run_clients(url: str, load: Load, right: Mapping[Question, str], tally: Tally) -> None:
@@ -192,41 +155,3 @@ async def answers_alone(checkpoint: Path, questions: Sequence[Question], max_tok
     tokenizer = ChatTokenizer(checkpoint)
     tokens = await tokens_alone(checkpoint, questions, max_tokens)
     return {question: TextStream(tokenizer, token_ids).text for question, token_ids in tokens.items()}
-
-
-async def wait_recovered(service: Service) -> float | None:
-    """Wait until all workers are up and idle. Return the seconds that took; None after `RECOVERY_TIMEOUT_S`."""
-    began_s = time.monotonic()
-    urls = [*service.prefill.values(), *service.decode.values()]
-    try:
-        async with aiohttp.ClientSession() as client, asyncio.timeout(RECOVERY_TIMEOUT_S):
-            while True:
-                workers = await asyncio.gather(*(health(client, url) for url in urls))
-                idle = not any(worker.get("blocks_used", 1) for worker in workers)
-                if idle and (await health(client, service.url)).get("status") == "ok":
-                    return time.monotonic() - began_s
-                await asyncio.sleep(POLL_S)
-    except TimeoutError:
-        return None
-
-
-def _print_report(
-    console: Console, options: argparse.Namespace, tally: Tally, took_s: float, recovered_s: float | None
-) -> None:
-    table = Table(title=f"{options.clients} clients, {options.clients * options.requests} requests", show_header=False)
-    table.add_row("right answers", str(tally.right))
-    table.add_row("wrong answers", str(len(tally.wrong)))
-    for code, count in sorted(tally.failed.items()):
-        table.add_row(f"failed: {code}", str(count))
-    table.add_row("unclear errors", str(len(tally.unclear)))
-    table.add_row("time", f"{took_s:.1f} s, {tally.right * options.tokens / took_s:.0f} tokens/s")
-    for name, seconds in (("request, p50", tally.seconds), ("first token, p50", tally.first_token_s)):
-        if seconds:
-            table.add_row(name, f"{median(seconds):.2f} s")
-    back = "not in time" if recovered_s is None else f"{recovered_s:.1f} s after the last answer"
-    table.add_row("all workers up, all blocks free", back)
-    good = tally.good and recovered_s is not None
-    table.add_row("verdict", "[green]good[/]" if good else "[red]not as it should be[/]")
-    console.print(table)
-    for problem in [*tally.wrong, *tally.unclear][:10]:
-        console.print(problem, style="red", markup=False)
