@@ -397,8 +397,7 @@ class InprocTransport:
 
         Args:
             timeout_s: Seconds to wait for the reads that a `SimulatedLink` performs. Reads held by `InprocFaults.hold`
-            are
-                not waited for, since only a test ends them.
+                are not waited for, since only a test ends them.
 
         Raises:
             TransportError: Reads are still under way; the memory stays registered.
