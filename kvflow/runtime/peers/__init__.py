@@ -1,1 +1,1 @@
-"""Remote engines: handshakes with their ranks, connections to these ranks, and the way from a ticket to its ranks."""
+"""Remote engines: handshakes with their ranks, connections to these ranks, and the resolution of tickets to ranks."""

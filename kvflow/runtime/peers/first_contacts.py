@@ -1,4 +1,4 @@
-"""First contacts: peers that were never connected are asked in turns, a few at a time (`core.policy.contacts`).
+"""First contacts: never-connected peers are asked a few at a time, and others wait (`core.policy.contacts`).
 
 Forged tickets can name any number of peers that never answer. A peer that was connected before needs no turn, so it
 does not wait behind peers from forged tickets.
@@ -21,17 +21,17 @@ T = TypeVar("T")
 
 
 def first_contact_timeout_s(config: Config) -> float:
-    """Return how many seconds a first contact may wait for its answer while other first contacts wait for a turn."""
+    """Return how many seconds a first contact has for its answer, once other first contacts wait for a turn."""
     return config.handshake_timeout_s / 10
 
 
 def overloaded(peer: Address, why: str) -> Overloaded:
-    """Return the Overloaded error for a question to `peer` that this rank cannot ask. The request id is added later."""
+    """Return an Overloaded error: this rank cannot ask `peer`, because of `why`. The request id is added later."""
     return Overloaded(f"{peer}: {why}", request_id="", peer=peer.address)
 
 
 class FirstContacts:
-    """Gives turns to first contacts: at most `limits.first_contacts_max` new peers are asked at once.
+    """Queue of first contacts: at most `limits.first_contacts_max` never-connected peers are asked at once.
 
     Belongs to one event loop.
     """
@@ -51,11 +51,11 @@ class FirstContacts:
     async def ask_in_turn(
         self, peer: Address, question: Callable[[], Awaitable[T]], on_turn: Callable[[Contact], None]
     ) -> T:
-        """Wait for a turn to ask the new peer `peer`, call `on_turn` with the turn, and return what `question` returns.
+        """Wait for a turn to ask the never-connected `peer`, then await `question()` and return its result.
 
-        Raises Overloaded if no turn comes within Config.handshake_timeout_s. Raises PeerUnreachable if `peer` does not
-        answer within `first_contact_timeout_s` while other new peers wait for a turn. If cancelled, give up the turn or
-        the place in the queue.
+        `on_turn` is called with the granted turn before the question. Raises Overloaded if no turn is granted within
+        Config.handshake_timeout_s. Raises PeerUnreachable if `peer` has not answered `first_contact_timeout_s` after
+        its turn began, and other peers wait for a turn. If cancelled, give up the turn or the position in the queue.
         """
         loop = asyncio.get_running_loop()
         contact = self._contacts.request_turn(loop.time())
@@ -83,9 +83,9 @@ class FirstContacts:
             self._end_contact(contact)
 
     def end_overdue(self) -> None:
-        """End a first contact that has had its time, if another waits for a turn.
+        """End one first contact that has used up its time or is no longer wanted, if another peer waits for a turn.
 
-        Called by a timer, and whenever a handshake has lost its last waiter (`Contact.wanted` is False).
+        Called by a timer, and whenever a handshake has lost its last waiting load (`Contact.wanted` is False).
         """
         now_s = asyncio.get_running_loop().time()
         leaving = self._contacts.preempt_one(now_s)

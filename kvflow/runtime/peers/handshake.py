@@ -1,8 +1,8 @@
 """The handshake: ask a rank for its metadata, check all of the metadata, and only then pass it to the transport.
 
-In the transport a connection is a remote agent, which is added once and never removed while a read from it runs. Every
-answer is checked before any of it is used. A peer's text is made printable and cut to a length before it enters errors
-and logs of this rank.
+A connection is a remote agent in the transport. The agent is added once and never removed while a read from it runs.
+Every answer is checked before any of it is used. Text from a peer is made printable and cut to a maximum length before
+it enters errors and logs of this rank.
 """
 
 from __future__ import annotations
@@ -45,21 +45,22 @@ _DIFFERENCES_MAX = 2000
 
 
 class Handshakes:
-    """Shakes hands with kvflow peers, and asks them questions, for one registered cache."""
+    """Client that shakes hands with kvflow peers and asks them questions, for one registered cache."""
 
     def __init__(self, cache: RegisteredCache, lease_notifier: LeaseNotifier) -> None:
         self._config = cache.config
         self._side_channel = cache.side_channel
         self._local = cache.local
         self.lease_notifier = lease_notifier
-        """Sends notifications about leases to a producer. Every new connection refers to this object."""
+        """Object that notifies producers about their leases. Every new connection refers to it."""
         self.agents = cache.agents
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
-        """Shake hands with `peer` and return the connection: the open one if the peer has not restarted.
+        """Ask `peer` for its metadata and return a connection to it.
 
-        `request_id` is the request of the load that needs the peer. Raises a PeerError, Overloaded if too few open
-        files are left, or TimeoutError after Config.handshake_timeout_s. If cancelled, leave no agent in the transport.
+        If the transport has an open connection to the same incarnation of the peer, return that one. `request_id` is
+        the request of the load that needs the peer. Raises a PeerError, Overloaded if this process has too few open
+        files left, or TimeoutError after Config.handshake_timeout_s. If cancelled, leave no agent in the transport.
         """
         async with asyncio.timeout(self._config.handshake_timeout_s):
             at = peer.at
@@ -90,11 +91,11 @@ class Handshakes:
 
 
 class Agents:
-    """The remote agents in the transport, by name: open, or just being added or removed.
+    """The remote agents in the transport, by name. Each agent is open, being added, or being removed.
 
     Each incarnation of a remote rank has an agent of its own. The agent is removed once no `Peer` has its connection
-    (two addresses may lead to one rank) and no load holds the connection. The same agent is added again only after its
-    removal.
+    (two addresses may lead to one rank) and no load holds the connection. An agent under removal can be added again
+    only after the removal.
     """
 
     def __init__(self, cache: RegisteredCache) -> None:
@@ -106,16 +107,18 @@ class Agents:
     async def find_open(self, agent: AgentName) -> Connection | None:
         """Wait until `agent` is not being added or removed, and return its open connection.
 
-        None: the agent is not in the transport, and the caller may `add` it now.
+        If the agent is not in the transport, return None: the caller may then `add` it, without another await in
+        between.
         """
         while (change := self._changing.get(agent)) is not None:
             await asyncio.wait([change])
         return self._open.get(agent)
 
     async def add(self, at: Address, connection: Connection, metadata: bytes) -> None:
-        """Add the agent of the rank at `at` to the transport. Call this right after `find_open` has returned None.
+        """Add the agent of the rank at `at` to the transport, under `connection`.
 
-        Raises a PeerError if the transport refuses `metadata`, or if the metadata is that of another agent. If
+        `metadata` is the agent metadata that the rank has sent. Call this right after `find_open` has returned None.
+        Raises a PeerError if the transport refuses `metadata`, or if `metadata` describes an agent of another name. If
         cancelled, remove the agent again.
         """
         agent = connection.agent
@@ -140,13 +143,16 @@ class Agents:
             raise at.failure(ProtocolError, f"agent name: expected {agent!r}, got {peer_text(name)!r}")
 
     def remove_when_idle(self, connection: Connection) -> None:
-        """Begin to remove the connection's agent, which leaves the transport once no load holds the connection."""
+        """Start a task that removes the connection's agent from the transport once no load holds the connection."""
         if self._open.get(connection.agent) is connection:
             del self._open[connection.agent]
             self._remove_soon(connection, self._begin(connection.agent))
 
     async def wait_removed(self, agents: Collection[AgentName], timeout_s: float) -> bool:
-        """Wait until those of `agents` that are being removed are gone. Return False if `timeout_s` is too short."""
+        """Wait until each of `agents` that is being removed is gone.
+
+        Return False if that takes longer than `timeout_s`.
+        """
         changes = [self._changing[agent] for agent in agents if agent in self._changing]
         if not changes:
             return True
@@ -180,7 +186,7 @@ class Agents:
 
 
 def _refusal_error(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerError:
-    """Return the error to raise for a refusal by `peer`: its class depends on the reason."""
+    """Return the error to raise for `refusal`, the answer of `peer`. Its class depends on the fields of the refusal."""
     if refusal.compatibility is not None:
         differences = ours.compatibility.differences(refusal.compatibility) or [peer_text(refusal.reason)]
         if refusal.cache_shares:
@@ -205,9 +211,10 @@ def _incompatible_error(peer: Address, differences: list[str]) -> PeerIncompatib
 
 
 def check_metadata(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
-    """Check the metadata that `peer` has sent. Return its regions, one entry for each set of layers, or raise.
+    """Check the metadata that `peer` has sent, and return the decoded regions, one `Regions` for each set of layers.
 
-    Raises PeerRefused, PeerIncompatible or ProtocolError.
+    A set of layers has one shape of blocks. Raises PeerRefused if another engine answered, PeerIncompatible if this
+    rank cannot read the peer's blocks, or ProtocolError if the metadata is malformed.
     """
     if metadata.engine_id != peer.engine_id:
         who = f"expected engine {peer.engine_id!r}, found {peer_text(metadata.engine_id)!r}"
@@ -232,9 +239,9 @@ def check_metadata(peer: Address, metadata: messages.Metadata, ours: LocalRank) 
 def incompatibilities(
     rank: Rank, metadata: messages.Metadata, regions: Sequence[Regions], ours: LocalRank
 ) -> list[str]:
-    """Return the reasons why blocks of the peer `rank` cannot be read into this rank's cache: one text for each.
+    """Return one text for each reason why this rank cannot read blocks of the peer `rank` into its cache.
 
-    Empty if they can be read. `regions` are the decoded regions of `metadata`.
+    The list is empty if it can. `metadata` is the peer's, `regions` are the decoded regions of `metadata`.
     """
     first = metadata.cache_shares[0]
     found = topology.differences(ours.cache_shares, metadata.cache_shares)
@@ -259,9 +266,9 @@ def _difference(name: str, ours: object, theirs: object) -> list[str]:
 
 
 def _opaque_block_text(regions: Regions, kv_format: str) -> str:
-    """Return a text that both sides must have in common if their blocks are opaque, or can be split into heads only.
+    """Return a text that describes the shape of opaque blocks, or of blocks that can be split by head only.
 
-    The text describes the shape of a block. Two ranks can exchange these blocks only if their texts are equal.
+    Two ranks can exchange these blocks only if both compute the same text.
     """
     tokens, heads, run, *strides = regions.block
     parts = " and ".join(regions.parts)
@@ -272,5 +279,5 @@ def _opaque_block_text(regions: Regions, kv_format: str) -> str:
 
 
 def _head_bytes(regions: Regions) -> int:
-    """Return the size in bytes of one head of one token, K and V together."""
+    """Return the size in bytes of one head of one token, with all its parts (K and V, for example)."""
     return regions.block.run * len(regions.parts)

@@ -1,4 +1,4 @@
-"""One rank of a remote engine, as a reader knows it: its connection, its failures and its handshake."""
+"""One remote rank as a reader sees it: its connection, its failures and the handshake under way."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DIGESTS_AT_ONCE_MAX = 4  # half of what a producer accepts from one reader by d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRank:
-    """The description of this rank that it sends to peers and compares with their descriptions.
+    """Description of this rank, which it sends to peers and compares with their descriptions.
 
     Made when a cache is registered. `cache_shares` and `regions` have one entry for each set of layers of the same
     shape. `reader` is this rank's agent name, `caller` its own side channel address.
@@ -59,7 +59,7 @@ class LocalRank:
 class Connection:
     """The connection to a peer after its handshake: facts from the peer's metadata that reads and reports need.
 
-    All loads from the peer share one object.
+    All loads from the peer share one `Connection` object.
     """
 
     def __init__(
@@ -83,9 +83,10 @@ class Connection:
         self.whole = tuple(group.whole for group in self.groups)
         """For each group: True if its blocks hold a prompt from the first token on (no window, no state)."""
         self.block_maps = block_maps = tuple(_block_maps(metadata, local, regions))
-        """Block maps for reads from the peer: one for each pair of a local and a remote set that share layers.
+        """One block map for each pair of a local and a remote set of layers that have layers in common.
 
-        Empty if loads read nothing from this peer and only report to it.
+        A block map says which bytes of a remote block go where in a local block. Empty if loads read nothing from this
+        peer and only report to it.
         """
         self.report_share = topology.report_share(local.cache_shares, metadata.cache_shares)
         self.staged = metadata.staged
@@ -102,15 +103,18 @@ class Connection:
         self.users = 0
         """Number of loads that hold the connection; until it is 0 the peer's agent stays in the transport."""
         self.unused: asyncio.Event | None = None
-        """Event that is set when `users` becomes 0; None until a task waits for that."""
+        """Event that is set when `users` becomes 0; None until a task first waits for that."""
         self.complete_with: Sequence[Connection] = ()
-        """Connections, beginning with this one, that were last found to have all layers of this rank together."""
-        self.reads_directly: bool | None = None
-        """True if every read from the peer lands in the cache, without buffers; None until this is computed."""
-        self.region_map: RegionMap | None = None
-        """The region map by which the fast planner `match_few` plans small loads from the peer; None if it cannot.
+        """Connections of the last load whose ranks together had all layers of this rank. This connection is the first.
 
-        Set at the same time as `reads_directly`.
+        A load over the same connections skips that check.
+        """
+        self.reads_directly: bool | None = None
+        """True if every read from the peer writes straight to the cache, without buffers; None until computed."""
+        self.region_map: RegionMap | None = None
+        """Mapping of remote to local regions, with which `match_few` plans small loads fast.
+
+        None if `match_few` cannot plan loads from this peer. Set at the same time as `reads_directly`.
         """
 
     def __repr__(self) -> str:
@@ -126,23 +130,26 @@ class Connection:
 
 @dataclass(slots=True, eq=False)
 class Handshake:
-    """A handshake under way. Every load that needs the peer meanwhile waits for `future`."""
+    """A handshake under way. Every load that needs the peer waits for `future`, the connection."""
 
     future: asyncio.Future[Connection]
     started_s: float
     task: asyncio.Task[None] | None = None
     contact: Contact | None = None
-    """The turn that the handshake has as a first contact; None while it waits for a turn, or if it needs none."""
+    """The turn that this handshake was granted as a first contact.
+
+    None while it waits for a turn, or if it needs none.
+    """
     waiters: int = 0
 
     def add_waiters(self, count: int) -> None:
-        """Change the number of loads that wait for the handshake by `count`, which may be negative."""
+        """Add `count`, which may be negative, to the number of loads that wait for the handshake."""
         self.waiters += count
         if self.contact is not None:
             self.contact.wanted = self.waiters > 0
 
     def start_turn(self, contact: Contact) -> None:
-        """Store the turn, `contact`, that the handshake has got as a first contact."""
+        """Set `contact`, the turn that this handshake was granted as a first contact."""
         self.contact = contact
         self.add_waiters(0)
 
@@ -162,22 +169,28 @@ class Peer:
         self.circuit = NEVER_FAILED
         self.last_error = ""
         self.last_error_type: type[PeerError] = PeerUnreachable
-        """Class of the last failure that began a back-off; loads that fail during the back-off raise it again."""
+        """Error class of the last failure that began a back-off.
+
+        Loads that fail during the back-off raise the same class.
+        """
         self.has_delivered = False
         """True once a load has read fresh bytes from the peer."""
         self.last_used_s = now_s
         self.leases_kept = 0
-        """Number of the peer's leases that this rank renews. While it is above 0 the peer is not evicted as unused."""
-        self.tried_incarnations: set[str] = set()
-        """Incarnations in tickets that have led to a handshake since the last one that succeeded, and the current one.
+        """Number of the peer's leases that this rank renews now.
 
-        For a new incarnation the peer is asked even during a back-off, but only once.
+        While it is above 0 the peer is not evicted as unused.
+        """
+        self.tried_incarnations: set[str] = set()
+        """Incarnations already asked for: the last connection's, and those for which a handshake was tried since then.
+
+        For a ticket of an incarnation outside this set the peer is asked even during a back-off, once.
         """
         self.past_incarnations: deque[str] = deque(maxlen=INCARNATIONS_MAX)
         self.questions = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
-        """Limits the number of concurrent questions to the peer, and so the sockets that a silent peer occupies."""
+        """Semaphore that limits concurrent questions to the peer, and so the sockets that a silent peer occupies."""
         self.digest_questions = asyncio.Semaphore(_DIGESTS_AT_ONCE_MAX)
-        """Limits the number of concurrent questions for digests of blocks, which take the peer long to compute."""
+        """Semaphore that limits concurrent questions for digests of blocks, since a digest costs the peer much time."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.engine_id} at {self.address}: {self.state}>"
@@ -193,14 +206,14 @@ class Peer:
         logger.info("peer %s at %s: %s -> %s%s", self.engine_id, self.address, before, self.state, why and f" ({why})")
 
     def note_error(self, why: str) -> None:
-        """Remember the text `why` as the peer's last error, without the peer's name at its beginning."""
+        """Store `why` as the text of the peer's last error, without the leading name of the peer."""
         self.last_error = why.removeprefix(f"{self.at}: ")[:_ERROR_CHARS_MAX]
 
     def usable_connection(self, incarnation: str | None) -> Connection | None:
-        """Return the connection for a ticket of `incarnation`, or None if a handshake is needed.
+        """Return the connection to use for a ticket of `incarnation`, or None if a handshake is needed first.
 
-        A handshake is needed if there is no connection, or if `incarnation` is new. A past incarnation needs none: a
-        load with its ticket fails in any case.
+        A handshake is needed if there is no connection, or if `incarnation` is neither the connection's nor a past one.
+        For a past incarnation return the connection as it is: a load with that ticket fails in any case.
         """
         if self.connection is None or incarnation is None or incarnation in self.past_incarnations:
             return self.connection
@@ -209,7 +222,10 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """One connected producer rank in one load: the rank's lease, and the proof that bytes read from it are fresh."""
+    """One producer rank that one load reads from or reports to: its connection, its lease, and the proof for its bytes.
+
+    The proof decides whether bytes that were read are fresh, that is, still those of the leased prompt.
+    """
 
     peer: Peer
     connection: Connection
@@ -218,16 +234,22 @@ class Source:
     """Address of the lease's seal in the producer's memory."""
     proof: Proof
     tables: Sequence[BlockIds] = ()
-    """Block ids of the producer that the lease offers, for each group; empty if no block is read."""
+    """Block ids on the producer that the lease offers, one table for each group; empty if no block is read."""
     chunks: dict[BlockMap, list[Chunks]] = field(default_factory=dict)
-    """Chunks to read for each block map; their remote block ids are the producer's."""
+    """Chunks to read, by block map. A chunk is the tokens of one block on the side with the smaller blocks.
+
+    Remote block ids in chunks are the producer's.
+    """
     seal_slot: int = -1
-    """Index of the local seal slot that the lease's seal is read into; -1 if none is taken yet."""
+    """Index of the local seal slot into which the lease's seal is read; -1 until a slot is taken."""
 
 
 @contextmanager
 def hold_connections(sources: Sequence[Source]) -> Iterator[None]:
-    """Return a context manager that holds the connections of `sources`, so that their agents stay in the transport."""
+    """Count this load as a user of the connections of `sources` during the `with` body.
+
+    Until the body ends, the agents of these connections stay in the transport.
+    """
     for source in sources:
         source.connection.users += 1
     try:
@@ -243,9 +265,9 @@ ReadTicket: TypeAlias = Callable[[Ticket | Mapping[str, Any]], Ticket]
 
 
 class Resolver(Protocol):
-    """Resolves tickets: connects the ranks that a ticket names and finds their leases.
+    """Interface that resolves tickets: it connects the ranks that a ticket names and finds their leases.
 
-    For kvflow tickets this is `ticket_resolver.TicketResolver`, where the methods are described.
+    `ticket_resolver.TicketResolver` implements it for kvflow tickets, and describes the methods.
     """
 
     @property
@@ -257,31 +279,37 @@ class Resolver(Protocol):
 
 
 class LeaseNotifier(Protocol):
-    """Notifies producers that their leases are still needed, or have been read. No method waits.
+    """Interface that sends producers notifications: a lease is still needed, or was read. No method waits.
 
-    The handshake chooses the implementation: for kvflow ranks or for stock peers.
+    Each connection has one implementation: for kvflow ranks, or for stock peers (vLLM's own NixlConnector).
     """
 
     heartbeat_s: float | None
-    """Seconds between two `notify_needed` notifications of a lease; None: a share of the lease's own `ttl_s`."""
+    """Seconds between two `notify_needed` calls for a lease. None: a fixed share of the lease's own `ttl_s`."""
 
     def notify_needed(self, sources: Sequence[Source]) -> int:
-        """Notify a producer rank that this rank still needs the leases of `sources`, which are all leases of that rank.
+        """Notify a producer rank that this rank still needs the leases of `sources`. All are leases of that rank.
 
         Return the number of leases.
         """
 
     def notify_read(self, source: Source) -> None:
-        """Notify the producer rank of `source` that this rank does not need the blocks of its lease any longer."""
+        """Notify the producer rank of `source` that this rank no longer needs the blocks of that lease."""
 
 
 def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> dict[str, int]:
-    """Return the number of blocks of each group, by group name. `tables` has the block ids of each group, in order."""
+    """Return the number of block ids in each table of `tables`, by group name.
+
+    `tables` has one table for each of `groups`.
+    """
     return {group.name: len(ids) for group, ids in zip(groups, tables, strict=True)}
 
 
 def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
-    """Yield the block maps for reads from a rank: one for each pair of a local and a remote set that share layers."""
+    """Yield one block map for each pair of a local and a remote set of layers that have layers and heads in common.
+
+    `metadata` and `regions` describe the remote rank, `ours` this rank.
+    """
     for at, where, mine, theirs in topology.common_shares(ours.cache_shares, metadata.cache_shares):
         source = topology.source_at(mine, theirs)
         if source is not None and source.heads:
@@ -301,17 +329,17 @@ def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[
 
 
 def ticket_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:
-    """Return `groups` as a ticket lists them: an empty tuple if the only group has full attention, else all."""
+    """Return `groups` in the form that tickets use: empty if there is only one group of full attention, else all."""
     return () if len(groups) == 1 and groups[0].whole else groups
 
 
 def peer_text(text: str, chars_max: int = PEER_TEXT_CHARS_MAX) -> str:
-    """Return a peer's text made fit for this rank's errors and logs: printable, and cut to `chars_max` characters."""
+    """Return `text`, which a peer has sent, made printable and cut to `chars_max` characters for errors and logs."""
     return printable(text, chars_max)
 
 
 def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> None:
-    """Raise PeerIncompatible if the parallelism or the groups of the connected rank differ from the ticket's."""
+    """Raise PeerIncompatible if `connection` has another parallelism or other groups than the ticket says."""
     if ticket.groups != connection.ticket_groups:
         told, has = ([f"{one.name} ({one.kind})" for one in groups] for groups in (ticket.groups, connection.groups))
         raise peer.at.failure(
@@ -325,13 +353,15 @@ def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> Non
 
 
 def peer_to_evict(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:
-    """Return the peer to evict so that a new peer has room, or None if all must stay.
+    """Return the peer to evict to make room for a new peer, or None if none may be evicted.
 
-    First choice is the oldest peer that was never connected and has no handshake under way. Second choice is a peer
-    that was never connected and has a handshake for which no load waits, or which began before `asked_before_s`.
-    Otherwise return the least recently used peer that is not busy, disconnected peers first. A connected peer is
-    evicted only if it was last used before `used_before_s`: a load that was just given its connection may not hold it
-    yet.
+    Choose the first that exists:
+    1. the oldest peer that was never connected and has no handshake under way;
+    2. a peer that was never connected and has a handshake for which no load waits, or which began before
+       `asked_before_s`;
+    3. the least recently used disconnected peer;
+    4. the least recently used connected peer that is not busy and was last used by `used_before_s`. A load that was
+       just given a connection may not hold it yet, so more recent peers stay.
     """
     never_met = [peer for peer in peers if not peer.was_connected]
     asked = ((one, one.handshake) for one in never_met if one.handshake)

@@ -1,4 +1,4 @@
-"""Peers: one object per remote rank, one handshake at a time for each, connections shared by all loads.
+"""Peers: one object per remote rank, at most one handshake at a time for each, connections shared by all loads.
 
 A handshake has a task of its own, so a load that gives up does not end the handshake for other loads. After a failure a
 peer is in back-off (`core.policy.circuit`): loads that need the peer fail at once, without a packet. If a ticket names
@@ -70,15 +70,18 @@ class PeerStatistics:
     failures: int
     """Number of failures since the last success."""
     retry_after_s: float
-    """Seconds for which loads that need the peer still fail at once; 0 if the next load may ask the peer."""
+    """Seconds of back-off left, during which loads that need the peer fail at once; 0 if a load may ask the peer."""
     last_error: str
-    """Text of the last failure since the peer was last connected; "" if nothing has failed."""
+    """Text of the last failure; "" if nothing has failed since the last successful handshake."""
     was_connected: bool
-    """True once a handshake has succeeded. Until then the peer may not exist, since a ticket can name any address."""
+    """True once a handshake has succeeded. A peer without one may not exist, since a ticket can name any address."""
 
 
 class HandshakeClient(Protocol):
-    """Shakes hands with peers and asks them questions. For kvflow peers this is `handshake.Handshakes`."""
+    """Interface that shakes hands with peers and asks them questions.
+
+    `handshake.Handshakes` implements it for kvflow peers.
+    """
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection: ...
 
@@ -101,7 +104,7 @@ class Peers:
         self.by_address: dict[tuple[str, Rank, str], Peer] = {}
         """All peers by `Address`. Other modules may read this dict but not change it."""
         self._logged_incompatible: BoundedMap[tuple[str, str], None] = BoundedMap(_LOGGED_INCOMPATIBLE_MAX)
-        """Pairs of address and error text for which `note_incompatible` has logged its warning."""
+        """Bounded set of (address, error text) for which `note_incompatible` has logged its warning."""
         self._sweep_alarm = Alarm(cache.clock, self._evict_idle)
         self._closed = False
 
@@ -123,9 +126,10 @@ class Peers:
         )
 
     def get(self, at: Address) -> Peer:
-        """Return the `Peer` object for `at`; the first call makes it.
+        """Return the `Peer` object for `at`, and create it on the first call.
 
-        If this rank knows `Limits.peers_max` peers, evict one. Raises Overloaded if all of these are in use.
+        If creating it would exceed `Limits.peers_max`, first evict another peer. Raises Overloaded if no peer may be
+        evicted.
         """
         peer = self.by_address.get(at)
         if peer is None:
@@ -138,10 +142,11 @@ class Peers:
     async def connect(self, peer: Peer, incarnation: str | None, request_id: str | None = None) -> Connection:
         """Return the connection to `peer`, after a handshake if there is none. Concurrent calls share one handshake.
 
-        `incarnation` comes from a ticket. If it is new, shake hands again first, since the peer may have restarted;
-        None accepts any incarnation. `request_id` lets a draining peer see that the reader has an open lease. Raises a
-        PeerError, or Overloaded. If cancelled, stop waiting. The handshake goes on, unless the peer was never connected
-        and another new peer waits to be asked.
+        `incarnation` is the one that a ticket names, or None for any. If this rank does not know that incarnation,
+        shake hands even if there is a connection, since the peer may have restarted. `request_id` goes to the peer: a
+        draining peer accepts only requests with an open lease. Raises a PeerError, or Overloaded. If cancelled, stop
+        waiting. The handshake goes on, except if the peer was never connected, no load waits for this handshake, and it
+        has no turn yet or another new peer needs the turn.
         """
         while True:
             if peer.state is PeerState.CLOSED:  # evicted while its rank took long to answer
@@ -167,7 +172,7 @@ class Peers:
                 self._note_waiters(peer, handshake)
 
     async def ask_once(self, peer: Peer, question: messages.ReaderRequest) -> messages.LeaseAnswer:
-        """Ask `peer` about a lease and return the answer. The `question` must not ask the peer to wait.
+        """Ask `peer` about a lease and return the answer. The `question` must not ask the peer to hold back the answer.
 
         If the peer does not answer, drop its connection. Raises a PeerError, or Overloaded.
         """
@@ -186,10 +191,10 @@ class Peers:
     async def ask_until_answered(
         self, peer: Peer, question: messages.LeaseRequest, give_up_s: float = math.inf
     ) -> messages.LeaseAnswer:
-        """Repeat a question about a lease until the state in the answer is not WAITING, and return that answer.
+        """Repeat `question`, about a lease, until the state in the answer is not WAITING, and return that answer.
 
         At loop time `give_up_s` return the last answer even if its state is WAITING. Raises a PeerError;
-        PeerUnreachable if the last question, or several in a row, had no answer. Cancelling stops the questions.
+        PeerUnreachable if the last question, or three in a row, got no answer. If cancelled, stop asking.
         """
         loop, pause_s, unreachable = asyncio.get_running_loop(), _FIRST_PAUSE_S, 0
         while True:
@@ -214,9 +219,10 @@ class Peers:
                 pause_s = _FIRST_PAUSE_S
 
     async def _ask(self, peer: Peer, question: messages.Request, *kinds: type[T], timeout_s: float | None = None) -> T:
-        """Ask `peer` a question and return the answer, which must be of one of `kinds`.
+        """Send `question` to `peer` and return the answer.
 
-        A peer that was never connected waits for a turn first. Raises a PeerError, or Overloaded.
+        Raise ProtocolError if the answer is of none of the types `kinds`. If the peer was never connected, wait for a
+        turn first. Raises any other PeerError, or Overloaded.
         """
         reply = await self._ask_in_turn(peer, partial(self.handshakes.ask, peer, question, timeout_s))
         if not isinstance(reply, kinds):
@@ -236,17 +242,17 @@ class Peers:
     async def ask_digests(
         self, peer: Peer, question: messages.DigestRequest
     ) -> messages.Digests | messages.LeaseAnswer:
-        """Ask a peer for digests of the blocks of a lease. If the lease has ended, the answer is its state instead.
+        """Ask a peer for digests of the blocks of a lease, and return them.
 
-        Raises a PeerError, or Overloaded.
+        If the lease has ended, return a LeaseAnswer. Raises a PeerError, or Overloaded.
         """
         async with peer.digest_questions:
             return await self._ask(peer, question, messages.Digests, messages.LeaseAnswer)
 
     def note_read_success(self, sources: Sequence[Source], *, fresh: bool) -> None:
-        """Reset the failure counts of the peers of `sources`, since reads from these peers succeeded.
+        """Record successful reads from `sources`: reset the failure counts of their peers.
 
-        `fresh`: a proof has shown that the bytes were fresh.
+        `fresh`: proofs have shown that the bytes were fresh.
         """
         now_s = self._clock.now_s()
         for source in sources:
@@ -254,20 +260,23 @@ class Peers:
             source.peer.has_delivered |= fresh
 
     def in_back_off(self, ticket: Ticket) -> bool:
-        """Return True if a rank that the ticket names is in back-off, so that a load would fail at once."""
+        """Return True if some rank that the ticket names is in back-off.
+
+        A load with this ticket would then fail at once.
+        """
         now_s = self._clock.now_s()
         places = (((ticket.dp_rank, one.pp_rank, one.tp_rank), one.address) for one in ticket.ranks)
         peers = (self.by_address.get((ticket.engine_id, Rank(*rank), address)) for rank, address in places)
         return any(peer.circuit.wait_s(now_s) > 0 for peer in peers if peer is not None)
 
     def has_delivered(self, engine_id: str) -> bool:
-        """Return whether any rank of an engine has ever delivered fresh bytes to a load."""
+        """Return True if some known rank of engine `engine_id` has delivered fresh bytes to a load."""
         return any(peer.engine_id == engine_id and peer.has_delivered for peer in self.by_address.values())
 
     def note_read_failure(self, connection: Connection, why: str) -> None:
-        """Drop `connection` after a failed read, so that new loads shake hands again. Count a failure of its peers.
+        """After a failed read, drop `connection` and count a failure of its peers. New loads then shake hands again.
 
-        Further calls for the same connection change nothing: its other reads fail, too.
+        Further calls for the same connection, whose other reads fail too, change nothing.
         """
         for peer in self._peers_with(connection):
             waits = self._count_failure(peer, after_failed_read) > 0
@@ -276,14 +285,18 @@ class Peers:
             self._disconnect(peer, "back_off" if waits else "break", why)
 
     def on_goodbye(self, goodbye: messages.Goodbye) -> None:
-        """Drop the connection to the rank that has sent `goodbye`, unless the connection is to another incarnation."""
+        """Drop the connection to the rank that sent `goodbye`, unless it is a connection to another incarnation."""
         for peer in self.by_address.values():
             connection = peer.connection
             if peer.at[:2] == goodbye.sender[:2] and connection and connection.incarnation == goodbye.incarnation:
                 self._disconnect(peer, "break", "the peer closes")
 
     async def forget(self, engine_id: str, address: str | None) -> bool:
-        """See `Runtime.forget_peer`."""
+        """Forget the peers of `engine_id` at `address`, or at any address if None, once their handshakes have ended.
+
+        Return True if their agents have left the transport, False if that takes longer than Config.handshake_timeout_s.
+        The implementation of `Runtime.forget_peer`.
+        """
 
         def chosen() -> list[Peer]:
             peers = self.by_address.values()
@@ -323,9 +336,10 @@ class Peers:
         return handshake
 
     def check_back_off(self, peer: Peer, incarnation: str | None) -> None:
-        """Raise an error of the class of the peer's last failure if the peer is in back-off.
+        """If the peer is in back-off, raise an error of the same class as the peer's last failure.
 
-        Do not raise if `incarnation`, from a ticket, is new: then the peer has restarted after that failure.
+        Do not raise if `incarnation`, which a ticket names, was not tried yet: the peer has restarted after that
+        failure.
         """
         wait_s = peer.circuit.wait_s(self._clock.now_s())
         tried = peer.tried_incarnations
@@ -338,9 +352,9 @@ class Peers:
     async def _ask_in_turn(
         self, peer: Peer, question: Callable[[], Awaitable[T]], on_turn: Callable[[Contact], None] = lambda _: None
     ) -> T:
-        """Await `question` and return its result.
+        """Await `question()` and return its result.
 
-        If `peer` was never connected, wait for its turn as a first contact first, and call `on_turn` with the turn.
+        If `peer` was never connected, first wait for its turn as a first contact, and call `on_turn` with that turn.
         """
         if peer.was_connected:
             return await question()
@@ -349,7 +363,9 @@ class Peers:
     async def _run_handshake(
         self, peer: Peer, incarnation: str | None, request_id: str | None, handshake: Handshake
     ) -> None:
-        """Shake hands and complete `handshake.future`. If this is cancelled, the task's done callback completes it.
+        """Shake hands with `peer` and set the result or error of `handshake.future`.
+
+        If this is cancelled, the task's done callback sets the error.
 
         Task `kvflow-handshake <address>`: begun by the first load that needs a peer. Ends with the answer,
         `handshake_timeout_s` after its turn at the latest, or when no load waits for it and another first
@@ -374,7 +390,7 @@ class Peers:
             handshake.future.set_result(connection)
 
     def _fail_handshake(self, peer: Peer, handshake: Handshake, error: KVFlowError) -> None:
-        """Complete the future of a failed handshake with `error`, and record the failure.
+        """Set `error` on the future of a failed handshake, and record the failure of `peer`.
 
         No effect if the future is done.
         """
@@ -387,9 +403,10 @@ class Peers:
         future.exception()  # retrieved here, since every waiter may have given up
 
     def _note_waiters(self, peer: Peer, handshake: Handshake) -> None:
-        """Called after a load has stopped waiting for a handshake. If none waits, the handshake may end.
+        """Called after a load has stopped waiting for `handshake`.
 
-        It ends at once if it has no turn as a first contact yet; otherwise when another first contact needs the turn.
+        If no load waits for it, let the handshake end early. A handshake that still waits for its turn as a first
+        contact is cancelled at once. Any other ends early only if another first contact needs the turn.
         """
         if handshake.waiters or handshake.future.done():
             return
@@ -399,16 +416,19 @@ class Peers:
             self._contacts.end_overdue()
 
     def _cancel_handshake(self, peer: Peer, handshake: Handshake, why: str) -> None:
-        """Cancel a handshake, for the reason `why`, without counting a failure of the peer."""
+        """Cancel `handshake` with the reason `why`, without counting a failure of the peer.
+
+        Its waiters get Overloaded.
+        """
         self._fail_handshake(peer, handshake, overloaded(peer.at, why))
         if handshake.task is not None:
             handshake.task.cancel()
 
     def _set_connection(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
-        """Make `connection` the current connection of `peer`.
+        """Make `connection` the current connection of `peer`, after a handshake.
 
-        `incarnation` comes from the ticket that led to the handshake. If it, or the last connection's incarnation, is
-        not the new connection's, count it as past.
+        `incarnation` is what the ticket named that led to the handshake. That incarnation, and the incarnation of the
+        last connection, count as past ones from here, unless they equal the incarnation of `connection`.
         """
         before, past = peer.connection, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
@@ -446,19 +466,22 @@ class Peers:
         self._logged_incompatible[known] = None
 
     def _count_failure(self, peer: Peer, after: Callable[..., Circuit]) -> float:
-        """Count a failure of `peer` by `after`, a function of `core.policy.circuit`. Return the back-off in seconds."""
+        """Count a failure of `peer` and return its back-off in seconds.
+
+        `after` is `after_failed_handshake` or `after_failed_read` of `core.policy.circuit`, and computes the back-off.
+        """
         now_s, chance = self._clock.now_s(), int(self._token_hex(4), 16) / (1 << 32)
         peer.circuit = after(peer.circuit, self._back_off, now_s=now_s, chance=chance)
         return peer.circuit.wait_s(now_s)
 
     def _peers_with(self, connection: Connection) -> list[Peer]:
-        """Return the peers with this connection: several if several addresses lead to one rank."""
+        """Return the peers that share `connection`. Several do if several addresses lead to one rank."""
         return [peer for peer in self.by_address.values() if peer.connection is connection]
 
     def _disconnect(self, peer: Peer, event: PeerEvent, why: str) -> None:
-        """Drop the connection of `peer`, if it has one, and change its state by `event`.
+        """Drop the connection of `peer`, if it has one, and fire `event` in the peer's state table.
 
-        While a handshake is under way the state stays, since the handshake's outcome will decide on it.
+        While a handshake is under way the state does not change, since the outcome of the handshake decides on it.
         """
         connection, peer.connection = peer.connection, None
         if peer.handshake is None:
@@ -471,12 +494,12 @@ class Peers:
             self._agents.remove_when_idle(connection)
 
     def _drop(self, peer: Peer, why: str) -> None:
-        """Close and forget a peer that has no handshake under way."""
+        """Close `peer`, which has no handshake under way, and remove it from `by_address`."""
         del self.by_address[peer.at]
         self._disconnect(peer, "close", why)
 
     def _make_room(self, new_peer: Address) -> None:
-        """If there are `Limits.peers_max` peers, evict one to make room for `new_peer`.
+        """If this rank knows `Limits.peers_max` peers, evict one to make room for `new_peer`.
 
         Raises Overloaded if none may be evicted.
         """
@@ -498,7 +521,7 @@ class Peers:
         self._sweep_alarm.set(self._clock.now_s() + self._config.limits.peer_idle_s / 4)
 
     def _evict_idle(self) -> None:
-        """Forget the peers that are not busy and were last used `Limits.peer_idle_s` ago. Called by the alarm."""
+        """Evict the peers that are not busy and have not been used for `Limits.peer_idle_s`. Called by the alarm."""
         now_s, idle_s = self._clock.now_s(), self._config.limits.peer_idle_s
         for peer in list(self.by_address.values()):
             if not peer.busy and peer.last_used_s <= now_s - idle_s:

@@ -1,12 +1,12 @@
 """From a ticket to the ranks that its load reads from or reports to: their connections and their leases.
 
 A ticket names one or more ranks of an engine. The parallelism of both engines decides which ranks the load needs
-(`core.plan.ranks`). If the ticket does not name a rank's lease, the rank is asked for it. The rank answers a
-`LeaseRequest` as soon as it knows something that the reader does not, or after some seconds.
+(`core.plan.ranks`). If the ticket does not have the lease of a needed rank, this rank asks that rank for its lease. The
+rank answers a `LeaseRequest` as soon as it knows something that the reader does not, or after some seconds.
 
 Tickets are not signed, so trust grows in steps. An impossible ticket is refused before any rank is asked. Then one rank
 is asked for its engine's parallelism. Only if the answer agrees with the ticket, the other ranks are asked, a few at a
-time. The first failure ends that.
+time. After the first failure no further rank is asked.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ _PLANS_MAX = 256
 def _compare_layers(
     ours: tuple[int, ...], stages: tuple[tuple[int, ...], ...], *, whole: bool
 ) -> tuple[str, Collection[int], Collection[int]]:
-    """Compare `ours`, the layers of this rank, with the layers of a producer's pipeline stages.
+    """Compare `ours`, the layers of this rank, with `stages`, the layers of each pipeline stage of a producer.
 
-    Return three values: a text that names missing layers, or ""; the draft model's layers that only this rank has; the
-    draft model's layers that only the producer has. The last is empty unless `whole`: this rank has all layers of its
-    engine.
+    Return three values: a text that names missing layers, or ""; layers of a draft model that only this rank has;
+    layers of a draft model that only the producer has. The last is known only with `whole`, which says that this rank
+    has all layers of its engine; otherwise it is empty.
     """
     left_out = topology.layers_left_out(ours, [layer for layers in stages for layer in layers])
     of_ours = left_out & {*ours}
@@ -78,35 +78,45 @@ OnSource = Callable[[Source], None]
 
 
 _ConnectedRank: TypeAlias = tuple[Peer, Connection, Source | None]
-"""A connected producer rank, and the load's source at that rank if its lease is needed and known."""
+"""A connected producer rank: its peer, its connection, and its source.
+
+The source is None if the load does not need the rank's lease, or the lease is not known yet.
+"""
 
 
 class TicketResolver:
-    """The `Resolver` of kvflow tickets: it connects a ticket's ranks and finds their leases."""
+    """The `Resolver` of kvflow tickets: it connects the ranks of a ticket and finds their leases."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         config, local, peers = cache.config, cache.local, cache.peers
         self._config = config
         self._clock = cache.clock
         self.read_ticket: ReadTicket = partial(read_ticket, block_ids_max=config.limits.block_ids_max)
-        """Function that decodes and checks a ticket from a caller. Raises RequestError, which says what is wrong."""
+        """Function that decodes and checks a ticket given by a caller.
+
+        Raises RequestError, which says what is wrong.
+        """
         self._local = local
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
         self.list_offset = zlib.crc32(local.reader.encode())
-        """A number that differs between ranks and incarnations. By it each rank starts a list of peers elsewhere."""
+        """Number that differs between ranks and incarnations.
+
+        It shifts the position at which a rank starts a list of engines. So ranks that start together do not all contact
+        the same engine first.
+        """
         self._plans: BoundedMap[tuple[Parallelism, int], RankPlan] = BoundedMap(_PLANS_MAX)
         self._warned_of_drafts: BoundedMap[tuple[str, str], None] = BoundedMap(_PLANS_MAX)
-        """Pairs of engine id and address for which `_warn_of_drafts` has logged its warning."""
+        """Bounded set of (engine id, address) for which `_warn_of_drafts` has logged its warning."""
 
     async def resolve(self, ticket: Ticket, on_source: OnSource) -> list[Source]:
-        """Connect the ranks of a checked ticket. Return a source for each rank that its load reads from or reports to.
+        """Connect the ranks that a load with a checked ticket needs.
 
-        The ranks together have all layers of this rank. `on_source` is called with each source as soon as it is known.
-        Raises a PeerError; LeaseExpired if a rank restarted or its lease has ended; PrefillFailed if a rank answers
-        that the prompt will not be computed; Overloaded if there is no room for another peer; RequestError if the
-        ticket is impossible, or the address of a rank cannot be derived. If cancelled, stop waiting; handshakes under
-        way go on.
+        Return a source for each rank to read from or report to. The connected ranks together have all layers of this
+        rank. `on_source` is called with each source as soon as it is known. Raises a PeerError; LeaseExpired if a rank
+        restarted or its lease has ended; PrefillFailed if a rank answers that the prompt will not be computed;
+        Overloaded if there is no room for another peer; RequestError if the ticket is impossible, or the address of a
+        rank cannot be derived. If cancelled, stop waiting; handshakes under way go on.
         """
 
         async def visit(at: Address) -> _ConnectedRank:
@@ -136,11 +146,11 @@ class TicketResolver:
         return [source for *_, source in reached if source is not None]
 
     def resolve_nowait(self, ticket: Ticket, on_source: OnSource) -> list[Source] | None:
-        """Return the same as `resolve`, without waiting. Return None if that is not possible.
+        """Return what `resolve` would return, without waiting, or None if that is not possible.
 
-        It is possible if the ticket names the lease of every rank and all ranks are connected. If not, or if anything
-        in the ticket is wrong, return None without a call of `on_source`. Raises PeerIncompatible if the ranks do not
-        have all layers of this rank.
+        It is possible if the ticket has the lease of every needed rank and all these ranks are connected. If not, or if
+        anything in the ticket is wrong, return None and do not call `on_source`. Raises PeerIncompatible if the ranks
+        do not have all layers of this rank.
         """
         parallelism, engine_id, known = ticket.parallelism, ticket.engine_id, self._peers.by_address
         plan = self._plans.get((parallelism, ticket.dp_rank))
@@ -174,7 +184,10 @@ class TicketResolver:
         return sources
 
     def _check_layers(self, ticket: Ticket, reached: Sequence[tuple[Peer, Connection]]) -> None:
-        """Raise PeerIncompatible unless the ranks in `reached` together have all layers of this rank."""
+        """Raise PeerIncompatible unless the ranks in `reached` together have all layers that this rank has.
+
+        If only layers of a draft model differ, log a warning instead.
+        """
         stages: dict[int, Mapping[str, tuple[int, ...]]] = {}
         for peer, connection in reached:
             stages[peer.rank.pp] = connection.layers
@@ -189,9 +202,9 @@ class TicketResolver:
                 self._warn_of_drafts(ticket, of_ours, of_theirs)
 
     def _warn_of_drafts(self, ticket: Ticket, ours: Collection[int], theirs: Collection[int]) -> None:
-        """Log, once for each engine and address, that only one side has some layers of a draft model.
+        """Log, once for each engine and address, that some layers of a draft model are on one side only.
 
-        `ours` are layers that only this rank has, `theirs` layers that only the producer has.
+        `ours` are the layers that only this rank has, `theirs` the layers that only the producer has.
         """
         known = (ticket.engine_id, ticket.address)
         if known in self._warned_of_drafts:
@@ -204,11 +217,11 @@ class TicketResolver:
         )
 
     async def ask_about_lease(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
-        """Ask a producer rank for the lease of the ticket's request, and return the answer. Raises a PeerError.
+        """Ask the producer rank `peer` for the lease of the ticket's request, and return the answer.
 
-        The rank answers the first question at once; few of these questions run at a time. If the lease is not open yet,
-        ask again: the rank holds these questions until the lease is open. After `limits.lease_wait_s` in all return the
-        last answer.
+        Raises a PeerError. The first question is answered at once. If that answer says that the lease is not open yet,
+        ask again: the rank holds back these answers until the lease is open. `limits.lease_wait_s` after the call
+        return the last answer. The number of concurrent first questions is limited.
         """
         self._peers.check_back_off(peer, None)
         give_up_s = asyncio.get_running_loop().time() + self._config.limits.lease_wait_s
@@ -227,9 +240,10 @@ class TicketResolver:
         )
 
     async def find_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
-        """Ask a producer rank for the lease of the ticket's request, and return the lease.
+        """Ask the producer rank `peer` for the lease of the ticket's request, and return the lease once it is open.
 
-        Raises a PeerError, LeaseExpired or PrefillFailed.
+        Raises a PeerError, LeaseExpired if the lease has ended or is not open after `limits.lease_wait_s`, or
+        PrefillFailed.
         """
         answer = await self.ask_about_lease(ticket, peer)
         who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
@@ -251,11 +265,11 @@ class TicketResolver:
     async def visit_ranks(
         self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, ResultT]]
     ) -> list[ResultT]:
-        """Await `visit` with the address of each rank that a load of a checked ticket may need.
+        """Await `visit` for the address of each rank that a load with a checked ticket may need. Return the results.
 
-        Return the results in the order of `addresses_of`. A rank that the ticket names goes first, then the other
-        ranks, a few at a time. If a visit raises, cancel the visits under way and begin no other. Raises what
-        `addresses_of` or `visit` raises. Cancelling cancels the visits under way.
+        Results are in the order of `addresses_of`. A rank that the ticket names is visited first and alone, then the
+        others, a few at a time. If a visit raises, cancel the visits under way, begin no other, and raise its error. If
+        cancelled, cancel the visits under way. Raises RequestError if the ranks cannot be computed.
         """
         ranks = self.addresses_of(ticket)
         if not ranks:
@@ -267,18 +281,18 @@ class TicketResolver:
         return [results[at] for at in ranks]
 
     def addresses_of(self, ticket: Ticket) -> list[Address]:
-        """Compute the addresses of the ranks that a load with a checked ticket may need, without asking any rank.
+        """Compute, without asking any rank, the addresses of the ranks that a load with a checked ticket may need.
 
-        So some ranks may turn out to share no layer with this rank. Empty if the ticket's engine is not compatible.
-        Raises RequestError if the ticket is impossible or an address cannot be derived.
+        Some ranks may turn out, once connected, to share no layer with this rank. Return an empty list if the ticket's
+        engine is not compatible. Raises RequestError if the ticket is impossible or an address cannot be derived.
         """
         ranks = self.ranks_of(ticket.parallelism, ticket.dp_rank, f"ticket of request {ticket.request_id!r}")
         return [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
 
     def ranks_of(self, parallelism: Parallelism, dp_rank: int, what: str) -> Sequence[Rank]:
-        """Return the ranks to connect in DP group `dp_rank` of a producer engine with this parallelism.
+        """Return the ranks that this rank must connect, in DP group `dp_rank` of a producer engine with `parallelism`.
 
-        Raises RequestError, which begins with `what`, if no engine can have this parallelism.
+        Raises RequestError if no engine can have this parallelism. The error message begins with `what`.
         """
         plan = self._plan(parallelism, dp_rank)
         if plan.impossible:
@@ -286,10 +300,11 @@ class TicketResolver:
         return plan.ranks
 
     async def ranks_at(self, engine: PeerAddress, *, every_rank: bool = False) -> list[Address]:
-        """Connect the rank `engine` and return the addresses of all ranks of its engine that loads to this rank need.
+        """Connect the one rank that `engine` addresses.
 
-        `every_rank`: return also the ranks that only other ranks of the local engine need. Raises what `Peers.connect`
-        raises, or RequestError if the addresses cannot be derived.
+        Return the addresses of all ranks of its engine that this rank needs. With `every_rank` return all ranks of its
+        DP group, needed by this rank or not. Raises a PeerError, Overloaded, or RequestError if the addresses cannot be
+        derived.
         """
         host, port = split_address(engine.address, what="address")
         here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
@@ -309,10 +324,10 @@ class TicketResolver:
         return wanted
 
     def source_from_ticket(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source:
-        """Return the source for a lease that the ticket names.
+        """Return the source for `lease`, which the ticket has.
 
         Raises LeaseExpired if the lease is of another incarnation than the connection, RequestError if its seal index
-        is impossible.
+        is outside the peer's seals.
         """
         self._check_incarnation(ticket, peer, connection, lease.incarnation)
         if not 0 <= lease.seal_index < connection.seal_count:
@@ -323,11 +338,11 @@ class TicketResolver:
     def source_from_answer(
         self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease, tables: Sequence[Sequence[int]]
     ) -> Source:
-        """Return the source for a lease that `peer` has sent in an answer, after checking the lease.
+        """Return the source for `lease`, which `peer` has sent in an answer, after checking the lease.
 
-        `tables` has the block ids of each group, or is empty. Raises LeaseExpired if the lease is of another
-        incarnation than the connection, and ProtocolError if the lease is impossible: here the peer is at fault, not
-        the caller.
+        `tables` has the leased block ids of each group, or is empty. Raises LeaseExpired if the lease is of another
+        incarnation than the connection, and ProtocolError if the lease is impossible, since then the peer is at fault
+        and not the caller.
         """
         counts = connection.num_blocks
         if tables and len(tables) != len(counts):
@@ -341,10 +356,10 @@ class TicketResolver:
             raise wrong_lease_error(peer.at, error) from error
 
     async def check_compatible(self, ticket: Ticket) -> None:
-        """Raise PeerIncompatible if ranks of the ticket's parallelism cannot fill this rank's cache.
+        """Raise PeerIncompatible if an engine with the ticket's parallelism cannot fill this rank's cache.
 
-        Before that, connect the first rank that the ticket names: if its handshake fails, that error lists all
-        differences between the engines.
+        In that case first connect the first rank that the ticket names. If its handshake fails, raise that error
+        instead, which lists all differences between the engines.
         """
         plan = self._plan(ticket.parallelism, ticket.dp_rank)
         if plan.problems and not plan.impossible:  # `addresses_of` refuses what is impossible
@@ -353,7 +368,10 @@ class TicketResolver:
             raise self._incompatible_error(ticket, plan.problems)
 
     def _plan(self, parallelism: Parallelism, dp_rank: int) -> RankPlan:
-        """Return the plan of which ranks to connect at a producer engine of this parallelism. Plans are cached."""
+        """Return which ranks to connect in DP group `dp_rank` of a producer engine with `parallelism`.
+
+        Plans are cached.
+        """
         found = self._plans.get((parallelism, dp_rank))
         if found is None:
             found = plan_ranks(self._local.cache_shares, parallelism, dp_rank, self._config.limits.load_ranks_max)
@@ -361,7 +379,10 @@ class TicketResolver:
         return found
 
     async def connect_rank(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
-        """Return the peer at `at` and its connection, after a handshake if there is none. Raises as `Peers.connect`."""
+        """Return the peer at `at` and its connection, after a handshake if there is none.
+
+        Raises a PeerError, or Overloaded.
+        """
         named, peer = ticket.find(at.rank), self._peers.get(at)
         return peer, await self._peers.connect(peer, named.incarnation if named else None, ticket.request_id)
 
@@ -383,7 +404,7 @@ class TicketResolver:
 
 
 def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
-    """Return the source for a lease, with a `SealProof` that decides by the seal whether its bytes are fresh."""
+    """Return the source for `lease`, with a `SealProof`, which decides by the lease's seal whether bytes are fresh."""
     proof = SealProof(
         grows=connection.staged or lease.pending,
         quick_read_max_s=connection.quick_read_max_s if lease.held else 0.0,
@@ -393,7 +414,7 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
 
 
 def lease_from_answer(at: Address, lease: RankLease) -> RankLease:
-    """Return a copy of the `lease` in a peer's answer, with the peer's rank and address filled in from `at`.
+    """Return a copy of `lease`, which the rank at `at` sent in an answer, with that rank and its address filled in.
 
     Raises ProtocolError if the lease is malformed.
     """
@@ -408,7 +429,10 @@ def lease_from_answer(at: Address, lease: RankLease) -> RankLease:
 
 
 def wrong_lease_error(at: Address, error: RequestError) -> PeerError:
-    """Return the ProtocolError for the rank at `at`, which sent an impossible lease. `error` says what is wrong."""
+    """Return the ProtocolError to raise because the rank at `at` sent an impossible lease.
+
+    `error` says what is wrong.
+    """
     return at.failure(ProtocolError, f"the lease in its answer is impossible: {error}")
 
 
@@ -418,5 +442,5 @@ def expired_error(ticket: Ticket, peer: Peer, why: str) -> LeaseExpired:
 
 
 def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
-    """Return the rank to connect first: the first of `ranks` that the ticket names; if it names none, the first."""
+    """Return the rank to connect first: the first of `ranks` that the ticket names, or `ranks[0]` if it names none."""
     return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])
