@@ -1,4 +1,4 @@
-"""Addresses and names of ranks, as tickets, transport agents and errors have them."""
+"""Addresses of ranks, and names of their transport agents, as tickets and error messages contain them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvflow.hosts import address_at, is_host, split_address
 _AGENT_NAME = re.compile(r"/([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})#(.+)")
 
 UNKNOWN_ENGINE = "unknown engine"
-"""First words of the reason with which a rank refuses a question to another engine."""
+"""First words of the reason with which a rank refuses a question that was meant for another engine."""
 
 ErrorT = TypeVar("ErrorT", bound=PeerError)
 
@@ -34,7 +34,7 @@ class Address(NamedTuple):
         return f"engine {self.engine_id!r} ({self.rank}) at {self.address}"
 
     def failure(self, kind: type[ErrorT], why: str, *, retry_after_s: float | None = None) -> ErrorT:
-        """Return an error of class `kind` with the message `why`, which names this rank as the peer."""
+        """Return an error of class `kind` about this peer. Its message is `why` after the engine, rank and address."""
         return kind(f"{self}: {why}", peer=self.address, engine_id=self.engine_id, retry_after_s=retry_after_s)
 
 
@@ -51,14 +51,13 @@ SideChannel: TypeAlias = Annotated[str, _side_channel]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerAddress:
-    """The address of one rank of an engine.
+    """The address of one rank of an engine. The constructor raises RequestError, which names an invalid field.
 
-    The ports of the engine's other ranks follow from this address by the rule of `Config.listen`. RequestError names an
-    invalid field.
+    The ports of the engine's other ranks are computed from this address by the rule of `Config.listen`.
     """
 
     engine_id: EngineId
-    """Engine id of the rank."""
+    """Id of the engine that the rank belongs to."""
     address: SideChannel
     """Address of the rank's side channel, tcp://host:port (`Runtime.address`)."""
     dp_rank: Count = 0
@@ -75,9 +74,9 @@ def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
 
 
 def parse_agent_name(agent: str, engine_id: str) -> tuple[Rank, str] | None:
-    """Parse a name made by `agent_name` for the engine.
+    """Return the rank and the incarnation from an agent's name that `agent_name` has made for `engine_id`.
 
-    Return rank and incarnation; None if `agent` has another form.
+    Return None if `agent` has another form or names another engine.
     """
     found = _AGENT_NAME.fullmatch(agent.removeprefix(engine_id)) if agent.startswith(engine_id) else None
     return None if found is None else (Rank(*map(int, found.groups()[:3])), found[4])

@@ -1,7 +1,7 @@
-"""Checks of a peer's claims about its cache: its regions, its cache shares and its groups.
+"""Checks of a peer's claims about its cache: its regions, its cache shares and its groups of layers.
 
-The bounds of the fields limit each number alone. This module checks that the numbers are possible together, before any
-address is read from. An impossible claim is a WireError with its values.
+The bounds of the fields limit each number alone. This module checks that the numbers are possible together, before this
+engine reads from any address. An impossible claim raises WireError, and the message has the claimed values.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def regions_to_wire(regions: Regions) -> RegionTable:
 
 
 def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
-    """Convert a peer's region tables, one for each set of layers.
+    """Convert a peer's region tables, one for each set of layers, to `Regions`.
 
-    WireError if a table is impossible, or if tables or regions are too many.
+    WireError if the numbers in a table contradict each other, or if there are more than SETS_MAX tables or
+    REGIONS_MAX regions.
     """
     count = sum(len(table.bases) for table in tables)
     if len(tables) > SETS_MAX or count > REGIONS_MAX:
@@ -47,7 +48,7 @@ def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
 
 
 def regions_from_wire(table: RegionTable) -> Regions:
-    """Convert a peer's region table to `Regions`. WireError if the table is impossible."""
+    """Convert a peer's region table to `Regions`. WireError if the numbers in `table` contradict each other."""
     count = len(table.bases)
     if not count or len(table.strides) != count:
         raise WireError(f"region table: {counted(count, 'base')} and {counted(len(table.strides), 'stride')}")
@@ -71,7 +72,7 @@ def regions_from_wire(table: RegionTable) -> Regions:
 
 
 def _is_dense(block: BlockShape) -> bool:
-    """Return True if tokens and heads fill the block without gaps, in either order."""
+    """Return True if a block has no gaps: its tokens lie one behind the other, or its heads do."""
     tokens, heads, run = block[:3]
     if min(tokens, heads, run) < 1 or max(tokens, heads, run) >= 1 << 31:
         return False
@@ -79,7 +80,10 @@ def _is_dense(block: BlockShape) -> bool:
 
 
 def check_cache_shares(shares: Sequence[CacheShare]) -> None:
-    """Raise WireError if one rank cannot have all these cache shares."""
+    """Raise WireError unless `shares` can be all the cache shares of one rank.
+
+    They cannot, for example, if they name different ranks, or if two shares have the same layer.
+    """
     count = sum(len(share.layers) for share in shares)
     if not 0 < len(shares) <= SETS_MAX or count > REGIONS_MAX:
         found = f"{len(shares)} with {counted(count, 'layer')}"
@@ -105,7 +109,10 @@ def _check_cache_share(share: CacheShare) -> None:
 
 
 def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> None:
-    """Raise WireError if one rank cannot have these cache shares, regions and groups together."""
+    """Raise WireError if a rank cannot have these cache shares, regions and groups together.
+
+    `shares` and `regions` have an entry for each set of layers, in the same order.
+    """
     check_cache_shares(shares)
     if not 0 < len(groups) <= GROUPS_MAX or len({group.name for group in groups}) < len(groups):
         raise WireError(f"groups: {len(groups)}, expected 1 to {GROUPS_MAX} of different names")

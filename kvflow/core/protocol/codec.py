@@ -1,6 +1,7 @@
 """Encoding and decoding of messages.
 
-A message of the side channel is two MessagePack frames: a `Header` (magic, protocol version, fingerprint) and a body.
+A message of the side channel is two MessagePack frames: a body, and before it a `Header` with magic, protocol version
+and the fingerprint of the cache's `Compatibility`.
 The header is decoded and checked first, so that a peer of another version gets an answer before its body is decoded.
 Decoding is strict: a value of another type or out of bounds is a `WireError`. Decoding runs no code of the peer.
 """
@@ -26,23 +27,30 @@ _KIND_CHARS_MAX = 40
 
 
 class WireError(Exception):
-    """Bytes that are not a valid kvflow message. The shell counts a refusal, or raises a ProtocolError."""
+    """Bytes are not a valid kvflow message.
+
+    The runtime refuses a question that raises this; for an answer that raises this it raises a ProtocolError.
+    """
 
 
 class UnknownRequest(WireError):
-    """A request of a kind that this runtime does not answer, such as a request to an optional part that is missing."""
+    """A request has a kind that this runtime does not answer, for example because an optional part is missing."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame of every side-channel message. It is an array in all versions, so every peer can read it."""
+    """The first frame of every side-channel message.
+
+    All protocol versions encode it as an array, so that peers of any version can read it.
+    """
 
     magic: Name
     version: Count
     fingerprint: Digest
     question: Count = 0
-    """Number of the question on its connection; the answer repeats it. 0 from a peer that does not number questions."""
+    """Number of the question among those on its connection, repeated in the header of the answer. 0 from a peer that
+    does not number its questions."""
     answer_bytes_max: Count = 0
-    """Maximum bytes of an answer that the asking side accepts; 0 if it states no bound."""
+    """Maximum bytes of an answer that the sender of the question accepts; 0 if the sender states no bound."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -57,7 +65,10 @@ def our_header(fingerprint: bytes, question: int = 0, answer_bytes_max: int = 0)
 
 
 def decode_header(frame: bytes) -> Header:
-    """Decode the first frame of a message. WireError if it is not a kvflow header. The caller checks the version."""
+    """Decode `frame`, the first frame of a message. WireError if it is not a kvflow header.
+
+    The caller has to check the protocol version.
+    """
     header: Header = _decode(frame, Header)
     if header.magic != MAGIC:
         raise WireError(f"not a kvflow header: magic {header.magic[:16]!r}")
@@ -65,12 +76,15 @@ def decode_header(frame: bytes) -> Header:
 
 
 def requests_with(more: Iterable[type[ReaderRequest]]) -> Any:
-    """Return the union of the request types that a rank decodes: those of the core, and `more` of optional parts."""
+    """Return the union of all request types that a rank decodes: the core's types, and `more` types of its parts."""
     return Union[(CoreRequest, *more)]
 
 
 def decode_request(frame: bytes, kinds: Any = CoreRequest) -> Request:
-    """Decode a request of one of `kinds`. UnknownRequest if it is of another kind, WireError if it is invalid."""
+    """Decode a request. `kinds`: union of the accepted request types, from `requests_with`.
+
+    UnknownRequest if the request has another type; WireError if it is invalid.
+    """
     try:
         message: Request = _decode(frame, kinds)
     except WireError as error:

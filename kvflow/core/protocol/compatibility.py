@@ -1,7 +1,7 @@
 """`Compatibility`: the properties in which two engines must agree, so that a byte of the cache means the same on both.
 
-Its fingerprint is in the header of every message. Properties that may differ, because a plan can handle that, are in a
-rank's `topology.CacheShare`. A refusal contains both.
+The header of every message has the fingerprint of a `Compatibility`. Properties in which two engines may differ,
+because a plan of reads can handle that, are in a rank's `topology.CacheShare`. A refusal contains both structs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 
 
 class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties in which both sides must agree. Error messages show the names of the fields."""
+    """Properties in which both sides of a load must agree. Error messages contain the names of the fields."""
 
     model: Fact
     dtype: Fact
@@ -27,20 +27,20 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
     head_size: Fact
 
     def fingerprint(self) -> bytes:
-        """Return a digest of 16 bytes, which is equal only for equal values."""
+        """Return a digest of all fields, 16 bytes long. Two digests are equal only if all fields are."""
         return hashlib.sha256(msgspec.msgpack.encode(self), usedforsecurity=False).digest()[:16]
 
     def differences(self, theirs: Compatibility) -> list[str]:
-        """Return the differences from `theirs`, each as "field: ours X, theirs Y"."""
+        """Return the fields in which `theirs`, of a peer, has another value, each as "field: ours X, theirs Y"."""
         pairs = ((name, getattr(self, name), getattr(theirs, name)) for name in self.__struct_fields__)
         return [f"{name}: ours {ours!r}, theirs {other!r}" for name, ours, other in pairs if ours != other]
 
 
 def compatibility_of(layouts: Sequence[CacheLayout | StatePart], *, model: str) -> Compatibility:
-    """Return the compatibility of one rank's cache. If layers differ in a property, its value names all found values.
+    """Return the `Compatibility` of one rank's cache, from the layouts of its layers.
 
-    State per request and layers of a draft model, which the other side may lack, are left out: peers compare them by
-    their cache shares.
+    If layers differ in a property, its value names all values that occur. State per request and layers of a draft
+    model are left out, because a peer may lack them: peers compare these layers by their cache shares.
     """
     attention = [layout for layout in layouts if isinstance(layout, CacheLayout)]
     own = [layout for layout in attention if min(layout.layer_indices) < FIRST_DRAFT_LAYER] or attention

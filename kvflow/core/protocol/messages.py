@@ -51,8 +51,8 @@ REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
 AGENT_METADATA_BYTES_MAX = 1 << 26
 REDIRECT_BYTES_MAX = 1 << 13
-"""Maximum bytes of a pending ticket that redirects readers to another engine. If its ranks do not fit, readers are not
-redirected."""
+"""Maximum bytes of a pending ticket that redirects readers to another engine. If the ticket is larger, because it names
+many ranks, readers are not redirected."""
 
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
@@ -61,21 +61,21 @@ Numbers: TypeAlias = Annotated[list[Size], Meta(max_length=REGIONS_MAX)]
 
 
 class ReaderRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of the questions that a reader asks a rank."""
+    """Base class of the questions that a reader asks a rank."""
 
     reader: Reader
     """Name of the reader's transport agent (`addresses.agent_name`)."""
     target: Address
-    """The engine and rank that the reader expects at the address."""
+    """The engine and rank that the reader expects at the address it asks."""
 
 
 class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadata"):
-    """Handshake: ask for a rank's identity and the place of its cache. The answer is `Metadata`."""
+    """Handshake: ask a rank for its identity and the addresses of its cache. The answer is `Metadata`."""
 
     request_id: RequestName | None = None
     """Request id in the reader's ticket. A draining rank connects only readers of requests with an open lease."""
     caller: Address | None = None
-    """Address of the reader, where the rank sends a `Goodbye` when it closes."""
+    """Address of the reader. When the rank closes, it sends a `Goodbye` there."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
@@ -90,45 +90,47 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     sender: Address
     """The rank that closes."""
     incarnation: Incarnation
-    """Incarnation that ends."""
+    """Incarnation of the closing rank."""
 
 
 class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
-    """Ask for the lease of a request. The lease need not be open yet. The answer is a `LeaseAnswer`.
+    """Ask a rank for the lease of a request, which need not be open yet. The answer is a `LeaseAnswer`.
 
     The rank answers as soon as it knows something that the reader does not know, and after `wait_s` at the latest. The
-    secret request id authorizes the reader.
+    request id is secret: a reader that knows it is authorized.
     """
 
     request_id: RequestName
     wait_s: Wait = 0.0
     """Longest time for which the rank may hold back its answer."""
     num_tokens: Count = 0
-    """Number of offered tokens, if `blocks_digest` is set."""
+    """Number of tokens of the offer that `blocks_digest` stands for. Not used if `blocks_digest` is empty."""
     blocks_digest: Digest = b""
-    """Digest (`digest_of`) of the engine's block ids, from a reader that knows the offer. The rank disregards leases of
-    other blocks or another `num_tokens`. Empty: the reader does not know the offer, so the answer contains it."""
+    """Digest (`digest_of`) of the offered block ids, if the reader knows the offer. The rank then disregards leases of
+    other blocks or another `num_tokens`. Empty: the reader does not know the offer, so the answer has the offer."""
     lease_id: LeaseId | None = None
-    """Id of the lease if the reader knows it. Then the answer is about this lease only."""
+    """Id of the lease that the question is about, if the reader knows the id; None: any lease of the request."""
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)] = ()
-    """Number of blocks of the lease `lease_id` that the reader knows, for each group."""
+    """For each group, how many blocks of the lease `lease_id` the reader knows."""
     missing_max: Missing = -1
-    """Answer also once at most this many tokens of the lease cannot be read yet; -1: only when the lease ends."""
+    """The rank also answers once at most this many tokens of the lease cannot be read yet. -1: tokens that become
+    readable cause no answer before the lease is complete."""
 
 
 class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
-    """Notice that a reader has finished with a lease, like `ReadDone`, from a reader without a transport connection.
+    """Notice that a reader has finished with a lease. The answer is an `Ack`.
 
-    The answer is an `Ack`.
+    Means the same as `ReadDone`, for readers without a transport connection to the rank.
     """
 
     lease_id: LeaseId
     cache_shares: CacheShares
-    """Cache shares of the reader, from which its share of the lease follows (`topology.report_share`)."""
+    """Cache shares of the reader. From them the rank computes which fraction of the lease the reader has read
+    (`topology.report_share`)."""
 
 
 class DigestPart(msgspec.Struct, frozen=True, array_like=True):
-    """Layers, heads and tokens to compute digests of. Indices count in the whole model and prompt, not on one rank."""
+    """Layers, heads and tokens to compute digests of. All indices count in the whole model and the whole prompt."""
 
     part: Fact
     """Name of a segment of state per request, or "" for the KV cache, as in `CacheShare.part`."""
@@ -138,7 +140,7 @@ class DigestPart(msgspec.Struct, frozen=True, array_like=True):
     heads: Count
     """Number of heads."""
     model_heads: Count
-    """Number of heads of the model, from which a rank finds out which heads it holds."""
+    """Number of heads of the whole model. From it a rank computes which of the heads it holds."""
     start: Count
     """Position of the first token."""
     stop: Count
@@ -149,30 +151,30 @@ DigestParts: TypeAlias = Annotated[tuple[DigestPart, ...], Meta(max_length=DIGES
 
 
 class DigestRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_digests"):
-    """Ask for digests of parts of an open lease (`verify.digests`). The answer is `Digests`."""
+    """Ask for digests of the bytes of an open lease (`verify.digests`). The answer is `Digests`."""
 
     request_id: RequestName
     lease_id: LeaseId
     definition: Count
-    """Version of the digest that the reader computes."""
+    """Version of the algorithm with which the reader computes digests."""
     parts: DigestParts
 
 
 class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
-    """Notice from another engine that it got a request for which readers wait at this rank.
+    """Notice from another engine that the router has sent it a request for which readers wait at this rank.
 
-    The secret request id authorizes the notice, as in a `LeaseRequest`. The answer is an `Ack`.
+    The request id is secret and authorizes the notice, as in a `LeaseRequest`. The answer is an `Ack`.
     """
 
     request_id: RequestName
     reason: Reason
-    """Reason that the waiting readers get."""
+    """Reason of the `LeaseAnswer` that the waiting readers get."""
     instead: Redirect = b""
-    """Pending ticket with which readers can get the request elsewhere: see `LeaseAnswer.instead`."""
+    """Pending ticket of the engine from which readers can load the request, encoded as in `LeaseAnswer.instead`."""
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The form in which `regions.Regions` are sent to peers."""
+    """The message form of `regions.Regions`: base addresses, block strides and block shape of one set of layers."""
 
     bases: Numbers
     strides: Numbers
@@ -183,7 +185,7 @@ class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a producer's table of seals lies in its host memory (`core.protocol.proof`)."""
+    """Address and number of slots of a producer's table of seals, in its host memory (`core.protocol.proof`)."""
 
     address: SealAddress
     count: SealCount
@@ -192,40 +194,41 @@ class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
-    """The answer to a handshake: everything that a reader needs to read from a rank."""
+    """The answer to a `MetadataRequest`: everything about a rank that a reader needs to read from it."""
 
     engine_id: Name
     incarnation: Incarnation
     cache_shares: CacheShares
-    """Cache share of each set of layers with one layout (`LayerSet`)."""
+    """Cache share of each `LayerSet` of the rank: the layers of one group that have the same layout."""
     agent_metadata: Annotated[bytes, Meta(max_length=AGENT_METADATA_BYTES_MAX)]
     agent_metadata_crc32: Word32
-    """Checksum of `agent_metadata`. Readers compare it first, because NIXL crashes on damaged metadata."""
+    """CRC-32 of `agent_metadata`. Readers check it first, because NIXL crashes on damaged metadata."""
     regions: Annotated[tuple[RegionTable, ...], Meta(max_length=SETS_MAX)]
     """Regions of each set of layers, in the order of `cache_shares`."""
     groups: Annotated[tuple[GroupFacts, ...], Meta(max_length=GROUPS_MAX)]
-    """Groups of layers, in the order of `CacheShare.group`."""
+    """Groups of layers; `CacheShare.group` is an index in this tuple."""
     seals: SealLocation
     staged: bool
-    """True if blocks are copied to host buffers before they can be read. Then seals show the missing tokens."""
+    """True if blocks can be read only after a copy to host buffers. Then a seal shows how many tokens are not copied
+    yet."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a ticket that describe the offered blocks, for readers that do not have them in a ticket."""
+    """The fields of a ticket that describe the offered blocks, for readers without a ticket that has them."""
 
     num_tokens: Count
     ttl_s: Seconds
     block_ids: BlockTables
-    """Block ids of the engine, for each group."""
+    """Block ids of the producer's engine, for each group."""
     extends: bool
-    """True if more blocks follow."""
+    """True if more blocks follow, until the blocks hold all `num_tokens` tokens."""
     prompt_digest: PromptDigest
     queued_bytes: Count = 0
-    """Bytes of prefixes that are leased to other readers now, and may be read first."""
+    """Bytes of all prefixes that the rank has leased to other readers, which may read them before this offer."""
 
 
 class LeaseAnswerState(enum.StrEnum):
-    """The state of a request's lease in an answer."""
+    """The state of a request's lease, as a `LeaseAnswer` gives it."""
 
     WAITING = "waiting"
     """Nothing new: the rank has no lease of the request yet, or the reader knows all that the rank knows of it."""
@@ -241,18 +244,19 @@ class LeaseAnswerState(enum.StrEnum):
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
-    """The answer about a lease, with everything about it that the reader does not know."""
+    """The answer to a question about a lease. It has only what the reader does not know about the lease."""
 
     state: LeaseAnswerState
     lease: RankLease | None = None
-    """The lease, if the reader does not know it. Readers ignore its host and port, since they know the address."""
+    """The lease, if the reader does not know it. The reader ignores the host and port in it, since it knows the
+    address of the rank."""
     offer: Offer | None = None
     """The offer, if the reader does not know it."""
     more_block_ids: BlockTables = ()
-    """Further block ids that the reader does not know, for each group."""
+    """For each group, the block ids that follow those that the reader knows."""
     payload: Annotated[bytes, Meta(max_length=PAYLOAD_BYTES_MAX)] = b""
     reason: Reason = ""
-    """Reason, if the state is FAILED."""
+    """Reason why no read can succeed, if the state is FAILED."""
     instead: Redirect = b""
     """Pending ticket for the engine that serves the request instead, as MessagePack of `Ticket.to_params`; empty if no
     engine is known."""
@@ -262,45 +266,48 @@ NOTHING_YET = LeaseAnswer(state=LeaseAnswerState.WAITING)
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
-    """The digests that a `DigestRequest` asks for: for each requested part, in order, one digest per layer.
+    """The answer to a `DigestRequest`. The lease was still open when the last digest had been computed.
 
-    The lease was open when the last digest was computed.
+    `values` has one digest per layer of the first `DigestPart`, then of the next part, and so on.
     """
 
     values: Annotated[tuple[Word64, ...], Meta(max_length=REGIONS_MAX)]
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
-    """The refusal of a question. If fingerprints differ, it has the rank's compatibility and cache shares."""
+    """The refusal of a question. If fingerprints differ, the refusal has the rank's compatibility and cache shares."""
 
     reason: Reason
     version: Count
     """Protocol version of the rank."""
     transient: bool = False
-    """True if the refusal is not final: the rank has no cache yet, or drains."""
+    """True if the rank may answer the question later: it has no cache yet, or drains."""
     compatibility: Compatibility | None = None
     cache_shares: CacheShares = ()
     listens: Address | None = None
-    """The rank that listens at the address, if the question was for another engine."""
+    """The rank that answers at this address, if the question was meant for another engine."""
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
-    """The acknowledgement of a `Goodbye`, `DeclineRequest` or `ReleaseRequest`, with the rank's incarnation."""
+    """The acknowledgement of a `Goodbye`, `DeclineRequest` or `ReleaseRequest`, with the incarnation of its sender."""
 
     incarnation: Incarnation
 
 
 Request: TypeAlias = ReaderRequest | Goodbye
-"""A question to a rank, of the core or of an optional part."""
+"""A question to a rank: a type of the core, or a `ReaderRequest` type of an optional part."""
 CoreRequest: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | DigestRequest | Goodbye | DeclineRequest
 Reply: TypeAlias = Metadata | LeaseAnswer | Digests | Ack | Refusal
 
 
 def digest_of(block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> bytes:
-    """Return a digest of block ids, or of a block table for each group. Ranks compare digests in place of block ids."""
+    """Return a digest of `block_ids`, which are one list or, for several groups, a list for each group.
+
+    Ranks compare digests in place of block ids.
+    """
     return hashlib.sha256(msgspec.msgpack.encode(block_ids), usedforsecurity=False).digest()[:16]
 
 
 def claimed_engine_id(request: Request) -> str:
-    """Return the engine id that a request claims to come from. If the reader's name is invalid, it may be any text."""
+    """Return the engine id of the sender as `request` claims it, unchecked: it may be any text."""
     return request.sender.engine_id if isinstance(request, Goodbye) else request.reader.rpartition("/")[0]

@@ -1,4 +1,4 @@
-"""Notifications: short messages from a reader's transport agent to a producer's, without an answer."""
+"""Notifications: short messages from a reader's transport agent to a producer's agent, without an answer."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ LeaseIds: TypeAlias = Annotated[tuple[LeaseId, ...], Meta(max_length=LEASE_IDS_M
 
 
 class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
-    """Notice that a reader has finished with the blocks of some leases.
+    """Notice that a reader has finished with the blocks of some leases. The lease ids are secret and authorize it.
 
-    The secret lease ids authorize it. The ranks of one reading engine share a lease; it ends when their shares add up
-    to 1 (`topology.ReportShare`).
+    Each rank of a reading engine reports a fraction of the lease, its share (`topology.ReportShare`). The engine has
+    read the lease when the shares of its ranks add up to 1.
     """
 
     lease_ids: LeaseIds
     reader: Reader
     numerator: Count
-    """Share of this reader, as a fraction: `numerator` / `denominator`."""
+    """With `denominator`: the share of each lease that this reader has read, as a fraction."""
     denominator: Count
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """Notice that a reader still needs the blocks of some leases; it renews them."""
+    """Notice that a reader still needs the blocks of some leases. The producer then extends these leases."""
 
     lease_ids: LeaseIds
     reader: Reader
@@ -44,7 +44,7 @@ _READ_DONE = msgspec.msgpack.Decoder(ReadDone)
 
 
 def leases_max(reader: str, bytes_max: int) -> int:
-    """Return how many lease ids fit in a notification of `reader` of at most `bytes_max` bytes; at least 1."""
+    """Return how many lease ids fit in a notification from `reader` that has at most `bytes_max` bytes; at least 1."""
     array_header_bytes = 5
     id_bytes = len(msgspec.msgpack.encode(NO_LEASE_ID))
     rest = ReadDone(lease_ids=(), reader=reader, numerator=1 << 32, denominator=1 << 32)
@@ -53,9 +53,9 @@ def leases_max(reader: str, bytes_max: int) -> int:
 
 
 def join_read_done(payloads: Sequence[bytes], lease_ids_max: int) -> list[bytes]:
-    """Join encoded `ReadDone` messages to one producer into fewer, each with at most `lease_ids_max` lease ids.
+    """Join encoded `ReadDone` messages, all to one producer, into fewer encoded messages.
 
-    Messages are joined if reader and share are equal.
+    Only messages with the same reader and the same share are joined. Each result has at most `lease_ids_max` lease ids.
     """
     lease_ids: dict[tuple[str, int, int], list[str]] = {}
     for payload in payloads:

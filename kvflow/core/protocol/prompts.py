@@ -4,10 +4,11 @@ A router may mix tickets up. Or the two engines may tokenize the same text diffe
 tokenizer. Then the bytes would arrive intact, and the answer would be to another prompt. So a ticket can carry a digest
 of its tokens, which the reader compares with its own prompt.
 
-Prompts can also differ in more than tokens: in an adapter, pictures, or a cache salt. An engine marks the token at
-which one of these begins (`marked_by_keys`), and passes the marked prompt to kvflow. A prompt without marks is a list
-of token ids. The digest of a marked prompt has a part for the tokens and a part for each kind of mark. If only marks
-differ, the request may have lost its pictures on the way, and the engine must not compute it (`PromptMismatch.parts`).
+Prompts can also differ in more than tokens: in an adapter, pictures, or a cache salt. A *mark* says that one of these
+begins at a token. An engine sets the marks by `marked_by_keys`, and passes the marked prompt to kvflow. A prompt
+without marks is a list of token ids. The digest of a marked prompt has one section for the tokens and one for each kind
+of mark. If only marks differ, the request may have lost its pictures on the way, and the engine must not compute it
+(`PromptMismatch.parts`).
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _PARTS = {
     "prompt_embeds": "embeddings",
     _OTHER: "adapter, picture or salt",
 }
-"""Name of each kind of mark, such as "adapter", for error messages."""
+"""Name of each kind of mark in error messages, such as "adapter", by the kind in a prompt's digest."""
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """What begins at one position of a prompt besides its token, such as an adapter, a picture or a cache salt."""
+    """Mark at one position of a prompt: an adapter, a picture or a cache salt, for example, begins there."""
 
     place: int
     """Position in the prompt."""
@@ -48,7 +49,10 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class MarkedPrompt(list[int]):
-    """The result of `marked_by_keys`: a list of numbers that keeps its marks, also when it is sliced or extended."""
+    """A prompt as a list of numbers, with its marks. A slice keeps the marks inside it; `+` keeps those of both sides.
+
+    At a position with a mark the number is a hash, elsewhere it is the token id (`marked_by_keys`).
+    """
 
     def __init__(self, numbers: Iterable[int], marks: Iterable[Mark]) -> None:
         super().__init__(numbers)
@@ -70,24 +74,27 @@ def _shift_marks(marks: Iterable[Mark], to: Callable[[int], int]) -> list[Mark]:
 
 
 def marks_of(prompt: Sequence[int] | None) -> tuple[Mark, ...]:
-    """Return the marks of a prompt; () if it has only token ids, or is None."""
+    """Return the marks of `prompt`; () if it is a plain list of token ids, or None."""
     return prompt.marks if isinstance(prompt, MarkedPrompt) else ()
 
 
 def with_marks(numbers: Sequence[int] | None, marks: Sequence[Mark]) -> Sequence[int] | None:
-    """Return the prompt with these numbers and marks, which messages carry separately. None if `numbers` is None."""
+    """Return `numbers` and `marks`, which messages carry separately, as one `MarkedPrompt`.
+
+    Return `numbers` itself if it is None or there are no marks.
+    """
     return MarkedPrompt(numbers, marks) if marks and numbers is not None else numbers
 
 
 def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
-    """Return the digest (BLAKE2b) of a request's prompt.
+    """Return the digest (BLAKE2b) of a request's prompt, a list of token ids or a `MarkedPrompt`.
 
-    The request id is its salt, so tickets do not reveal that two requests have the same prompt. The digest of token ids
-    has 32 hexadecimal digits. Each kind of mark adds `:kind=` and 16 digits, which are salted with the tokens: without
+    The request id salts the digest, so tickets do not reveal that two requests have the same prompt. The token ids give
+    32 hexadecimal digits. Each kind of mark adds `:kind=` and 16 digits, which are salted with the tokens: without
     the tokens a cache salt cannot be guessed from its digest.
 
     Raises:
-        RequestError: `token_ids` are not token ids.
+        RequestError: `token_ids` is not a list of whole numbers.
     """
     tokens = whole_numbers(token_ids, f"request {request_id!r}: prompt")
     marks = [mark for mark in marks_of(token_ids) if mark.place < len(tokens)]
@@ -107,15 +114,16 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
 
 
 MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
-"""Keys that a prompt's blocks depend on besides tokens, as in KV events, by the position at which each key begins."""
+"""By position in the prompt: the keys that begin there. A key, such as ("mm", identifier), names something other than
+tokens that the KV cache from this position on depends on, as in KV events."""
 
 
 def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
-    """Return a prompt as a list of numbers: its token ids, but at a position with keys a hash of token and keys.
+    """Return a prompt as a list of numbers: its token ids, but at each position in `keys` a hash of token and keys.
 
-    So the offered beginning of a prompt is compared with the marks inside it, not with later ones. Engines and
-    followers of their KV events get the same result from the same input. The keys of a position must be in this order:
-    ("lora", name, path), ("cache_salt", salt), ("mm", identifier), then keys of any other kind.
+    A comparison of the first tokens of two prompts thus includes the keys at these tokens, and no later keys. Engines
+    and subscribers of their KV events get equal results from equal arguments. The keys of a position must be in this
+    order: ("lora", name, path), ("cache_salt", salt), ("mm", identifier), then keys of any other kind.
     """
     prompt, marks = list(token_ids), list[Mark]()
     for place in sorted(keys.keys() & range(len(prompt))):
@@ -139,7 +147,7 @@ def _part_digest(keys: Sequence[tuple[str | bytes, ...]]) -> bytes:
 def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -> str:
     """Return the digest of the first `num_tokens` tokens of a prompt, for its ticket.
 
-    RequestError if the prompt has fewer tokens, or its entries are not token ids.
+    RequestError if `token_ids` has fewer than `num_tokens` entries, or is not a list of whole numbers.
     """
     what = f"request {request_id!r}: prompt"
     if count(token_ids, what) < num_tokens:
@@ -151,7 +159,7 @@ def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -
 
 
 def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
-    """Raise PromptMismatch if a ticket offers another prompt than the beginning of `token_ids`.
+    """Raise PromptMismatch unless `token_ids` begins with the prompt that `ticket` offers, by the ticket's digest.
 
     A ticket without a digest passes. `what` begins the message. RequestError if `token_ids` is not a list of token ids.
     """
@@ -176,7 +184,10 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
 
 
 def _compared(ours: str, theirs: str) -> tuple[tuple[str, ...], str]:
-    """Compare two prompt digests. Return the names of the parts that differ, and their difference as a text."""
+    """Compare two digests of prompts: `ours`, of the local prompt, and `theirs`, in a ticket.
+
+    Return what differs, ("tokens",) or names of kinds of marks, and a text for a message that describes the marks.
+    """
     (tokens, our_parts), (their_tokens, their_parts) = _split(ours), _split(theirs)
     if tokens != their_tokens:
         return TOKENS, ""
@@ -196,16 +207,17 @@ def _compared(ours: str, theirs: str) -> tuple[tuple[str, ...], str]:
 
 
 def _split(digest: str) -> tuple[str, dict[str, str]]:
-    """Return the digest of the tokens, and the digests of the marks by kind, from a prompt's digest."""
+    """Split a prompt's digest. Return the digits for the tokens, and a dict of the digits for each kind of mark."""
     tokens, *parts = digest.split(":")
     return tokens, dict(part.split("=", 1) for part in parts)
 
 
 def check_same_prompt(first: Ticket, other: Ticket, what: str) -> None:
-    """Raise PromptMismatch if two tickets are known to be for different prompts.
+    """Raise PromptMismatch if two tickets of one load are for different prompts. `what` begins the message.
 
-    Their numbers of tokens are compared, and their digests if the request ids are equal: a digest is salted with the
-    request id. A pending ticket passes, since its prompt is not known.
+    The numbers of offered tokens must be equal. If the request ids are equal, the prompt digests must be, too;
+    otherwise they cannot be compared, because the request id salts a digest. A pending ticket passes: its prompt is not
+    known.
     """
     if first.awaited or other.awaited:
         return

@@ -44,13 +44,16 @@ SEAL_SIZE_BYTES = 16
 HOST = Device("cpu", 0)
 _WIPED = bytes(SEAL_SIZE_BYTES)
 FAILED = (1 << 32) - 1
-"""Number in place of the missing tokens: the lease has ended because its prompt could not be computed."""
-_SECRET_BYTES = 12  # bytes of an id that stay in the seal; the last four also carry the missing tokens
+"""Value of the number of missing tokens in a seal if the lease has ended because its prompt could not be computed."""
+_SECRET_BYTES = 12  # bytes of a lease id that are in the seal unchanged; the last four also carry the missing tokens
 _WORD_COUNTS = SEAL_SIZE_BYTES // 4
 
 
 class SealTable:
-    """Slots of 16 bytes in host memory, free or used: a producer's seals, or places where a reader's fetches land."""
+    """Slots of 16 bytes in host memory, each free or used.
+
+    A producer keeps the seal of an open lease in each used slot. A reader fetches seals of producers into its slots.
+    """
 
     def __init__(self, count: int) -> None:
         self.slots: npt.NDArray[np.uint8] = np.zeros((count, SEAL_SIZE_BYTES), dtype=np.uint8)
@@ -84,20 +87,27 @@ class SealTable:
         self._free.append(index)
 
     def retire_slot(self, index: int) -> None:
-        """Mark the slot at `index` as free without wiping it. It is taken last, and keeps its content until then."""
+        """Mark the slot at `index` as free without wiping it. The slot keeps its content until it is taken again.
+
+        `take_slot` takes all other free slots first.
+        """
         self._free.appendleft(index)
 
     def seal(self, index: int, lease_id: str, tokens_missing: int = 0) -> None:
-        """Write a lease's id into a slot, with the number of tokens that cannot be read yet."""
+        """Write the seal of a lease into the slot at `index`.
+
+        `tokens_missing`: number of tokens of the lease that cannot be read yet, or FAILED.
+        """
         word, start = bytes.fromhex(lease_id), index * SEAL_SIZE_BYTES
         self._bytes[start : start + _SECRET_BYTES] = word[:_SECRET_BYTES]
         # One aligned store: a reader sees the old count or the new one.
         self._counts[index] = int.from_bytes(word[_SECRET_BYTES:], "little") ^ tokens_missing
 
     def tokens_missing(self, index: int, lease_id: str) -> int | None:
-        """Return how many tokens of a lease cannot be read yet, as the slot at `index` says.
+        """Return how many tokens of lease `lease_id` cannot be read yet, by the seal in the slot at `index`.
 
-        FAILED if the prompt could not be computed. None if the slot is not the lease's seal.
+        FAILED if the prompt could not be computed. None if the slot does not hold the seal of this lease, for example
+        because it was wiped.
         """
         word: bytes = self.slots[index].tobytes()
         wanted = bytes.fromhex(lease_id)
@@ -109,7 +119,7 @@ class SealTable:
 
 
 class ProofStep(enum.StrEnum):
-    """What to do next about a read, or the verdict on it, as far as its lease is known."""
+    """The next step for a read under a lease, or the final verdict on the read."""
 
     POST = "post"  # as far as is known the lease is open: post the read
     FETCH = "fetch"  # the seal has to be fetched first
@@ -118,9 +128,9 @@ class ProofStep(enum.StrEnum):
 
 
 class Proof(Protocol):
-    """Interface of a proof that a read was fresh: `SealProof`, or the proof in `stock.deadline` if there are no seals.
+    """Interface of a proof that a lease covered a whole read. `SealProof` documents each attribute and method.
 
-    `SealProof` says what each method does.
+    The other implementation, in `stock.deadline`, serves stock engines, which have no seals.
     """
 
     fetch_posted: bool
@@ -155,26 +165,27 @@ class Proof(Protocol):
 
 
 class SealProof:
-    """The proof that one lease covered a load's reads. Pure: the caller fetches the seal and gives the times.
+    """The proof that one lease covered a load's reads. It only decides: the caller fetches the seal and gives the
+    times.
 
     Call `note_fetch_posted` when a fetch of the seal is posted and `note_fetched` with its result, `judge_before_post`
     before each read is posted, and `judge_after_read` once the last byte has landed.
 
-    The seal is fetched with the first read, and must show that no token is missing. If the lease `grows`, because part
-    of it is still being computed or staged, only tokens are read that a fetched seal has shown as readable
-    (`readable_tokens`).
+    The seal is fetched together with the first read, and must show that no token is missing. If the lease `grows`,
+    because some tokens are still being computed or copied to host buffers, the load reads only tokens that a fetched
+    seal has shown as readable (`readable_tokens`).
     """
 
     kind = "seal"
-    """Kind of proof, for `LoadReport.freshness`."""
+    """Name of this kind of proof in `LoadReport.freshness`."""
 
     def __init__(self, *, grows: bool, quick_read_max_s: float) -> None:
         self.fetch_posted = False
-        """True once a fetch of the seal was posted."""
+        """True once at least one fetch of the seal was posted."""
         self.grows = grows
-        """True if some tokens may not be readable yet."""
+        """True if some tokens of the lease may not be readable yet."""
         self.last_open_s = -math.inf
-        """Time at which the fetch was posted that last found the lease open."""
+        """Time at which the latest fetch that found the lease open was posted; -infinity if there is none."""
         self._quick_read_max_s = quick_read_max_s
         self.fetch_under_way = False
         """True while a fetch of the seal is under way."""
@@ -188,24 +199,27 @@ class SealProof:
         return self._seen == FAILED
 
     def readable_tokens(self, num_tokens: int) -> int:
-        """Return how many of the lease's `num_tokens` tokens may be read now: all unless the lease `grows`.
+        """Return how many of the lease's `num_tokens` tokens may be read now.
 
-        If it grows, these are the tokens that the last fetched seal has shown as readable.
+        All, unless the lease `grows`; then the tokens that the last fetched seal has shown as readable.
         """
         if not self.grows:
             return num_tokens
         return 0 if self.lease_ended or self._seen is None else num_tokens - self._seen
 
     def fresh_copy(self) -> SealProof:
-        """Return a new proof for another read under the same lease. It has not fetched the seal yet."""
+        """Return a new proof, without any fetched seal, for another read under the same lease."""
         return SealProof(grows=self.grows, quick_read_max_s=self._quick_read_max_s)
 
     def note_fetch_posted(self) -> None:
-        """Note that a fetch of the seal was posted."""
+        """Record that a fetch of the seal was posted."""
         self.fetch_posted = self.fetch_under_way = True
 
     def note_fetched(self, tokens_missing: int | None, posted_s: float) -> None:
-        """Note the result of the fetch that was posted at `posted_s`, from `SealTable.tokens_missing`."""
+        """Record the result of the fetch that was posted at time `posted_s`.
+
+        `tokens_missing`: what `SealTable.tokens_missing` returned for the fetched seal.
+        """
         self.fetch_posted, self.fetch_under_way = True, False
         if tokens_missing is None or tokens_missing == FAILED:
             if tokens_missing is not None or not self.lease_ended:
@@ -215,17 +229,17 @@ class SealProof:
             self._seen, self.last_open_s = tokens_missing, posted_s
 
     def judge_before_post(self) -> ProofStep:
-        """Return POST if a read may be posted, STALE if the lease has ended.
+        """Return POST if another read may be posted, STALE if the lease is known to have ended.
 
-        `readable_tokens` says how many tokens may be read.
+        A read must stay within the first `readable_tokens` tokens.
         """
         return ProofStep.STALE if self.lease_ended else ProofStep.POST
 
     def judge_after_read(self, read_s: float | None) -> ProofStep:
         """Return the verdict on the reads once all have ended: FRESH, STALE, or FETCH to fetch the seal again.
 
-        `read_s`: seconds since the post of the last fetch that found the lease open; None if that fetch was posted
-        after the last byte had landed.
+        `read_s`: seconds from the post of the latest fetch that found the lease open (`last_open_s`) until the last
+        byte landed; None if that fetch was posted after the last byte had landed.
         """
         if self.lease_ended or self._seen is None or (self._seen > 0 and not self.grows):
             return ProofStep.STALE
@@ -233,12 +247,15 @@ class SealProof:
 
 
 def quick_read_max_s(hold_s: float) -> float:
-    """Return the longest duration of a read, in seconds, that a seal fetched during the read can prove fresh."""
+    """Return within how many seconds after the post of a seal's fetch a read must have ended to be proven by that seal.
+
+    `hold_s`: seconds for which the producer holds the blocks of an ended lease.
+    """
     return hold_s / 2
 
 
 def fetch_seal(seal: Piece) -> Descriptors:
-    """Return descriptors that read one seal and nothing else."""
+    """Return descriptors with one read only, that of a seal from a producer's host memory."""
     return Descriptors.of(
         local=[seal.local], remote=[seal.remote], sizes=[seal.size_bytes], local_device=HOST, remote_device=HOST
     )

@@ -1,4 +1,4 @@
-"""The lease of one rank in tickets and answers, and the checks of structs with values from outside.
+"""The lease of one rank, as tickets and answers have it, and the checks of structs with values from outside.
 
 Tickets come through routers, so nothing in them is trusted. The types and bounds of the fields refuse most values that
 no producer writes. Every refusal is a RequestError that names the field and its value.
@@ -33,7 +33,7 @@ BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_
 
 
 class CheckedStructMeta(msgspec.StructMeta):
-    """Metaclass of structs with a constructor that checks types and bounds, as decoding does."""
+    """Metaclass of msgspec structs with a constructor that checks the fields' types and bounds, as decoding does."""
 
     def __call__(self, **given: Any) -> Any:
         if unknown := given.keys() - {*self.__struct_fields__}:
@@ -46,7 +46,7 @@ class CheckedStructMeta(msgspec.StructMeta):
 
 
 class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=True, omit_defaults=True):
-    """The lease of one rank, and the address of its side channel."""
+    """The lease of one rank, and the address of the rank's side channel."""
 
     pp_rank: Count
     tp_rank: Count
@@ -57,32 +57,38 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
     incarnation: Name
     """Incarnation of the rank that opened the lease."""
     host: Host = ""
-    """Host of the side channel. A ticket's dict has the first rank's host in `remote_host`, where routers look for
-    it."""
+    """Host of the rank's side channel. In a ticket's dict the host of the first rank is in `remote_host`, because
+    routers read that field."""
     port: Int64 = 0
-    """Port of the side channel. A ticket's dict has the first rank's port in `remote_port`."""
+    """Port of the rank's side channel. In a ticket's dict the port of the first rank is in `remote_port`."""
     block_ids: BlockIds | None = None
-    """Block ids on this rank if they differ from the engine's, as those of host buffers do; else None."""
+    """Block ids that readers use on this rank, in the first group, if they differ from the engine's block ids
+    because the blocks are copied to host buffers; else None."""
     more_block_ids: BlockTables = ()
-    """Block ids of each group after the first, if `block_ids` is set."""
+    """The same for each further group, if `block_ids` is set."""
     pending: bool = False
-    """True if blocks were still being computed: a reader must fetch the seal before it reads a block."""
+    """True if some tokens could not be read yet when this entry was made. Then a reader must fetch the seal before it
+    reads a block."""
     payload: bool = False
-    """True if the producer has promised readers a payload (`Lease.complete`), which they get once the prompt is
+    """True if the producer has promised a payload: bytes that `Lease.complete` passes to the readers once the prompt is
     computed."""
     held: bool = True
-    """True if blocks are held for `hold_s` after the lease's end; else readers fetch the seal after the last byte."""
+    """True if the producer holds the blocks for `SealLocation.hold_s` after the lease's end. If False, readers have to
+    fetch the seal after the last byte has landed."""
 
     def __post_init__(self) -> None:
         if {*map(type, _TEXTS(self))} != {str}:
             raise str_subclass_error(self)
         host = check_rank_address(self.host, self.port, self.incarnation)
-        if host != self.host:  # hosts are kept in canonical form
+        if host != self.host:  # `plain_host` has normalized it
             msgspec.structs.force_setattr(self, "host", host)
 
     @classmethod
     def without_lease_id(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
-        """Return the entry of a rank without a lease id, so that readers have to ask the rank for its lease."""
+        """Return a ticket's entry for a rank, without a lease id.
+
+        Readers of the ticket have to ask the rank for its lease.
+        """
         place: dict[str, Any] = {"pp_rank": rank.pp, "tp_rank": rank.tp, "host": host, "port": port}
         return cls(**place, incarnation=incarnation, lease_id="", seal_index=0)
 
@@ -92,12 +98,15 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
 
     @property
     def block_tables(self) -> tuple[BlockIds, ...]:
-        """Block ids by group if they differ from the engine's; else ()."""
+        """Block ids that readers use on this rank, by group, if they differ from the engine's block ids; else ()."""
         return () if self.block_ids is None else (self.block_ids, *self.more_block_ids)
 
 
 def _convert(given: Mapping[str, Any], kind: Any) -> Any:
-    """Return a struct of type `kind` from values from outside. RequestError names a field with an invalid value."""
+    """Return a struct of type `kind` made from `given`, values by field.
+
+    RequestError names a field with an invalid value.
+    """
     try:
         return msgspec.convert(given, kind)
     except RequestError:
@@ -109,9 +118,9 @@ def _convert(given: Mapping[str, Any], kind: Any) -> Any:
 # Cached: tickets name the same few ranks again and again. The types of the fields bound the cached texts.
 @lru_cache(maxsize=1024)
 def check_rank_address(host: str, port: int, incarnation: str) -> str:
-    """Check the address and incarnation of a rank.
+    """Check the address and incarnation of a rank. RequestError names an invalid value.
 
-    Return `host` in canonical form (`hosts`). May raise RequestError.
+    Return `host` as `hosts.plain_host` writes it: an IPv6 address is compressed and has no brackets.
     """
     if not 0 < port <= PORT_MAX:
         raise RequestError(f"ticket: remote_port {port} is not in 1..{PORT_MAX}")
@@ -127,7 +136,10 @@ def check_rank_address(host: str, port: int, incarnation: str) -> str:
 
 
 def str_subclass_error(struct: msgspec.Struct) -> RequestError:
-    """Return the error for a field of `struct` that is a subclass of str, which no message can carry."""
+    """Return the error that names the first field of `struct` with a value of a subclass of str.
+
+    The caller has found that there is one. Messages can only carry plain str values.
+    """
     values = msgspec.structs.asdict(struct).items()
     name, value = next((name, value) for name, value in values if isinstance(value, str) and type(value) is not str)
     return RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {short_repr(value)}")
@@ -140,9 +152,9 @@ _FIELD = re.compile(r"`\$\.(ranks\[0\]\.(?:host|port)|\w+)")
 
 
 def invalid_struct(given: Mapping[str, Any], error: Exception, *, in_transit: bool = False) -> RequestError:
-    """Return the RequestError for `error`, which was raised when a struct was made from the values `given`.
+    """Return the RequestError for `error`, which was raised when a struct was made from `given`, values by field.
 
-    `in_transit`: the values came in a ticket's dict, so name the fields as they are named there.
+    `in_transit`: the values came in a ticket's dict, so the message names the keys of that dict.
     """
     if isinstance(error, UnicodeEncodeError):
         is_it = partial(operator.is_, error.object)

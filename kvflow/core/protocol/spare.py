@@ -1,9 +1,9 @@
 """The spare: a copy of a ticket's field "kvflow" for routers that forward only fields they know.
 
-Routers for KV transfer forward `remote_request_id` unchanged. So a copy of the fields "kvflow" and "tp_size" is
-appended to that id, and removed where the ticket is read. The copy of a field is used only if the field itself is
-missing or null. The id gets its mark even if the copy does not fit, because a ticket without the field "kvflow" would
-be taken for one from vLLM's own connector.
+Routers for KV transfer forward `remote_request_id` unchanged. So the spare, a copy of the fields "kvflow" and
+"tp_size", is appended to that id behind SPARE_MARK, and removed where the ticket is read. The copy of a field is used
+only if the field itself is missing or null. The mark is appended even if the copy does not fit, because a ticket
+without the field "kvflow" would be taken for a ticket of vLLM's own NixlConnector.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import msgspec
 
 SPARE_MARK = "~kvflow~"
 SPARE_CHARS_MAX = 4096
-"""Maximum length of a spare, in characters. If the ranks of a ticket do not fit, the spare names only the first."""
+"""Maximum length of a spare, in characters. If a ticket's ranks do not fit, the spare names only the first rank."""
 
 
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a ticket's dict with the spare, a copy of the field "kvflow", appended to the request id.
+    """Return a copy of `params`, a ticket's dict, with the spare appended to its request id.
 
-    If the whole spare is too long, it has only the first rank, or is empty. A reader that gets only this spare asks
-    the other ranks for their leases, or refuses the ticket.
+    If the spare is too long with all ranks, it names only the first rank; if that is too long as well, it is empty. A
+    reader that gets only the shortened spare asks the other ranks for their leases; with an empty one it refuses the
+    ticket.
     """
     extra = params["kvflow"]
     # Some routers drop "tp_size", and other engines take 1 if it is missing.
@@ -35,7 +36,7 @@ def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bare_id(request_id: str) -> str:
-    """Return a request id without the spare that `with_spare` has appended."""
+    """Return a request id without the spare that `with_spare` has appended, if there is one."""
     return request_id.rpartition(SPARE_MARK)[0] or request_id
 
 
@@ -44,9 +45,10 @@ def _packed(extra: Mapping[str, Any]) -> str:
 
 
 def without_spare(params: Mapping[str, Any], request_id: str) -> Mapping[str, Any]:
-    """Return a copy of `params` with the spare removed from its request id and used for missing fields.
+    """Return a copy of `params`, a ticket's dict, with fields that are missing or null taken from its spare.
 
-    Return `params` itself if `request_id` has no valid spare.
+    `request_id` is the dict's request id with the spare; the copy has it without the spare. Return `params` itself if
+    `request_id` has no valid spare.
     """
     bare, _, packed = request_id.rpartition(SPARE_MARK)
     try:

@@ -5,14 +5,14 @@ each rank makes a ticket. `merge_tickets` makes one ticket that names all these 
 its ticket does not name, it computes the rank's port and asks the rank for its lease (`messages.LeaseRequest`), which
 costs a round trip.
 
-A ticket can be made without a lease. `Ticket.without_leases` names an engine's ranks and a request; readers ask every
-rank for its lease. They ask by request id, so this id must be a secret of the ticket. A *pending ticket*
-(`Ticket.rendezvous`) does not even name the blocks: readers ask for the offer, and wait for it.
+A ticket can be made without a lease. `Ticket.without_leases` makes a ticket that names an engine's ranks and a request;
+its readers ask every rank for its lease. Since they ask by request id, this id must be a secret of the ticket. A
+*pending ticket* (`Ticket.rendezvous`) does not even name the blocks: readers ask for the offer, and wait for it.
 
-In a ticket's dict the entry of each rank has a checksum of the lease id and all that readers rely on. If the dict was
-changed in transit, or mixed from several tickets, a checksum does not match, and the ticket is refused. The checksum
-guards against mistakes only: it has no key. It leaves out the engine id, host and port: the engine that answers at the
-address identifies itself.
+In a ticket's dict the entry of each rank has a checksum of the lease id and of all fields that readers rely on. If the
+dict was changed in transit, or mixed from several tickets, a checksum does not match, and the ticket is refused. The
+checksum guards against mistakes only: it has no key. It leaves out the engine id, host and port, because the engine
+that answers at the address identifies itself.
 """
 
 from __future__ import annotations
@@ -96,46 +96,46 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     request_id: RequestId
     """Id under which the producer serves the request."""
     block_ids: BlockIds
-    """Block ids of the producer in prompt order; with several groups of layers (`CacheGroup`), of the first group."""
+    """Block ids of the producer in prompt order. If there are several groups of layers, those of the first group."""
     num_tokens: Count
-    """Tokens of the prompt that the blocks hold; the last block may be partly filled."""
+    """Number of tokens of the prompt that the blocks hold. The last block may be partly filled."""
     ttl_s: Seconds
-    """Seconds that the lease had left when the ticket was made, and that each renewal gives it. This is a hint: readers
+    """Seconds until the lease expires, counted from the ticket's making and from each renewal. Only a hint: readers
     trust the seal (`core.protocol.proof`)."""
     dp_rank: Count
-    """Data-parallel replica of all `ranks`."""
+    """Index of the producer's data-parallel replica. All `ranks` belong to it."""
     tp_size: RankCount
-    """Tensor-parallel ranks of the producer's engine."""
+    """Number of tensor-parallel ranks of the producer's engine."""
     pp_size: RankCount
-    """Pipeline stages of the producer's engine."""
+    """Number of pipeline stages of the producer's engine."""
     block_size: Size
-    """Tokens of a block, in the first group."""
+    """Tokens of a block in the first group."""
     kv_heads: Size
-    """KV heads of one rank of the producer, in the first kind of layers."""
+    """KV heads of one rank of the producer, in layers of the first kind (see `more_kinds`)."""
     model_kv_heads: Count
-    """KV heads of the model; 0 if unknown."""
+    """KV heads of the whole model in these layers; 0 if unknown."""
     fixed_ports: bool
-    """True if the ports of all ranks follow from the port of the first rank."""
+    """True if the ports of all ranks can be computed from the port of the first rank (`Config.listen`)."""
     ranks: Ranks
-    """Leases that the ticket names, one for each rank."""
+    """Leases that the ticket names, at most one for each rank of the producer's engine."""
     traceparent: Traceparent
-    """W3C trace context of the request, for observers of the load; "" if it has none."""
+    """W3C trace context of the request, for observers of the load; "" if the request has none."""
     prompt_digest: PromptDigest
     """Digest of the prompt, to detect another prompt (`core.protocol.prompts`); "" if the producer gave no prompt."""
     more_block_ids: BlockTables = ()
     """Block ids of each group after the first."""
     groups: Groups = ()
-    """Properties of the groups, in the order of their block tables; () for one group of full attention."""
+    """Properties of each group, in the order of `block_tables`; () for a single group of full attention."""
     more_kinds: Kinds = ()
-    """(block_size, kv_heads, model_kv_heads) of each further kind of layers: layers that differ from the first kind in
-    these numbers."""
+    """(block_size, kv_heads, model_kv_heads) of each further kind of layers. Layers with the same three numbers are one
+    kind; the ticket's own fields with these names describe the first kind."""
     extends: bool = False
-    """True if more blocks follow, until they hold all tokens (`Lease.extend`)."""
+    """True if `Lease.extend` will add more blocks, until the blocks hold all `num_tokens` tokens."""
     awaited: bool = False
     """True for a pending ticket (`Ticket.rendezvous`): the offered blocks are not known yet."""
 
     def __post_init__(self) -> None:
-        """Check that the fields are possible together. RequestError names an invalid one."""
+        """Check that the fields are possible together. RequestError names an invalid field."""
         if {*map(type, _TEXTS(self))} != {str}:
             raise str_subclass_error(self)
         check_engine_id(self.engine_id)
@@ -155,17 +155,17 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @property
     def first(self) -> RankLease:
-        """Lease of the rank that made the ticket; of a merged ticket, the first lease."""
+        """First lease in `ranks`. Unless the ticket is merged, it is the lease of the rank that made the ticket."""
         return self.ranks[0]
 
     @property
     def lease_id(self) -> str:
-        """Secret id of the first lease."""
+        """Secret id of the first lease in `ranks`."""
         return self.first.lease_id
 
     @property
     def address(self) -> str:
-        """Address of the side channel of the first rank."""
+        """Address of the side channel of the first rank in `ranks`."""
         return self.first.address
 
     @cached_property
@@ -176,12 +176,16 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @property
     def block_tables(self) -> tuple[BlockIds, ...]:
-        """Block ids of each group."""
+        """Block ids of the producer for each group: `block_ids`, then `more_block_ids`."""
         return (self.block_ids, *self.more_block_ids)
 
     @cached_property
     def offered_tokens(self) -> int:
-        """Number of tokens, from the prompt's start, that the blocks hold in all groups that keep a whole prompt."""
+        """Number of the prompt's first tokens that the ticket offers.
+
+        If more blocks follow (`extends`), these are all `num_tokens`; else the tokens that the blocks hold in every
+        group with blocks for a whole prompt.
+        """
         if self.extends:
             return self.num_tokens
         if not self.groups:
@@ -192,7 +196,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @property
     def leases_can_be_asked(self) -> bool:
-        """True if readers may ask the producer's ranks for leases, and give leases back to the ranks."""
+        """True if readers may ask the producer's ranks for leases and give leases back; False for stock engines."""
         return True
 
     @property
@@ -202,12 +206,15 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @property
     def offers_nothing(self) -> bool:
-        """True if the ticket offers neither blocks nor a payload (`Lease.complete`). Its leases end when opened."""
+        """True if the ticket offers neither blocks nor a payload (`Lease.complete`).
+
+        Then its leases end when they are opened.
+        """
         return not self.has_blocks and not any(rank.payload for rank in self.ranks)
 
     @cached_property
     def block_counts(self) -> tuple[int, ...]:
-        """Number of blocks of each group once the producer has added all blocks that follow (`extends`)."""
+        """Number of blocks of each group, including the blocks that the producer has yet to add (`extends`)."""
         if not self.extends:
             return tuple(map(len, self.block_tables))
         if not self.groups:
@@ -216,13 +223,16 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @cached_property
     def block_ids_count(self) -> int:
-        """Number of block ids in the ticket, over all its ranks, or the sum of `block_counts` if that is more."""
+        """Number of block ids in the ticket: those of the engine and those of each rank.
+
+        At least the sum of `block_counts`.
+        """
         tables = (*self.block_tables, *(ids for rank in self.ranks for ids in rank.block_tables))
         return max(sum(map(len, tables)), sum(self.block_counts))
 
     @cached_property
     def blocks_digest(self) -> bytes:
-        """Digest of the block ids, for `messages.LeaseRequest`."""
+        """Digest (`digest_of`) of the producer's block ids, for `LeaseRequest.blocks_digest`."""
         return digest_of(self.block_tables if self.more_block_ids else self.block_ids)
 
     @cached_property
@@ -231,13 +241,13 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         return dict(zip(map(_RANK_OF, self.ranks), self.ranks, strict=True))
 
     def find(self, rank: Rank) -> RankLease | None:
-        """Return the lease of a rank that the ticket names.
+        """Return the lease that the ticket names for a rank.
 
         Args:
-            rank: the rank. Its `dp` is ignored, since all leases of a ticket are of one replica.
+            rank: the rank. `rank.dp` is ignored, since all leases of a ticket belong to one replica.
 
         Returns:
-            The lease; None if the ticket does not name the rank.
+            The lease; None if the ticket names no lease of the rank.
 
         Raises:
             RequestError: `rank` is not a Rank.
@@ -290,10 +300,11 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         """Return a ticket of the same ranks for another request. Its readers ask each rank for its lease.
 
         Args:
-            request_id: id under which the engine serves the other request. Everybody who knows it may read.
+            request_id: id under which the engine serves the other request. It must be a secret, because any engine
+                that knows it may read.
             block_ids: the producer's blocks in prompt order, or a block table for each group.
             num_tokens: tokens of the prompt that the blocks hold.
-            ttl_s: seconds that the lease has, and that each renewal gives.
+            ttl_s: seconds until the lease expires, from its opening and from each renewal.
             prompt_digest: digest of the other request's prompt; "" if it is not known.
 
         Returns:
@@ -335,20 +346,21 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         ttl_s: float = 30.0,
         traceparent: str = "",
     ) -> Ticket:
-        """Return a ticket for a request before its blocks are known. Its readers wait until the lease is open.
+        """Return a pending ticket: a ticket for a request that has no blocks yet. Readers wait until its lease is open.
 
         Args:
-            introduction: any ticket of the engine that will serve the request, or its dict. It names the ranks.
-            request_id: id under which the engine will serve the request. Everybody who knows it may read, so it must
-                be a secret.
-            ttl_s: seconds for which a reader waits until the engine opens the lease, within the deadline of its load.
+            introduction: any ticket of the engine that will serve the request, or the dict of one. The new ticket
+                names the same ranks.
+            request_id: id under which the engine will serve the request. It must be a secret, because any engine that
+                knows it may read.
+            ttl_s: maximum seconds for which a reader waits for the lease, if the deadline of its load is not earlier.
             traceparent: W3C trace context of the request.
 
         Returns:
             A ticket for `LoadRequest.ticket`.
 
         Raises:
-            RequestError: the introduction or another value is invalid.
+            RequestError: `introduction` or another value is invalid.
         """
         known = read_ticket(introduction)
         nothing = given_block_ids([()] * len(known.block_tables))
@@ -356,7 +368,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         return with_changes(ticket, awaited=True, traceparent=traceparent)
 
     def to_params(self) -> dict[str, Any]:
-        """Return the ticket as a dict for routers, which `from_params` reads.
+        """Return the ticket as a dict for routers. `from_params` parses the dict.
 
         Returns:
             A new dict of JSON types, which any router can carry.
@@ -399,8 +411,8 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     """Return `ticket` itself if it is a Ticket, else the ticket that its dict describes.
 
     RequestError names an invalid field, or says that there are more than `block_ids_max` block ids. An oversized dict
-    is refused before much work is done. Of a Ticket only the block ids are counted, since its constructor has checked
-    everything else.
+    is refused before much work is done. A Ticket is only checked for its number of block ids, since its constructor has
+    checked everything else.
     """
     stated: list[str] = []
     if not isinstance(ticket, Ticket):
@@ -448,13 +460,13 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
     """Merge the tickets that the ranks of an engine have made for one request.
 
-    A reader of the merged ticket need not ask the ranks for their leases.
+    A reader of the merged ticket need not ask any rank for its lease.
 
     Args:
         tickets: at least one ticket, in any order.
 
     Returns:
-        A ticket that names the leases of all ranks. Its `ttl_s` is the shortest.
+        A ticket that names all the leases. Its `ttl_s` is the smallest `ttl_s` of the tickets.
 
     Raises:
         RequestError: the tickets differ in engine, request, blocks or tokens, or name two leases of one rank.
@@ -501,7 +513,7 @@ def check_groups(ticket: Ticket) -> None:
 
 
 def check_incomplete_offer(ticket: Ticket) -> None:
-    """Raise RequestError if the fields of a ticket with `awaited` or `extends` contradict each other."""
+    """Raise RequestError if the fields of a ticket with `awaited` or `extends` set contradict each other."""
     counts = tuple(map(len, ticket.block_tables))
     if ticket.awaited and (any(counts) or ticket.num_tokens or ticket.extends):
         raise RequestError(
@@ -513,7 +525,10 @@ def check_incomplete_offer(ticket: Ticket) -> None:
 
 
 def check_lease(lease: RankLease, ticket: Ticket) -> None:
-    """Raise RequestError if `lease` cannot be a lease of the ticket's blocks."""
+    """Raise RequestError if `lease`, an entry of the ticket, does not fit the ticket.
+
+    Its block tables must have the lengths of the ticket's tables, and its rank must exist in the producer's engine.
+    """
     if lease.block_ids is not None:
         counts, theirs = (tuple(map(len, tables)) for tables in (ticket.block_tables, lease.block_tables))
         if counts != theirs:
@@ -525,14 +540,14 @@ def check_lease(lease: RankLease, ticket: Ticket) -> None:
 
 
 def with_changes(ticket: Ticket, **changes: Any) -> Ticket:
-    """Return a copy of `ticket` with other values in the fields named in `changes`. RequestError if one is invalid."""
+    """Return a copy of `ticket` with the given `changes` of fields. RequestError names an invalid field."""
     return Ticket(**{**{name: getattr(ticket, name) for name in Ticket.__struct_fields__}, **changes})
 
 
 def _compute_digests(ticket: Ticket) -> list[str]:
-    """Return a text for each lease that the ticket names: checksums of block ids, of tokens and of the other fields.
+    """Return one text for each lease in `ticket.ranks`: three checksums, one behind the other, in hexadecimal digits.
 
-    Each of the three checksums also covers the lease id.
+    The first covers the block ids, the second the tokens, the third the other fields; each also covers the lease id.
     """
     ids, tokens, rest = crc32(_pack(_IDS_OF(ticket))), crc32(_pack(_TOKENS_OF(ticket))), crc32(_pack(_REST_OF(ticket)))
     found = []
@@ -549,9 +564,10 @@ _PARTS = ("block ids", "tokens or prompt", "request, ranks or lease")
 
 
 def check_digests(ticket: Ticket, stated: Sequence[str], computed: Sequence[str]) -> None:
-    """Raise RequestError if the checksums `stated` in the ticket's dict differ from the computed checksums `computed`.
+    """Raise RequestError if checksums in a ticket's dict do not match the ticket. The message says what differs.
 
-    The message says which of block ids, tokens and other fields differ.
+    `stated` has the checksums in the dict, `computed` those of the ticket (`_compute_digests`), both in the order of
+    `ticket.ranks`.
     """
     for lease, theirs, ours in zip(ticket.ranks, stated, computed, strict=True):
         if checks.text(theirs, "ticket: digest") and len(theirs) != len(ours):
@@ -569,10 +585,11 @@ def check_digests(ticket: Ticket, stated: Sequence[str], computed: Sequence[str]
 
 
 def _bounded_params(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[str, Any], bool]:
-    """Refuse a dict with too many block ids, ranks or fields, before time is spent on reading them.
+    """Raise RequestError if `params`, a ticket's dict, has too many block ids, ranks or fields, before it is parsed.
 
-    Return two values: the dict, with the spare of its request id (`core.protocol.spare`) applied and with ints in place
-    of whole floats, and whether its block ids are a list of block tables, one for each group.
+    Return the dict and a bool. In the dict the spare of the request id (`core.protocol.spare`) stands for missing
+    fields, and whole floats are ints. The bool is True if `remote_block_ids` is a list of block tables, one for each
+    group.
     """
     request_id = params.get("remote_request_id")
     if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and SPARE_MARK in request_id:
