@@ -1,8 +1,8 @@
 """Reads the beginning of a prompt from another engine's prefix cache: `Runtime(config, parts=[Prefixes()])`.
 
-prefixes         the class `Prefixes`                   keys            names of prefixes by their content
-prefix_cache     protocol of an engine's prefix cache   sharing         answers peers from a shared prefix cache
-prefix_requests  requests, offers, reports, statistics  pull, search    one pull; the engines asked, their answers
+prefixes         the class `Prefixes`                   keys            digests that name prefixes
+prefix_cache     protocol of an engine's prefix cache   sharing         leases shared prefixes to peers
+prefix_requests  requests, offers, reports, statistics  pull, search    one pull; one search and its answers
 seek             asks engines for a prefix              seek_request    the message that asks
 load_rates       measured seconds per token of loads    testing         a prefix cache for tests
 kv_events        follows and publishes KV events of engines; a map of prefixes to engines

@@ -25,13 +25,13 @@ _TOKEN_DTYPE = np.dtype("<i8")
 
 
 def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") -> list[bytes]:
-    """Return one key for each full block of a prompt, as `PrefixRequest` and `PrefixCache.match` take them.
+    """Return one key for each full block of a prompt: the `keys` of a `PrefixRequest` and of `PrefixCache.match`.
 
     Args:
         tokens: token ids of the prompt. Anything else that distinguishes prompts, such as an adapter or pictures, must
-            change numbers in `tokens`, in the same way at the engine that shares a prefix and at its reader.
-        block_tokens: tokens between two keys. If the two engines use different numbers, they find the prefixes for
-            which both have a key.
+            change numbers in `tokens`, in the same way at the engine that shares a prefix and at the reader.
+        block_tokens: number of tokens between two keys. If the two engines use different numbers, the reader finds
+            only prefixes with an end at which both engines have a key.
         salt: at most 1,024 bytes, such as a tenant's name. Only engines with the same salt share prefixes.
 
     Returns:
@@ -50,7 +50,7 @@ def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") 
 
 
 def key_state(salt: bytes) -> hashlib.blake2b:
-    """Return the hash state of an empty prompt. After updates with `token_bytes`, its digest is the tokens' key.
+    """Return the hash state of an empty prompt. Updated with `token_bytes(tokens)`, it gives the key of `tokens`.
 
     Raise RequestError if `salt` is not bytes, or is too long.
     """
@@ -62,8 +62,8 @@ def key_state(salt: bytes) -> hashlib.blake2b:
 
 
 def token_bytes(tokens: Sequence[int], what: str) -> bytes:
-    """Return `tokens` as little-endian 64-bit integers, the bytes that keys hash. Raise RequestError if one is no int.
+    """Return `tokens` as little-endian 64-bit integers, the bytes that keys hash.
 
-    `what`: name of the tokens in the error message.
+    Raise RequestError if a token is no integer; `what` names the argument in the error message.
     """
     return whole_numbers(tokens, what).astype(_TOKEN_DTYPE, copy=False).tobytes()

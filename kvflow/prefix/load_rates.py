@@ -1,4 +1,4 @@
-"""Measured seconds per token of loads, for each engine that was read from."""
+"""Measured seconds per token of loads, for each engine that this one has read from."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ _QUEUED_S_MAX = 1.0
 
 
 class LoadRates:
-    """Seconds per token of recent loads, by engine. Only the thousand engines read from last are remembered."""
+    """Seconds per token of recent loads, by engine id. Remembers the 1,024 engines that were read from last."""
 
     def __init__(self) -> None:
         self._s_per_token = BoundedMap[str, float](_ENGINES_MAX)
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
-        """Update the rate of the engine that a load read from. `ticket`: the load's ticket, or the first of several."""
+        """Update the seconds per token of the engine that a load has read from, by the load's report.
+
+        `ticket`: the load's ticket, or the first of several.
+        """
         if not report.tokens:
             return
         engine_id, seconds = ticket.engine_id, report.total_s
@@ -29,9 +32,9 @@ class LoadRates:
         self._s_per_token[engine_id] = before + _NEWEST_WEIGHT * (newest - before)
 
     def expected_s(self, engine_id: str, tokens: int, queued_tokens: float) -> float | None:
-        """Return the seconds that a load of `tokens` tokens should take; None if the engine was never read from.
+        """Return the seconds that a load of `tokens` tokens should take; None if no load from the engine is known.
 
-        `queued_tokens`: tokens that other readers have yet to read from the engine. They add at most a second.
+        `queued_tokens`: tokens that the engine has leased to other readers. They add at most a second.
         """
         s_per_token = self._s_per_token.get(engine_id)
         if s_per_token is None:

@@ -11,11 +11,11 @@ from kvflow.core.plan.descriptors import GivenBlockIds
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """Blocks that hold the first `num_tokens` tokens of a prompt, and that their engine has pinned for a reader.
+    """Blocks that hold the first `num_tokens` tokens of a prompt, pinned by the engine so that a reader can read them.
 
-    `block_ids` are as in a `ServeRequest`: in prompt order; for a cache of several groups, one list for each group. For
-    a group with a sliding window, give at least the blocks of the window at the end of the prefix. For a group of
-    recurrent state, give the slot with the state after `num_tokens` tokens.
+    `block_ids` has the form of `ServeRequest.block_ids`: block ids in prompt order, or one list for each of several
+    groups. For a group with a sliding window, give at least the blocks of the window at the end of the prefix. For a
+    group of recurrent state, give the slot with the state after `num_tokens` tokens.
     """
 
     block_ids: GivenBlockIds
@@ -24,26 +24,26 @@ class PinnedPrefix:
 
 @runtime_checkable
 class PrefixCache(Protocol):
-    """Protocol of an engine's prefix cache. Both methods are called on the runtime's loop, and must not block it."""
+    """Protocol that an engine's prefix cache implements. Both methods run on the event loop, and must not block it."""
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | Awaitable[PinnedPrefix | None] | None:
         """Find the longest beginning of a prefix that is in the cache now, and pin its blocks.
 
         Args:
             keys: keys made by `prefix_keys`: key i covers the first (i + 1) * `key_tokens` tokens.
-            key_tokens: tokens between two keys. The reader chooses it, so it may differ from the block size of this
-                cache.
+            key_tokens: number of tokens between two keys. The reader chooses this number, so it may differ from the
+                block size of this cache.
 
         Returns:
-            The pinned prefix, or None if not even the first key is in the cache. Its number of tokens is a multiple of
-                `key_tokens`, and its blocks keep these tokens until `unpin`. If the cache lives in another thread or
-                process, this may be an awaitable. If the awaitable takes more than a second, the reader gets an empty
-                answer; the awaitable is not cancelled, and the prefix that it returns is unpinned.
+            The pinned prefix, or None if not even the first key is in the cache. The number of tokens must be a
+                multiple of `key_tokens`, and the blocks must keep these tokens until `unpin`. A cache in another thread
+                or process may return an awaitable of this value. If the awaitable takes more than a second, the reader
+                gets an empty answer; the awaitable is not cancelled, and its result is unpinned.
         """
         ...
 
     def unpin(self, pinned: PinnedPrefix) -> None:
-        """Remove the pin from a prefix. Called once for each prefix that `match` has returned.
+        """Remove the pin that a call of `match` has put on a prefix. Called once for each prefix returned by `match`.
 
         Args:
             pinned: the object that `match` has returned.
@@ -53,7 +53,10 @@ class PrefixCache(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingStatistics:
-    """Prefixes that are leased to readers now, and counts of questions by outcome."""
+    """State of a shared prefix cache: numbers of prefixes and blocks leased now, and counts of questions by outcome.
+
+    A question is a peer's `SeekRequest` for a prefix.
+    """
 
     prefixes: int
     pinned_blocks: int
@@ -63,9 +66,9 @@ class SharingStatistics:
     missed: int
     """Number of questions for a prefix that the cache does not have."""
     busy: int
-    """Number of questions answered with no prefix because the maximum number of blocks was pinned, too many questions
+    """Number of questions answered without a prefix because the maximum number of blocks was pinned, too many questions
     or leases were open, or the cache took too long."""
     failed: int
-    """Number of questions for which `PrefixCache.match` has raised, or has returned an invalid prefix."""
+    """Number of questions for which `PrefixCache.match` raised an error, or returned a prefix that cannot be leased."""
     reclaimed: int
-    """Number of leases that the engine has ended by `SharedPrefixes.reclaim` or `SharedPrefixes.end`."""
+    """Number of leases that the engine ended early, by `SharedPrefixes.reclaim` or `SharedPrefixes.end`."""

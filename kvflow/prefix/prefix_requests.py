@@ -1,4 +1,4 @@
-"""Requests, offers, reports and statistics of `Prefixes`. A holder is a peer with the prefix in its cache."""
+"""Requests, offers, reports and statistics of `Prefixes`. A holder is a peer that has the prefix in its cache."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ GivenPeer: TypeAlias = "PeerAddress | Ticket | Mapping[str, Any] | str"
 class PrefixRequest:
     """Request to fill `block_ids` with the longest beginning of a prefix that one of `peers` has in its cache.
 
-    `keys` are `prefix_keys` of the prompt, one for each `key_tokens` tokens; the best `key_tokens` is the block size of
-    the local cache. Each of `peers` is the address of one of the peer's ranks ("tcp://host:port"), a `PeerAddress`,
-    or any ticket of the peer. At most 64 peers are asked, all at once.
+    `keys` come from `prefix_keys(prompt, key_tokens)`; the best `key_tokens` is the block size of the local cache. Each
+    of `peers` is the address of one of the peer's ranks ("tcp://host:port"), a `PeerAddress`, or any ticket of the
+    peer. At most 64 peers are allowed; all are asked at the same time.
 
-    `block_ids` are the local blocks for the tokens from `cached_tokens` on, in prompt order, exactly as many as the
-    tokens of all keys take; otherwise RequestError gives both numbers. For a cache of several groups, give one list for
-    each group. A group with a sliding window needs blocks for the same tokens, and those at the end of the prefix are
-    filled. A group of recurrent state needs its slot.
+    `block_ids` are the local blocks, in prompt order, for the tokens from `cached_tokens` to the end of the last key.
+    If their number is not exact, RequestError names the given and the needed number. For a cache of several groups,
+    give one list for each group. A group with a sliding window needs blocks for the same tokens, of which those at the
+    end of the prefix are filled. A group of recurrent state needs its slot.
     """
 
     request_id: str
@@ -48,97 +48,101 @@ class PrefixRequest:
     block_ids: GivenBlockIds
     peers: GivenPeers
     cached_tokens: Count = 0
-    """Number of tokens that full blocks of the local cache hold already. They are not read from a peer."""
+    """Number of leading tokens that the local cache already holds in full blocks. They are not read from a peer."""
     deadline_s: Seconds | None = None
-    """Seconds that the whole pull may take, questions and reads together; Config.load_deadline_s if None."""
+    """Seconds that the whole pull may take, from asking the peers to the last byte; Config.load_deadline_s if None."""
     answer_within_s: Seconds = 0.25
-    """Seconds that peers have to answer; a later offer is used only if the earlier ones could not be read."""
+    """Seconds to wait for the peers' answers. A later offer is used only if all earlier offers could not be read."""
     priority: int = 0
     after: GivenEvent = None
-    """Event after which the device no longer touches the local blocks, as in `LoadRequest.after`. If None, the device
-    must not be using them."""
+    """Device event after which the device no longer touches the local blocks, as in `LoadRequest.after`. If None, the
+    device must not be using the blocks."""
     recompute_s_per_token: Seconds | None = None
-    """Seconds that the local engine takes to compute one token. A prefix is not pulled if computing it should be
-    faster, by the measured rate of its holder; a holder that was never read from is tried. None: any prefix is pulled.
+    """Seconds that the local engine takes to compute one token. If computing the prefix should be faster than reading
+    it, by the measured rate of the holder, the prefix is not pulled; a holder that was never read from is tried. None:
+    any prefix is pulled.
     """
     rest: Ticket | Mapping[str, Any] | None = None
     """Ticket of an engine that has computed the whole prompt. The tokens after the prefix are read from that engine
-    while the prefix is read from its holder; if the prefix cannot be read, all tokens are read from that engine.
-    `block_ids` are then the blocks of all tokens, with windows and state as for a load of that ticket.
+    while the prefix is read from a holder; if the prefix cannot be read, all tokens are read from that engine. With
+    this ticket `block_ids` are the blocks of all tokens that it offers, with windows and state as in a `LoadRequest`.
     """
     prompt: Sequence[int] | None = None
-    """Token ids of the prompt, checked against the ticket `rest` as `LoadRequest.prompt` is against its ticket."""
+    """Token ids of the prompt. The load fails if the ticket `rest` is for another prompt, as with `LoadRequest.prompt`.
+    """
     every_rank: bool = False
-    """True if other ranks of this engine will load the tickets that `Prefixes.seek` returns, too."""
+    """True if other ranks of the local engine will also load the tickets that `Prefixes.seek` returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOffer:
-    """A holder's offer of a prefix, with a lease: load its ticket, or give it back by `Runtime.release_blocks`.
+    """A holder's offer of a prefix, with a lease. Load the ticket, or release the lease by `Runtime.release_blocks`.
 
     After a load of the ticket, pass the load's report to `Prefixes.learn`.
     """
 
     peer: str
-    """Name of the engine, and the address at which it was asked."""
+    """Text with the holder's engine id and the address of one of its ranks."""
     ticket: Ticket
     num_tokens: int
     queued_bytes: int
     """Bytes that the holder has leased to other readers of prefixes."""
     round_trip_s: float
-    """Seconds from the question to the answer."""
+    """Seconds from asking the holder's ranks to their last answer."""
     pull_s: float | None = None
-    """Expected seconds of reading the prefix, by the holder's measured rate; None if the holder was never read from."""
+    """Expected seconds to read the tokens that are not cached locally, by the holder's measured rate, plus
+    `round_trip_s`; None if the holder was never read from."""
     compute_s: float | None = None
-    """Expected seconds of computing the same tokens here; None if `PrefixRequest.recompute_s_per_token` is None."""
+    """Expected seconds to compute the same tokens locally; None if `PrefixRequest.recompute_s_per_token` is None."""
 
     @property
     def pays(self) -> bool:
-        """False if computing the tokens here should be faster than reading them from the holder."""
+        """False if computing the tokens locally is expected to be faster than reading them from the holder."""
         return self.pull_s is None or self.compute_s is None or self.pull_s <= self.compute_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixAnswer:
-    """Outcome of asking one peer for a prefix, and of reading the prefix from that peer."""
+    """A peer's answer to the question for a prefix, and whether the prefix was read from that peer."""
 
     peer: str
     num_tokens: int
     """Number of tokens that the peer has offered; 0 if it made no offer."""
     why: str
-    """Reason why nothing was read from the peer; "" if the prefix was read from it."""
+    """Reason why the prefix was not read from the peer; "" if it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixReport:
-    """Report of a pull: the local blocks hold the prompt's first `num_tokens` tokens."""
+    """Result of a pull: the local blocks hold the prompt's first `num_tokens` tokens."""
 
     request_id: str
     num_tokens: int
-    """Number of tokens of the prompt in the local blocks, including `cached_tokens`; 0 if none were found or cached."""
+    """Number of the prompt's tokens in the local blocks after the pull, including `PrefixRequest.cached_tokens`."""
     pulled_tokens: int
-    """Number of tokens that were read from the holder of the prefix, without `cached_tokens`."""
+    """Number of tokens that were read from a holder; tokens of `PrefixRequest.cached_tokens` and `rest` do not count.
+    """
     bytes: int
     source: str
     """Name and address of the holder that the prefix was read from; "" if none was."""
     answers: tuple[PrefixAnswer, ...]
     loads: tuple[LoadReport, ...]
-    """Reports of the loads that have filled the blocks: first that of the prefix, then that of `PrefixRequest.rest`, as
-    far as they took place."""
+    """Reports of the successful loads: the load of the prefix, if any, then the load of `PrefixRequest.rest`, if any.
+    """
     pull_s: float | None
-    """Expected seconds of reading the prefix, by its holder's measured rate; None if the holder had no rate yet."""
+    """`PrefixOffer.pull_s` of the holder that was read from, or of the last one considered; None without a value."""
     compute_s: float | None
-    """Expected seconds of computing the prefix here; None if `PrefixRequest.recompute_s_per_token` is None."""
+    """`PrefixOffer.compute_s` of the holder that was read from, or of the last one considered; None without a value."""
 
     @property
     def payload(self) -> builtins.bytes:
-        """Bytes that came with the end of the lease of `PrefixRequest.rest` (`Lease.complete`); else empty."""
+        """Bytes that the engine of `PrefixRequest.rest` has passed to `Lease.complete`; empty without them."""
         return self.loads[-1].payload if self.loads else b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStatistics(PartStatistics):
-    """Counts of pulls by outcome, and of the tokens read by them."""
+    """Counts of pulls by outcome, and of the tokens and bytes that pulls have read from holders."""
 
     pulls: int
     hits: int
@@ -146,15 +150,15 @@ class PrefixStatistics(PartStatistics):
     tokens: int
     bytes: int
     failed_sources: int
-    """Number of holders from which an offered prefix could not be read, or not proven to be leased to the last byte."""
+    """Number of failed attempts to read an offered prefix from a holder, including reads that outlasted the lease."""
     declined: int
     """Number of offers that were not loaded because computing the tokens was expected to be faster."""
     sharing: SharingStatistics | None
-    """Statistics of the shared prefix cache, which begin at 0 with each `Prefixes.share`; None if none is shared."""
+    """Statistics of the prefix cache that is shared now, counted since `Prefixes.share`; None if none is shared."""
 
 
 def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRequest:
-    """Return `given` as a valid PrefixRequest with plain Python numbers and strings, or raise RequestError.
+    """Return `given` as a valid PrefixRequest with plain Python numbers and strings. Raise RequestError if it is none.
 
     `verb`: name of the called method, for the error message.
     """
@@ -166,10 +170,11 @@ def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRe
 
 
 def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> None:
-    """Raise RequestError unless `tables`, by group, have exactly the blocks for the tokens from `cached_tokens` on.
+    """Raise RequestError unless `tables` (block ids by group) have exactly as many blocks as `request` needs.
 
-    Without `rest` the tokens end with the last key. With `rest` they end with the last token that this ticket offers.
-    Then only groups that keep all tokens are checked here, and no group if the ticket is pending: its load checks them.
+    Needed are blocks for the tokens from `cached_tokens` to the end of the last key or, with `rest`, to the last token
+    that the ticket `rest` offers. With `rest` only groups that keep all tokens are checked here, and with a pending
+    ticket no group is: the load of the ticket checks the others.
     """
     rest, cached = request.rest, request.cached_tokens
     tokens, whose = len(request.keys) * request.key_tokens, "its keys are for"
@@ -194,7 +199,7 @@ def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: S
 
 
 def token_size_bytes(local: LocalRank) -> int:
-    """Return how many bytes one token takes in this rank's cache, counting only layers that keep all tokens."""
+    """Return the bytes that one token takes in this rank's KV cache. Count only layers that keep all tokens."""
     size = 0
     for share, regions in zip(local.cache_shares, local.regions, strict=True):
         if local.groups[share.group].whole:

@@ -1,4 +1,4 @@
-"""The class `Prefixes`: a runtime's methods to share prefixes with peers, to ask for prefixes, and to pull them."""
+"""The class `Prefixes`: methods to share prefixes with peers, to ask peers for a prefix, and to read it from them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 
 class Prefixes(Part):
-    """Optional feature of a runtime: shares prefixes of prompts with peers, and reads prefixes from peers.
+    """Optional feature of a runtime that shares prefixes of prompts with peers, and reads prefixes from peers.
 
-    Pass it to the runtime: `Runtime(config, parts=[Prefixes()])`. A runtime without it refuses questions for prefixes.
+    Pass an object of this class to the runtime: `Runtime(config, parts=[Prefixes()])`. A runtime without one refuses
+    peers that ask for a prefix.
     """
 
     name = "prefix"
@@ -54,16 +55,17 @@ class Prefixes(Part):
     def share(self, cache: PrefixCache, *, pinned_blocks_max: int | None = None) -> SharedPrefixes:
         """Let peers read prefixes from an engine's prefix cache, until the KV cache is unregistered.
 
-        A peer that asks gets an ordinary lease on the longest prefix in the cache. Unless `PrefixCache.match` is
-        asynchronous, the peer is answered in the same turn of the event loop.
+        A peer that asks for a prefix gets an ordinary lease on the longest beginning of it in the cache. Unless
+        `PrefixCache.match` is asynchronous, the peer is answered in the same turn of the event loop.
 
         Args:
-            cache: the prefix cache; it is called on the runtime's loop.
-            pinned_blocks_max: maximum number of blocks that are pinned for readers at once; a quarter of the KV cache
-                if None. A peer with a prefix that needs more gets an empty answer (a miss).
+            cache: the prefix cache; its methods are called on the runtime's loop.
+            pinned_blocks_max: maximum number of blocks that are pinned for all readers together; a quarter of the KV
+                cache's blocks if None. If a lease would exceed this number, the peer gets an empty answer.
 
         Returns:
-            A handle that takes blocks back (`SharedPrefixes.reclaim`) or ends the sharing (`SharedPrefixes.close`).
+            A handle with methods to take blocks back (`SharedPrefixes.reclaim`) and to end the sharing
+                (`SharedPrefixes.close`).
 
         Raises:
             UsageError: `cache` is no PrefixCache, the runtime is a consumer or shares a cache already, this object is
@@ -80,18 +82,20 @@ class Prefixes(Part):
         return self._shared
 
     async def seek(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
-        """Ask all peers at once for a prefix, and read nothing. For engines that allocate blocks only for an offer.
+        """Ask all peers at once for a prefix, but read nothing.
 
-        Each offer has a lease. Load the offer's ticket within a few seconds, or keep the lease by
-        `Runtime.keep_leases`. Give unused offers back by `Runtime.release_blocks`; otherwise they expire. Cancelling
-        gives all offers back.
+        For engines that allocate blocks once they have an offer; others call `pull`.
+
+        Each offer has a lease. Load the offer's ticket within a few seconds, or keep the lease open by
+        `Runtime.keep_leases`. Release unused offers by `Runtime.release_blocks`; otherwise their leases expire. If
+        `seek` is cancelled, it releases all offers.
 
         Args:
             request: the keys, and the peers to ask. `block_ids` may be empty.
 
         Returns:
-            The offers, those with most tokens first; of offers with equally many tokens, that of the least busy engine
-                first. Empty if no peer has the prefix or can be asked.
+            The offers, sorted by number of tokens, most first, and then by how busy the engine is, least busy first.
+                Empty if no peer has offered more tokens than `request.cached_tokens`.
 
         Raises:
             RequestError: the request is invalid.
@@ -109,10 +113,11 @@ class Prefixes(Part):
     async def pull(self, request: PrefixRequest) -> PrefixReport:
         """Fill local blocks with the longest beginning of a prefix that a peer has in its cache: see `PrefixRequest`.
 
-        All peers are asked at once, and the longest prefix is loaded. If that fails, the prefix of the next peer is
-        read into the same blocks, within the same deadline, once no byte from the first peer can land. If no peer has
-        the prefix, or none can be read from, no error is raised: the engine has to compute the prefix. If cancelled,
-        this returns within Config.cancel_grace_s; if bytes may still land then, the load is in `Runtime.quarantines`.
+        All peers are asked at once, and the longest offered prefix is loaded. If that load fails, the next peer's
+        prefix is read into the same blocks, within the same deadline, once no byte from the first peer can land. If no
+        peer has the prefix, or no read succeeds, no error is raised: the report has no pulled tokens, and the engine
+        has to compute the prefix. If `pull` is cancelled, it returns within Config.cancel_grace_s; if bytes may still
+        land then, the load is in `Runtime.quarantines`.
 
         Args:
             request: the keys of the prompt, the local blocks, and the peers to ask.
@@ -121,11 +126,13 @@ class Prefixes(Part):
             The number of tokens in the local blocks, the peer that they were read from, and the answers of all peers.
 
         Raises:
-            RequestError: the request is invalid; BlocksBusy.
+            RequestError: the request is invalid; its subclass BlocksBusy: a local block is in use by another request.
             PeerError, LoadError: reading from a peer failed, and bytes may still land in the blocks; the error's
                 `quarantine` is that load. With `PrefixRequest.rest`, also any error of a load of that ticket.
-            RuntimeUnavailable, RuntimeBroken: as for loads.
-            UsageError: as for `seek`.
+            RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
+            RuntimeBroken: a task of the runtime has died.
+            UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
+                runtime's event loop.
         """
         cache, questions = self._require("pull")
         checked = checked_prefix_request(request, "pull", cache.config.limits)
@@ -138,12 +145,13 @@ class Prefixes(Part):
             pull.ended.set()
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
-        """Record how long the load of an offer took, so that later values of `PrefixOffer.pull_s` are better.
+        """Record how long the load of an offer took, to make later values of `PrefixOffer.pull_s` more exact.
 
-        Call it if your engine loads the offers of `seek` itself; `pull` records its own loads.
+        Call it if your engine itself loads the offers of `seek`; `pull` records its own loads.
 
         Args:
-            ticket: ticket of the load; the first if there were several. A ticket that is not from `seek` is ignored.
+            ticket: ticket of the load; the first one of a load of several tickets. If the ticket is not from `seek`,
+                nothing is recorded.
             report: report of the load.
 
         Raises:
@@ -156,21 +164,21 @@ class Prefixes(Part):
 
     @property
     def statistics(self) -> PrefixStatistics | None:
-        """Counts of pulls and of shared prefixes since the KV cache was registered; None if none is registered."""
+        """Counts of pulls and of shared prefixes since the KV cache was registered; None without a KV cache."""
         if self._questions is None or not self._owner.registered:
             return None
         sharing = None if self._shared is None or self._shared.closed else self._shared.statistics
         return PrefixStatistics(open_requests=len(self._pulls), sharing=sharing, **self._counts)
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
-        """Only for the runtime, which calls it once a KV cache is registered: see `Part.registered`."""
+        """Only for the runtime: prepare for a KV cache that was just registered. See `Part.registered`."""
         self._owner.begin(runtime)
         self._questions, self._shared = PrefixQuestions(cache, self._rates), None
         self._pulls = set()
         self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
 
     def end(self, why: Ending, wait_s: float = 0.0) -> None:
-        """Only for the runtime, which calls it to end all questions and the sharing: see `Part.end`."""
+        """Only for the runtime: cancel all questions to peers, and stop sharing. See `Part.end`."""
         if why is Ending.ABANDONED:
             self._questions = self._shared = None
             return
@@ -180,12 +188,15 @@ class Prefixes(Part):
             self._shared.close()
 
     async def drained(self) -> None:
-        """Only for the runtime, which waits here until all pulls have ended: see `Part.drained`."""
-        for one in tuple(self._pulls):  # a search ends by itself, and holds nothing
+        """Only for the runtime: wait until all pulls have ended. See `Part.drained`."""
+        for one in tuple(self._pulls):  # a call of `seek` ends by itself, and holds no local blocks
             await one.ended.wait()
 
     async def release(self, timeout_s: float) -> str:
-        """Only for the runtime, which waits here for pulls while it closes: see `Part.release`."""
+        """Only for the runtime: wait until all pulls have ended. See `Part.release`.
+
+        Return "", or a message that a pull is still under way after `timeout_s`.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self.drained()

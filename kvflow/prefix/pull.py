@@ -1,10 +1,10 @@
-"""A pull: ask peers for a prefix, then load it from the holders (the peers that have it) with most tokens.
+"""A pull: ask peers for a prefix, then load it from the holders (the peers that offer it) with most tokens.
 
-The tickets of all holders with equally many tokens go into one ordinary load, which goes on with the next ticket if one
-fails. If all fail, the next load is from holders with fewer tokens.
+The tickets of all holders that offer equally many tokens go into one ordinary load, which goes on with the next ticket
+if one fails. If all fail, the next load is from holders that offer fewer tokens.
 
 As for any load, success proves that the lease covered the whole read. Nothing proves that the blocks hold the tokens
-of their keys: for that the reader trusts the holder, as with any offer.
+that the keys name: the reader trusts the holder, as with any offer.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ class Pull:
     def __init__(
         self, cache: RegisteredCache, rates: LoadRates, counts: dict[str, int], request: PrefixRequest
     ) -> None:
-        """Prepare a pull of `request`, which `checked_prefix_request` has returned.
+        """Prepare a pull of `request`, a result of `checked_prefix_request`.
 
-        Raise RequestError if its ticket `rest` is invalid, or if its blocks do not fit its tokens.
-
-        `counts`: the counts of `PrefixStatistics`, which the pull adds to.
+        Raise RequestError if the request's ticket `rest` is invalid, or if the number of its blocks does not fit the
+        number of its tokens. `counts`: counts of `PrefixStatistics` by field name, which the pull increases.
         """
         self._groups = cache.local.groups
         self._loader = cache.loader
@@ -61,18 +60,18 @@ class Pull:
         now_s = asyncio.get_running_loop().time()
         self._deadline_at_s, self._answers_until_s = now_s + deadline_s, now_s + self._answer_within_s
         self._search: Search
-        """The engines that are asked, and their answers; set by `run`."""
+        """The engines that were asked, and their answers. Set by `run`."""
         self._tried: list[Holder] = []
         self._source_holder: Holder | None = None
-        """The holder that the prefix was read from."""
+        """The holder that the prefix was read from; None before a load has succeeded."""
         self._loaded_from: Sequence[Holder] = ()
-        """Holders of the load that has succeeded. That load gives back the leases that it has not used."""
+        """Holders of all tickets of the successful load. The load itself releases the leases that it did not use."""
         self.ended = asyncio.Event()
         self._local_tokens = 0
-        """Number of tokens of the prompt in the local blocks after the loads, including cached tokens."""
+        """Number of the prompt's tokens in the local blocks after the successful loads, including cached tokens."""
 
     async def run(self, questions: PrefixQuestions) -> PrefixReport:
-        """Ask the peers, load the prefix, and return the report. Errors and cancellation are as for `Prefixes.pull`."""
+        """Ask the peers, load the prefix, and return the report. Errors and cancellation as in `Prefixes.pull`."""
         self._counts["pulls"] += 1
         self._search = await questions.ask(self._request, self._answer_within_s)
         try:
@@ -86,9 +85,10 @@ class Pull:
         return self._deadline_at_s - asyncio.get_running_loop().time()
 
     async def _load_prefix(self) -> list[LoadReport]:
-        """Load the prefix from the holders with most tokens; if they fail, from those with fewer.
+        """Load the prefix from the holders that offer most tokens; if all fail, from holders that offer fewer.
 
-        A load may overrun the deadline by `cancel_grace_s`. No load begins after it, so a pull overruns it only once.
+        Return the report of the successful load, or an empty list. A load may end up to `cancel_grace_s` after the
+        deadline; no load begins after the deadline, so this delay happens once at most.
         """
         with ExitStack() as kept:
             for spare in self._search.holders:
@@ -105,9 +105,10 @@ class Pull:
         return []
 
     async def _next_holders(self) -> list[Holder]:
-        """Return the holders to load from next, the best first, all with equally many tokens.
+        """Return the holders to load from next, the least busy first; all of them offer equally many tokens.
 
-        Holders are left out if computing the tokens should be faster than reading from them.
+        Leave out holders from which reading the tokens should take longer than computing them. Return an empty list if
+        no holder is left and none answers in time.
         """
         while holders := await self._search.wait_for_best(self._tried, self._answers_until_s):
             del holders[TICKETS_MAX:]
@@ -117,9 +118,9 @@ class Pull:
         return []
 
     async def _load_both(self) -> list[LoadReport]:
-        """Load the prefix from a holder and, at the same time, the tokens after it by the ticket `rest`.
+        """Load the prefix from a holder and, at the same time, the tokens after the prefix by the ticket `rest`.
 
-        If no holder has a usable prefix, load all tokens by the ticket `rest`.
+        If no holder offers a usable prefix, load all tokens by the ticket `rest`. Return the loads' reports.
         """
         cached = self._request.cached_tokens
         if holders := await self._next_holders():
@@ -169,10 +170,10 @@ class Pull:
         tokens: int | None = None,
         keep_offer: bool = False,
     ) -> Load:
-        """Start a load into local blocks: `tables` has one array of block ids for each group.
+        """Start a load of `ticket` into the local blocks of `tables`, which has one array of block ids for each group.
 
-        The first block is that of token `cached_tokens`, or of the request's `cached_tokens` if None. `part` is
-        appended to the request id.
+        The first block holds token `cached_tokens`; if None, the request's `cached_tokens`. `part` is appended to the
+        request id of the load. `tokens` and `keep_offer` are `num_tokens` and `keep_offer` of the `LoadRequest`.
         """
         request = self._request
         return self._loader.start(
@@ -198,9 +199,9 @@ class Pull:
         return self._start_load(rest, tables, cached_tokens=cached_tokens, tokens=tokens, keep_offer=keep_offer)
 
     async def _await_load(self, holders: Sequence[Holder], load: Load) -> LoadReport | None:
-        """Await a load from `holders`. Return None if it failed, and no byte can land in its blocks.
+        """Await a load from `holders`, and return its report. Return None if the load failed and its blocks are safe.
 
-        If bytes may still land, raise the error of the load.
+        If the load failed, and bytes may still land in its blocks at the deadline, raise the load's error.
         """
         try:
             report = await load
@@ -214,9 +215,9 @@ class Pull:
         return report
 
     def _note_failures(self, holders: Sequence[Holder], load: Load, error: str) -> Holder:
-        """Set `Holder.why` of each holder that `load` has tried, and count failures. Return the last tried holder.
+        """Set `Holder.why` of each holder that `load` tried, and count failures. Return the holder that was tried last.
 
-        `error`: error of the load, "" if it has succeeded.
+        `error`: text of the load's error; "" if the load succeeded.
         """
         last, attempts = holders[0], load.attempts or ()
         last.why = error
@@ -227,9 +228,9 @@ class Pull:
         return last
 
     def _is_worth_reading(self, one: Holder) -> bool:
-        """Return False if computing the tokens should be faster than reading from a holder, and say so in `Holder.why`.
+        """Return True if reading from a holder should be faster than computing the tokens, or its rate is not known.
 
-        Return True if the holder's rate is not known.
+        Otherwise put the reason into `Holder.why`.
         """
         offer = one.offer
         if not offer.pays:
@@ -238,7 +239,7 @@ class Pull:
         return offer.pays
 
     def _make_report(self, loads: Sequence[LoadReport]) -> PrefixReport:
-        """Return the report of the pull and its successful `loads`. Add the tokens that were read to the counts."""
+        """Return the report of the pull, with those of its successful `loads`. Count the tokens that were read."""
         request, taken = self._request, self._source_holder
         judged = taken or (self._tried[-1] if self._tried else None)
         pulled = 0 if taken is None else taken.offer.num_tokens - request.cached_tokens
@@ -264,7 +265,7 @@ def _tickets_of(holders: Sequence[Holder]) -> list[Ticket]:
 
 
 async def _wait_until_safe(load: Load, within_s: float) -> bool:
-    """Wait until no byte can land in the blocks of a failed load. Return False if that takes more than `within_s`."""
+    """Wait until no byte can land in the blocks of a failed load. Return False if `within_s` pass first."""
     if load.safe:
         return True
     try:
@@ -276,14 +277,14 @@ async def _wait_until_safe(load: Load, within_s: float) -> bool:
 
 
 def _quarantine_of(loads: Sequence[Load]) -> Quarantine | None:
-    """Return the quarantine of all `loads` with blocks in which bytes may still land; None if no load has any."""
+    """Return one quarantine for those `loads` in whose blocks bytes may still land; None if there is no such load."""
     unsafe = [load for load in loads if not load.safe]
     return _UnsafeLoads(unsafe) if len(unsafe) > 1 else next(iter(unsafe), None)
 
 
 @dataclass(frozen=True, slots=True)
 class _UnsafeLoads:
-    """Quarantine of several loads that ran at the same time, as the `quarantine` of one error."""
+    """Quarantine that joins several failed loads, for the attribute `quarantine` of one error."""
 
     loads: Sequence[Load]
 
@@ -307,9 +308,9 @@ class _UnsafeLoads:
 def _cut_to_whole_blocks(
     request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]
 ) -> PrefixRequest:
-    """Return `request` with only those keys that end at the end of a local block in each group.
+    """Return `request` with only those keys that end at the end of a local block in every group.
 
-    The next block is filled by another load, so no block may have tokens of both.
+    Two loads fill the local blocks: one up to the end of a key, the other after it. They must not share a block.
     """
     whole = [(group.block_size, len(ids)) for group, ids in zip(groups, tables, strict=True) if group.whole]
     unit = math.lcm(request.key_tokens, *(size for size, _ in whole))
@@ -320,16 +321,19 @@ def _cut_to_whole_blocks(
 
 
 def _as_block_ids(tables: Sequence[BlockIds]) -> Any:
-    """Return block ids in the form of `LoadRequest.block_ids`: one list, or one for each of several groups."""
+    """Return block ids (`tables`: one array for each group) in the form of `LoadRequest.block_ids`.
+
+    For one group this is a list of block ids; for several groups, a list of these lists.
+    """
     return tables[0].tolist() if len(tables) == 1 else [ids.tolist() for ids in tables]
 
 
 def _blocks_filled_by(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
 ) -> list[BlockIds]:
-    """Return the local blocks, by group, that a prefix of `tokens` tokens fills; of a window only its last blocks.
+    """Return the local blocks, by group, that a prefix of `tokens` tokens fills; for a window only the last ones.
 
-    `tables` begin with the block after the `cached` tokens.
+    `tables`: block ids by group, beginning with the block that follows the `cached` tokens.
     """
     filled = []
     for group, ids in zip(groups, tables, strict=True):
@@ -347,9 +351,10 @@ def _blocks_filled_by(
 def _divide_blocks(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
 ) -> tuple[list[BlockIds], list[BlockIds]]:
-    """Divide local blocks, by group: those that a prefix of `tokens` tokens fills, and those after it.
+    """Divide local blocks, by group, into those that a prefix of `tokens` tokens fills and those after the prefix.
 
-    All blocks of windows and state are in the second list. `tables` begin with the block after the `cached` tokens.
+    All blocks of windows and recurrent state are in the second list. `tables`: block ids by group, beginning with the
+    block that follows the `cached` tokens.
     """
     heads, tails = [], []
     for group, ids in zip(groups, tables, strict=True):

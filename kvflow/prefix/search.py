@@ -1,4 +1,4 @@
-"""A search: one prefix that several engines are asked for, and their answers so far."""
+"""The state of one search for a prefix: the engines that were asked, and their answers so far."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ _NOT_ANSWERED = "it has not answered in time"
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """An engine that has offered a prefix."""
+    """An engine that has offered a prefix, with its offer."""
 
     offer: PrefixOffer
     why: str = "another peer was chosen"
-    """Reason why nothing was read from the engine; "" if the prefix was read from it."""
+    """Reason why the prefix was not read from the engine; "" if it was."""
 
     def sort_key(self) -> tuple[int, int]:
-        """Return the sort key of the holder: the longest prefix first, then the least busy engine."""
+        """Return a key that sorts holders by offered tokens, most first, then by queued bytes, fewest first."""
         return -self.offer.num_tokens, self.offer.queued_bytes
 
     def is_at(self, engine_id: str, address: str) -> bool:
-        """Return True if the ticket of the holder names engine `engine_id`, with `address` as its first address."""
+        """Return True if the offer's ticket is for engine `engine_id` with its first rank at `address`."""
         return (self.offer.ticket.engine_id, self.offer.ticket.address) == (engine_id, address)
 
 
 class Search:
-    """The engines that are asked for one prefix, and their answers, which are accepted until `end`."""
+    """The engines that are asked for one prefix, and their answers. Offers that arrive after `end` are released."""
 
     def __init__(self, peers: Iterable[str], release: Callable[[Ticket], None]) -> None:
-        """`peers`: the peers, as the request names them. `release`: gives a ticket's lease back, without waiting."""
+        """`peers`: the peers, as the request names them. `release`: function that releases the lease of a ticket."""
         self._answers: dict[str, Holder | PrefixAnswer] = {}
-        """Answers by peer, as the request names it: a Holder if the peer has made an offer, else a PrefixAnswer."""
+        """Answers, by the peer as the request names it: a Holder if the peer has made an offer, else a PrefixAnswer."""
         self.tasks: list[asyncio.Task[None]] = []
-        """Tasks of the questions, one for each engine that is asked."""
+        """Tasks that ask the engines, one for each engine."""
         self._release_ticket = release
         self._ended = False
         for peer in peers:
@@ -45,7 +45,7 @@ class Search:
 
     @property
     def holders(self) -> list[Holder]:
-        """Engines with an offer. After `sort` the best is first; engines that answer later are not sorted."""
+        """Engines that have made an offer, in the order of the last `sort`. Later offers are not sorted."""
         return [answer for answer in self._answers.values() if isinstance(answer, Holder)]
 
     @property
@@ -59,24 +59,27 @@ class Search:
         )
 
     def set_reason(self, peer_given: str, peer: str, why: str = _NOT_ANSWERED) -> None:
-        """Note that an engine has no offer so far, and why.
+        """Record why an engine has made no offer so far.
 
-        `peer_given`: the peer, as the request names it. `peer`: name of the engine in the report.
+        `peer_given`: the peer, as the request names it. `peer`: name of the peer in the report. `why`: the reason.
         """
         self._answers[peer_given] = PrefixAnswer(peer=peer, num_tokens=0, why=why)
 
     def add_offer(self, peer_given: str, offer: PrefixOffer) -> None:
-        """Note the offer of an engine. If the search has ended, give the offer back."""
+        """Record the offer of a peer, or release it if the search has ended.
+
+        `peer_given`: the peer, as the request names it.
+        """
         if self._ended:
             self._release_ticket(offer.ticket)
         else:
             self._answers[peer_given] = Holder(offer)
 
     def sort(self, offset: int) -> None:
-        """Sort the engines: those with an offer first, in the order of `Holder.sort_key`.
+        """Sort the answers: holders first, in the order of `Holder.sort_key`, then the peers without an offer.
 
-        `offset` is a random number that decides which of equally good holders is first, so that readers that ask the
-        same engines do not all read from the same one.
+        `offset` is a random number that decides the order of equally good holders, so that readers that ask the same
+        engines do not all read from the same engine.
         """
         asked = list(self._answers.items())
         at = offset % max(len(asked), 1)
@@ -87,10 +90,10 @@ class Search:
         self._answers = dict(sorted(asked[at:] + asked[:at], key=place))
 
     async def wait_for_best(self, tried: Collection[Holder], until_s: float) -> list[Holder]:
-        """Return the holders with most tokens among those that are not in `tried`, the least busy engine first.
+        """Return the holders with most tokens among the holders that are not in `tried`, the least busy engine first.
 
-        If all holders were tried, wait for further answers, until the loop's time `until_s` at the latest. Return an
-        empty list if no further offer arrives.
+        If all holders are in `tried`, wait for further offers, until the loop's time is `until_s`. Return an empty list
+        if none arrives.
         """
         while True:
             left = [one for one in self.holders if one not in tried]
@@ -104,7 +107,7 @@ class Search:
             await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     def end(self, keep: Collection[Holder] = ()) -> None:
-        """End the search: give back all offers except those of `keep`, including offers that arrive later."""
+        """End the search: release all offers, including later ones, but not the offers of the holders in `keep`."""
         self._ended = True
         for one in self.holders:
             if one not in keep:

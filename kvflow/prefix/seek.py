@@ -39,19 +39,19 @@ _ADDRESSES_MAX = 1 << 10
 
 
 class _Engine(NamedTuple):
-    """An engine that is asked for a prefix."""
+    """An engine that is asked for a prefix, with its ranks."""
 
     asked_ranks: list[Address]
-    """Ranks that have blocks for this reader rank, so they are asked."""
+    """Ranks that this reader rank reads from. These are asked for the prefix."""
     other_ranks: list[RankLease]
-    """Ranks without blocks for this reader rank. They are not asked, but the ticket of the offer names them, too."""
+    """Ranks that this reader rank does not read from. They are not asked, but the ticket of an offer must name them."""
     connection: Connection
     """Connection to one of the ranks in `asked_ranks`."""
     fixed_ports: bool
 
 
 _RankOffer: TypeAlias = tuple[Address, messages.Offer, RankLease]
-"""A rank, its offer of a prefix, and the lease of that offer."""
+"""Address of a rank, the rank's offer of a prefix, and the lease that the offer comes with."""
 
 
 class PrefixQuestions:
@@ -67,24 +67,25 @@ class PrefixQuestions:
         self._rates = rates
         self._tasks: set[asyncio.Task[None]] = set()
         self._addresses: BoundedMap[str, PeerAddress] = BoundedMap(_ADDRESSES_MAX)
-        """Engine and rank that listen at an address, by the address as requests give it."""
+        """Engine and rank that listen at an address; the key is the address as given in a request."""
         self._unanswered: dict[str, tuple[float, float]] = {}
-        """Oldest unanswered question to each peer: when it was sent (loop time), and how many seconds it might take."""
+        """Loop time of the oldest unanswered question to each peer, and the seconds allowed for that question's answer.
+        """
 
     def close(self) -> None:
-        """Cancel all questions. Searches then report that the engine has not answered in time."""
+        """Cancel all questions to peers. Reports then say that these peers have not answered in time."""
         for task in self._tasks:
             task.cancel()
 
     async def ask(self, request: PrefixRequest, within_s: float) -> Search:
-        """Ask all peers of a request for its prefix. Return the search, with the best holders first.
+        """Ask all peers of `request` for its prefix. Return a search with the answers, the best holders first.
 
         Wait until all peers have answered, or `within_s` has passed. After the first offer of the whole prefix, wait
         for other offers at most as long again as that offer took. The search accepts later answers until
-        `Search.end`. Cancelling gives the offers back.
+        `Search.end`. If `ask` is cancelled, all offers are released.
 
-        A peer is not asked if it has an unanswered question that is older than both the time allowed for it and
-        `within_s`.
+        A peer is not asked if an earlier question to that peer is still unanswered, after both the seconds allowed for
+        that question and `within_s`.
         """
         loop, question_id = asyncio.get_running_loop(), self._cache.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
@@ -116,7 +117,7 @@ class PrefixQuestions:
     async def _ask_peer(
         self, search: Search, given: str, peer: GivenPeer, request: PrefixRequest, question_id: str
     ) -> None:
-        """Body of a task: ask one engine, and note its answer in `search`.
+        """Body of a task: ask one engine, and record its answer in `search`. `given`: the peer as the request names it.
 
         Task `kvflow-seek <request>`: begun by a search, for each engine that it asks. Ends with the answer.
         """
@@ -139,7 +140,7 @@ class PrefixQuestions:
     async def _ask_engine(
         self, engine: _Engine, name: str, request: PrefixRequest, question_id: str
     ) -> PrefixOffer | str:
-        """Ask the ranks of one engine. Return its offer, or the reason why it has none."""
+        """Ask the ranks of one engine for the prefix. Return the engine's offer, or the reason why there is none."""
         ranks = engine.asked_ranks
         begun_s = asyncio.get_running_loop().time()
         every = max(-(-len(request.keys) // KEYS_MAX), 1)
@@ -193,9 +194,9 @@ class PrefixQuestions:
         )
 
     async def _reconnect(self, engine: _Engine, offers: Sequence[_RankOffer]) -> _Engine:
-        """Connect again to ranks that have restarted or registered again. Return `engine` with its valid connection.
+        """Connect again to each rank that has another incarnation than at the last handshake.
 
-        `offers` name the current registration (incarnation) of each rank.
+        Return `engine` with a valid connection. `offers` name the current incarnation of each rank.
         """
         connection = engine.connection
         for at, _, lease in offers:
@@ -205,9 +206,9 @@ class PrefixQuestions:
         return engine._replace(connection=connection)
 
     def _check_blocks(self, ticket: Ticket, at: Address) -> None:
-        """Raise ProtocolError if `ticket` names blocks of the rank at `at` that the rank's cache does not have.
+        """Raise ProtocolError if `ticket` names blocks that do not exist in the KV cache of the rank `at`.
 
-        Raise LeaseExpired if the rank has registered its cache again.
+        Raise LeaseExpired if the rank has registered its KV cache again since the offer.
         """
         peer, lease = self._peers.get(at), ticket.find(at.rank)
         if peer.connection is not None and lease is not None:
@@ -216,7 +217,7 @@ class PrefixQuestions:
             )
 
     async def _find_ranks(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
-        """Connect to an engine, and find which ranks have blocks for this reader. Raise a KVFlowError if that fails."""
+        """Connect to an engine, and find the ranks that this reader rank reads from. Raise a KVFlowError on failure."""
         if isinstance(peer, str):
             peer = self._addresses.get(peer) or await self._identify(peer)
         fixed = isinstance(peer, PeerAddress)
@@ -245,7 +246,7 @@ class PrefixQuestions:
         return _Engine(wanted, others, first, fixed)
 
     async def _identify(self, given: str) -> PeerAddress:
-        """Ask which engine listens at an address, and return its PeerAddress."""
+        """Ask the rank that listens at address `given` for its engine and rank, and return them as a PeerAddress."""
         address = given if given.startswith("tcp://") else f"tcp://{given}"
         address = PeerAddress(engine_id="unknown", address=address).address
         nobody = Address("unknown", Rank(0, 0, 0), address)
@@ -274,7 +275,10 @@ def _peer_name(peer: GivenPeer) -> str:
 
 
 def _check_tokens(question: SeekRequest, offered: _RankOffer) -> _RankOffer:
-    """Return an offer; raise ProtocolError if it has more tokens than `question` asked for, or not whole keys."""
+    """Return `offered` if its number of tokens is a multiple of the question's `key_tokens`, and covered by its keys.
+
+    Raise ProtocolError otherwise.
+    """
     at, offer, _ = offered
     keys, key_tokens = len(question.keys) // KEY_BYTES, question.key_tokens
     if not 0 < offer.num_tokens <= keys * key_tokens or offer.num_tokens % key_tokens:
@@ -284,11 +288,11 @@ def _check_tokens(question: SeekRequest, offered: _RankOffer) -> _RankOffer:
 
 
 def _join_offers(engine: _Engine, question_id: str, offers: Sequence[_RankOffer], block_ids_max: int) -> Ticket | None:
-    """Join the offers of an engine's ranks into one ticket, with as many tokens as the rank with fewest tokens offers.
+    """Return one ticket for the offers of an engine's ranks, with the smallest number of tokens that a rank offers.
 
-    Ranks may have a prefix in different blocks. The blocks of a window or state fit one number of tokens only, so ranks
-    with windows or state must offer equally many tokens; if they do not, or if no rank made an offer, return None.
-    Raise ProtocolError if a rank offers more or fewer blocks than the tokens take.
+    Ranks may have a prefix in different blocks. Blocks of a window or of recurrent state fit one number of tokens only,
+    so ranks with windows or state must offer equally many tokens. If they do not, or if `offers` is empty, return None.
+    Raise ProtocolError if the number of a rank's blocks does not fit its tokens.
     """
     if not offers:
         return None

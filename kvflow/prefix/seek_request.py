@@ -1,4 +1,4 @@
-"""The message that asks a peer for a prefix; the peer replies with a `LeaseAnswer`."""
+"""The side-channel message that asks a rank for a prefix. The rank replies with a `LeaseAnswer`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from kvflow.core.protocol import messages
 from kvflow.prefix.keys import KEY_BYTES
 
 KEYS_MAX = 1 << 10
-"""Maximum number of keys in one question, so that a peer answers it in one short turn of its event loop."""
+"""Maximum number of keys in one `SeekRequest`, so that answering it blocks the peer's event loop only for a short time.
+"""
 LEASE_ID_PREFIX = "kvflow-prefix/"
-"""First characters of the request id of each lease on a prefix, so that it differs from every engine's own request."""
+"""Beginning of the request id of each lease on a prefix. It keeps these ids apart from those of an engine's requests.
+"""
 
 
 class SeekRequest(messages.ReaderRequest, frozen=True, kw_only=True, tag="seek"):
-    """Asks a rank for the longest beginning of a prefix that is in its cache now. The reply leases these blocks."""
+    """Message that asks a rank for the longest beginning of a prefix in its cache. The reply offers a lease on it."""
 
     request_id: RequestName
-    """Request id of the wanted lease, without `LEASE_ID_PREFIX`. All ranks of an engine are asked with the same id."""
+    """Request id of the wanted lease, without `LEASE_ID_PREFIX`; the same for all ranks of an engine."""
     keys: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES * KEYS_MAX)]
     """Keys of the prefix, 32 bytes each, concatenated. Key i covers the first (i + 1) * `key_tokens` tokens."""
     key_tokens: Size

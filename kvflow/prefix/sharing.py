@@ -1,8 +1,8 @@
-"""Answers peers that ask for prefixes: with ordinary leases on blocks that the engine's prefix cache has pinned.
+"""Answers peers that ask for a prefix, with ordinary leases on blocks that the engine's prefix cache has pinned.
 
-Blocks of a prefix are not held after their lease has ended (`core.protocol.proof`), because the readers look at the
-seal once more after the last byte. So the engine may reuse the blocks the moment the lease ends, and `reclaim` waits
-for no reader.
+Blocks of a prefix are not held after the end of their lease (`core.protocol.proof`), because readers check the seal
+once more after the last byte. So the engine may reuse the blocks the moment the lease ends, and `reclaim` waits for no
+reader.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 
-_TTL_S = 5.0  # readers begin at once, and renew the lease
+_TTL_S = 5.0  # short: readers begin to read at once, and renew the lease
 _LEASES_MAX = 1 << 10
 _MATCHES_MAX = 256  # questions that wait for an asynchronous `match`
 _MATCH_TIMEOUT_S = 1.0
@@ -42,10 +42,13 @@ _PINNED_BLOCKS_DIVISOR = 4
 
 
 class SharedPrefixes:
-    """Handle of a prefix cache that is shared with peers until `close`. `Prefixes.share` returns it."""
+    """Handle, returned by `Prefixes.share`, of a prefix cache that is shared with peers until `close`."""
 
     def __init__(self, registered: RegisteredCache, cache: PrefixCache, pinned_blocks_max: int | None) -> None:
-        """Raise UsageError if `cache` is no PrefixCache, or `pinned_blocks_max` is no number of blocks."""
+        """Share `cache`. Raise UsageError if it is no PrefixCache, or if `pinned_blocks_max` is below 1 or no integer.
+
+        `registered`: the registered KV cache with the blocks of `cache`.
+        """
         if not checks.try_call(lambda: isinstance(cache, PrefixCache)):
             raise UsageError(f"share: expected a PrefixCache, with match and unpin, got {checks.short_repr(cache)}")
         num_blocks = registered.ledger.counts().total
@@ -60,42 +63,42 @@ class SharedPrefixes:
         self._groups = registered.local.groups
         self._token_bytes = token_size_bytes(registered.local)
         self._pins: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
-        """Number of leases that pin each block, by the index of the block's entry in the ledger."""
+        """Number of leases that pin each block; indexed by the block's entry number in the block ledger."""
         self._pinned_blocks = self._leased_tokens = 0
         self._prefix_of_lease: dict[OpenLease, PinnedPrefix] = {}
-        """Pinned prefixes by their leases, the oldest first."""
+        """Pinned prefixes by their open leases, the oldest lease first."""
         self._waiting_replies: dict[asyncio.Future[messages.Reply], asyncio.Future[object]] = {}
-        """Replies that wait for an asynchronous `match`, each with the future of the `match`."""
+        """Futures of replies that wait for an asynchronous `match`, each with the task or future of that `match`."""
         self._counts = dict.fromkeys(("found", "missed", "busy", "failed", "reclaimed"), 0)
         self._closed = False
 
     @property
     def closed(self) -> bool:
-        """True once sharing has ended, by `close` or because the KV cache is being unregistered."""
+        """True once sharing has ended, by `close` or because the KV cache was unregistered."""
         return self._closed
 
     @property
     def pinned_blocks(self) -> int:
-        """Number of blocks that are pinned for readers now, each counted once."""
+        """Number of blocks that are pinned for readers now. A block in several leased prefixes counts once."""
         return self._pinned_blocks
 
     @property
     def statistics(self) -> SharingStatistics:
-        """Number of prefixes and blocks leased now, and counts of questions so far."""
+        """Numbers of prefixes and blocks leased now, and counts of peers' questions so far."""
         return SharingStatistics(prefixes=len(self._prefix_of_lease), pinned_blocks=self._pinned_blocks, **self._counts)
 
     def reclaim(self, blocks: int) -> int:
-        """End the oldest leases at once, until `blocks` pinned blocks are free. For an engine that needs the blocks.
+        """End leases immediately, the oldest first, until `blocks` pinned blocks are free.
 
-        `PrefixCache.unpin` is called for each ended lease before this returns. Loads of these leases fail, even if they
-        have read all bytes. If the KV cache goes through host buffers, a block that is being copied is free once its
-        copy has ended.
+        For an engine that needs blocks back. `PrefixCache.unpin` is called for each ended lease before this returns.
+        Loads of these leases fail, even if all bytes were read. With staging (host buffers), a block that is being
+        copied is unpinned only once its copy has ended.
 
         Args:
-            blocks: number of blocks to free; if fewer are pinned, all are freed.
+            blocks: number of blocks to free; if fewer are pinned, all of them are freed.
 
         Returns:
-            Number of blocks that were pinned and are free now.
+            Number of blocks that this call has freed.
 
         Raises:
             RequestError: `blocks` is no number of blocks.
@@ -111,11 +114,13 @@ class SharedPrefixes:
         return before - self._pinned_blocks
 
     def end(self, pinned: PinnedPrefix) -> None:
-        """End all leases of a pinned prefix at once, as `reclaim` does. Call it before the engine reuses the blocks.
+        """End all leases of a pinned prefix immediately. Call this before the engine reuses the blocks.
+
+        `PrefixCache.unpin` is called, and loads fail, as with `reclaim`.
 
         Args:
-            pinned: the object that `PrefixCache.match` has returned. If `match` has returned it several times, all of
-                these leases end. If all have ended before, this does nothing.
+            pinned: the object that `PrefixCache.match` has returned. If `match` has returned this object several times,
+                all of its leases end. If none is open, nothing happens.
 
         Raises:
             UsageError: this is not the runtime's event loop.
@@ -127,9 +132,9 @@ class SharedPrefixes:
                 self._revoke(opened)
 
     def close(self) -> None:
-        """Stop sharing: end all leases, as `reclaim` does. Waiting and later questions get no prefix.
+        """Stop sharing, and end all leases immediately. Peers that wait for an answer, or ask later, get no prefix.
 
-        Closing twice is fine.
+        A second call does nothing.
 
         Raises:
             UsageError: this is not the runtime's event loop.
@@ -144,13 +149,13 @@ class SharedPrefixes:
                 self._revoke(opened)
 
     def _revoke(self, opened: OpenLease) -> None:
-        """Revoke a lease. If the lease has ended when this returns, its prefix is unpinned."""
+        """Revoke a lease. If the lease ends at once, unpin its prefix; otherwise a callback does so at its end."""
         self._serving.revoke(opened.entry)
         if opened.outcome.done():
             self._unpin_ended(opened)
 
     def _unpin_ended(self, opened: OpenLease) -> None:
-        """Unpin the prefix of a lease that has ended: no reader can use its blocks. A second call does nothing."""
+        """Unpin the prefix of an ended lease, which no reader can use. A second call for the lease does nothing."""
         pinned = self._prefix_of_lease.pop(opened, None)
         if pinned is None:
             return
@@ -167,13 +172,13 @@ class SharedPrefixes:
             logger.exception("the prefix cache failed to unpin %s", counted(pinned.num_tokens, "token"))
 
     def answer(self, question: SeekRequest) -> Answered:
-        """Only for the runtime: answer a question in this turn of the loop or, if `match` is asynchronous, after it.
+        """Answer a peer that asks for a prefix. Only the runtime calls this.
 
         Args:
-            question: the question, with the keys of a prefix.
+            question: the peer's message, with the keys of the prefix.
 
         Returns:
-            The reply, or a future of the reply.
+            The reply or, if `PrefixCache.match` is asynchronous, a future of the reply.
         """
         size = KEY_BYTES
         keys = [question.keys[at : at + size] for at in range(0, len(question.keys), size)]
@@ -202,7 +207,7 @@ class SharedPrefixes:
         return self._lease_prefix(question, keys, found)
 
     def _match_timeout(self, reply: asyncio.Future[messages.Reply]) -> None:
-        """Callback of a timer, after which an asynchronous `match` has taken too long: answer with no prefix."""
+        """Callback of a timer: an asynchronous `match` took too long, so answer its question without a prefix."""
         if not reply.done():
             reply.set_result(self._empty_answer("busy"))
 
@@ -214,7 +219,7 @@ class SharedPrefixes:
         timer: asyncio.TimerHandle,
         match_task: asyncio.Future[object],
     ) -> None:
-        """Callback when an asynchronous `match` has ended: set `reply`. If `reply` was set before, unpin the prefix."""
+        """Callback at the end of an asynchronous `match`: set `reply`. If `reply` is set already, unpin the prefix."""
         timer.cancel()
         del self._waiting_replies[reply]
         error = None if match_task.cancelled() else match_task.exception()
@@ -230,12 +235,12 @@ class SharedPrefixes:
             )
 
     def _unpin_unused(self, pinned: object) -> None:
-        """Unpin a prefix that was found after its question had been answered."""
+        """Unpin a prefix that `match` has returned after its question was answered without it."""
         if isinstance(pinned, PinnedPrefix):
             self._unpin(pinned)
 
     def _lease_prefix(self, question: SeekRequest, keys: Sequence[bytes], pinned: object) -> messages.Reply:
-        """Lease the prefix that `match` has returned. Return the reply that offers it, or one without a prefix."""
+        """Open a lease on the prefix that `match` has returned. Return a reply with its offer or without a prefix."""
         if pinned is None:
             return self._empty_answer("missed")
         if not isinstance(pinned, PinnedPrefix):
@@ -247,7 +252,7 @@ class SharedPrefixes:
         try:
             if (
                 self._closed or self._serving.lease_answers.refusal_reason
-            ):  # either may have changed since the cache was asked
+            ):  # either may have changed while an asynchronous `match` ran
                 raise RequestError(self._serving.lease_answers.refusal_reason or "the prefix cache is no longer shared")
             self._check_match(pinned, len(keys), question.key_tokens)
             request = ServeRequest(request_id, pinned.block_ids, pinned.num_tokens, ttl_s=self._ttl_s)
@@ -285,30 +290,30 @@ class SharedPrefixes:
         self._unpin_ended(opened)
 
     def _tokens_that_fit(self, blocks: int) -> int:
-        """Return a number of tokens so small that a prefix of this length takes at most `blocks` blocks.
+        """Return a number of tokens for which a prefix takes at most `blocks` blocks in all groups of layers together.
 
-        The blocks of all groups of layers are added up.
+        It is a lower estimate: a longer prefix may fit, too.
         """
         whole = [group.block_size for group in self._groups if group.whole] or [1]
         rest = sum(group.blocks_needed(group.window + 1) for group in self._groups if not group.whole)
         return max(blocks - rest, 0) * min(whole) // len(whole)
 
     def _check_match(self, pinned: PinnedPrefix, keys: int, key_tokens: int) -> None:
-        """Raise RequestError unless `pinned` has a multiple of `key_tokens` tokens, for at most `keys` keys."""
+        """Raise RequestError unless `pinned` has a multiple of `key_tokens` tokens, at most `keys` * `key_tokens`."""
         tokens = checks.whole(pinned.num_tokens, "a PrefixCache's match: num_tokens", least=1)
         if tokens % key_tokens or tokens > keys * key_tokens:
             up_to = f"up to {keys} x {key_tokens}"
             raise RequestError(f"a PrefixCache's match: {counted(tokens, 'token')}, expected {up_to}")
 
     def _empty_answer(self, what: str) -> messages.Reply:
-        """Add 1 to the count `what` of questions, and return the reply without a prefix."""
+        """Return a reply without a prefix. Add 1 to the count `what` ("missed", "busy" or "failed") of questions."""
         self._counts[what] += 1
         return messages.NOTHING_YET
 
     def _failed_answer(self, question: SeekRequest, error: BaseException | None) -> messages.Reply:
-        """Log and count a failure of the prefix cache, and return the reply without a prefix.
+        """Log and count a failure of the engine's prefix cache. Return a reply without a prefix.
 
-        The cause is a bug of the engine, or a block that is being written.
+        The cause is a bug of the engine, or a block that is being written. `error`: None if `match` was cancelled.
         """
         why = "it was cancelled" if error is None else checks.error_text(error)
         logger.error(

@@ -1,4 +1,4 @@
-"""Prefix cache for tests: it knows the blocks that hold the tokens of prompts, and counts pins."""
+"""A prefix cache for tests, which records the blocks of prompts and counts pins."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ __all__ = ["FakePrefixCache"]
 
 
 class FakePrefixCache:
-    """A `PrefixCache` of one group of layers, filled and emptied by a test.
+    """A `PrefixCache` of one group of layers, which a test fills by `put` and empties by `evict`.
 
     Args:
-        block_tokens: tokens in a block of the cache.
+        block_tokens: number of tokens in a block of the cache.
     """
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._blocks_of: dict[bytes, tuple[int, ...]] = {}
-        """Ids of all blocks of a prefix, by the key at the prefix's end."""
+        """Ids of all blocks of a prefix, by the key of the whole prefix."""
         self.pins: Counter[int] = Counter()
         """Number of pins of each block, by block id."""
         self.asked = 0
         """Number of calls of `match` so far."""
 
     def put(self, tokens: Sequence[int], block_ids: Sequence[int], *, salt: bytes = b"") -> None:
-        """Add the full blocks of a prompt.
+        """Add the full blocks of a prompt to the cache.
 
         Args:
             tokens: token ids of the prompt, from the first one on.
-            block_ids: ids of the blocks that hold them, one for each full block, in prompt order.
-            salt: as for `prefix_keys`.
+            block_ids: ids of the blocks that hold these tokens, one for each full block, in prompt order.
+            salt: salt of the keys, as for `prefix_keys`.
         """
         keys = prefix_keys(tokens, self._block_tokens, salt=salt)
         for at, (key, _) in enumerate(zip(keys, block_ids, strict=True)):
             self._blocks_of[key] = tuple(block_ids[: at + 1])
 
     def evict(self, block_ids: Sequence[int]) -> None:
-        """Remove blocks from the cache, as an engine does before it reuses them.
+        """Remove all prefixes that use one of these blocks, as an engine does before it reuses the blocks.
 
         Args:
-            block_ids: blocks to remove.
+            block_ids: ids of the blocks to reuse.
 
         Raises:
-            AssertionError: a block is pinned; none was removed.
+            AssertionError: a block is pinned. Nothing was removed.
         """
         gone = set(block_ids)
         pinned = sorted(block_id for block_id in gone if self.pins[block_id])
@@ -54,14 +54,14 @@ class FakePrefixCache:
         self._blocks_of = {key: ids for key, ids in self._blocks_of.items() if not gone & set(ids)}
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | None:
-        """Find the longest beginning of a prefix, and pin it: see `PrefixCache.match`.
+        """Find the longest beginning of a prefix that is in the cache, and pin its blocks.
 
         Args:
-            keys: one key for each `key_tokens` tokens.
-            key_tokens: tokens between two keys. If it is no multiple of this cache's block size, nothing is found.
+            keys: keys of the prefix, one for each `key_tokens` tokens.
+            key_tokens: number of tokens between two keys. If it is no multiple of `block_tokens`, nothing is found.
 
         Returns:
-            The pinned prefix; None if its first block is not in the cache.
+            The pinned prefix; None if not even the first key is in the cache.
         """
         self.asked += 1
         found: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ class FakePrefixCache:
         return PinnedPrefix(found, len(found) * self._block_tokens) if found else None
 
     def unpin(self, pinned: PinnedPrefix) -> None:
-        """Remove the pin from a prefix.
+        """Remove the pin that a call of `match` has put on a prefix.
 
         Args:
             pinned: the object that `match` has returned.

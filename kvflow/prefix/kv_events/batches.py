@@ -21,48 +21,48 @@ from kvflow.errors import ProtocolError, RequestError
 
 BATCH_BYTES_MAX = 4 << 20
 EVENTS_MAX, BLOCKS_MAX = 1 << 14, 1 << 16
-"""Maximum number of events in a batch, and of blocks in an event."""
+"""Maximum number of events in a batch, and maximum number of blocks in an event."""
 TOKENS_MAX, BLOCK_TOKENS_MAX = 1 << 20, 1 << 16
 _ERROR_CHARS_MAX = 200
 
 BlockHash: TypeAlias = int | Annotated[bytes, Meta(max_length=64)]
-"""An engine's own hash of a block: bytes or their low 64 bits (vLLM), or a signed number of 64 bits (SGLang)."""
+"""An engine's own hash of a block: the hash or its low 64 bits (vLLM), or a signed number of 64 bits (SGLang)."""
 _Hashes: TypeAlias = Annotated[list[BlockHash], Meta(max_length=BLOCKS_MAX)]
 _ExtraKeys: TypeAlias = Annotated[list[str | tuple[str, int]], Meta(max_length=1 << 10)]
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Consecutive blocks that a prefix cache has stored; the first one follows the parent block."""
+    """Event: a prefix cache has stored consecutive blocks of a prompt, after the block `parent_block_hash`."""
 
     block_hashes: _Hashes
-    """The engine's own hashes of the blocks, in prompt order: see `BlockHash`."""
+    """The engine's own hashes of the stored blocks, in prompt order: see `BlockHash`."""
     parent_block_hash: BlockHash | None = None
-    """The engine's hash of the block before the first of these blocks; None if the first one begins a prompt."""
+    """The engine's own hash of the block before the first stored block; None if that one is the first of a prompt."""
     token_ids: Annotated[list[int], Meta(max_length=TOKENS_MAX)]
-    """Tokens of the blocks, `block_size` for each block."""
+    """Token ids of all stored blocks, in prompt order: `block_size` for each block."""
     block_size: Annotated[int, Meta(ge=1, le=BLOCK_TOKENS_MAX)]
-    """Tokens in a block."""
+    """Number of tokens in a block."""
     lora_id: int | None = None
-    """Number of the adapter that the blocks were computed with, if any."""
+    """Number of the LoRA adapter that the blocks were computed with, if any."""
     medium: str | None = None
-    """Kind of memory that the blocks are in. "GPU", or None, is the cache that the engine computes with, even on a
-    CPU."""
+    """Kind of memory that the blocks are in. "GPU" or None is the cache that the engine computes with, even on a CPU.
+    """
     lora_name: str | None = None
-    """Name of the adapter that the blocks were computed with, if any."""
+    """Name of the LoRA adapter that the blocks were computed with, if any."""
     extra_keys: Annotated[list[_ExtraKeys | None], Meta(max_length=BLOCKS_MAX)] | None = None
-    """Further keys of each block, a list or None: a cache salt as text, a picture as (identifier, offset from the
-    beginning of the block).
+    """For each block, None or a list of values that its hash includes besides tokens: a cache salt as text, a picture
+    as (identifier, offset in tokens from the beginning of the block).
     """
     group_idx: int | None = None
-    """Index of the cache group, if the cache has several."""
+    """Index of the group of layers that the blocks belong to, if the KV cache has several."""
     kv_cache_spec_kind: str | None = None
-    """Kind of the group, such as "full_attention" or "sliding_window"."""
+    """Kind of that group of layers, such as "full_attention" or "sliding_window"."""
     cache_salt: str | None = None
-    """Salt of the request, in SGLang."""
+    """Cache salt of the request; only SGLang sends it."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Blocks that a prefix cache has removed from one kind of memory and one cache group."""
+    """Event: a prefix cache has removed blocks from one kind of memory, in one group of layers."""
 
     block_hashes: _Hashes
     medium: str | None = None
@@ -70,10 +70,10 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Removal of all blocks from a prefix cache, or of all its blocks in one kind of memory."""
+    """Event: a prefix cache has removed all of its blocks, or all of its blocks in one kind of memory."""
 
     medium: str | None = None
-    """Kind of memory that was cleared; None if all were."""
+    """Kind of memory that was cleared; None if all kinds were."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -100,17 +100,17 @@ _MALFORMED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
-    """Return the events of a batch, in order. Each is decoded when the iterator reaches it; unknown ones are left out.
+    """Return an iterator over the events of a batch. It decodes an event when it reaches it, and skips unknown events.
 
     Args:
-        payload: the batch, the last frame of a ZeroMQ message.
+        payload: bytes of the batch: the last frame of a ZeroMQ message.
         peer: name of the sender, for the error message.
 
     Returns:
-        An iterator over the events, which raises nothing.
+        An iterator over the events in the order of the batch. The iterator raises no errors.
 
     Raises:
-        ProtocolError: the bytes are no batch, or the batch is too large.
+        ProtocolError: `payload` is no batch, or the batch is too large.
     """
     if len(payload) > BATCH_BYTES_MAX:
         raise ProtocolError(
@@ -127,7 +127,7 @@ def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
 
 
 def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
-    """Return the event that `raw` encodes; None if its type or form is unknown."""
+    """Return the event that the msgpack bytes `raw` encode; None if the event's type or form is unknown."""
     kind = memoryview(raw)[0]
     is_array = 0x90 <= kind <= 0x9F or kind in (0xDC, 0xDD)
     try:
@@ -138,7 +138,7 @@ def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
 
 
 def _array_to_map(raw: msgspec.Raw) -> bytes:
-    """Convert an event from an array of fields to a map of fields by name."""
+    """Convert an event in msgpack from an array of fields (earlier engine versions) to a map of fields by name."""
     tag, *values = _array_decoder.decode(raw)
     kind = _name_decoder.decode(tag)
     names = _EVENT_TYPES[kind].__struct_fields__ if kind in _EVENT_TYPES else ()
@@ -155,7 +155,7 @@ def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: in
     Args:
         events: events in the order in which they happened.
         ts: time in seconds since the epoch.
-        data_parallel_rank: data parallel rank of the engine, if there are several.
+        data_parallel_rank: data parallel rank of the engine, if the engine has several.
 
     Returns:
         The bytes of the batch, to be sent as the last frame of a ZeroMQ message.
@@ -171,9 +171,9 @@ def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: in
 
 
 def _event_as_map(event: msgspec.Struct) -> dict[str, Any]:
-    """Return an event as a map of its fields, without null fields that vLLM's events do not have.
+    """Return an event as a dict of its fields by name. Leave out a field that vLLM does not have if its value is None.
 
-    vLLM's router refuses a batch with an unknown key, even if its value is null.
+    vLLM's router refuses a batch with a key that it does not know, even if the value is null.
     """
     kind = type(event).__name__
     left_out = {name for name in _FIELDS_NOT_IN_VLLM.get(kind, ()) if getattr(event, name) is None}

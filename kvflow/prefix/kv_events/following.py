@@ -1,10 +1,10 @@
-"""Follows the KV events of engines into a `PrefixMap`, and recovers from lost events.
+"""Receives the KV events of engines, applies them to a `PrefixMap`, and recovers from lost events.
 
-One task for each publisher owns the sockets that it is followed by. Sequence numbers show which events were missed, and
-these are replayed. If they cannot be replayed, all blocks of the engine are forgotten, since a missed event may have
-removed them. A broken connection, or sequence numbers that begin again, mean that the publisher may have restarted: all
-blocks of the engine are forgotten, and the events that the publisher still keeps are replayed. A batch is applied a few
-blocks at a time, and other tasks of the event loop run in between.
+One task for each publisher owns the sockets that receive its events. Sequence numbers show which batches were missed,
+and the publisher is asked to replay these. If it cannot, all blocks of the engine are forgotten, since a missed event
+may have removed them. If the connection breaks, or sequence numbers begin again, the publisher may have restarted: all
+blocks of the engine are forgotten, and the batches that the publisher still keeps are replayed. A batch is applied a
+few blocks at a time, and other tasks of the event loop run in between.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from kvflow.runtime.channel.lookups import Lookups
 logger = logger_of(__name__)
 
 LIVE_BATCHES_MAX = 256
-"""Maximum number of batches that wait in a socket. ZeroMQ drops further batches, which are then replayed."""
+"""Maximum number of received batches in the queue of a socket. ZeroMQ drops further ones; they are then replayed."""
 REPLAYED_BATCHES_MAX = 1000
 REPLAY_TIMEOUT_S = 5.0
-"""Seconds to wait for each message of a replay."""
+"""Seconds to wait for the next message of a replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +52,11 @@ class EventSource:
     """A publisher of KV events: an engine, or one of its data parallel ranks, which have consecutive ports.
 
     Args:
-        holder: name of the publisher in `PrefixMap.holders`, such as the address of its side channel.
-        endpoint: address at which it publishes, `tcp://host:port`.
-        replay_endpoint: address at which it replays events. Without one, a missed event makes the map forget all blocks
-            of the holder, and blocks that the engine stored before it was followed stay unknown.
-        topic: topic of its events; "" for any.
+        holder: name of the publisher in the results of `PrefixMap.holders`, such as the address of its side channel.
+        endpoint: address at which the publisher sends events, `tcp://host:port`.
+        replay_endpoint: address at which the publisher replays events. Without one, a missed event makes the map forget
+            all blocks of the publisher, and blocks that were stored before the Subscriber connected stay unknown.
+        topic: topic of the publisher's events; "" for any.
 
     Raises:
         ConfigError: a field is no text.
@@ -73,10 +73,11 @@ class EventSource:
 
 @dataclass(slots=True, kw_only=True)
 class SourceStatistics:
-    """Counts of messages from one publisher. `sequence` is the number of the last applied batch, -1 before the first.
+    """State and counts of one publisher's events. `connected`: the connection for live events is open now.
 
-    `replays` counts replays that were asked for, `forgotten` how often all blocks of the source were forgotten, and
-    `refused` messages that were no batch of events; the first refused message logs a warning.
+    `sequence` is the sequence number of the last applied batch, -1 before the first. `batches` counts applied batches,
+    `replays` the replays that the publisher was asked for, `forgotten` how often all blocks of the publisher were
+    forgotten, and `refused` messages that were no batch of events; the first of these logs a warning.
     """
 
     connected: bool = False
@@ -88,7 +89,7 @@ class SourceStatistics:
 
 
 class _Follower:
-    """Follows one publisher of KV events into the map; has the sockets that receive its events."""
+    """Receives the KV events of one publisher through its own sockets, and applies them to the map."""
 
     def __init__(self, source: EventSource, prefix_map: PrefixMap) -> None:
         self.source, self.statistics = source, SourceStatistics()
@@ -97,7 +98,7 @@ class _Follower:
         self._last_live = -1  # the last sequence number of a live message
         self._socket = self._context.socket(zmq.SUB)
         self._replays: list[zmq.asyncio.Socket] = []
-        """The socket of the last replay, if there was one."""
+        """The socket of the last replay, open or closed; empty before the first replay."""
         self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
         try:
             self._connect()
@@ -119,18 +120,18 @@ class _Follower:
                 socket.connect(found)
 
     def ignore_events(self) -> None:
-        """Stop receiving, in a forked child process."""
+        """In a forked child process: take all sockets off the event loop, so that the child receives nothing."""
         for socket in (self._monitor, self._socket, *self._replays):
             forks.ignore_events(socket)
 
     def close(self) -> None:
-        """Close all sockets."""
+        """Close the socket of live events and its monitor."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
 
     async def follow(self) -> None:
-        """Follow the source until cancelled.
+        """Receive and apply the publisher's events until cancelled.
 
         Task `kvflow-kv-events <holder>`: one for each source of a `Subscriber`, until the `async with` block ends. The
         block raises its error.
@@ -147,9 +148,9 @@ class _Follower:
                 await self._on_message(await self._socket.recv_multipart())
 
     async def _choose_ip_version(self) -> None:
-        """Connect again by IPv6 if the publisher's host has no IPv4 address.
+        """If the publisher's host has no IPv4 address, connect again by IPv6.
 
-        ZeroMQ looks a name up for one version of IP only.
+        ZeroMQ looks a host name up for one version of IP only, and first for IPv4.
         """
         host = tcp_host_of(self._endpoint)
         try:
@@ -163,7 +164,10 @@ class _Follower:
         self._socket.connect(self._endpoint)
 
     async def _on_connection(self, event: int) -> None:
-        """After a connect, replay missed batches. After a disconnect, forget all blocks of the publisher."""
+        """On a new connection, have missed batches replayed. On a broken one, forget all blocks of the publisher.
+
+        `event`: the zmq.Event that the monitor of the socket has reported.
+        """
         self.statistics.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
         if self.statistics.connected:
             await self._catch_up()
@@ -171,7 +175,7 @@ class _Follower:
             await self._reset("its connection broke")
 
     async def _on_message(self, frames: Sequence[bytes]) -> None:
-        """Apply a live message to the map, after a replay of the batches missed before it."""
+        """Apply the batch of a live message to the map. If earlier batches were missed, first have them replayed."""
         message = read_message(frames, LIVE_FRAME_COUNTS)
         if message is None or message[0] == END_OF_REPLAY:
             self._count_refused(f"a message without a sequence number, bytes of its frames: {_frame_sizes(frames)}")
@@ -190,13 +194,13 @@ class _Follower:
 
     @property
     def _next_sequence(self) -> int:
-        """Sequence number of the next batch to apply."""
+        """Sequence number of the batch after the last applied one."""
         return self.statistics.sequence + 1
 
     async def _apply_batch(self, number: int, payload: bytes) -> None:
-        """Apply batch `number` to the map, and count it. Other tasks run in between.
+        """Apply the batch with sequence number `number` to the map a few blocks at a time, and count it.
 
-        If `payload` is no batch, forget all blocks of the publisher.
+        If `payload` is no batch, forget all blocks of the publisher instead. Other tasks of the loop run in between.
         """
         try:
             for event in decode_batch(payload, peer=self.source.endpoint):
@@ -211,7 +215,7 @@ class _Follower:
         await asyncio.sleep(0)
 
     def _count_refused(self, why: str) -> None:
-        """Count a message that is no batch of events; log a warning for the first."""
+        """Count a message that is no batch of events. For the first one, log a warning with the reason `why`."""
         self.statistics.refused += 1
         if self.statistics.refused == 1:
             logger.warning(
@@ -226,7 +230,7 @@ class _Follower:
         self.statistics.sequence = self._last_live = -1
 
     async def _forget_blocks(self, why: str) -> None:
-        """Forget all blocks of the publisher, if any of its batches was applied. `why` is logged."""
+        """Forget all blocks of the publisher, if any of its batches was applied, and log the reason `why`."""
         if self.statistics.sequence >= 0:
             logger.info("KV events of %s: %s; all its blocks are forgotten", self.source.holder, why)
             self.statistics.forgotten += 1
@@ -234,7 +238,10 @@ class _Follower:
                 await asyncio.sleep(0)
 
     async def _catch_up(self) -> None:
-        """Replay the missed batches that the publisher still keeps. If batches get lost on the way, ask again."""
+        """Ask the publisher to replay the missed batches that it still keeps, and apply them.
+
+        Ask again if some of them get lost on the way, as long as each replay brings further batches.
+        """
         before = -2
         while self.source.replay_endpoint is not None and before < self.statistics.sequence:
             before = self.statistics.sequence
@@ -246,7 +253,7 @@ class _Follower:
                 logger.info("KV events of %s: no replay: %r", self.source.holder, error)
 
     async def _replay(self, endpoint: str) -> bool:
-        """Ask for a replay, and apply its batches. Return True if all batches that the publisher keeps have arrived."""
+        """Ask for a replay at `endpoint`, and apply its batches. Return True if all arrived, up to the end message."""
         with self._context.socket(zmq.DEALER) as socket:
             self._replays = [socket]
             limits = {"messages_max": REPLAYED_BATCHES_MAX, "bytes_max": BATCH_BYTES_MAX}
@@ -278,16 +285,17 @@ def _frame_sizes(frames: Sequence[bytes]) -> str:
 
 
 class Subscriber:
-    """Follows the KV events of engines into a map, from the beginning of an `async with` block to its end.
+    """Async context manager that receives the KV events of engines and applies them to a `PrefixMap`.
 
-    Use the map in this event loop only; between two awaits it is consistent. Cancelling the block ends all tasks.
+    Use the map only in the event loop of the `async with` block; between two awaits the map is consistent. Cancelling
+    the block ends all tasks.
 
     Args:
         prefix_map: map that all events are applied to.
-        sources: publishers to follow.
+        sources: publishers to receive events from.
 
     Raises:
-        ConfigError: a source is invalid, such as by an endpoint that is no address.
+        ConfigError: a source is invalid, for example its endpoint is no address, or two have the same `holder`.
         UsageError: the Subscriber was entered twice.
     """
 
@@ -301,7 +309,7 @@ class Subscriber:
         self._task_group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
         self._in_forked_child = False
-        """True in a forked child."""
+        """True in a forked child process, which must not touch the parent's tasks."""
 
     async def __aenter__(self) -> Self:
         if self._tasks or self._followers:
@@ -334,7 +342,7 @@ class Subscriber:
             self._close()
 
     def forked(self) -> None:
-        """Stop following, in a forked child process: see `kvflow.forks`."""
+        """In a forked child process: receive no events. `kvflow.forks` calls this in the child."""
         self._in_forked_child = True
         for follower in self._followers:
             follower.ignore_events()
@@ -344,9 +352,9 @@ class Subscriber:
             follower.close()
 
     def statistics(self) -> dict[str, SourceStatistics]:
-        """Return the counts of each source so far.
+        """Return the state and the counts of each publisher so far.
 
         Returns:
-            Counts by the holder's name.
+            A `SourceStatistics` by the name `EventSource.holder` of each publisher.
         """
         return {follower.source.holder: replace(follower.statistics) for follower in self._followers}

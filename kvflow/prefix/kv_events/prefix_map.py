@@ -1,10 +1,10 @@
-"""Map of prefixes to the engines that have them, built from their KV events: a hint, which may be wrong.
+"""Map of prefixes to the engines that have them, built from the engines' KV events: a hint, which may be wrong.
 
 Events name blocks by the engine's own hashes and carry the tokens, so kvflow's keys are computed here. A block's key
-takes all tokens before the block's end, so a block with an unknown parent is skipped. A block is also skipped if its
-key depends on more than its event says: an adapter, for which the path is missing, embeddings, or SGLang's salt. vLLM's
-cache salt and pictures are marked in the tokens, as in the prompts of vLLM's requests. Only cache groups that keep all
-of a prompt count; blocks of a window or of state say less about the cache.
+covers all tokens before the block's end, so a block with an unknown parent is skipped. A block is also skipped if its
+key depends on something that the event lacks: the path of an adapter, embeddings, or SGLang's salt. vLLM's cache salt
+and pictures are marked in the tokens, as in the prompts of vLLM's requests. Only groups of layers that keep all of a
+prompt count; blocks of a window or of recurrent state say less about the cache.
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockHash, BlockRe
 
 BLOCKS_MAX = 100_000
 WHOLE_PROMPT_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
-"""Kinds of vLLM's cache groups that keep all of a prompt; None for an event that names no kind."""
+"""vLLM's names of the kinds of groups of layers that keep all of a prompt; None: the event names no kind."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
-"""About how many tokens, and how many blocks, of an event are applied before other tasks of the loop run."""
+"""Approximate number of tokens, and number of blocks, of an event that are applied before other tasks of the loop run.
+"""
 _DEFAULT_MEDIUM = "GPU"
-"""Medium (kind of memory) of events that name none: the cache that the engine computes with."""
+"""Kind of memory that is meant if an event names none: the cache that the engine computes with."""
 _PLACES_MAX = 16
-"""Maximum number of places of a block, usually one in each cache group. A place is a medium, a group and a hash."""
+"""Maximum number of places of one block. A place is a kind of memory, a group of layers and the engine's own hash; a
+block usually has one in each group.
+"""
 
-_Place: TypeAlias = tuple[str, int | None, BlockHash]  # medium, group, the engine's name of the block
+_Place: TypeAlias = tuple[str, int | None, BlockHash]  # kind of memory, group of layers, the engine's hash of the block
 
 
 class _Block:
-    """A block of one engine, in one or more places (medium, cache group and the engine's hash of the block).
+    """A block of one engine, in one or more places: kind of memory, group of layers and the engine's own hash.
 
-    `hash_state` is the running hash of all tokens up to the block's end.
+    `hash_state` is the state of the key's hash after all tokens up to the block's end. `parent` is the key of the block
+    before, `start` and `end` are positions in tokens, and `children` is the number of blocks that follow directly.
     """
 
     __slots__ = ("children", "end", "hash_state", "key", "parent", "places", "start")
@@ -53,11 +57,12 @@ class _Block:
 
 
 class _EngineBlocks:
-    """The blocks of one engine.
+    """The known blocks of one engine's prefix cache.
 
-    An engine may hold several copies of a block in one place (medium, cache group and the engine's hash of the block),
-    and publishes an event for each copy that it stores or removes. `copies` counts the copies in places with more than
-    one. `leaves` are the blocks that no other block follows, the oldest first.
+    `blocks` are the blocks by key, and `places` the blocks by place (kind of memory, group of layers and the engine's
+    own hash). An engine may hold several copies of a block in one place, and publishes an event for each copy that it
+    stores or removes; `copies` has the number of copies in places with more than one. `leaves` are the keys of blocks
+    that no other block follows, the oldest first. `block_tokens` is the largest block size so far.
     """
 
     def __init__(self, media: Collection[str | None]) -> None:
@@ -69,9 +74,10 @@ class _EngineBlocks:
         self.block_tokens = 1
 
     def add_block(self, hash_state: blake2b, place: _Place, parent: _Block | None, tokens: int) -> _Block:
-        """Record that the engine has a block of `tokens` tokens in a place, after block `parent`. Return the block.
+        """Record that the engine has stored a block of `tokens` tokens in `place`, after `parent`. Return the block.
 
-        `hash_state`: running hash of all tokens up to the block's end.
+        `hash_state`: state of the key's hash after all tokens up to the block's end. `parent`: None for the first block
+        of a prompt.
         """
         key = hash_state.digest()
         block = self.blocks.get(key)
@@ -88,14 +94,14 @@ class _EngineBlocks:
         if place in block.places:
             self.copies[place] = self.copies.get(place, 1) + 1
         else:
-            self._remove_place(place)  # the engine may have used the name for another block
+            self._remove_place(place)  # the engine may have used the same hash for another block
             if len(block.places) < _PLACES_MAX:
                 self.places[place] = block
                 block.places += (place,)
         return block
 
     def _remove_place(self, place: _Place) -> None:
-        """Forget that a block is in `place`. If this was the block's last place, forget the block."""
+        """Record that `place` holds no block. If this was the last place of its block, forget the block."""
         self.copies.pop(place, None)
         block = self.places.pop(place, None)
         if block is not None:
@@ -104,9 +110,9 @@ class _EngineBlocks:
                 self._drop_block(block)
 
     def remove_steps(self, event: BlockRemoved) -> Iterator[None]:
-        """Remove one copy of each block that an event names, one for each item of the iterator.
+        """Return an iterator that removes one copy of a block named by the event each time it is advanced.
 
-        A place without a copy is removed.
+        If no copy is left in a place, the place is removed.
         """
         for name in event.block_hashes:
             place = (_medium_of(event), event.group_idx, name)
@@ -118,15 +124,16 @@ class _EngineBlocks:
             yield
 
     def clear_steps(self, medium: str) -> Iterator[None]:
-        """Remove all places on a medium (kind of memory), one for each item of the iterator."""
+        """Return an iterator that removes one place in the kind of memory `medium` each time it is advanced."""
         for place in [place for place in self.places if place[0] == medium]:
             self._remove_place(place)
             yield
 
     def parent_of(self, event: BlockStored) -> _Block | None:
-        """Return the known block before the event's first block, if any.
+        """Return the block before the event's first block; None if that one is unknown or begins a prompt.
 
-        It is looked up on the medium of the event first, then on the others, to which the engine may have moved it.
+        Look for this parent block in the event's kind of memory first. Then look in the other kinds of memory, since
+        the engine may have moved the block.
         """
         group, name = event.group_idx, event.parent_block_hash
         if name is None:
@@ -135,13 +142,13 @@ class _EngineBlocks:
         return next((self.places[place] for place in places if place in self.places), None)
 
     def forget_oldest(self) -> None:
-        """Forget the block that was stored longest ago, of the blocks that no other block follows."""
+        """Forget the oldest block among those that no other block follows."""
         key = next(iter(self.leaves), None) or next(reversed(self.blocks))
         for place in self.blocks[key].places:
             self._remove_place(place)
 
     def _drop_block(self, block: _Block) -> None:
-        """Remove a block. If no other block follows its parent, the parent becomes the oldest leaf."""
+        """Forget a block that has no place left. If its parent has no other child, make the parent the oldest leaf."""
         del self.blocks[block.key]
         self.leaves.pop(block.key, None)
         parent = self.blocks.get(block.parent)
@@ -152,7 +159,10 @@ class _EngineBlocks:
                 self.leaves.move_to_end(parent.key, last=False)
 
     def matched_tokens(self, keys: Sequence[bytes], key_tokens: int) -> int:
-        """Return how many tokens of a prefix the engine has: up to the last key with only known blocks up to it."""
+        """Return how many leading tokens of a prefix the engine has in an unbroken sequence of known blocks.
+
+        The number is a multiple of `key_tokens`, the number of tokens between two `keys`.
+        """
         have, stride = 0, math.lcm(key_tokens, self.block_tokens)
         for end, key in enumerate(keys, 1):
             block = self.blocks.get(key)
@@ -170,13 +180,14 @@ class _EngineBlocks:
 
 
 class PrefixMap:
-    """Map of prefixes to the engines that have them, fed by KV events. It asks no engine, and may be wrong.
+    """Map of prefixes to the engines that have them, built from KV events alone. Its answers are hints, maybe wrong.
 
     Args:
         salt: salt of the keys that are looked up; a map answers for one salt.
-        blocks_max: maximum number of blocks to remember, over all engines. Beyond that, a block of the engine with most
-            blocks is forgotten: of the blocks that no other block follows, the one that was stored longest ago.
-        media: kinds of memory that count as the engine's cache. Events about blocks in other kinds are ignored.
+        blocks_max: maximum number of blocks to remember for all engines together. Beyond that, the engine with most
+            blocks loses the oldest of its blocks that no other block follows.
+        media: kinds of memory that count as the engine's cache; None stands for events that name no kind. Events about
+            blocks in other kinds are ignored.
 
     Raises:
         RequestError: `salt` is not bytes or is too long, `blocks_max` is below 1, or `media` are no list of texts.
@@ -193,18 +204,19 @@ class PrefixMap:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks in the map."""
+        """Number of blocks in the map, for all engines together."""
         return sum(len(engine_blocks.blocks) for engine_blocks in self._holders.values())
 
     def holders(self, keys: Sequence[bytes], key_tokens: int) -> list[tuple[str, int]]:
-        """Return the engines that have a beginning of a prefix, as far as the map knows.
+        """Return the engines that have the beginning of a prefix in their cache, as far as the map knows.
 
         Args:
-            keys: keys of the prefix, by `prefix_keys` with the map's salt.
+            keys: keys of the prefix, made by `prefix_keys` with the map's salt.
             key_tokens: the `block_tokens` that the keys were made with.
 
         Returns:
-            Pairs of an engine's name and the number of tokens that it has, the engine with most tokens first.
+            Pairs of an engine's name and the number of leading tokens that the engine has, most tokens first. Engines
+                without any are left out.
 
         Raises:
             RequestError: `keys` are no list of bytes, or `key_tokens` is below 1.
@@ -216,30 +228,30 @@ class PrefixMap:
         return sorted((one for one in found if one[1]), key=lambda one: -one[1])
 
     def apply(self, holder: str, event: KVEvent) -> None:
-        """Apply an event to the map.
+        """Apply an event of the engine `holder` to the map.
 
         Args:
-            holder: name under which `holders` returns the engine, such as its address.
+            holder: name under which `PrefixMap.holders` returns the engine, such as its address.
             event: a `BlockStored`, `BlockRemoved` or `AllBlocksCleared`.
 
         Raises:
-            RequestError: `event` is none of these.
+            RequestError: `event` has another type.
         """
         for _ in self.steps(holder, event):
             pass
 
     def steps(self, holder: str, event: KVEvent) -> Iterator[None]:
-        """Apply an event step by step, a few blocks for each item of the iterator, since an event may have many.
+        """Return an iterator that applies an event a few blocks at a time, so that other tasks can run in between.
 
         Args:
-            holder: as for `apply`.
-            event: as for `apply`.
+            holder: name under which `PrefixMap.holders` returns the engine.
+            event: a `BlockStored`, `BlockRemoved` or `AllBlocksCleared`.
 
         Returns:
-            An iterator, to be exhausted before the holder's next event.
+            An iterator. Exhaust it before the engine's next event.
 
         Raises:
-            RequestError: as for `apply`; raised by the iterator.
+            RequestError: `event` has another type; raised by the iterator.
         """
         if not isinstance(event, KVEvent):
             raise RequestError(
@@ -264,21 +276,21 @@ class PrefixMap:
         """Forget all blocks of an engine, because the engine is gone or its events were lost.
 
         Args:
-            holder: as for `apply`; an unknown holder is ignored.
+            holder: name of the engine, as given to `apply`; an unknown name is ignored.
         """
         for _ in self.forgetting(holder):
             pass
 
     def forgetting(self, holder: str) -> Iterator[None]:
-        """Forget all blocks of an engine step by step.
+        """Return an iterator that forgets all blocks of an engine, so that other tasks can run in between.
 
-        The first item of the iterator removes all blocks from the map; the others free their memory.
+        The iterator's first step removes all blocks from the map; the others free their memory.
 
         Args:
-            holder: as for `apply`.
+            holder: name of the engine, as given to `apply`; an unknown name is ignored.
 
         Returns:
-            An iterator, to be exhausted before the holder's next event.
+            An iterator. Exhaust it before the engine's next event.
         """
         known = self._holders.pop(holder, None)
         while known is not None and known.places:
@@ -287,9 +299,9 @@ class PrefixMap:
             yield
 
     def _store_steps(self, engine_blocks: _EngineBlocks, event: BlockStored) -> Iterator[None]:
-        """Add the blocks of an event, one for each item of the iterator.
+        """Return an iterator that adds one block of an event to `engine_blocks` each time it is advanced.
 
-        Stop if the key of a block cannot be computed, or if the block before it has been removed.
+        It ends early if the key of a block cannot be computed, or if the block before is not known or was removed.
         """
         size, place = event.block_size, (_medium_of(event), event.group_idx)
         parent = engine_blocks.parent_of(event)
@@ -306,19 +318,22 @@ class PrefixMap:
             yield
 
     def _evict_excess(self) -> None:
-        """Forget blocks until at most `blocks_max` are left, each of the engine that has most blocks then."""
+        """Forget blocks until at most `blocks_max` are left, each time one of the engine with most blocks."""
         over = self.blocks - self._blocks_max
         for _ in range(over):
             max(self._holders.values(), key=lambda engine_blocks: len(engine_blocks.blocks)).forget_oldest()
 
 
 def _medium_of(event: KVEvent) -> str:
-    """Return the medium (kind of memory) of an event, "GPU" if the event names none."""
+    """Return the kind of memory that an event is about; "GPU" if the event names none."""
     return _DEFAULT_MEDIUM if event.medium is None else event.medium
 
 
 def _has_known_keys(event: BlockStored) -> bool:
-    """Return True if the keys of the event's blocks follow from the event, and its group keeps all of a prompt."""
+    """Return True if the keys of the event's blocks can be computed, and their group of layers keeps all of a prompt.
+
+    Keys cannot be computed for blocks of an adapter or with SGLang's salt, or if tokens are missing.
+    """
     names, extra_keys = len(event.block_hashes), event.extra_keys
     return (
         event.kv_cache_spec_kind in WHOLE_PROMPT_KINDS
@@ -329,9 +344,10 @@ def _has_known_keys(event: BlockStored) -> bool:
 
 
 def _key_bytes_of(tokens: list[int], extra: Sequence[str | tuple[str, int]] | None, *, first: bool) -> bytes | None:
-    """Return a block's tokens as the bytes that its key hashes, with cache salt and pictures marked in them.
+    """Return a block's tokens as the bytes that its key hashes, with the cache salt and pictures marked in the tokens.
 
-    Return None if `extra` has keys of an unknown form. `first`: the block begins a prompt.
+    `extra`: the block's `BlockStored.extra_keys`; if one has an unknown form, return None. `first`: the block is the
+    first of a prompt.
     """
     prompt = tokens
     if extra:

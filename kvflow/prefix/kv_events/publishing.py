@@ -1,4 +1,4 @@
-"""Publishes the KV events of your own engine as vLLM does, so that a subscriber to vLLM's events understands them."""
+"""Publishes the KV events of your own engine as vLLM does, so that subscribers to vLLM's events understand them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _BATCHES_PER_TURN = 16
 
 
 class Publisher:
-    """Publishes KV events, from the beginning of an `async with` block to its end. One task answers replays.
+    """Async context manager that publishes KV events. One task answers subscribers that ask for missed batches.
 
     Args:
-        endpoint: address to publish at, such as `tcp://*:5557`; for port 0 the system chooses a port.
-        replay_endpoint: address at which subscribers ask for missed batches; None for no replays.
-        topic: topic of the messages.
+        endpoint: address to publish at, such as `tcp://*:5557`; with port 0 the system chooses a port.
+        replay_endpoint: address at which subscribers ask for missed batches; None if missed batches are not sent again.
+        topic: ZeroMQ topic of the messages.
         batches_max: maximum number of batches to keep for replays.
-        bytes_max: maximum size of the batches to keep for replays, in bytes.
-        data_parallel_rank: rank that each batch names.
+        bytes_max: maximum size of all batches that are kept for replays, in bytes.
+        data_parallel_rank: data parallel rank that each batch names; None if the engine has one rank.
 
     Raises:
         ConfigError: a value is invalid, or an endpoint cannot be bound.
@@ -67,12 +67,12 @@ class Publisher:
 
     @property
     def endpoint(self) -> str:
-        """Address at which events are published, with the port in use."""
+        """Address at which events are published; inside the `async with` block with the real port, if 0 was given."""
         return self._endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Address at which replays are answered, with the port in use; None without replays."""
+        """Address at which subscribers ask for missed batches, as `endpoint` with its real port; None without one."""
         return self._replay_endpoint
 
     async def __aenter__(self) -> Self:
@@ -94,14 +94,14 @@ class Publisher:
         return self
 
     def forked(self) -> None:
-        """Stop publishing, in a forked child process: see `kvflow.forks`."""
+        """In a forked child process: give the parent's sockets up. `kvflow.forks` calls this in the child."""
         if self._replay_socket is not None:
             forks.ignore_events(self._replay_socket)
         self._socket = self._replay_socket = self._task = None
 
     def _bind(self, socket: zmq.Socket[Any], endpoint: str) -> str:
         # ZeroMQ drops messages silently if its queue is full, so the queue has room for a whole replay.
-        """Bind a socket, and return its address with the port in use."""
+        """Bind a socket to `endpoint`, and return the bound address, with the real port if `endpoint` has port 0."""
         most = self._batches_max + 1000
         socket.bind(prepare_socket(socket, endpoint, messages_max=most, bytes_max=_REPLAY_REQUEST_BYTES_MAX))
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -124,7 +124,7 @@ class Publisher:
         self._socket = self._replay_socket = None
 
     def publish(self, events: Iterable[KVEvent]) -> int:
-        """Publish a batch of events, without waiting for subscribers.
+        """Publish events as one batch. Do not wait for subscribers.
 
         Args:
             events: events in the order in which they happened.
@@ -134,7 +134,7 @@ class Publisher:
 
         Raises:
             UsageError: the Publisher is not open.
-            RequestError: a value is no event, or the batch is larger than subscribers accept; nothing was published.
+            RequestError: a value is no event, or the batch is larger than subscribers accept. Nothing is published.
         """
         if self._socket is None:
             raise UsageError("the Publisher is not open")
@@ -164,7 +164,10 @@ class Publisher:
                     await asyncio.sleep(0)
 
     async def _send_replay(self, socket: zmq.asyncio.Socket, client: bytes, start: int) -> None:
-        """Send a subscriber all kept batches from sequence number `start` on, and then the end message of a replay."""
+        """Send a subscriber all kept batches from sequence number `start` on, then a message that ends the replay.
+
+        `client`: the subscriber's ZeroMQ routing id.
+        """
         for at, (number, payload) in enumerate([batch for batch in self._kept_batches if batch[0] >= start]):
             await socket.send_multipart([client, b"", self._topic, sequence_bytes(number), payload])
             if at % _BATCHES_PER_TURN == _BATCHES_PER_TURN - 1:

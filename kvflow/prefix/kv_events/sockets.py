@@ -1,7 +1,7 @@
 """Frames and sockets of KV events. A message has three frames: topic, sequence number (8 bytes, big endian), batch.
 
-A subscriber asks for a replay with the first sequence number that it needs. The answers are batches in the same frames,
-behind an empty one; older SGLang leaves the topic out. The replay ends with sequence number -1.
+A subscriber asks for a replay with the first sequence number that it needs. Each answer has an empty frame, then the
+three frames of a message; older SGLang leaves the topic out. The last answer has sequence number -1.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvflow.hosts import ANY, bracket_ipv6_host, plain_host
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = -1
 LIVE_FRAME_COUNTS, REPLAYED_FRAME_COUNTS = (3,), (3, 4)
-"""Allowed counts of frames in a live message, and in a replayed one, which begins with an empty frame and may lack the
-topic.
+"""Allowed numbers of frames in a live message, and in a replayed message, which begins with an empty frame and may lack
+the topic.
 """
 
 
 def read_message(frames: Sequence[bytes], frame_counts: Sequence[int]) -> tuple[int, bytes] | None:
-    """Return the sequence number and the batch of a message; None if it is malformed.
+    """Return the sequence number and the batch of a ZeroMQ message of KV events; None if the message is malformed.
 
-    `frame_counts`: allowed counts of frames, `LIVE_FRAME_COUNTS` or `REPLAYED_FRAME_COUNTS`.
+    `frame_counts`: allowed numbers of frames, `LIVE_FRAME_COUNTS` or `REPLAYED_FRAME_COUNTS`.
     """
     if len(frames) not in frame_counts or len(frames[-2]) != SEQUENCE_BYTES:
         return None
@@ -40,10 +40,11 @@ def sequence_bytes(sequence: int) -> bytes:
 def prepare_socket(
     socket: zmq.Socket[Any], endpoint: str, *, messages_max: int, bytes_max: int, v6: bool = False
 ) -> str:
-    """Set the limits of a socket, and return `endpoint` in the form that ZeroMQ takes.
+    """Set the options of a socket before it is bound or connected. Return `endpoint` in the form that ZeroMQ takes.
 
-    The socket queues at most `messages_max` messages each way, receives none above `bytes_max`, and drops unsent ones
-    when it closes. With `v6`, host names are looked up as IPv6 addresses. A wildcard is bound for both IP versions.
+    The socket queues at most `messages_max` messages in each direction, refuses messages larger than `bytes_max`, and
+    drops unsent messages when it is closed. If `v6`, host names are looked up as IPv6 addresses. A wildcard address is
+    bound for both IP versions.
     """
     endpoint = bracket_ipv6_host(endpoint)
     if endpoint.startswith("tcp://[::]:"):
@@ -57,6 +58,6 @@ def prepare_socket(
 
 
 def tcp_host_of(endpoint: str) -> str:
-    """Return the host of a TCP endpoint in its canonical form; "" for another endpoint."""
+    """Return the host name or IP address of a TCP endpoint, in normal form; "" if the endpoint is not TCP."""
     scheme, _, rest = bracket_ipv6_host(endpoint).partition("://")
     return (plain_host(rest.rpartition(":")[0]) or "") if scheme == "tcp" else ""
