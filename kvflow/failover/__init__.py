@@ -1,1 +1,1 @@
-"""Optional part of kvflow: loads of several tickets. If a source fails, the load goes on with the next ticket."""
+"""Optional part of kvflow: loads with several tickets. If a producer fails, the load goes on with the next ticket."""

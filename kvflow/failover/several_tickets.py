@@ -50,7 +50,7 @@ _LEASE_ENDED_ERRORS = (LeaseExpired, PrefillFailed)
 
 
 def performer(cache: RegisteredCache, tickets: Sequence[Ticket]) -> LoadPerformer:
-    """Return a function that performs a load from the producers of `tickets`, which are in order, the best first."""
+    """Return a function that performs a load from the producers of `tickets`. The best ticket comes first."""
     return lambda load: Attempts(cache, tickets, load).perform()
 
 
@@ -64,22 +64,22 @@ class Attempts:
         self._waiting_tickets = list(tickets)
         """Tickets of producers that have not been read yet."""
         self._from_again: list[Ticket] = []
-        """Tickets that `again` returned, which only this load knows."""
+        """Tickets that `LoadRequest.again` returned. Only this load knows them, so it has to give their leases back."""
         self._to_release: list[Ticket] = []
-        """Tickets of failed producers with leases that may still be open."""
+        """Tickets of producers that failed while their leases may still be open; to give back after success."""
         self._reading = False
         """True while a producer is being read."""
         self._again_calls = 0
         self._attempts: list[Attempt] = []
         self._begun_s = cache.clock.now_s()
         self._renewals = contextlib.ExitStack()
-        """Renews the leases of waiting tickets until it is closed; empty until the load takes long."""
+        """Contexts that renew the leases of waiting tickets, until closed; empty until the load takes long."""
         load.attempts = self._attempts
 
     async def perform(self) -> LoadReport:
-        """Read from one producer after the other, until one has delivered. Return the report.
+        """Read from one producer after the other, until one has delivered the whole load. Return the load's report.
 
-        If this raises, the flight of the last producer has stopped, or is quarantined.
+        If this raises, all posted reads have stopped, or the load's blocks are quarantined.
         """
         ledger, load = self._cache.ledger, self._load
         ledger.claim_for_sources(load.entries)
@@ -104,7 +104,10 @@ class Attempts:
             ledger.end_claim(load.entries, safe=load.flight is None or load.flight.safe)
 
     async def _try_next(self) -> LoadReport | None:
-        """Read from the next producer. Return None if the load can go on with another one, else raise the error."""
+        """Read from the next producer, and return the report. Return None if it failed and another producer is left.
+
+        Raises an error that ends the load.
+        """
         self._load.ticket = self._next_ticket()
         self._begun_s, self._reading = self._cache.clock.now_s(), True
         try:
@@ -122,15 +125,15 @@ class Attempts:
         return None
 
     def _next_ticket(self) -> Ticket:
-        """Take out and return the best waiting ticket. Tickets of peers in back-off come last."""
+        """Remove the best of the waiting tickets, and return it. Tickets of peers in back-off come last."""
         ticket = min(self._waiting_tickets, key=self._cache.peers.in_back_off)
         self._waiting_tickets.remove(ticket)
         return ticket
 
     async def _perform_attempt(self) -> LoadReport:
-        """Perform the load with its current ticket.
+        """Perform the load with its current ticket, `load.ticket`, and return the report.
 
-        PromptMismatch if that is for another prompt than the first offer.
+        PromptMismatch if that ticket is for another prompt than the first ticket.
         """
         load, what = self._load, f"request {self._load.request_id!r}"
         if load.ticket.awaited:
@@ -143,9 +146,9 @@ class Attempts:
         return await perform(self._cache, load)
 
     async def _prepare_next(self, error: KVFlowError) -> None:
-        """Wait until no byte from a failed producer can land, then prepare the load for the next producer.
+        """Wait until no byte from the failed producer can land, then reset the load for the next producer.
 
-        If no ticket is left, raise `error`.
+        `error`: the error of the failed producer. If no ticket is left and `again` returns none, raise it.
         """
         load = self._load
         if load.flight is not None:
@@ -172,7 +175,10 @@ class Attempts:
         load.verification = Verification.OFF
 
     async def _await_again(self, error: KVFlowError) -> None:
-        """Await `again` for another ticket, and add it to the waiting tickets. Raise `error` if it returns none."""
+        """Await `LoadRequest.again`, and add the ticket that it returns to the waiting tickets.
+
+        If there is no `again`, if it was awaited often enough, or if it returns None, raise `error`.
+        """
         request, cache, what = self._load.request, self._cache, f"request {self._load.request_id!r}"
         given = None
         if request.again is not None and self._again_calls < request.again_max:
@@ -201,7 +207,7 @@ class Attempts:
         self._waiting_tickets.append(ticket)
 
     def _note_attempt(self, outcome: str, error: str = "") -> None:
-        """Append an `Attempt` with the outcome of the current producer to the load's attempts."""
+        """Append an `Attempt` with the `outcome` and `error` of the current producer to the load's attempts."""
         self._reading = False
         ticket, flight = self._load.ticket, self._load.flight
         self._attempts.append(
@@ -216,16 +222,16 @@ class Attempts:
         )
 
     def _release_unused(self) -> None:
-        """After a successful load, give back the leases of its other tickets.
+        """After success, start to give back the leases of the tickets that the load did not need.
 
-        After a failed load, the caller keeps them.
+        Does nothing with `keep_offer`. Not called after a failed load: then the caller keeps the tickets that it gave.
         """
         if not self._load.request.keep_offer:
             for ticket in (*self._to_release, *self._waiting_tickets):
                 self._cache.remote_leases.release_soon(ticket)
 
     def _renew_waiting(self) -> None:
-        """Callback of an alarm: the load takes long, so begin to renew the leases of the tickets not read yet."""
+        """Callback of a timer, when the load takes long: begin to renew the leases of the tickets not used yet."""
         with contextlib.suppress(KVFlowError):  # the runtime closes
             for ticket in self._waiting_tickets:
                 self._renewals.enter_context(self._cache.remote_leases.renewing(ticket))

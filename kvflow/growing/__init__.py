@@ -1,1 +1,1 @@
-"""Optional part of kvflow: leases of prompts that are still being computed, and tickets from before their lease."""
+"""Optional part of kvflow: growing leases, of prompts that are still being computed, and pending tickets."""

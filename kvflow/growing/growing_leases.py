@@ -1,4 +1,4 @@
-"""Growing leases, at the producer: more tokens are computed, more blocks follow, the prompt is complete."""
+"""Growing leases at the producer: report computed tokens, add blocks, and complete the prompt of an open lease."""
 
 from __future__ import annotations
 
@@ -14,16 +14,24 @@ from kvflow.runtime.producer.lease import OpenLease
 
 
 class GrowingLeases:
-    """The calls by which an engine lets its leases grow: `Lease.advance`, `extend` and `complete`."""
+    """Carries out the calls by which the producer's engine lets a lease grow: `advance`, `extend` and `complete`."""
 
     def __init__(self, blocks: OfferedBlocks, answer_readers: Callable[[str], object], block_ids_max: int) -> None:
-        """`answer_readers`: called with a request id to answer the readers that asked about the request's lease."""
+        """Make the object for all leases in `blocks`.
+
+        `answer_readers`: function that answers the readers with a question about a lease; gets the lease's request id.
+        `block_ids_max`: largest number of block ids in one lease.
+        """
         self._blocks = blocks
         self._answer_readers = answer_readers
         self._block_ids_max = block_ids_max
 
     def advance(self, opened: OpenLease, num_tokens: int, ready: DeviceEvent | None) -> None:
-        """See `Lease.advance`."""
+        """Record that `num_tokens` tokens of the prompt are computed, once the device event `ready` has happened.
+
+        No effect if the lease has ended. RequestError if `num_tokens` is less than before, more than the lease offers,
+        or more than its blocks hold.
+        """
         what, held = f"request {opened.ticket.request_id!r}", opened.held
         tokens, event = checks.whole(num_tokens, f"{what}: num_tokens", least=0), checked_event(ready, f"{what}: ready")
         awaited = None if event is None or has_happened(event, f"{what}: ready") else event
@@ -39,7 +47,10 @@ class GrowingLeases:
         self._blocks.grow(held)
 
     def extend(self, opened: OpenLease, block_ids: object) -> None:
-        """See `Lease.extend`."""
+        """Add blocks to an open lease, and answer the readers that wait for them. No effect if the lease has ended.
+
+        RequestError if the block ids are invalid or too many.
+        """
         what, held = f"request {opened.ticket.request_id!r}", opened.held
         count = checks.count_block_ids(block_ids, self._block_ids_max, f"{what}: extend(): block_ids")
         if not opened.entry.is_open:
@@ -51,7 +62,11 @@ class GrowingLeases:
         self._answer_readers(opened.ticket.request_id)
 
     def complete(self, opened: OpenLease, payload: bytes, ready: DeviceEvent | None) -> None:
-        """See `Lease.complete`."""
+        """Record that all tokens are computed, set the lease's payload, and answer the readers that wait for it.
+
+        No effect if the lease has ended. RequestError if `payload` is too long, was not promised, or differs from the
+        payload of an earlier call.
+        """
         what, most = f"request {opened.ticket.request_id!r}: complete()", GIVEN_PAYLOAD_BYTES_MAX
         given = checks.instance(payload, bytes, f"{what}: payload")
         if len(given) > most:

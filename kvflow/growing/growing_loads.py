@@ -1,10 +1,9 @@
-"""Loads of growing leases: their prompts are still being computed, or copied to where peers can read them.
+"""Loads of growing leases: the prompt is still being computed, or being copied to memory that peers can read.
 
-No other module of loads knows about growth. A load learns about a lease in one way: by the answer to a question that
-waits at the producer (`load_news`). An answer proves nothing. So the load fetches the seal after each answer, at the
-end of the read, and every `SEAL_FETCH_EVERY_S` in case no answer comes. Tokens that a seal has shown to be readable
-are read in the order of the prompt, once they are enough for a read, and from each rank independently where that is
-possible.
+No other module of loads knows about growth. A load learns how far a lease has grown from the answer to a question that
+waits at the producer (`lease_questions`). An answer proves nothing. So the load fetches the seal after each answer, at
+the end of the read, and every `SEAL_FETCH_EVERY_S` in case no answer comes. Tokens that a seal has shown to be readable
+are read in prompt order, once there are enough for a read, and from each rank independently where that is possible.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ _SPEED_SHARE = 0.25  # weight of a new measurement in the average
 
 
 def begin(cache: RegisteredCache) -> GrowingLoads:
-    """Return the object that reads growing leases into one registered cache."""
+    """Return a `GrowingLoads`, the object that reads growing leases into the registered cache `cache`."""
     return GrowingLoads(cache)
 
 
 class GrowingLoads:
-    """Reads growing leases into one registered cache. Implements `SpanPlanner`, for loads that need no buffers."""
+    """Reads growing leases into one registered cache. As a `SpanPlanner`, it plans the loads that need no buffers."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self.pending_tickets = PendingTickets(cache)
@@ -61,12 +60,12 @@ class GrowingLoads:
         self.clock = cache.clock
         self.cache = cache
         self.loads_begun = 0
-        """Number of loads of growing leases that have begun."""
+        """Number of loads from growing leases that have begun."""
 
     def ask_about_leases(self, load: Load, sources: Sequence[Source], matched: MatchedChunks) -> None:
-        """Begin to ask the ranks of `sources` for what seals do not say: more block ids, payload, end of a lease.
+        """Begin to ask the ranks of `sources` for facts that seals do not have: more block ids, payload, a lease's end.
 
-        Sets `load.lease_questions`. Raises RuntimeUnavailable.
+        Sets `load.lease_questions`. Raises RuntimeUnavailable if the runtime is closed.
         """
         load.lease_questions = LeaseQuestions(load, sources, self.cache)
         for one in load.lease_questions.followed:
@@ -74,7 +73,7 @@ class GrowingLoads:
                 one.fill_chunks(matched)
 
     async def read_growing(self, load: Load, flight: Flight, plan: Plan) -> bool:
-        """Read the load's blocks as they are computed; see `steps.ReadBlocks`."""
+        """Read the load's blocks while they are being computed. Return True if the leases covered the whole read."""
         self.loads_begun += 1
         read = _GrowingRead(self, buffered_part(self.cache, load, plan) or self, load, flight, plan.matched)
         try:
@@ -83,7 +82,10 @@ class GrowingLoads:
             read.close()
 
     def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
-        """See `SpanPlanner`."""
+        """Return a queue of spans for each pair of a local group of layers and a rank. No span needs a buffer.
+
+        `tables`: the local blocks of each group.
+        """
         parts = [SourcePart(source, *item) for source in sources for item in source.chunks.items()]
         return [
             SpanQueue(some, None, tables[at], self.slice_bytes_max)
@@ -92,7 +94,7 @@ class GrowingLoads:
         ]
 
     async def copy_group(self, span: PromptSpan) -> CopyGroup:
-        """See `SpanPlanner`."""
+        """Return the reads of `span`, straight into the cache: a group without buffers and without a copy."""
         reads: list[Read] = []
         for part in span.queue.parts:
             reads += reads_of_chunks(self.cache, part.source, {part.block_map: span.chunks_of(part)})
@@ -100,10 +102,10 @@ class GrowingLoads:
 
 
 class _GrowingRead:
-    """The read of one load of growing leases.
+    """The reading of one load from growing leases: decides when to read which spans, and when to fetch seals.
 
-    If several leases advance in step, their loads would all read in the same turn of the loop. So the first reads of
-    loads differ in size.
+    If several leases advance in step, their loads would all read in the same turn of the event loop. So the first reads
+    of loads differ in size.
     """
 
     def __init__(
@@ -116,26 +118,26 @@ class _GrowingRead:
         self._matched = matched
         self._tokens = load.ticket.num_tokens
         self._worth_share = 0.5 + (growing.loads_begun * _GOLDEN) % 1.0
-        """Fraction of `_worth_bytes` that must be readable before the next read."""
+        """Share of `_worth_bytes` that must be readable before the next read."""
         self._seals_due = set(load.sources)
-        """Ranks with a seal that has to be fetched next."""
+        """Sources with seals that have to be fetched next."""
         self._speeds: dict[Source, float] = {}
-        """Average speed of the reads from each rank, in bytes per second, once measured."""
+        """Average speed of the reads from each source, in bytes per second; without sources not measured yet."""
         self._followed: dict[Source, FollowedLease] = {}
         self._alarm = Alarm(growing.clock, self._fetch_all_seals)
         self._listen_for_answers()
 
     def close(self) -> None:
-        """Stop listening for answers, and stop the alarm."""
+        """Stop reacting to answers of ranks, and stop the timer that fetches seals."""
         if self._load.lease_questions is not None:
             self._load.lease_questions.on_answer = None
         self._alarm.set(math.inf)
 
     async def copy_groups(self) -> AsyncGenerator[CopyGroup, None]:
-        """Yield copy groups while the prompt is computed, whenever enough tokens can be read for the next read.
+        """Yield groups of reads while the prompt is being computed, each when enough tokens are readable. End with all.
 
-        If all tokens can be read before the first read, and go straight into the cache, they are read like a lease that
-        does not grow.
+        If all tokens are readable before the first read, and go straight into the cache, they are read in the same way
+        as from a lease that does not grow. Ends early if a lease has ended.
         """
         sources, load = self._load.sources, self._load
         queues = self._spans.span_queues(sources, load.tables)
@@ -165,7 +167,7 @@ class _GrowingRead:
                 await self._wait()
 
     def _leave_compute(self) -> None:
-        """Enter the phase "wire" if the load is in "compute", because more tokens can be read now."""
+        """If the load is in the phase "compute", enter "wire", because more tokens are readable now."""
         if self._load.phase == COMPUTE:
             self._load.enter_phase("wire")
 
@@ -179,15 +181,16 @@ class _GrowingRead:
         frontier.note_landed(one, now_s)
 
     def _readable_tokens(self, source: Source) -> int:
-        """Return how many tokens, from the prompt's first one on, may be read from a rank now."""
+        """Return how many of the prompt's first tokens may be read from `source` now: computed, in known blocks."""
         readable, followed = source.proof.readable_tokens(self._tokens), self._followed.get(source)
         return readable if followed is None else min(readable, followed.known_tokens)
 
     def _queues_to_read(self, queues: Sequence[SpanQueue], readable: Mapping[Source, int]) -> list[SpanQueue]:
-        """Return the queues to read now: those that can be read to their end, and the others if they have enough bytes.
+        """Return the queues to read from now. Empty if too few bytes are readable.
 
-        `readable`: number of readable tokens by rank. If no queue is to be read, ask each rank to answer once enough
-        tokens are computed.
+        Queues that can be read to their end are always returned, the others if they have enough readable bytes in
+        total. `readable`: number of readable tokens by source. If no queue is returned, ask each rank to answer once
+        enough tokens are computed.
         """
         due, rest, size_bytes = list[SpanQueue](), list[SpanQueue](), 0
         for queue in queues:
@@ -212,19 +215,19 @@ class _GrowingRead:
         return due
 
     def _worth_bytes(self, sources: Iterable[Source]) -> int:
-        """Return the least size of a read: as many bytes as the ranks deliver in about a millisecond.
+        """Return the smallest number of bytes that is worth a read: what `sources` deliver in about a millisecond.
 
-        So at most that many bytes are left to read when the prompt is complete, and leases that advance in small steps
-        do not cause many small reads.
+        With this bound few bytes are left to read when the prompt is complete, and a lease that advances in small steps
+        does not cause many small reads.
         """
         speed = sum(self._speeds.get(source, 0.0) for source in sources)
         return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), self._growing.slice_bytes_max)
 
     async def _fetch_due_seals(self, frontier: Frontier) -> None:
-        """Fetch the seals that are due, except seals with a fetch under way.
+        """Post a fetch of each seal that is due, except seals with a fetch under way.
 
-        If the caller has asked for progress and tokens have landed, also fetch the seals that do not prove these
-        tokens yet.
+        If the load's caller has asked for progress and more tokens have landed, also fetch the seals that do not prove
+        these tokens yet.
         """
         has_unproven = self._load.progress_wanted and frontier.has_unproven
         for source in self._load.sources:
@@ -234,7 +237,11 @@ class _GrowingRead:
                 await self._flight.post_seal_read(source)
 
     async def _wait(self) -> None:
-        """Wait until a read or a fetch of a seal has ended, an answer has come, or a fetch is due."""
+        """Wait until a read or a fetch of a seal has ended, a rank has answered, or a fetch of seals is due.
+
+        Before the wait, begin to ask the ranks about their leases once a seal has been fetched from each. Raises the
+        error of a rank that no longer answers, if the load needs more block ids from that rank.
+        """
         if self._load.lease_questions is None and all(
             source.proof.last_open_s > -math.inf for source in self._load.sources
         ):
@@ -254,7 +261,7 @@ class _GrowingRead:
         return min(map(self._readable_tokens, self._load.sources))
 
     def _computed_text(self) -> str:
-        """Return a text that says how much of the prompt the producer has computed."""
+        """Return a text for errors that says how many tokens of the prompt the producer has computed."""
         flight, tokens = self._flight, f"{self._computed} of {counted(self._tokens, 'token')} computed"
         silent_s = self._growing.clock.now_s() - flight.last_read_s
         if not flight.under_way or silent_s < 2 * SEAL_FETCH_EVERY_S:
@@ -262,18 +269,18 @@ class _GrowingRead:
         return f"{tokens}, as far as is known: a fetch of its seal has not ended for {silent_s:.3g} s"
 
     def _fetch_all_seals(self) -> None:
-        """Callback of the alarm: fetch all seals, since an answer may have been lost."""
+        """Callback of `_alarm`: have the seals of all sources fetched, because an answer may have been lost."""
         self._seals_due.update(self._load.sources)
         self._flight.nudge()
 
     def _on_answer(self, source: Source) -> None:
-        """Callback after an answer about the lease of `source`: the seal of `source` has to be fetched next."""
+        """Callback when a rank has answered about the lease of `source`: have the seal of `source` fetched next."""
         if source in self._load.sources:
             self._seals_due.add(source)
         self._flight.nudge()
 
     def _listen_for_answers(self) -> None:
-        """If the load asks ranks about leases, register `_on_answer`. At first ask for an answer at each new token."""
+        """If the load asks ranks about leases, register `_on_answer`, and ask for an answer at the first new token."""
         news = self._load.lease_questions
         if news is None:
             return
@@ -285,21 +292,21 @@ class _GrowingRead:
 
 
 def _readable_in(queue: SpanQueue, readable: Mapping[Source, int]) -> int:
-    """Return the number of tokens that may be read from all ranks of a span queue."""
+    """Return how many tokens may be read from every source of `queue`. `readable`: number of tokens by source."""
     return min(readable[source] for source in queue.sources)
 
 
 class Frontier:
-    """The number of tokens, from the first one that is read, that have landed in all groups and are proven by seals.
+    """Tracks how far the tokens of a load have landed in all groups, and how far seals prove them.
 
-    A fetched seal proves landed tokens if it shows an open lease, and its fetch was posted after their last byte had
-    landed. A fetch shortly before that is enough if the blocks were still held at that time (`core.protocol.proof`).
+    A seal proves landed tokens if it shows an open lease, and its fetch was posted after the last byte of these tokens
+    had landed. A fetch shortly before that byte is enough if the blocks were still held then (`core.protocol.proof`).
     """
 
     def __init__(
         self, queues: Sequence[SpanQueue], sources: Sequence[Source], load: Load, history: History | None
     ) -> None:
-        """Report the number of proven tokens to `load`, and the number of landed tokens to `history`."""
+        """Track the spans of `queues`. Report proven tokens to `load`, as progress, and landed tokens to `history`."""
         self._queues = queues
         self._sources = sources
         self._load = load
@@ -308,21 +315,21 @@ class Frontier:
         self._last = max(queue.tokens.stop for queue in queues)
         self._on_answer = self._first
         self._landed_stop = self._first
-        """Position after the tokens that have landed in all groups of layers, proven or not."""
+        """Position in the prompt up to which all tokens have landed in all groups of layers, proven or not."""
         self._landed_s = -math.inf
 
     @property
     def done(self) -> bool:
-        """True once all tokens were reported to the load."""
+        """True once all tokens are proven and reported to the load."""
         return self._on_answer >= self._last
 
     @property
     def has_unproven(self) -> bool:
-        """True if more tokens have landed than were reported to the load."""
+        """True if tokens have landed that are not proven, and so not reported to the load yet."""
         return self._landed_stop > self._on_answer
 
     def note_landed(self, span: PromptSpan, now_s: float) -> None:
-        """Note that a span has landed in the local blocks."""
+        """Record that all tokens of `span` landed in the local blocks at the time `now_s`, and report proven tokens."""
         span.queue.note_landed(span)
         self.report_proven()
         self._landed_stop = min(self._last, *(queue.landed_upto for queue in self._queues))
@@ -332,12 +339,12 @@ class Frontier:
         self.report_proven()
 
     def report_proven(self) -> None:
-        """Report the landed tokens to the load, if the seals of all sources prove them."""
+        """Report the landed tokens to the load as its progress, if the seals of all sources prove these tokens."""
         if self.has_unproven and all(map(self.is_proven_by, self._sources)):
             self._on_answer = self._landed_stop
             self._load.note_progress(self._landed_stop - self._first, self._last - self._first)
 
     def is_proven_by(self, source: Source) -> bool:
-        """Return True if the last fetched seal of `source` proves all tokens that have landed."""
+        """Return whether the last fetched seal of `source` proves all tokens that have landed."""
         quick_s = source.connection.quick_read_max_s
         return not source.proof.lease_ended and self._landed_s - source.proof.last_open_s < quick_s

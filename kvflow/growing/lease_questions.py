@@ -1,9 +1,10 @@
 """The questions of a load to its producers about leases that are not complete, and the answers.
 
-Each rank with a lease that is not complete is asked one question. The rank answers when the lease is complete or over,
-has blocks that this reader does not know, or has as many tokens as the reader wants; then it is asked again. After an
-answer the load fetches the seal. Payloads, and blocks that no ticket names, are known from answers alone. An answer
-proves nothing: a load that needs neither a payload nor more blocks also succeeds if no answer ever comes.
+Each rank with a lease that is not complete is asked one question at a time. The rank answers when the lease is complete
+or has ended, has blocks that this reader does not know, or has as many computed tokens as the reader wants. Then the
+rank is asked again. After an answer the load fetches the seal. Payloads, and blocks that no ticket names, are known
+from answers alone. An answer proves nothing: a load that needs neither a payload nor more blocks also succeeds if no
+answer ever comes.
 """
 
 from __future__ import annotations
@@ -31,49 +32,53 @@ _PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for 
 
 @dataclass(slots=True, eq=False)
 class FollowedLease:
-    """What is known about one rank's lease, from its ticket and from answers."""
+    """The facts about one rank's lease that a load knows, from the ticket and from the rank's answers."""
 
     source: Source
     tables: Sequence[BlockIds]
-    """Blocks of the lease, by group; -1 for blocks that are not known yet."""
+    """Block ids of the lease, one array for each group; -1 stands for ids that are not known yet."""
     known: list[int]
-    """Number of known blocks, by group."""
+    """Number of block ids that are known, for each group."""
     num_tokens: int
     final_state: asyncio.Future[LeaseAnswerState]
-    """Gets the final state of the lease, or the error of a rank that no longer answers."""
+    """Future for the final state of the lease. It gets an exception if the rank no longer answers."""
     payload: bytes = b""
     failed: str = ""
-    """Reason why the prompt could not be computed, in words, once a rank has said so; else empty."""
+    """Reason why the prompt could not be computed, as the rank has given it in words; else empty."""
     problem: KVFlowError | None = None
-    """Error after which the block ids that the load still needs from this rank will never be known; else None."""
+    """Error of the rank after which block ids that the load still needs can never be known; None without that error."""
     missing_max: int = -1
-    """The rank is asked to answer when at most this many tokens are not readable; -1: only when the lease ends."""
+    """The rank is asked to answer when at most this many tokens are not computed yet; -1: only when the lease ends."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when `missing_max` was lowered, so that the rank is asked again at once."""
+    """Event that is set when `missing_max` was lowered, so that the rank is asked again immediately."""
     ids_to_fill: list[tuple[BlockIds, BlockIds, BlockIds]] = field(default_factory=list)
-    """Arrays of remote block ids that the load reads, to fill in as ids become known: (array, positions, table), where
-    `positions` are those of the array's blocks in `table`, one of `tables`."""
+    """Arrays of remote block ids in the load's chunks, to be filled in when more ids become known.
+
+    Each item is (array, positions, table), with one of `tables`: `array[i]` becomes `table[positions[i]]`."""
     known_tokens: int = field(init=False)
-    """Number of tokens of the prompt that the known blocks hold."""
+    """Number of the prompt's first tokens for which the block ids of all groups are known."""
 
     def __post_init__(self) -> None:
         self._count_tokens()
 
     def fill_chunks(self, matched: MatchedChunks) -> None:
-        """Have answers fill in the block ids of the load's chunks, by the positions of the blocks in `matched`."""
+        """Register the load's chunks, so that later answers fill in their remote block ids.
+
+        `matched` has the same chunks, with positions in the block table in place of ids.
+        """
         for block_map, chunks in self.source.chunks.items():
             table = self.tables[block_map.remote_group]
             for some, places in zip(chunks, matched[block_map.group_pair], strict=True):
                 self.ids_to_fill.append((some.remote_ids, places.remote_ids, table))
 
     def set_missing_max(self, missing_max: int) -> None:
-        """From the next question on, ask for an answer when at most `missing_max` tokens are missing."""
+        """Ask the rank for its next answer when at most `missing_max` tokens are missing; -1: when the lease ends."""
         if missing_max < self.missing_max:
             self.lowered.set()
         self.missing_max = missing_max
 
     def apply_answer(self, answer: messages.LeaseAnswer) -> None:
-        """Update this record from an answer. ProtocolError if the answer is invalid."""
+        """Update this record from a rank's answer, and fill in block ids. ProtocolError if the answer is invalid."""
         added = [ids for ids in answer.more_block_ids if ids]
         if added:
             self._add_block_ids(answer.more_block_ids)
@@ -96,7 +101,7 @@ class FollowedLease:
             self.final_state.set_result(answer.state)
 
     def fail(self, error: KVFlowError) -> None:
-        """Note that there will be no further answers, because of `error`."""
+        """Record that the rank gives no further answers, because of `error`."""
         if not self.final_state.done():
             self.final_state.set_exception(error)
             self.final_state.exception()  # mark it as retrieved: a load that needs no answer goes on
@@ -133,10 +138,10 @@ class FollowedLease:
 
 
 class LeaseQuestions:
-    """Asks the ranks of one load about their leases, from the construction of this object until `close`."""
+    """Asks the ranks of one load about their leases, from the creation of this object until `close`."""
 
     def __init__(self, load: Load, sources: Sequence[Source], cache: RegisteredCache) -> None:
-        """Begin to ask the ranks of `sources`, each in a task of its own. Raises RuntimeUnavailable."""
+        """Start a task for each of `sources` that asks its rank about the lease. RuntimeUnavailable after closing."""
         loop, ticket = asyncio.get_running_loop(), load.ticket
         self.followed = [
             FollowedLease(
@@ -149,7 +154,7 @@ class LeaseQuestions:
             for source in sources
         ]
         self.on_answer: Callable[[Source], None] | None = None
-        """Called after each answer with the source that it is about; None unless a growing lease is being read."""
+        """Callback after each answer, which gets the source of the lease. None unless a growing lease is being read."""
         self._request_id = ticket.request_id
         self._cache = cache
         self._tasks = [
@@ -158,19 +163,19 @@ class LeaseQuestions:
 
     @property
     def failed(self) -> str:
-        """Reason why the prompt could not be computed, in words; empty if no rank has given one."""
+        """Reason why the prompt could not be computed, in words of the first rank that gave one; else empty."""
         return next((one.failed for one in self.followed if one.failed), "")
 
     def close(self) -> None:
-        """Stop asking."""
+        """Stop asking: cancel the tasks of all questions."""
         for task in self._tasks:
             task.cancel()
 
     async def payload(self) -> bytes | None:
-        """Wait for the end of the leases that promise a payload.
+        """Wait until all leases that promise a payload are complete or have ended.
 
         Returns:
-            The payload, empty if none was promised. None if a lease has ended without its payload.
+            The payload; empty if no lease promised one. None if a lease has ended without its payload.
 
         Raises:
             PeerError: a rank failed to answer, so the payload will not be known.
@@ -184,7 +189,7 @@ class LeaseQuestions:
         return found
 
     async def _ask_until_ended(self, one: FollowedLease) -> None:
-        """Ask one rank until its lease has ended, or the rank fails to answer.
+        """Ask the rank of the lease `one` repeatedly, until the lease is complete or has ended, or the rank fails.
 
         Task `kvflow-news <request>`: begun by a load, for each rank with a lease that is not complete. Ends when the
         lease is complete or has ended, when the rank fails to answer, or with the load.

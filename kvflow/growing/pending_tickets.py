@@ -1,9 +1,9 @@
 """Pending tickets: ask the ranks of a pending ticket for their offers, and wait for the answers.
 
-A pending ticket (`Ticket.rendezvous`) names the ranks of an engine, and a request that the engine may not know yet.
-Each rank that this rank reads from or reports to is connected, perhaps while the prompt is still being computed, and
-asked for its offer: one rank first and, after its answer, the others. All have to offer the same. The result is an
-ordinary ticket with the leases of all ranks.
+A pending ticket (`Ticket.rendezvous`) names the ranks of an engine, and a request that the engine may not know yet. The
+reader connects to each rank that it reads from or reports to, perhaps while the prompt is still being computed, and
+asks that rank for its offer: one rank first and, after its answer, the others. All ranks have to offer the same. The
+result is an ordinary ticket with the leases of all ranks.
 
 A router may send the prompt to another engine than the ticket names, such as another data-parallel rank of the same
 server. That engine then notifies the ranks at which readers wait (`redirect_readers`), and these ranks redirect their
@@ -73,7 +73,11 @@ class PendingTickets:
         return await perform(self._cache, load)
 
     async def await_offer_of(self, load: Load) -> None:
-        """Wait for the offer of the load's pending ticket, and set `load.ticket` to its ticket; see `await_offers`."""
+        """Wait for the offer of the load's pending ticket, and replace `load.ticket` by a ticket with that offer.
+
+        Its leases are renewed for the load. Raises PrefillFailed, LeaseExpired, a PeerError or RequestError if there is
+        no offer (`await_offers`), and PromptMismatch or RequestError if the offer does not fit the request.
+        """
         load.enter_phase("handshake")
 
         def on_lease(source: Source, ttl_s: float) -> None:
@@ -93,13 +97,13 @@ class PendingTickets:
         on_lease: Callable[[Source, float], None],
         connected: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Wait for the offers of a pending ticket, at most for the ticket's `ttl_s`. Return a ticket of these offers.
+        """Wait for the offers of a pending ticket, at most its `ttl_s`. Return an ordinary ticket with these offers.
 
-        `on_lease` is called with each rank's lease and `ttl_s` at once, while other ranks have not answered yet.
-        `connected` is called when a rank is connected, so only its offer is missing. Raises PrefillFailed if the
-        engine declines, or opens no lease in time; LeaseExpired if the lease has ended already, or a rank has
-        restarted; a PeerError, such as PeerNotReady if the engine drains; RequestError if the ticket, or the offer,
-        cannot be right. Cancelling stops the waiting; handshakes that have begun go on.
+        `on_lease` is called with each rank's source and `ttl_s` when the rank has answered, without waiting for other
+        ranks. `connected` is called each time a rank is connected and only its offer is missing. Raises PrefillFailed
+        if the engine declines the request, or opens no lease in time; LeaseExpired if the lease has ended already, or a
+        rank has restarted; a PeerError, such as PeerNotReady if the engine drains; RequestError if the ticket or the
+        offer is invalid. Cancelling stops the waiting; handshakes that have begun go on.
         """
         give_up_s = asyncio.get_running_loop().time() + ticket.ttl_s
         redirects: list[tuple[Address, bytes]] = []
@@ -113,10 +117,10 @@ class PendingTickets:
         return await self._await_offers_once(elsewhere, on_lease, connected, give_up_s, [])
 
     def redirect_readers(self, awaited: Ticket, reason: str, instead: Ticket | None) -> None:
-        """Notify the ranks in the pending ticket `awaited` that its request came to this engine, or will not be served.
+        """Notify the ranks of the pending ticket `awaited` that its request came to this engine, or will not be served.
 
-        Returns at once; a task sends the notifications. Readers that wait at these ranks fail with `reason`, or go on
-        to `instead`, a pending ticket for this engine.
+        Starts a task that sends the notifications. With `instead`, a pending ticket for this engine, readers that wait
+        at those ranks go on with that ticket. Without it, their loads fail with the text `reason`.
         """
         params = b"" if instead is None else msgspec.msgpack.encode(instead.to_params())
         fits = params if len(params) <= messages.REDIRECT_BYTES_MAX else b""
@@ -124,9 +128,9 @@ class PendingTickets:
             self._spawn(self._send_redirects(awaited, reason, fits), name=f"kvflow-send-on {awaited.request_id}")
 
     async def _send_redirects(self, awaited: Ticket, reason: str, instead: bytes) -> None:
-        """Notify each rank of a pending ticket, as `redirect_readers` says. Ends with the runtime.
+        """Notify each rank of the pending ticket `awaited`. `instead`: the encoded ticket for its readers, or empty.
 
-        If a rank cannot be reached, its readers find out late.
+        If a rank cannot be reached, the readers that wait there find out late.
 
         Task `kvflow-send-on <request>`: begun by `decline` of a request with readers that wait at another engine. Ends
         when each of that engine's ranks has answered, within `handshake_timeout_s` after its turn.
@@ -151,9 +155,9 @@ class PendingTickets:
         await asyncio.gather(*map(notify_rank, awaited.ranks))
 
     def _redirect_ticket(self, ticket: Ticket, at: Address, params: bytes) -> Ticket:
-        """Decode the pending ticket to which rank `at` redirects readers.
+        """Decode `params`, the pending ticket to which the rank `at` redirects readers of `ticket`. Return that ticket.
 
-        ProtocolError if it is invalid, or for another request.
+        ProtocolError if it is invalid, not pending, or for another request.
         """
         try:
             elsewhere = read_ticket(msgspec.msgpack.decode(params), self._limits.block_ids_max)
@@ -171,9 +175,10 @@ class PendingTickets:
         give_up_s: float,
         redirects: list[tuple[Address, bytes]],
     ) -> Ticket:
-        """Wait for offers as `await_offers` does.
+        """Wait for the offers of the pending ticket, until the time `give_up_s`. Return a ticket with these offers.
 
-        If a rank redirects its readers, append it and its new pending ticket to `redirects`.
+        If a rank redirects its readers, append (rank's address, new pending ticket) to `redirects` and raise
+        PrefillFailed. Other errors: see `await_offers`.
         """
         room: dict[Address, tuple[int, ...]] = {}
 
@@ -209,7 +214,11 @@ class PendingTickets:
     async def _ask_offer(
         self, ticket: Ticket, peer: Peer, give_up_s: float, redirects: list[tuple[Address, bytes]]
     ) -> tuple[messages.Offer, RankLease | None]:
-        """Wait for a rank's offer. Return the offer and the rank's lease, which is None if the offer has no blocks."""
+        """Wait for the offer of the rank `peer`. Return its offer, and its lease, which is None for an empty offer.
+
+        PrefillFailed if the rank declines the request, redirects its readers, or opens no lease in time; LeaseExpired
+        if the lease has ended.
+        """
         question = messages.LeaseRequest(reader=self._local.reader, target=peer.at, request_id=ticket.request_id)
         answer = await self._peers.ask_until_answered(peer, question, give_up_s)
         match answer.state:
@@ -230,9 +239,9 @@ class PendingTickets:
         return answer.offer, answer.lease
 
     def _merge_offers(self, ticket: Ticket, offers: list[_RankOffer]) -> Ticket:
-        """Merge the offers of all ranks into one ticket with all leases.
+        """Return `ticket` as an ordinary ticket, with the offer that all ranks make and the leases of all ranks.
 
-        ProtocolError if the ranks offer different things.
+        ProtocolError if the offers of two ranks differ, or are impossible. RequestError if there is no offer.
         """
         if not offers:
             raise RequestError(f"ticket of request {ticket.request_id!r}: none of its ranks offers blocks to this rank")

@@ -37,11 +37,11 @@ from kvflow.runtime.tasks import require_loop
 from kvflow.transport.base import ReadEnded, TransportError
 
 SealPieceOf: TypeAlias = Callable[[Source], Piece]
-"""A function that returns the read of a rank's seal: local address, remote address and size (`Flight.seal_piece`)."""
+"""Function that returns where to read a rank's seal: local address, remote address, size (`Flight.seal_piece`)."""
 
 
 class Read(NamedTuple):
-    """One read from one rank. `carries_seal`: it also fetches the seal of the rank's lease."""
+    """A read from one rank, posted in one call. `carries_seal`: True if it also fetches the rank's seal."""
 
     source: Source
     descriptors: Descriptors
@@ -49,15 +49,15 @@ class Read(NamedTuple):
 
 
 class CopyGroup(NamedTuple):
-    """Reads that fill buffers together, the copy to make once all reads have landed, and the buffers' release."""
+    """Reads into buffers, and the copy from these to the cache once all have landed. Without `copy`: into the cache."""
 
     reads: Sequence[Read]
     copy: Callable[[], None] | None = None
-    """Runs on the copy thread once all reads have landed."""
+    """Function that copies the filled buffers into the cache. Runs on the copy thread once all reads have landed."""
     release: Callable[[], None] | None = None
-    """Runs on the loop when nothing can touch the group's buffers again."""
+    """Function that frees the buffers. Runs on the event loop when no read or copy can touch them again."""
     on_land: Callable[[float, float], None] | None = None
-    """Called once the group's bytes are in the cache, with the current time and the time of its first posted read."""
+    """Called when all bytes of the group are in the cache: `on_land(time now, time when its first read was posted)`."""
 
 
 # Transitions of every load, looked up once.
@@ -67,7 +67,7 @@ _LANDED = fire(TRANSFER_TABLE, TransferState.READING, "land")
 
 @dataclass(slots=True, eq=False)
 class _GroupState:
-    """Progress of one copy group: how many reads are under way, and whether all have succeeded so far (`intact`)."""
+    """Progress of one copy group: its `pending` reads, and whether all reads so far have succeeded (`intact`)."""
 
     group: CopyGroup
     pending: int = 1  # posting the group counts as one until it is finished
@@ -91,9 +91,10 @@ class Flight:
         priority: int,
         resources: FlightResources,
     ) -> None:
-        """Make the flight of a load.
+        """Make the flight of a load, and claim `ids`, the entries of the load's local blocks in the block ledger.
 
-        `sources` have taken slots in host memory (`SealSlots`), which the flight gives back.
+        `sources`, the ranks to read from, have slots for their seals (`SealSlots`). The flight gives these slots back,
+        also if it raises BlocksBusy here.
         """
         try:
             resources.ledger.begin_load(ids)
@@ -107,7 +108,7 @@ class Flight:
         """Time at which a read last ended, or at which a read began while none was under way."""
         self.descriptor_count = self.size_bytes = 0
         self.waits_for_permit = False
-        """True while a read waits for its permit, and after such a wait was cancelled."""
+        """True while a read waits for its permit. Stays True if that wait was cancelled."""
         self.failed_source: Source | None = None
         """Source of the first read that failed."""
         self._ids = ids
@@ -115,7 +116,7 @@ class Flight:
         self._priority = priority
         self._resources = resources
         self.on_safe: Callable[[Flight], None] | None = None
-        """Called with the flight when no further byte can land in the blocks; None: no callback."""
+        """Callback for the moment when no further byte can land in the blocks. Gets the flight. None: no callback."""
         self._under_way = 0
         """Number of reads and copies under way, which cannot be taken back."""
         self._lost_groups: list[_GroupState] = []
@@ -125,7 +126,10 @@ class Flight:
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
-        """Future of the end of all reads and copies. Fails if that can never be known; None until it is needed."""
+        """Future that ends when all reads and copies have ended. It gets an exception if that can never be known.
+
+        None until a task needs it.
+        """
         for source in sources:
             source.connection.users += 1
 
@@ -134,19 +138,19 @@ class Flight:
 
     @property
     def safe(self) -> bool:
-        """True when no further byte can land in the blocks."""
+        """True when no further byte can land in the load's local blocks."""
         return transfer_blocks_safe(self.state)
 
     @property
     def loss_error(self) -> BaseException | None:
-        """Error that says why it can never be known when the last read has stopped; None if it can be known."""
+        """The error because of which it can never be known when the last read has stopped; None without that error."""
         return self._end.exception() if self._end is not None and self._end.done() else None
 
     async def settled(self) -> None:
-        """Wait until no further byte can land in the blocks.
+        """Wait until no further byte can land in the load's local blocks.
 
-        RuntimeBroken if that can never be known because the transport died. UsageError if called on another event loop
-        than the flight's.
+        Raises RuntimeBroken if that can never be known, because the transport died. Raises UsageError if called on
+        another event loop than the one of the flight.
         """
         if not self.safe:
             ending = self._end_future()
@@ -164,17 +168,17 @@ class Flight:
         return self._under_way > sum(source.proof.fetch_under_way for source in self._sources)
 
     def seal_piece(self, source: Source) -> Piece:
-        """Return the read of the seal of `source`: local address, address at the producer, and size."""
+        """Return where to read the seal of `source`: address of the local slot, address at the producer, and size."""
         slots = self._resources.seal_slots
         return Piece(slots.address + source.seal_slot * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
 
     async def read_all(self, reads: Iterable[Read]) -> bool:
-        """Post `reads`, which go straight into the cache, and wait for all of them.
+        """Post `reads`, which go straight into the cache, and wait until all have landed.
 
         Returns True if the leases covered the whole read (see `core.protocol.proof`). The seal of a rank is fetched
-        with the first read from that rank, or right after. If a seal shows that its lease has ended, nothing further is
-        posted. Raises the first TransportError or CopyFailed, or RuntimeBroken; then call `stop`. If cancelled, posts
-        nothing further.
+        with the first read from that rank, or right after. If a seal shows that its lease has ended, posts no further
+        read and returns False. If a read fails, raises the first TransportError; if the transport died, RuntimeBroken.
+        The caller then has to call `stop`. If cancelled, posts no further read.
         """
         if self.state is TransferState.PENDING:
             self.state = _READING
@@ -188,7 +192,11 @@ class Flight:
         return await self._fetch_seals_again(unproven) if fresh and unproven else fresh
 
     async def read_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
-        """Post the reads of each copy group that `groups` yields, and wait for all groups. Otherwise as `read_all`."""
+        """Post the reads of each copy group that `groups` yields, and wait for all reads and copies.
+
+        Returns True if the leases covered the whole read. If a lease has ended, posts no further read and returns
+        False. Raises the first TransportError or CopyFailed, or RuntimeBroken; the caller then has to call `stop`.
+        """
         if self.state is TransferState.PENDING:
             self.state = _READING
         try:
@@ -202,16 +210,19 @@ class Flight:
         return await self._fetch_seals_again(unproven) if fresh and unproven else fresh
 
     def land(self) -> None:
-        """End the flight after success: every posted byte has landed, and nothing further will be posted."""
+        """End the flight after success, and give back everything that it has claimed.
+
+        Every posted byte has landed, and no read is posted afterwards.
+        """
         assert self.state is TransferState.READING, "it has flown"
         self.state = _LANDED
         self._give_back()
 
     async def stop(self, grace_s: float) -> bool:
-        """End the flight in any state. Wait up to `grace_s` for posted reads. Return whether all of them have stopped.
+        """End the flight in any state. Wait up to `grace_s` seconds for posted reads. Return whether all have stopped.
 
-        If not, quarantine the blocks, into which bytes may still land. Cancellation is held back here, and nowhere
-        else: if the waiting task is cancelled, CancelledError is raised at the end of the wait.
+        If some have not stopped, their bytes may still land, so quarantine the blocks. If the waiting task is
+        cancelled, the wait goes on, and CancelledError is raised at its end. No other wait holds a cancellation back.
         """
         cancelled = False
         if self.state in (TransferState.PENDING, TransferState.READING):
@@ -229,7 +240,10 @@ class Flight:
         return self.safe
 
     def note_all_stopped(self) -> None:
-        """Note that all reads have stopped: the transport was closed in good order, after the poller had ended."""
+        """Record that all reads have stopped, and end a quarantine, because the transport was closed in good order.
+
+        Called after the poller has ended.
+        """
         lost, self._lost_groups = self._lost_groups, []
         for group_state in lost:
             self._group_step_ended(group_state, intact=False)
@@ -238,9 +252,9 @@ class Flight:
             self.nudge()
 
     async def wait_until_below(self, count: int, *, copies_beside: int = 0) -> None:
-        """Wait until fewer than `count` reads and copies are under way. Up to `copies_beside` copies do not count.
+        """Wait until fewer than `count` reads and copies are under way, not counting up to `copies_beside` copies.
 
-        If the flight has failed, wait until all reads and copies have stopped, then raise its error.
+        If the flight has failed, wait until all reads and copies have stopped, then raise the flight's error.
         """
         while self._under_way >= (1 if self._error else count + min(self._copies, copies_beside)):
             self._progress = asyncio.get_running_loop().create_future()
@@ -253,7 +267,7 @@ class Flight:
     async def wait_for_change(self) -> None:
         """Wait until a read or a copy has ended, or `nudge` was called.
 
-        If the flight has failed, raise as `wait_until_below`.
+        If the flight has failed, wait until all reads and copies have stopped, then raise the flight's error.
         """
         if self._error is None and (self._end is None or not self._end.done()):
             self._progress = asyncio.get_running_loop().create_future()
@@ -261,9 +275,9 @@ class Flight:
         await self.wait_until_below(self._under_way + 1)
 
     def nudge(self) -> None:
-        """Wake the task in `wait_until_below` or `wait_for_change`.
+        """Wake the task that waits in `wait_until_below` or `wait_for_change`.
 
-        If the flight is stopping and nothing is under way, give back everything that it claimed.
+        If the flight is stopping and no read or copy is under way, give back everything that the flight has claimed.
         """
         if self._progress is not None and not self._progress.done():
             self._progress.set_result(None)
@@ -279,13 +293,19 @@ class Flight:
         self.nudge()
 
     async def post_seal_read(self, source: Source) -> None:
-        """Post a read that fetches only the seal of `source`. Return when it is posted; raises as `read_all`."""
+        """Wait for a permit, then post a read of only the seal of `source`. Do not wait for the end of that read.
+
+        If the flight has failed by then, raise the flight's error instead of posting.
+        """
         if (seal := self._seal_reads.get(source)) is None:
             seal = self._seal_reads[source] = fetch_seal(self.seal_piece(source))
         await self._post_when_permitted(source, seal, None, fetches_seal=True)
 
     def _judge_proofs(self) -> tuple[bool, list[Source]]:
-        """Return whether no proof says that the read is stale, and the sources with a seal to fetch once more."""
+        """Return (fresh, unproven): False if a proof says that the read is stale, and the sources not proven yet.
+
+        An unproven source is proven by fetching its seal once more.
+        """
         now_s = self._resources.clock.now_s()
         fresh, unproven = True, []
         for source in self._sources:
@@ -296,14 +316,17 @@ class Flight:
         return fresh, unproven
 
     async def _fetch_seals_again(self, sources: Sequence[Source]) -> bool:
-        """Fetch the seals of `sources` again, after the last byte has landed. Return whether their leases are open."""
+        """Fetch the seals of `sources` again, after the last byte has landed. Return whether all leases are open."""
         for source in sources:
             await self.post_seal_read(source)
         await self.wait_until_below(1)
         return all(source.proof.judge_after_read(None) is ProofStep.FRESH for source in sources)
 
     async def _post_group(self, group: CopyGroup) -> bool:
-        """Post a group's reads, each once fewer than `reads_max` are under way. Return False if a lease has ended."""
+        """Post the reads of `group`, each when fewer than `reads_max` reads are under way.
+
+        Return False, and post no further read, if a lease has ended.
+        """
         group_state = _GroupState(group)
         begun = False
         try:
@@ -318,7 +341,10 @@ class Flight:
         return True
 
     async def _post(self, read: Read, group_state: _GroupState | None) -> bool:
-        """Post a read when it has a permit. Return False, and post nothing, if the lease of its source has ended."""
+        """Wait for a permit, then post `read`. If no read fetches the source's seal yet, post a read of the seal too.
+
+        Return False, and post nothing, if the lease of the source has ended.
+        """
         source, descriptors, carries_seal = read
         proof = source.proof
         if proof.judge_before_post() is ProofStep.STALE:
@@ -331,7 +357,11 @@ class Flight:
     async def _post_when_permitted(
         self, source: Source, descriptors: Descriptors, group_state: _GroupState | None, *, fetches_seal: bool
     ) -> None:
-        """Post a read when it has a permit. If the flight has failed meanwhile, raise its error instead."""
+        """Wait for a permit, then post a read of `descriptors` from `source`.
+
+        If the flight has failed by then, raise the flight's error instead of posting. `group_state`: state of the copy
+        group of the read; None if it has none. `fetches_seal`: True if one of the descriptors is the source's seal.
+        """
         resources, agent = self._resources, source.connection.agent
         size_bytes, count = descriptors.size_bytes, descriptors.table.shape[1]
         permit = resources.permit_queue.request_permit((size_bytes, count, 1), agent, self._priority)
@@ -360,7 +390,7 @@ class Flight:
             group_state.begun_s = min(group_state.begun_s, now_s)
 
     async def _wait_for_permit(self, permit: Permit) -> None:
-        """Wait until `permit` is granted, and add the time of the wait to `queued_s`."""
+        """Wait until `permit` is granted, and add the seconds of the wait to `queued_s`."""
         since_s, self.waits_for_permit = self._resources.clock.now_s(), True
         try:
             await wait_granted(self._resources.permit_queue, permit)
@@ -377,7 +407,7 @@ class Flight:
         fetches_seal: bool,
         event: ReadEnded | RuntimeBroken,
     ) -> None:
-        """Callback of the poller: a read has stopped or, with RuntimeBroken, it can never be known when it stops."""
+        """Callback of the poller when a read has stopped. With RuntimeBroken, it is never known when the read stops."""
         resources = self._resources
         self._under_way -= 1
         if isinstance(event, RuntimeBroken):
@@ -402,7 +432,7 @@ class Flight:
         self.nudge()
 
     def _note_lost(self, error: RuntimeBroken) -> None:
-        """Fail the waiters: the poller has ended, so it can never be known when the bytes under way stop."""
+        """Make every wait for the flight's end raise `error`: the poller is gone, so that end can never be known."""
         end = self._end_future()
         if not end.done():
             end.set_exception(error)
@@ -415,7 +445,10 @@ class Flight:
         return self._end
 
     async def _wait_for_last_read(self, grace_s: float) -> bool:
-        """Wait until the last read has stopped, at most `grace_s`. Return True if the task was cancelled meanwhile."""
+        """Wait up to `grace_s` seconds until the last read has stopped, even if the task is cancelled meanwhile.
+
+        Return True if the task was cancelled.
+        """
         loop, end = asyncio.get_running_loop(), self._end_future()
         deadline_s = loop.time() + grace_s
         cancelled = False
@@ -427,9 +460,10 @@ class Flight:
         return cancelled
 
     def _group_step_ended(self, group_state: _GroupState, *, intact: bool) -> None:
-        """Note that one read of a group, or the posting of the group, has ended.
+        """Record that one read of a copy group, or the posting of all its reads, has ended; `intact`: without failure.
 
-        After the last one, start the group's copy or, if there is nothing to copy, give its buffers back.
+        At the end of the last one, start the group's copy. If there is nothing to copy, or the group or the flight has
+        failed, free the group's buffers instead.
         """
         group_state.intact = group_state.intact and intact
         group_state.pending -= 1
@@ -465,7 +499,7 @@ class Flight:
         self.nudge()
 
     def _give_back(self) -> None:
-        """Give back everything that the flight has claimed.
+        """Give back everything that the flight has claimed: blocks, slots for seals, and connections.
 
         Called once, when no further byte can land in the blocks.
         """

@@ -30,10 +30,10 @@ from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
 
 OnReadEnd: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
-"""Callback that gets the end of a read, or RuntimeBroken if it can never be known whether the read has ended."""
+"""Callback for the end of a read. Gets RuntimeBroken if it can never be known whether the read has ended."""
 
 TURN_S = 1e-3
-"""Seconds in which at most `_TURN_LOADS` loads start at once; further loads wait for a later turn of the loop."""
+"""Seconds in which at most `_TURN_LOADS` loads start without waiting. Other loads wait for a later turn of the loop."""
 _TURN_LOADS = 3
 _PAUSE_MAX_S = 5e-3
 
@@ -43,7 +43,7 @@ _AHEAD_S = 1e-3  # longest time from the end of a read until another one is post
 
 
 class ReadPoster(Protocol):
-    """An object that posts the reads of a flight: the `Poller`, or a `StoreTransfer`, for reads from a file."""
+    """An object that posts reads: the `Poller` for reads from other ranks, a `StoreTransfer` for reads from a file."""
 
     @property
     def behind(self) -> bool: ...
@@ -58,19 +58,19 @@ class Poller:
         self._transport = transport
         self._on_notification = on_notification
         self._under_way: dict[PostedRead, OnReadEnd] = {}
-        """Callback of each read under way."""
+        """Callback for the end of each read under way."""
         self._cause: BaseException | None = None
         self._ended = self._transport_closing = False
 
     @property
     def behind(self) -> bool:
-        """See `Transport.behind`."""
+        """True if more posted reads wait to start than can start in the next milliseconds, so none should be posted."""
         return self._transport.behind
 
     def post(self, agent: AgentName, descriptors: Descriptors, on_end: OnReadEnd) -> None:
-        """Post a read (see `Transport.post_read`), and call `on_end` once when the read ends.
+        """Post a read of `descriptors` from the peer `agent`. Call `on_end` once when the read ends or fails.
 
-        RuntimeBroken if `run` has ended.
+        Raises RuntimeBroken if the poller task has ended.
         """
         if self._ended:
             raise RuntimeBroken("the transfer poller has ended") from self._cause
@@ -93,11 +93,18 @@ class Poller:
                 self.end_reads(stopped=False)
 
     def let_transport_close(self) -> None:
-        """Have `run` end without failing the reads under way. Close the transport afterwards, then call `end_reads`."""
+        """Let `run` end without failing the reads under way.
+
+        The caller closes the transport next, which waits for these reads, and then calls `end_reads`.
+        """
         self._transport_closing = True
 
     def end_reads(self, *, stopped: bool) -> None:
-        """Fail all reads under way. `stopped`: they are known to have stopped; otherwise each gets TransportBroken."""
+        """Call the callbacks of all reads under way, with an error.
+
+        If `stopped`, the reads are known to have stopped, and end with a TransportError. Otherwise it is not known
+        whether they have stopped, and each callback gets TransportBroken.
+        """
         under_way, self._under_way = self._under_way, {}
         for posted, on_end in under_way.items():
             if stopped:
@@ -123,7 +130,7 @@ class SealSlots:
 
     def __init__(self, count: int) -> None:
         self.table = SealTable(count)
-        """The slots, each with the seal that was last fetched into it."""
+        """Table of the slots. Each slot holds the seal that was last fetched into it."""
         self.address = self.table.address(0)
         """Address of the first slot."""
         self._free = list(range(count - 1, -1, -1))
@@ -141,7 +148,7 @@ class SealSlots:
         return self.table.count - len(self._free)
 
     def take(self, sources: Sequence[Source]) -> bool:
-        """Give each source a slot. Return False, and do nothing, if too few slots are free or another load waits."""
+        """Give each of `sources` a slot. Return False, and give none, if too few are free or another load waits."""
         if self._queue or len(self._free) < len(sources):
             return False
         for source in sources:
@@ -149,7 +156,7 @@ class SealSlots:
         return True
 
     async def wait_for_slots(self, sources: Sequence[Source], priority: int) -> None:
-        """Wait until each source has a slot. If cancelled, give back the slots, or leave the queue."""
+        """Wait until each of `sources` has a slot. If cancelled, leave the queue, and give back slots already taken."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (priority, next(self._numbers), sources, turn))
         try:
@@ -162,7 +169,7 @@ class SealSlots:
             raise
 
     def give_back(self, sources: Sequence[Source]) -> None:
-        """Take the slots of `sources` back, wipe them, and admit loads that wait."""
+        """Wipe the slots of `sources`, mark them as free, and give free slots to the loads that wait."""
         for source in sources:
             self.table.slots[source.seal_slot] = 0
             self._free.append(source.seal_slot)
@@ -182,7 +189,7 @@ class SealSlots:
 
 
 class LoadThrottle:
-    """A bound on loads that start at once: a burst starts over many turns of the loop, and never blocks the loop.
+    """Limits how many loads start in one turn of the event loop, so that a burst of loads does not block the loop.
 
     Starting a load takes a tenth of a millisecond, in which nothing else runs. A single load does not wait. While many
     reads wait to be posted, no load begins, so that the loop is idle at times: the thread that posts reads gets
@@ -191,18 +198,21 @@ class LoadThrottle:
 
     def __init__(self, poller: ReadPoster) -> None:
         self.paused = False
-        """True while no waiting load starts because too many reads wait to be posted; `resume` ends that."""
+        """True while waiting loads do not start, because too many reads wait to be posted. `resume` ends the pause."""
         self._poller = poller
         self._next_turn: asyncio.Handle | None = None
         self._turn_begun_s = -math.inf
         self._starts_left = 0
-        """Number of loads that may still start without waiting, within `TURN_S` seconds after `_turn_begun_s`."""
+        """Number of loads that may still start without waiting until `_turn_begun_s + TURN_S`."""
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
-        """Heap of waiting loads: by priority, then loads that had a turn already, then by order of arrival."""
+        """Heap of waiting loads: (priority, False if started before, order of arrival, future that ends the wait)."""
         self._numbers = itertools.count()
 
     def try_start(self, now_s: float) -> bool:
-        """Return whether a load may start now, and count it if so. Otherwise the load has to await `wait_for_turn`."""
+        """Return whether a load may start now. If not, the load has to await `wait_for_turn`.
+
+        A call that returns True counts as a start.
+        """
         if self._waiting:
             return False
         if now_s - self._turn_begun_s >= TURN_S:
@@ -211,9 +221,9 @@ class LoadThrottle:
         return self._starts_left >= 0
 
     async def wait_for_turn(self, priority: int, *, started_before: bool = False) -> None:
-        """Wait until a load may start.
+        """Wait until a load may start. Of the loads that wait, one with a smaller `priority` goes first.
 
-        Smaller `priority` first; if equal, loads with `started_before`, which started once before.
+        Among equal priorities, loads with `started_before` go first: they had started, and then waited for a handshake.
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._waiting:
@@ -222,7 +232,10 @@ class LoadThrottle:
         await turn
 
     def _start_few(self) -> None:
-        """Start a few loads in this turn of the loop. Everything else that is ready runs before the next few."""
+        """Start at most `_TURN_LOADS` waiting loads, and schedule the next few for a later turn of the event loop.
+
+        Everything else that is ready runs before the next few. If the poller is behind, wait for `resume`, or 5 ms.
+        """
         for _ in range(min(_TURN_LOADS, len(self._waiting))):
             *_, turn = heapq.heappop(self._waiting)
             if not turn.done():
@@ -236,7 +249,7 @@ class LoadThrottle:
             self._next_turn = loop.call_soon(self._start_few)
 
     def resume(self) -> None:
-        """If `paused`, go on starting loads, because a load has ended. No effect while too many reads still wait."""
+        """End a pause, because a load has ended. No effect while too many posted reads still wait to start."""
         if not self._poller.behind and self._next_turn is not None:
             self._next_turn.cancel()
             self._next_turn, self.paused = asyncio.get_running_loop().call_soon(self._start_few), False
@@ -244,22 +257,28 @@ class LoadThrottle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightResources:
-    """The objects that all loads into one registered cache share: pools to claim from, the poller, the copy thread."""
+    """The objects that all loads into one registered cache share: ledger, slots, permits, poller and copy thread."""
 
     ledger: BlockLedger
     seal_slots: SealSlots
     """Slots of host memory into which seals are fetched, one for each rank of each load."""
     permit_queue: FairQueue
-    """Permits that bound what is in flight: bytes, descriptors and reads, in all and from one rank."""
+    """Permits for reads, which limit the bytes, descriptors and reads in flight, in total and from each rank."""
     poller: ReadPoster
     copy_thread: CopyThread
     clock: Clock
     reads_max: int
-    """Most reads, and most copies, of one load at once. With 2, one read hides the completion latency of the other."""
+    """Largest number of reads, and of copies, that one load has under way.
+
+    With 2, one read hides the completion latency of the other.
+    """
 
 
 def read_permit_queue(config: Config, *, grows: bool) -> FairQueue:
-    """Return the queue of permits for reads, bounded in total and per rank. `grows`: fast ranks get a larger bound."""
+    """Return the queue of permits for reads, with limits in total and for each rank.
+
+    `grows`: the limit in bytes of a fast rank grows to the bytes that the rank delivers within `_AHEAD_S`.
+    """
     of_peer = config.limits.peer_in_flight_bytes_max, *_PER_RANK_MAX
     in_all = config.in_flight_bytes_max, *_TOTAL_MAX
     return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)

@@ -1,15 +1,14 @@
 """Leases that other engines hold open for this rank: renewed while they are needed, then given back.
 
-*Keeping* a lease is renewing it: one notification per peer names the leases that are still needed. The first renewal is
-sent a moment after a lease is needed, the next ones every third of its ttl, so that two in a row may be lost. An engine
-with vLLM's own NixlConnector gets heartbeats instead (`Connection.lease_notifier`). Leases are kept for loads under
-way, and for requests that wait for their load. Most loads take a millisecond and renew nothing: each costs one entry in
-a dict, and one timer serves all.
+*Keeping* a lease means renewing it: one notification per peer names the leases that are still needed. The first renewal
+is sent 0.25 s after a lease is needed at the latest, the next ones every third of the lease's ttl, so two renewals in a
+row may be lost. An engine with vLLM's own NixlConnector gets heartbeats instead (`Connection.lease_notifier`). Leases
+are kept for loads under way, and for requests that wait for their load. Most loads take a millisecond and renew
+nothing: each load costs one entry in a dict, and one timer serves all loads.
 
-*Giving back* a lease is a notification if its rank is connected, after a read or instead of one: all blocks of a
-request may be cached already, or the request may be rejected before decode. A rank without a connection gets one
-question on the side channel, and the transport never learns of that peer. The rank works out itself which share of the
-lease the reader reports.
+*Giving back* a lease means to notify its rank, after a read or instead of a read: all blocks of a request may be cached
+already, or the request may be rejected before decode. A rank without a connection gets one question on the side channel
+instead, and no connection is made. That rank computes from the question which share of the lease the reader reports.
 
 Both are best effort: the seal says whether a lease was open during a read (`core.protocol.proof`), and a lease that is
 not given back expires.
@@ -49,7 +48,7 @@ _FIRST_RENEWAL_AFTER_S = 0.25  # most loads have ended by then, and renew nothin
 
 @dataclass(slots=True)
 class _RenewedLease:
-    """A lease that this rank renews, and the time of its next renewal."""
+    """A lease of another engine that this rank renews, and the time of the next renewal (`due_s`)."""
 
     source: Source
     pause_s: float
@@ -58,7 +57,7 @@ class _RenewedLease:
 
 
 class LeaseIdNotifier:
-    """Notifications to producers that run kvflow, which name leases by their ids; see `peer.LeaseNotifier`."""
+    """Notifies producers that run kvflow that their leases are needed or read. Names each lease by its id."""
 
     heartbeat_s: float | None = None
 
@@ -69,7 +68,10 @@ class LeaseIdNotifier:
         self._join = partial(join_read_done, lease_ids_max=self._batch_max)
 
     def notify_needed(self, sources: Sequence[Source]) -> int:
-        """See `LeaseNotifier.notify_needed`."""
+        """Notify a rank that its leases, those of `sources`, are still needed. Return the number of leases.
+
+        All `sources` are leases of that one rank.
+        """
         agent = sources[0].connection.agent
         lease_ids = tuple(dict.fromkeys(source.lease.lease_id for source in sources))
         for start in range(0, len(lease_ids), self._batch_max):
@@ -78,11 +80,14 @@ class LeaseIdNotifier:
         return len(lease_ids)
 
     def notify_read(self, source: Source) -> None:
-        """See `LeaseNotifier.notify_read`."""
+        """Notify the rank of `source` that this rank does not need the blocks of its lease any longer."""
         self.report_read(source.connection.agent, source.lease.lease_id, *source.connection.report_share)
 
     def report_read(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
-        """Notify `agent` that this rank has read `numerator` / `denominator` of a lease; do nothing if that is 0."""
+        """Notify the peer `agent` that this rank has read the share `numerator` / `denominator` of a lease.
+
+        Do nothing if the share is 0.
+        """
         if numerator > 0:  # else other ranks report it
             message = ReadDone(lease_ids=(lease_id,), reader=self._reader, numerator=numerator, denominator=denominator)
             self._transport.notify(agent, codec.encode(message), self._join)
@@ -104,7 +109,10 @@ class RemoteLeases:
         """Number of renewals sent: one for each lease in each notification."""
 
     def start_renewing(self, owner: object, ttl_s: float, source: Source) -> None:
-        """Renew the lease of `source`, with time to live `ttl_s`, until `stop_renewing(owner)` is called."""
+        """Renew the lease of `source` regularly until `stop_renewing(owner)` is called.
+
+        `owner`: any object as a key, such as the load that needs the lease. `ttl_s`: time to live of the lease.
+        """
         now_s, pause_s = self._clock.now_s(), source.connection.lease_notifier.heartbeat_s
         if pause_s is None:
             pause_s = max(ttl_s / 3, _PAUSE_LEAST_S)
@@ -117,7 +125,7 @@ class RemoteLeases:
             self._alarm.set(due_s)
 
     def stop_renewing(self, owner: object) -> None:
-        """Stop renewing the leases that were kept for `owner`. No effect if there are none."""
+        """Stop renewing all leases for which `start_renewing` was called with this `owner`. No effect without any."""
         for kept in self._renewed.pop(owner, ()):
             kept.source.peer.leases_kept -= 1
 
@@ -126,7 +134,8 @@ class RemoteLeases:
         """Renew the leases of a checked ticket until the `with` block ends, for a request that waits for its load.
 
         While the `with` block runs, a task looks up the leases as a load would, so their ranks are connected before the
-        load. If a lease cannot be renewed, nothing is raised here: the load fails later. Raises RuntimeClosed.
+        load. If a lease cannot be renewed, nothing is raised here: the load fails later. Raises RuntimeClosed if the
+        runtime is closed.
         """
         if ticket.offers_nothing:
             yield  # an empty offer: its leases have ended already
@@ -140,17 +149,17 @@ class RemoteLeases:
             self.stop_renewing(owner)
 
     def notify_finished(self, sources: Sequence[Source]) -> None:
-        """Notify the rank of each source that this rank has finished with the lease there, read or not."""
+        """Notify the rank of each of `sources` that this rank no longer needs its lease, whether read or not."""
         for source in sources:
             source.connection.lease_notifier.notify_read(source)
 
     async def release(self, given: Ticket | Mapping[str, Any]) -> bool:
-        """Give the leases of a ticket back, unread. Return whether every rank that holds a lease was notified.
+        """Give back all leases of a ticket, unread. Return whether every rank that holds a lease was notified.
 
-        One rank is notified first. The others follow only if that rank holds a lease for the ticket's request, or held
-        one. This takes at most Config.handshake_timeout_s and, for a pending ticket, the time until its offer comes,
-        within the ticket's `ttl_s`. RequestError if the ticket cannot be right, or the address of a rank cannot be
-        known. If cancelled, some ranks may have been notified.
+        One rank is notified first. The other ranks are notified only if that rank has, or had, a lease for the ticket's
+        request. This takes at most Config.handshake_timeout_s. For a pending ticket it also takes the time until the
+        offer comes, at most the ticket's `ttl_s`. Raises RequestError if the ticket is invalid, or the address of a
+        rank cannot be known. If cancelled, some ranks may have been notified.
         """
         ticket, problems = self._resolver.read_ticket(given), list[KVFlowError]()
         notified = await self._release(ticket, problems)
@@ -159,9 +168,9 @@ class RemoteLeases:
         return notified
 
     def release_soon(self, ticket: Ticket) -> None:
-        """Give the leases of a ticket back in a task of its own, which logs or drops its errors.
+        """Start a task that gives the leases of `ticket` back. Its errors are logged, or dropped.
 
-        If a rank cannot be reached, the task tries again later, as long as the rank's lease may be open.
+        If a rank cannot be reached, another task tries again later, as long as the rank's lease may be open.
         """
         give_up_s = self._clock.now_s() + min(ticket.ttl_s, self._config.lease_lifetime_s)
         self._begin_release(ticket, give_up_s, 0.0)
@@ -177,7 +186,9 @@ class RemoteLeases:
             self._spawn(work, name=f"kvflow-release {ticket.request_id}")
 
     async def _release_with_retries(self, ticket: Ticket, give_up_s: float, paused_s: float) -> None:
-        """Give leases back; if a rank cannot be reached, start another attempt after a pause. Ends with the runtime.
+        """Give the leases of `ticket` back. If a rank cannot be reached, start another attempt after a pause.
+
+        There is no further attempt after `give_up_s`, or when the runtime has closed.
 
         Task `kvflow-release <request>`: begun by `release_blocks` of a pending ticket, and by a load of several tickets
         for those that it did not need. Ends when the leases are given back, or when their time has passed.
@@ -195,7 +206,10 @@ class RemoteLeases:
             self._clock.call_later(pause_s, partial(self._begin_release, ticket, give_up_s, pause_s))
 
     async def _release(self, ticket: Ticket, problems: list[KVFlowError]) -> bool:
-        """Give the leases of a checked ticket back; see `release`. Append to `problems` why ranks were not notified."""
+        """Give the leases of a checked ticket back. Return whether every rank that holds a lease was notified.
+
+        If not, append the errors that say why to `problems`.
+        """
         bound_s = self._config.handshake_timeout_s + self._opens_within_s(ticket)
         try:
             async with asyncio.timeout(bound_s):
@@ -209,16 +223,16 @@ class RemoteLeases:
             return False
 
     async def _await_offer(self, ticket: Ticket, on_lease: Callable[[Source, float], None]) -> Ticket:
-        """Wait for the offer of a pending ticket, and return the ticket of that offer.
+        """Wait for the offer of a pending ticket, and return an ordinary ticket with the leases of that offer.
 
-        `on_lease` is called with each lease and its `ttl_s`.
+        `on_lease` is called for each rank, with the source that has the rank's lease, and the lease's `ttl_s`.
         """
         growing = self._cache.part("growing", f"request {ticket.request_id!r}: a pending ticket")
         offered: Ticket = await growing.pending_tickets.await_offers(ticket, on_lease)
         return offered
 
     def _opens_within_s(self, ticket: Ticket) -> float:
-        """Return how many seconds an engine may take to open the lease of a pending ticket; 0 for other tickets."""
+        """Return how many seconds to wait for the lease of a pending ticket to be opened; 0 for other tickets."""
         return min(ticket.ttl_s, self._config.lease_lifetime_s) if ticket.awaited else 0.0
 
     async def _release_pending(self, ticket: Ticket) -> bool:
@@ -237,7 +251,7 @@ class RemoteLeases:
         return len(offered) > 0
 
     async def _await_offer_and_release(self, ticket: Ticket, offered: list[Ticket]) -> None:
-        """Wait for a pending ticket's offer, give its leases back, and append its ticket to `offered`."""
+        """Wait for the offer of a pending ticket, give its leases back, and append the offer's ticket to `offered`."""
         try:
             offered.append(await self._await_offer(ticket, lambda source, _: self.notify_finished((source,))))
         except KVFlowError as error:
@@ -271,7 +285,7 @@ class RemoteLeases:
         return True
 
     def close(self) -> None:
-        """Stop all renewals for good: leases that are kept later are not renewed either."""
+        """Stop all renewals for good. After this, `start_renewing` renews nothing."""
         self._closed = True
         self._alarm.set(math.inf)
 
@@ -296,7 +310,7 @@ class RemoteLeases:
             self.stop_renewing(owner)  # once more: a lease may be found while the task ends
 
     def _renew(self) -> None:
-        """Callback of the alarm: renew the leases that are due now or soon, in few messages to each peer."""
+        """Callback of `_alarm`: renew the leases that are due now or soon, with few notifications to each peer."""
         now_s = self._clock.now_s()
         due: dict[AgentName, list[Source]] = {}
         for kept in (kept for leases in self._renewed.values() for kept in leases):
@@ -309,9 +323,10 @@ class RemoteLeases:
         self._alarm.set(min((kept.due_s for leases in self._renewed.values() for kept in leases), default=math.inf))
 
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:
-        """Give the lease of one rank back. Return True if the rank was notified, or if the lease has ended already.
+        """Give back the lease of `ticket` at the rank `at`.
 
-        Raises a PeerError, or Overloaded.
+        Return True if the rank was notified, or if the lease has ended already. Raises a PeerError if the rank cannot
+        be reached, or Overloaded.
         """
         named, local = ticket.find(at.rank), self._cache.local
         lease = named if named is not None and named.lease_id else None

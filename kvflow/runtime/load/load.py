@@ -1,4 +1,4 @@
-"""`Load`, the handle that a load's caller, its steps and the loader share; and names of requests not checked yet."""
+"""`Load`: the handle of one load, which the caller, the steps of the load and the loader share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ LoadPerformer: TypeAlias = "Callable[[Load], Awaitable[LoadReport]]"
 
 
 def priority_of_unchecked(request: LoadRequest) -> int:
-    """Return the priority of a request that is not checked yet; the default if it is invalid, as it will be refused."""
+    """Return the priority of a request that is not checked yet, or the default priority if it is invalid.
+
+    A request with an invalid priority is refused later.
+    """
     if type(request) is LoadRequest and type(request.priority) is int:
         return request.priority
     found = checks.try_call(lambda: checks.whole(request.priority, "priority"))
@@ -43,8 +46,8 @@ def priority_of_unchecked(request: LoadRequest) -> int:
 class Load:
     """One load, under way or over. Await it for its `LoadReport`.
 
-    Awaiting raises what `Runtime.load_blocks` raises. If the load has failed while bytes may still land, the load is
-    the `quarantine` of that error. Cancelling a task that awaits a load cancels the load, as with any task;
+    Awaiting raises what `Runtime.load_blocks` raises. If the load has failed while bytes may still land, the attribute
+    `quarantine` of that error is the load. Cancelling a task that awaits a load cancels the load, as with any task;
     `asyncio.shield(load)` keeps the load going.
 
     `async for progress in load` yields a `Progress` whenever more tokens have landed. The iteration ends when the load
@@ -81,18 +84,18 @@ class Load:
 
         Args:
             request: the request, checked.
-            ticket: the first of its tickets.
-            tables: the local blocks of each group.
+            ticket: the first ticket of the request.
+            tables: ids of the local blocks, one array for each group.
             entries: the same blocks, as entries of the block ledger.
-            clock: the registration's clock.
-            begun_s: when the load was requested, by that clock.
+            clock: the clock of the registered cache.
+            begun_s: time when the load was requested, by that clock.
         """
         self.request_id = request.request_id
         self.request = request
         self.progress_wanted = False
         """True once the caller has asked for progress, by `follow` or `async for`."""
         self.progress: Progress | None = None
-        """Latest progress, while the load is under way; None before the first tokens of a growing lease have landed."""
+        """Latest progress while the load is under way; None until the first tokens have landed."""
         self._task: asyncio.Task[LoadReport] | None = None
         self._outcome: LoadReport | BaseException | None = None
         self._progress_event: asyncio.Event | None = None
@@ -110,7 +113,7 @@ class Load:
         """Deadline, by the loop's clock."""
         self.phase = "queued"
         self.waits_for: Callable[[], str] | None = None
-        """Returns a text for errors: what the current phase waits for; None if the phase's name says it."""
+        """Function that returns what the current phase waits for, in words, for errors; None if its name says it."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.performing_task: asyncio.Task[Any] | None = None
         """The task that performs the load; None before the load has begun."""
@@ -119,7 +122,7 @@ class Load:
         self.overdue = False
         """True once the loader has cancelled the load, because its deadline has passed or the loader closes."""
         self.stall_text = ""
-        """Part of the error's message: what the load waited for when it became `overdue`, or empty."""
+        """What the load waited for when it became `overdue`, in words, for the error's message; may be empty."""
         self.sources: Sequence[Source] = ()
         """The ranks that are read from; empty before there is a plan."""
         self.freshness = ""
@@ -130,7 +133,7 @@ class Load:
         self.lease_questions: Any = None
         """The `growing.lease_questions.LeaseQuestions` about leases that are not complete; None if there are none."""
         self.landed: History | None = None
-        """How many tokens had landed at which time, if the load reads growing leases; else None."""
+        """How many tokens had landed at which times, if the load reads leases that are not complete; else None."""
         self.verification = Verification.OFF
         self.payload = b""
 
@@ -225,7 +228,9 @@ class Load:
         return self.progress
 
     def note_progress(self, tokens: int, tokens_in_all: int) -> None:
-        """Only for `kvflow.growing`: note that more tokens have landed.
+        """Only for `kvflow.growing`: record that more tokens have landed, and wake tasks that wait for progress.
+
+        No effect if the load may read from several producers.
 
         Args:
             tokens: number of tokens, from the first one on, that are in the local blocks of all groups.
@@ -241,10 +246,10 @@ class Load:
             self._progress_event = None
 
     def start_task(self, work: Callable[[], Coroutine[Any, Any, LoadReport]]) -> asyncio.Task[LoadReport]:
-        """Only for `Loader`: carry the load out in a task of its own.
+        """Only for `Loader`: start a task that performs the load.
 
         Args:
-            work: makes the coroutine that carries the load out.
+            work: function that makes the coroutine that performs the load.
 
         Returns:
             The task; awaiting the load awaits this task.
@@ -269,24 +274,25 @@ class Load:
         """Only for steps of a load: begin a phase. The same phase may begin more than once.
 
         Args:
-            phase: its name, one of `requests.EVERY_PHASE`.
-            waits_for: returns a text that says what the phase waits for; None if the phase's name says it.
+            phase: name of the phase, one of `requests.EVERY_PHASE`.
+            waits_for: function that returns what the phase waits for, in words; None if the phase's name says it.
         """
         now_s, self.waits_for = self._clock.now_s(), waits_for
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._phase_begun_s
         self.phase, self._phase_begun_s = phase, now_s
 
     def cancel_overdue(self) -> None:
-        """Only for `Loader`: cancel the task that carries the load out, once.
+        """Only for `Loader`: cancel the task that performs the load, because time is up or the loader closes.
 
-        A load that has not begun is not cancelled here: the loader fails it when it begins.
+        Only the first call has an effect. A load that has not begun is not cancelled here: the loader fails such a load
+        when it begins.
         """
         if self.performing_task is not None and not self.overdue:
             self.overdue, self.stall_text = True, self._stall_text()
             self.performing_task.cancel()
 
     def take_back_cancel(self) -> bool:
-        """Only for `Loader`: take back the cancellation by `cancel_overdue`.
+        """Only for `Loader`: undo the task's cancellation by `cancel_overdue`, so that the task can raise an error.
 
         Returns:
             True if the task was cancelled by `cancel_overdue` alone.
@@ -313,7 +319,7 @@ class Load:
 
     @property
     def current_phase(self) -> str:
-        """The phase that the load is in, or was in when it ended; "queued" while its flight waits for a permit."""
+        """The phase that the load is in, or was in when it ended; "queued" while a read waits for a permit."""
         return "queued" if self.flight is not None and self.flight.waits_for_permit else self.phase
 
     def _stall_text(self) -> str:
@@ -412,6 +418,9 @@ def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
 
 
 def request_name(request: LoadRequest) -> str:
-    """Return the id of an unchecked request for messages and records; if the id is invalid, a text about the id."""
+    """Return the id of a request that is not checked yet, shortened, for messages and records.
+
+    If the id is invalid, return a short text that describes it.
+    """
     named = checks.try_call(lambda: request.request_id)
     return named[:_NAME_CHARS_MAX] if type(named) is str and checks.is_utf8(named) else checks.short_repr(named)

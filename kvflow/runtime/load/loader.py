@@ -1,4 +1,4 @@
-"""The loader: it accepts loads, has them carried out, and ends each in one place.
+"""The loader: it accepts loads, performs them, and ends each load in one place.
 
 The kind of a load is decided when the load is accepted: its offer is known or still to come, from one ticket or from
 several. A load passes through phases (`requests.PHASES`), all under one deadline. Its errors are typed. When a load
@@ -59,8 +59,8 @@ logger = logger_of(__name__)
 
 
 NEVER_READ_AT = 3
-"""Number of failed loads, without one that succeeded, after which an engine is reported as never read from. A restart
-of a peer makes one or two loads fail."""
+"""Number of failed loads from an engine after which a warning is logged, if no load from it has succeeded. More than 2,
+because the restart of a peer makes one or two loads fail."""
 _ENGINES_MAX = 1024
 
 
@@ -77,14 +77,14 @@ class Loader:
         self._deadline_timer_s = math.inf
         self._loads: dict[Load, None] = {}  # in order, so that a simulation can be replayed
         self._quarantined: dict[Flight, Load] = {}
-        """Flights in quarantine, each with its load: the load has ended, its bytes may still land."""
+        """Flights with quarantined blocks, each with its load, which has ended while bytes may still land."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = self._unregistered = False
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes", "sources_left"), 0)
         self._verified: Counter[Verification] = Counter()
         self._never_read: BoundedMap[str, int] = BoundedMap(_ENGINES_MAX)
-        """Number of failed loads, by engine, for engines that no load has ever read from."""
+        """Number of failed loads by engine id, for engines from which no load has ever succeeded."""
 
     @property
     def statistics(self) -> LoadingStatistics:
@@ -110,7 +110,7 @@ class Loader:
 
     @property
     def open_requests(self) -> list[str]:
-        """Ids of requests with a load under way, or with bytes that may still land."""
+        """Ids of requests with a load under way, or with quarantined blocks."""
         return [load.request_id for load in dict.fromkeys([*self._loads, *self._quarantined.values()])]
 
     @property
@@ -119,18 +119,25 @@ class Loader:
         return tuple(self._quarantined.values())
 
     def load(self, request: LoadRequest) -> Coroutine[Any, Any, LoadReport]:
-        """See `Runtime.load_blocks`."""
+        """Return a coroutine that performs the load of `request`, for `Runtime.load_blocks`.
+
+        If too many loads start at once, the request is accepted or refused in the coroutine, when it has its turn.
+        Otherwise it is accepted now, or its error is raised now.
+        """
         begun_s = self._now_s()
         if self._throttle.try_start(begun_s):
             return self._perform_and_record(*self._accept(request, begun_s, waited_s=0.0))
         return self._load_in_turn(request, begun_s)
 
     def tables_of(self, block_ids: GivenBlockIds, request_id: str) -> tuple[BlockIds, ...]:
-        """Return the local blocks of a request, by group. RequestError if `block_ids` are invalid."""
+        """Return the local blocks of a request, one array of ids for each group. RequestError if an id is invalid."""
         return self._cache.resources.ledger.find_entries(block_ids, f"request {request_id!r}: block_ids")[0]
 
     def start(self, request: LoadRequest) -> Load:
-        """See `Runtime.start_load`. Raises the error of a request that is not accepted."""
+        """Accept `request`, start a task that performs the load, and return its handle, for `Runtime.start_load`.
+
+        If the request is not accepted, raises its error.
+        """
         load, perform = self._accept(request, self._now_s(), waited_s=0.0)
         load.start_task(partial(self._start_in_turn, load, perform)).add_done_callback(
             partial(self._end_unstarted, load)
@@ -138,7 +145,7 @@ class Loader:
         return load
 
     def refuse(self, request: LoadRequest, error: KVFlowError) -> None:
-        """Count and log a load that was not accepted, because of `error`."""
+        """Count a load that was not accepted because of `error`, log it, and report it to the observers."""
         self._counts["refused"] += 1
         logger.info("refused a load: %s", error)
         if self._observers.all:
@@ -155,7 +162,7 @@ class Loader:
             )
 
     def close(self, *, unregistered: bool = False) -> None:
-        """Make every load under way end soon, with RuntimeClosed, or with CacheUnregistered if `unregistered`."""
+        """Make all loads under way fail soon: with CacheUnregistered if `unregistered`, else with RuntimeClosed."""
         self._closed, self._unregistered = True, self._unregistered or unregistered
         self._set_deadline_timer(math.inf)
         self._cache.remote_leases.close()
@@ -163,7 +170,7 @@ class Loader:
             load.cancel_overdue()
 
     def note_all_stopped(self) -> None:
-        """End all quarantines: the transport was closed in good order, so no further byte can land."""
+        """End all quarantines, because the transport was closed in good order and no further byte can land."""
         for flight in [*(load.flight for load in self._loads), *self._quarantined]:
             if flight is not None:
                 flight.note_all_stopped()
@@ -183,9 +190,10 @@ class Loader:
         return await self._perform_and_record(load, perform)
 
     def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, LoadPerformer]:
-        """Check everything that can be judged without the peer. Return the load, and the function that carries it out.
+        """Check `request`, as far as that is possible without the peer. Return its load and the function to perform it.
 
-        The time that the request has waited counts towards the load's deadline.
+        `waited_s`: seconds that the request has waited already; they count towards the load's deadline. A request that
+        is not accepted is counted, and its error is raised.
         """
         cache, config = self._cache, self._config
         try:
@@ -219,9 +227,9 @@ class Loader:
         return load, perform
 
     def _parse_tickets(self, given: GivenTicket | Sequence[GivenTicket], what: str) -> list[Ticket]:
-        """Parse the ticket or tickets of a request.
+        """Parse the ticket or tickets of a request. Return a list of tickets, at least one.
 
-        RequestError if one is invalid, or if they are for different prompts.
+        RequestError if a ticket is invalid, if there are too many, or if they are for different prompts.
         """
         several: Sequence[Any] | None = (given,)
         if isinstance(given, list | tuple):
@@ -241,7 +249,7 @@ class Loader:
         return tickets
 
     def _set_deadline_timer(self, when_s: float) -> None:
-        """Set the timer that ends overdue loads to `when_s`; infinity stops it. One timer serves all loads."""
+        """Set the timer that ends overdue loads to `when_s`; infinity stops the timer. One timer serves all loads."""
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         self._deadline_timer, self._deadline_timer_s = None, when_s
@@ -258,7 +266,7 @@ class Loader:
         self._set_deadline_timer(next_s)
 
     async def _perform_and_record(self, load: Load, perform: LoadPerformer) -> LoadReport:
-        """Perform an accepted load by `perform`, and record its outcome. Every load that has begun ends here."""
+        """Perform an accepted load by calling `perform`, and record its outcome. Every begun load ends here."""
         task = load.performing_task = asyncio.current_task()
         assert task is not None, "loads are carried out by tasks"
         load.outer_cancellations = task.cancelling()
@@ -340,7 +348,7 @@ class Loader:
         return load.failure(DeadlineExceeded, f"deadline exceeded in phase {phase!r}{load.stall_text}", phase=phase)
 
     def _quarantine_ended(self, flight: Flight) -> None:
-        """Callback when no further byte of a quarantined flight can land: end the quarantine."""
+        """Callback of a flight when no further byte can land in its quarantined blocks: forget the flight."""
         del self._quarantined[flight]
         if not self._loads and not self._quarantined:
             self._idle.set()
@@ -353,7 +361,11 @@ class Loader:
         outcome: str,
         error: str = "",
     ) -> None:
-        """Set a load's outcome, count it, report it to the observers, and drop the load from the open loads."""
+        """Set a load's outcome, count it, report it to the observers, and drop the load from the open loads.
+
+        `result`: what awaiting the load returns or raises. `counted`: name of the count to increase. `outcome` and
+        `error`: texts for the record.
+        """
         load.set_outcome(result)
         if load.lease_questions is not None:
             load.lease_questions.close()

@@ -2,10 +2,10 @@
 
 The input is tables of block ids; the result is chunks of tokens.
 
-Every rank of an engine holds the same prompt in the same blocks. So blocks are matched once for each pair of groups of
-layers, a local and a remote one. Then the block ids of each rank are filled in. Everything is checked against the
-registered caches before it is believed (invariant I8). `steps` itself plans loads of a few whole blocks from one rank,
-in one go.
+Every rank of an engine holds the same prompt in the same blocks. So blocks are matched once for each pair of a local
+and a remote group of layers. Then the block ids of each rank are filled in. All block ids from outside are checked
+against the registered caches before they are used (invariant I8). A load of a few whole blocks from one rank is not
+planned here: `steps` has a faster planner for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from kvflow.runtime.load.requests import LoadRequest
 from kvflow.runtime.peers.peer import Source
 
 MatchedChunks: TypeAlias = Mapping[tuple[int, int], tuple[Chunks, ...]]
-"""Chunks by (local group, remote group), with positions among the offered blocks in place of remote block ids."""
+"""Chunks to read, by the indexes (local group, remote group). Their `remote_ids` are not block ids yet, but positions
+in the offered block table of the group, which are the same for all ranks."""
 
 
 class Plan(NamedTuple):
@@ -39,13 +40,19 @@ class Plan(NamedTuple):
     tokens: int
     """Number of tokens that are read."""
     block_pairs: Sequence[tuple[int, int]] = ()
-    """Pairs (remote block, local block), only for a load of few blocks, which has no `matched` and no chunks."""
+    """Pairs (remote block id, local block id) of a load of a few blocks, which has no `matched` and no chunks.
+
+    Empty for all other loads.
+    """
 
 
 def plan_load(
     what: str, ticket: Ticket, tables: Sequence[BlockIds], groups: Sequence[GroupFacts], sources: Sequence[Source]
 ) -> Plan:
-    """Plan a load from `sources` into `tables`, the local blocks of each group. RequestError if blocks do not match."""
+    """Return the plan of a load from `sources` into `tables`, the local blocks of each group.
+
+    `what` names the request in errors. RequestError if the offered blocks and the local blocks do not match.
+    """
     matched: dict[tuple[int, int], tuple[Chunks, ...]] = {}
     read_from, tokens = [], 0
     for source in sources:
@@ -70,7 +77,10 @@ def plan_load(
 
 
 def remote_tables(ticket: Ticket, source: Source) -> list[BlockIds]:
-    """Return the block ids of a rank's lease by group, -1 for ids not known yet. RequestError if one is invalid."""
+    """Return the block ids of the lease of `source`, one array for each remote group; -1 stands for ids not known yet.
+
+    RequestError if an id is invalid.
+    """
     what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
     given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
     tables = []
@@ -94,9 +104,9 @@ def _match_blocks(
     block_map: BlockMap,
     source: Source,
 ) -> tuple[Chunks, ...]:
-    """Return the chunks that match the blocks of a remote group with local blocks.
+    """Match the offered blocks of a remote group with the blocks of a local group. Return the chunks to read.
 
-    RequestError if they do not match.
+    `block_map.group_pair` has the indexes of both groups. RequestError if the blocks do not match.
     """
     ours, theirs = block_map.group_pair
     whole = source.connection.whole[theirs]
@@ -117,7 +127,7 @@ def _match_blocks(
 def check_against_ticket(
     groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]
 ) -> None:
-    """Compare a request with its offer, as far as the offer is known.
+    """Check a request against the offer of `ticket`, as far as the offer is known. `tables`: the local blocks by group.
 
     PromptMismatch if the offer is for another prompt or number of tokens. RequestError if the local blocks do not fit
     exactly the offered tokens, or go beyond the prompt.
@@ -136,9 +146,11 @@ def check_against_ticket(
 def check_awaited_offer(
     groups: Sequence[GroupFacts], request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]
 ) -> None:
-    """Compare a request with an offer that was waited for, as `check_against_ticket` does.
+    """Check a request against an offer for which the load has waited; `ticket` is the ticket of that offer.
 
-    If the request has a prompt, the error for local blocks that do not end with the offered tokens is PromptMismatch.
+    Checks nothing if the request has neither `prompt` nor `num_tokens`. PromptMismatch if the offer is for another
+    prompt or number of tokens. If the local blocks do not end with the offered tokens: PromptMismatch if the request
+    has a prompt, else RequestError.
     """
     if request.prompt is not None or request.num_tokens is not None:
         _check_offer(ticket, request)
@@ -152,7 +164,10 @@ def check_blocks_fit(
     tables: Sequence[BlockIds],
     kind: type[RequestError] = RequestError,
 ) -> None:
-    """Raise `kind` unless the local blocks fit exactly the tokens of a known offer; see `plan.room`."""
+    """Raise `kind` unless the local blocks, `tables`, are exactly those for the offered tokens that are not cached.
+
+    Checks nothing if the offer has no blocks.
+    """
     if not ticket.has_blocks:
         return  # nothing is read
     expected_tokens = request.num_tokens
@@ -171,7 +186,10 @@ def check_blocks_fit(
 
 
 def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
-    """Raise PromptMismatch if the ticket's prompt or token count, where known, differs from the request's."""
+    """Raise PromptMismatch if the prompt or the number of tokens that the ticket offers differs from the request's.
+
+    A value that the ticket or the request does not have is not compared.
+    """
     what, offers = f"request {request.request_id!r}", f"{_producer_text(ticket)} offers {ticket.offered_tokens}"
     if request.prompt is not None:
         check_prompt(ticket, request.prompt, what)

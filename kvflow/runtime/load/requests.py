@@ -56,9 +56,9 @@ class LoadRequest:
     prompt: Sequence[int] | None = None
     """Token ids of the prompt. PromptMismatch if the ticket is for another prompt, as far as its producer has said."""
     after: GivenEvent = None
-    """Event after which the device no longer uses the local blocks, such as a CUDA event recorded after the last step
-    that used them. No byte lands before the event. **Without an event, the device must no longer use the blocks when
-    the load is requested.**"""
+    """Device event after which the device no longer uses the local blocks, such as a CUDA event recorded after the last
+    step that used them. No byte lands before the event. **Without an event, the device must no longer use the blocks
+    when the load is requested.**"""
     verify: bool | None = None
     """Whether to compare the bytes with the producer's by checksums. True fails the load where that is not possible,
     False never compares, None leaves it to Config.verify_share."""
@@ -70,9 +70,9 @@ class LoadRequest:
     """True: do not notify the producer at the end, because other requests will read the same offer. Call
     `Runtime.release_blocks` after the last request; `Runtime.keep_leases` keeps the blocks until then."""
     again: GivenAgain = None
-    """Async function, awaited within the deadline when every producer has failed. It gets the outcome of each,
-    and returns another ticket, for example from another prefill engine, or None. An exception that it raises ends the
-    load."""
+    """Async function that is awaited, within the deadline, when the producers of all tickets have failed. It gets the
+    outcome of each attempt, and returns another ticket, for example from another prefill engine, or None. If it raises,
+    the load ends with that exception."""
     again_max: Count = 2
     """Largest number of times that `again` is awaited."""
     cached_tokens: Count = 0
@@ -128,7 +128,7 @@ class LoadReport:
     """Proof of the bytes: "seal", by the seal of each producer's lease; or "deadline", by arithmetic alone, for a load
     from an engine that keeps no seals (`kvflow.stock`)."""
     payload: builtins.bytes = b""
-    """Bytes that the producer gave to `Lease.complete`; empty if the lease promised none."""
+    """Extra bytes that the producer gave to `Lease.complete`; empty if the lease promised no payload."""
     attempts: Sequence[Attempt] = ()
     """Producers of a load with several tickets or with `again`, in the order in which they were read. The last one has
     delivered the whole load."""
@@ -194,9 +194,9 @@ class LoadingStatistics:
     renewals: int
     """Renewals of leases, for loads under way and by `keep_leases`."""
     sources_left: int = 0
-    """Number of producers that failed in loads that then read from another producer."""
+    """Number of times that a load went on with another producer because one had failed."""
     never_read: int = 0
-    """Number of engines from which several loads have failed, and none has ever succeeded."""
+    """Number of engines from which at least three loads have failed and none has ever succeeded."""
     verified: int = 0
     """Verified loads with bytes that were equal after the first read."""
     repaired: int = 0

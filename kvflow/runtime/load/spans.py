@@ -1,6 +1,7 @@
 """Span queues: the blocks of one group of layers, read span after span, for loads through buffers or of growing leases.
 
-Spans are taken in prompt order. A span ends at the last token that can be read at the time when the span is taken.
+A span is a range of consecutive tokens of the prompt. Spans are taken in prompt order. A span ends at the latest at the
+last token that can be read when the span is taken.
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ from kvflow.runtime.peers.peer import Source
 
 
 class SourcePart(NamedTuple):
-    """The chunks that one load reads from one layer set (layers of equal shape) of one rank."""
+    """The chunks of tokens that one load reads from one layer set (layers of equal shape) of one rank."""
 
     source: Source
     block_map: BlockMap
     chunks: Sequence[Chunks]
     scratch_bytes: int = 0
-    """Scratch memory that one of the rank's blocks takes; 0 if its blocks are read without scratch memory."""
+    """Bytes of scratch memory that one remote block takes; 0 if remote blocks are read without scratch memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptSpan:
-    """Consecutive whole blocks of one group of layers. The load may write the first and the last block in part."""
+    """Consecutive local blocks of one group of layers, which a load fills in one step.
+
+    It holds the tokens from position `start_token` to before `stop_token`. Of the load's first and last block, the load
+    may write only some tokens.
+    """
 
     queue: SpanQueue
     local_ids: BlockIds
@@ -39,20 +44,20 @@ class PromptSpan:
 
     @property
     def partly_written(self) -> list[int]:
-        """Positions in `local_ids` of blocks that are written only in part, and keep the rest of their content."""
+        """Indexes in `local_ids` of the blocks in which the load writes only some tokens and keeps the others."""
         read_tokens = self.queue.tokens
         ends = {0: self.start_token < read_tokens.start, -1: self.stop_token > read_tokens.stop}
         return sorted({at % len(self.local_ids) for at, partly in ends.items() if partly})
 
     def chunks_of(self, part: SourcePart) -> Iterator[Chunks]:
-        """Yield the chunks of `part` that lie in the span."""
+        """Yield the chunks of `part` with tokens in the span."""
         size = part.block_map.chunk_tokens
         for some in part.chunks:
             yield some.between(self.start_token // size, -(-self.stop_token // size))
 
 
 STOP_TOKEN = attrgetter("stop_token")
-"""Sort key that merges the spans of several queues in prompt order: the position after a span's last token."""
+"""Sort key of a span, the position after its last token. It merges the spans of several queues in prompt order."""
 
 
 class SpanQueue:
@@ -70,13 +75,13 @@ class SpanQueue:
         span_bytes_max: int,
         slot_bytes: int = 0,
     ) -> None:
-        """Make a queue of which no span is taken yet.
+        """Make a queue with all spans still to take.
 
         Args:
             parts: the chunks to read, by rank and layer set.
-            staging: the group's host blocks; None without host staging.
-            local_ids: local blocks; the last one holds the last token.
-            span_bytes_max: most bytes of a span, so that one turn of the loop stays short.
+            staging: the host blocks through which the group is read; None without host staging.
+            local_ids: ids of the local blocks; the last block holds the last token.
+            span_bytes_max: largest size of a span in bytes, so that one turn of the event loop stays short.
             slot_bytes: size of a scratch buffer. If two units (a span and its tail) do not fit in a scratch buffer, or
                 one unit does not fit in the host blocks, no remote block is read whole.
         """
@@ -106,13 +111,13 @@ class SpanQueue:
                 for some in part.chunks
             ),
         )
-        """Positions in the prompt of all tokens that the spans read."""
+        """Range of the positions in the prompt of all tokens that the spans read."""
         self._end = -(-self.tokens.stop // size) * size
-        """Position after the last token of the last local block."""
+        """Position in the prompt after the end of the last local block."""
         self._next_token = self.landed_upto = self.tokens.start // size * size
         """`_next_token`: position after all taken spans. `landed_upto`: position up to which all spans have landed."""
         self._landed: dict[int, int] = {}
-        """Spans that landed before an earlier span: position after the last token, by position of the first token."""
+        """Landed spans that come after one not landed yet: their `stop_token` by their `start_token`."""
 
     @property
     def done(self) -> bool:
@@ -129,29 +134,35 @@ class SpanQueue:
         return [part.source for part in self.parts]
 
     def size_bytes(self, tokens: int) -> int:
-        """Return the number of bytes that spans of `tokens` tokens read."""
+        """Return how many bytes are read for `tokens` tokens, from all ranks of the queue together."""
         return tokens * self._unit_bytes // self._unit
 
     def readable_bytes(self, readable_tokens: int) -> int:
-        """Return the size in bytes of the spans that `take_spans(readable_tokens)` would return."""
+        """Return how many bytes the spans have in total that `take_spans(readable_tokens)` would return."""
         return self.size_bytes(max(self._span_stop(readable_tokens) - self._next_token, 0))
 
     def take_spans(self, readable_tokens: int) -> Iterator[PromptSpan]:
-        """Mark all spans within the prompt's first `readable_tokens` tokens as taken. Return the newly taken spans."""
+        """Take and return the next spans, up to the last whole unit of the prompt's first `readable_tokens` tokens.
+
+        A span is returned only once, by the first call that takes it.
+        """
         return self._take_until(max(self._span_stop(readable_tokens), self._next_token))
 
     def take_rest(self) -> Iterator[PromptSpan]:
-        """Mark all spans as taken. Return the newly taken spans."""
+        """Take and return all spans that are left."""
         return self._take_until(self._end)
 
     def note_landed(self, span: PromptSpan) -> None:
-        """Note that the whole of `span` is in the local blocks."""
+        """Record that all tokens of `span` are in the local blocks."""
         self._landed[span.start_token] = span.stop_token
         while self.landed_upto in self._landed:
             self.landed_upto = self._landed.pop(self.landed_upto)
 
     def _span_stop(self, readable_tokens: int) -> int:
-        """Return where the last span may end: after the last whole unit of `readable_tokens`, or at the queue's end."""
+        """Return the position up to which spans may be taken when the first `readable_tokens` tokens are readable.
+
+        That is the end of the last whole unit, or the end of the queue if all of its tokens are readable.
+        """
         return self._end if readable_tokens >= self.tokens.stop else readable_tokens // self._unit * self._unit
 
     def _take_until(self, stop: int) -> Iterator[PromptSpan]:
@@ -159,7 +170,7 @@ class SpanQueue:
         return self._spans(start, stop)
 
     def _spans(self, start: int, stop: int) -> Iterator[PromptSpan]:
-        """Yield the spans from token `start` to token `stop`, in prompt order."""
+        """Yield the spans from position `start` to before position `stop`, in prompt order."""
         size, step, first_block = self._local_tokens, self._step, self._end // self._local_tokens - len(self._local_ids)
         while start < stop:
             until = min((start // step + 1) * step, stop)
@@ -169,7 +180,10 @@ class SpanQueue:
 
 
 def _unit_of(parts: Sequence[SourcePart], local_tokens: int) -> tuple[int, int]:
-    """Return the number of tokens in a unit of a queue, and the bytes of scratch memory that a unit takes."""
+    """Return (tokens, bytes of scratch memory) of a unit, the smallest step of a `SpanQueue` over `parts`.
+
+    `local_tokens`: number of tokens in a local block.
+    """
     permuted = [(part.scratch_bytes, part.block_map.remote.block.tokens) for part in parts if part.scratch_bytes]
     unit = math.lcm(local_tokens, *(tokens for _, tokens in permuted))
     return unit, sum(size_bytes * (unit // tokens) for size_bytes, tokens in permuted)
@@ -179,7 +193,7 @@ class SpanPlanner(Protocol):
     """Cuts a load into span queues, and plans the reads of each span: straight into the cache, or through buffers."""
 
     def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
-        """Return a queue for each pair of a group of layers and a rank. Ranks that fill one buffer share a queue.
+        """Return a queue for each pair of a group of layers and a rank. Ranks that fill the same buffer share a queue.
 
         Args:
             sources: the ranks to read from.
@@ -188,7 +202,7 @@ class SpanPlanner(Protocol):
         ...
 
     async def copy_group(self, span: PromptSpan) -> CopyGroup:
-        """Wait for the buffers that a span needs, take them, and return the span's reads and copy.
+        """Wait for the buffers that `span` needs, take them, and return the reads and the copy of the span.
 
         Args:
             span: a span that was taken from its queue.
@@ -205,7 +219,7 @@ def parts_by_group(parts: Sequence[SourcePart]) -> list[tuple[int, list[SourcePa
 
 
 def parts_by_source(parts: Sequence[SourcePart]) -> Iterable[list[SourcePart]]:
-    """Collect `parts` by the rank that they are read from. Return one list for each rank."""
+    """Collect `parts` by the rank that they are read from. Return one list of parts for each rank."""
     found: dict[Source, list[SourcePart]] = {}
     for part in parts:
         found.setdefault(part.source, []).append(part)

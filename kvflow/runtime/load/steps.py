@@ -48,7 +48,10 @@ _PREFILL_FAILED = "its producer reports that it could not compute the prompt: ha
 
 
 async def perform(cache: RegisteredCache, load: Load) -> LoadReport:
-    """Perform a load, and return its report. If this raises, the load's flight has stopped, or is quarantined."""
+    """Perform all steps of an accepted load, and return its report.
+
+    If this raises, all posted reads of the load have stopped, or its blocks are quarantined.
+    """
     ticket, request, grace_s = load.ticket, load.request, cache.config.cancel_grace_s
     if not len(load.entries) or not (ticket.block_ids or ticket.has_blocks):
         return await _perform_empty(cache, load)
@@ -82,9 +85,9 @@ async def perform(cache: RegisteredCache, load: Load) -> LoadReport:
 
 
 async def _perform_empty(cache: RegisteredCache, load: Load) -> LoadReport:
-    """Perform a load that reads no block: wait for the payload, if one is promised, and notify the producer.
+    """Perform a load that reads no block: wait for the payload, if one is promised, then notify the producer.
 
-    If the producer cannot be notified, nothing is lost: its lease expires.
+    If the producer cannot be notified, its lease expires, so nothing is lost.
     """
     ticket = load.ticket
     if ticket.offers_nothing:
@@ -101,7 +104,7 @@ async def _perform_empty(cache: RegisteredCache, load: Load) -> LoadReport:
 
 
 def _plan(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> Plan:
-    """Plan which remote block goes to which local block. RequestError if they do not match."""
+    """Return the plan that says which remote block goes to which local block. RequestError if blocks do not match."""
     request, groups = load.request, cache.local.groups
     plan = _plan_few(cache, load, sources[0]) if len(sources) == 1 and not request.verify else None
     if plan is None:
@@ -113,7 +116,7 @@ def _plan(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> Plan
 
 
 def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None:
-    """Plan a load of a few whole blocks from one rank, in one slice. Return None for any other load."""
+    """Return the plan of a load of a few whole blocks that one slice from one rank can read; None for other loads."""
     connection, lease, ticket, count = source.connection, source.lease, load.ticket, len(load.entries)
     limits, pairs = cache.config.limits, connection.region_map
     if pairs is None or count > FEW_BLOCKS or source.proof.grows or ticket.extends or lease.payload:
@@ -128,10 +131,10 @@ def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None
 
 
 async def _wait_for_admission(cache: RegisteredCache, load: Load) -> None:
-    """Wait for the request's event `after`, then for a free slot in host memory for the seal of each rank.
+    """Wait for the request's device event `after`, then for a free slot in host memory for the seal of each rank.
 
-    Overloaded if too many loads wait for seal slots already. The connections are held meanwhile, so that a broken
-    connection is not removed before this load finds out.
+    Overloaded if too many loads wait for such slots already. RequestError if the load reads from more ranks than there
+    may be slots. The connections are held during the wait, so none is removed before this load uses it.
     """
     request, slots, waiting_max = load.request, cache.resources.seal_slots, cache.config.loads_waiting_max
     ranks, ranks_max = len(load.sources), cache.config.limits.source_ranks_max
@@ -157,7 +160,11 @@ async def _wait_for_admission(cache: RegisteredCache, load: Load) -> None:
 
 
 def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
-    """Choose how to read: at once or while blocks are computed, with or without a comparison. Return an awaitable."""
+    """Choose how to read the load's blocks, and begin to read. Return an awaitable for the result.
+
+    The blocks are read at once or while they are computed, through buffers or not, with or without a comparison of
+    digests. The result is True if the leases covered the whole read.
+    """
     ticket, verify = load.ticket, load.request.verify
     if plan.block_pairs:
         load.enter_phase("wire")
@@ -188,9 +195,9 @@ def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, source
 
 
 async def _notify_and_report(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> LoadReport:
-    """Wait for the payload, if one was promised. Then notify every rank with a lease for this load.
+    """Wait for the payload, if one was promised. Then notify every rank with a lease, and return the load's report.
 
-    If other loads are to read the same offer, no rank is notified.
+    If other loads are to read the same offer (`LoadRequest.keep_offer`), no rank is notified.
     """
     if load.lease_questions is not None:
         tokens = counted(load.tokens, "token")
@@ -207,9 +214,9 @@ async def _notify_and_report(cache: RegisteredCache, load: Load, sources: Sequen
 
 
 def _stale_error(load: Load) -> LoadError:
-    """Return the error of a load with a lease that had ended before the whole read was proven fresh.
+    """Return the error of a load that read from a lease that had ended too early to prove the read fresh.
 
-    PrefillFailed if the prompt could not be computed, else LeaseExpired.
+    That is PrefillFailed if the prompt could not be computed, else LeaseExpired.
     """
     if load.freshness == "deadline":
         return load.failure(LeaseExpired, _PAST_DEADLINE)
@@ -220,12 +227,12 @@ def _stale_error(load: Load) -> LoadError:
 
 
 def growing_part(cache: RegisteredCache, load: Load) -> Any:
-    """Return the `GrowingLoads` of this cache, which reads growing leases (the optional package `kvflow.growing`)."""
+    """Return the cache's `GrowingLoads`, which reads growing leases (in the optional package `kvflow.growing`)."""
     return cache.part("growing", f"request {load.request_id!r}: a load of a lease that grows")
 
 
 def buffered_part(cache: RegisteredCache, load: Load, plan: Plan) -> Any:
-    """Return the `BufferedLoads` of this cache; None if the load goes straight into the cache."""
+    """Return the cache's `BufferedLoads`, which fills blocks through buffers; None if the load needs no buffers."""
     for source in plan.sources:
         if not source.connection.reads_directly and not _reads_directly(cache, source.connection):
             return cache.part("staging", f"request {load.request_id!r}: a load through buffers")
@@ -233,7 +240,7 @@ def buffered_part(cache: RegisteredCache, load: Load, plan: Plan) -> Any:
 
 
 def _verify_by_chance(cache: RegisteredCache) -> bool:
-    """Return True at random, with probability Config.verify_share: then this load is verified."""
+    """Return at random whether to verify a load: True with the probability Config.verify_share."""
     return int(cache.token_hex(4), 16) < cache.config.verify_share * _RANDOM_VALUES
 
 
@@ -241,7 +248,7 @@ def _verify_by_chance(cache: RegisteredCache) -> bool:
 
 
 def _reads_directly(cache: RegisteredCache, connection: Connection) -> bool:
-    """Return whether every read from a rank goes straight into the cache. The connection remembers the answer."""
+    """Return whether all reads over `connection` go straight into the cache. Computed once, and kept there."""
     if connection.reads_directly is None:
         pieces = any(may_use_scratch(cache, one) for one in connection.block_maps)
         connection.reads_directly = not pieces and not cache.memory.staging
@@ -252,10 +259,10 @@ def _reads_directly(cache: RegisteredCache, connection: Connection) -> bool:
 
 
 def may_use_scratch(cache: RegisteredCache, block_map: BlockMap) -> bool:
-    """Return whether to consider scratch memory for a peer's blocks.
+    """Return whether a peer's blocks may be read into scratch memory first, and then copied into the cache.
 
-    True if a block would be read in several pieces, or if Config.scratch is "always". False for opaque blocks, and
-    if scratch memory is off.
+    True if a block would otherwise be read in several pieces, or if Config.scratch is "always". False for opaque
+    blocks, and if scratch memory is off.
     """
     if block_map.opaque or not cache.scratch:
         return False
@@ -264,14 +271,20 @@ def may_use_scratch(cache: RegisteredCache, block_map: BlockMap) -> bool:
 
 
 def read_directly(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
-    """Read the whole load straight into the cache, when all of its blocks are computed; see `ReadBlocks`."""
+    """Read the whole load straight into the cache; all of its blocks are computed. Return an awaitable.
+
+    The result is True if the leases covered the whole read.
+    """
     return flight.read_all(direct_reads(cache, plan.sources, flight.seal_piece))
 
 
 def direct_reads(
     cache: RegisteredCache, sources: Sequence[Source], seal_piece_of: SealPieceOf | None
 ) -> Iterator[Read]:
-    """Yield the reads of all `sources`, one of each rank in turn, so that all ranks are busy."""
+    """Yield the reads of all `sources`, one of each rank in turn, so that all ranks are busy.
+
+    With `seal_piece_of`, the first read from each rank also fetches the rank's seal, if it has to be fetched.
+    """
     if len(sources) == 1:
         yield from reads_of_chunks(cache, sources[0], sources[0].chunks, seal_piece_of)
         return
@@ -290,7 +303,10 @@ def reads_of_chunks(
     chunks: Mapping[BlockMap, Iterable[Chunks]],
     seal_piece_of: SealPieceOf | None = None,
 ) -> Iterator[Read]:
-    """Yield the reads of `chunks` from one rank. With `seal_piece_of`, the first also fetches the seal, if needed."""
+    """Yield the reads of `chunks` from the rank `source`, each within the limits of a slice.
+
+    With `seal_piece_of`, the first read also fetches the rank's seal, if it has to be fetched.
+    """
     limits, head = cache.config.limits, None
     if seal_piece_of is not None and source.connection.carries_seals and not source.proof.fetch_posted:
         head = seal_piece_of(source)
