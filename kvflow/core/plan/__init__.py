@@ -1,1 +1,1 @@
-"""Plans of reads: which ranks, which blocks, which pieces of a block, which descriptors."""
+"""Plans of reads: which ranks, which blocks, which bytes of a block, and the descriptors that read them."""

@@ -1,10 +1,10 @@
-"""The map from a peer's regions to the local ones, made once per peer: which regions pair, and in which pieces.
+"""The map from a peer's regions to the local regions, made once per peer: which regions pair, and in which pieces.
 
 Both sides describe a block by strides (`BlockShape`). So NHD and HND, head slices, K and V together or apart, and
 layers that are split differently are all one question: which runs of bytes are contiguous on both sides? The answer is
-a few `RegionMap`s, each with the bases of region pairs and the offsets of the pieces inside a *chunk*. A chunk has the
-tokens of a block on the side with the smaller blocks. Time and memory grow with the regions and the pieces, never with
-the number of blocks.
+a few `RegionMap`s, each with the base addresses of region pairs and the offsets of the pieces inside a *chunk*. A chunk
+is as many tokens as a block has on the side with the smaller blocks. A *piece* is one contiguous read in it. Time and
+memory grow with the number of regions and pieces, never with the number of blocks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _ROWS_KEPT_MAX = 1 << 7
 class RegionMap:
     """Pairs of a local and a remote region, and the pieces of a chunk to read in each pair. Sizes and offsets in bytes.
 
-    All local regions have one block stride, and all remote regions have one.
+    All local regions have the same block stride, and so have all remote regions.
 
     In block b of region pair r, piece p of chunk s is read from `remote_bases[r] + b * remote_stride + s * remote_step
-    + remote_offsets[p]`, and lands at the local address of the same form. Every piece has `piece_size` bytes.
+    + remote_offsets[p]`, and lands at the address with the local values in place of the remote ones. Every piece has
+    `piece_size` bytes.
     """
 
     local_bases: Int64Array
@@ -42,7 +43,7 @@ class RegionMap:
     local_stride: int
     remote_stride: int
     local_step: int
-    """Distance from one chunk of a local block to the next."""
+    """Bytes from the start of one chunk of a local block to the start of the next chunk."""
     remote_step: int
     local_offsets: Int64Array
     remote_offsets: Int64Array
@@ -50,14 +51,15 @@ class RegionMap:
     local_device: Device
     remote_device: Device
     tokens: int = 0
-    """Tokens of a chunk."""
+    """Number of tokens that are read of each chunk."""
     full_chunks: bool = False
-    """True for full chunks, False for a partly filled last chunk."""
+    """True if `tokens` are all tokens of a chunk; False for a partly filled last chunk."""
     pieces: int = field(init=False)
-    """Number of descriptors for one chunk in all pairs, if no piece is joined with a neighbour."""
+    """Number of pieces of one chunk, over all region pairs. A piece takes one descriptor, unless pieces are joined."""
     chunk_size_bytes: int = field(init=False)
     first_rows: Int64Array | None = field(init=False)
-    """Result of `rows()` if it is small and the chunks are full, else None. Making it takes longer than using it."""
+    """Kept result of `rows()`, because making it takes longer than using it; None if it is large or the chunks are not
+    full."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pieces", len(self.local_bases) * len(self.local_offsets))
@@ -71,7 +73,7 @@ class RegionMap:
     def rows(self) -> Int64Array:
         """Return (address, size, device index) of each piece of chunk 0 of block 0, as in `Descriptors.table`.
 
-        The shape is (2 for local and remote, region pairs, 1, pieces, 3).
+        The array has the shape (2, region pairs, 1, pieces in a pair, 3); the first axis is local, remote.
         """
         rows = np.empty((2, len(self.local_bases), 1, len(self.local_offsets), 3), dtype=np.int64)
         rows[0, :, 0, :, 0] = self.local_bases[:, None] + self.local_offsets
@@ -84,16 +86,16 @@ class RegionMap:
 class BlockMap:
     """Which pieces of a block are read from one peer, and where they land, for one set of layers.
 
-    `region_maps(tokens)` returns the region maps that read the first `tokens` tokens of each chunk.
+    `region_maps(tokens)` returns the region maps that read the first `tokens` tokens of each chunk (see the module).
 
     Args:
         local: the local regions.
         remote: the peer's regions.
         heads: the KV heads to read from the peer.
-        local_layers: layers of the local regions, in order.
-        remote_layers: layers of the peer's regions, in order.
-        opaque: the bytes are not plain values at strides of tokens and heads. Then blocks have the same form on both
-            sides and are always read whole.
+        local_layers: index in the model of each layer in `local`, in order.
+        remote_layers: index in the model of each layer in `remote`, in order.
+        opaque: True if the bytes are not plain values at strides of tokens and heads. Then both sides have the same
+            form of a block, and blocks are always read whole.
         local_set: index of the local set of layers.
         local_group: index of the local group with the block table of these layers.
         remote_group: index of the peer's group with the block table of these layers.
@@ -116,7 +118,8 @@ class BlockMap:
         self.local_set, self.local_group, self.remote_group = local_set, local_group, remote_group
         self.group_pair = (local_group, remote_group)
         self.remote_whole = remote
-        """The peer's regions as the peer has them: fused K and V are not split."""
+        """The peer's regions as the peer states them. The attribute `remote` has them with fused K and V split, if the
+        local regions have K and V apart."""
         positions = {layer: index for index, layer in enumerate(remote_layers)}
         wanted = set(local.distinct_layers)
         self.layer_pairs = tuple(
@@ -124,9 +127,9 @@ class BlockMap:
             for index, layer in enumerate(local_layers)
             if layer in positions and index in wanted
         )
-        """(position in `local_layers`, position in `remote_layers`) of each layer to read, in local order. Of local
-        layers that share a tensor only the first is read, from the rank that has it. So a rank may have nothing to
-        read."""
+        """(position in `local_layers`, position in `remote_layers`) of each layer to read, in local order. If local
+        layers share a tensor, only the first of these layers is read, from the rank that has this layer. So nothing may
+        have to be read from a rank."""
         self.opaque = opaque
         self.heads = heads
         self.local, self.remote = ours, theirs
@@ -136,7 +139,7 @@ class BlockMap:
 
     @property
     def token_size_bytes(self) -> int:
-        """Bytes of one token that are read from this peer."""
+        """Bytes that are read from this peer for one token, over all its layers and heads."""
         return int(self._rows.shape[1]) * self.heads.heads * self.local.block.run
 
     def _make_region_maps(self, tokens: int) -> tuple[RegionMap, ...]:
@@ -175,14 +178,17 @@ class BlockMap:
 
 
 def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
-    """Return `local` and `remote` with equal `parts`: if one side has K and V fused, split the regions of that side."""
+    """Return `local` and `remote` with equal `Regions.parts`.
+
+    If one side has K and V fused in one region per layer, split the regions of that side.
+    """
     if local.parts == remote.parts:
         return local, remote
     return split_fused(local), split_fused(remote)
 
 
 def split_fused(regions: Regions) -> Regions:
-    """Return fused regions split into K and V, each with one half of every head; other regions unchanged."""
+    """Return regions of fused K and V split into K and V: each has one half of every head. Return others unchanged."""
     if regions.parts != ("KV",):
         return regions
     half = regions.block.run // 2
@@ -196,19 +202,20 @@ def split_fused(regions: Regions) -> Regions:
 
 
 def regions_of(layers: Sequence[int], parts: int) -> Int64Array:
-    """Return the indices of the regions of the layers at positions `layers`.
+    """Return the indices, in a `Regions`, of all regions of the layers at positions `layers`.
 
-    Each layer has `parts` regions in a row.
+    Each layer has `parts` consecutive regions, such as K and V.
     """
     found: Int64Array = (np.array(layers, dtype=np.int64)[:, None] * parts + np.arange(parts)).ravel()
     return found
 
 
 def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[tuple[int, int]]) -> Int64Array:
-    """Return four rows: local base, local stride, remote base, remote stride. They have a column for each region pair.
+    """Return an array with a column (local base, local stride, remote base, remote stride) for each region pair.
 
-    The bases are those of the first head to read. Columns are ordered by local address. If layers share a region, such
-    as K but not V, only the first layer's is read.
+    `places`: (local position, remote position) of each layer to read. A base is the address of the first head to read.
+    Columns are ordered by local address. If layers share a local region, such as K but not V, only the first layer has
+    a column for it.
     """
     ours_at = regions_of([ours for ours, _ in places], len(local.parts))
     theirs_at = regions_of([theirs for _, theirs in places], len(local.parts))
@@ -224,10 +231,11 @@ def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[t
 
 
 def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tuple[Int64Array, Int64Array, int]:
-    """Return the local and the remote offsets of the pieces in `tokens` tokens of `heads` heads, and a piece's size.
+    """Split `tokens` tokens of `heads` heads into pieces that are contiguous in a local and in a remote block.
 
-    A piece starts as one head of one token. It takes in a whole axis (tokens or heads) if that axis is contiguous with
-    the piece on both sides. Each index of the other axes is a piece of its own.
+    `ours`, `theirs`: shape of a local and of a remote block. Return the pieces' local offsets, remote offsets, and the
+    size of every piece, in bytes. The smallest piece is one head of one token. It grows by a whole axis (tokens or
+    heads) if that axis is contiguous with the piece on both sides.
     """
     size = ours.run
     axes = [(tokens, ours.token_stride, theirs.token_stride), (heads, ours.head_stride, theirs.head_stride)]
@@ -244,11 +252,12 @@ def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tu
 
 
 def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
-    """Join region pairs that are neighbours in every block on both sides. Return the pairs, and the bytes of each pair.
+    """Join region pairs that are neighbours in every block on both sides.
 
-    `rows`: the result of `_rows`. Each of its pairs has one piece of `size` bytes per block. A joined pair never
-    crosses a registered span: its bytes in a block are no longer than the block stride, so its regions overlap in
-    memory, and `regions.map_spans` registers overlapping memory as one span.
+    `rows`: the result of `_rows`, if each region pair has one piece of `size` bytes per block. Return the rows of the
+    joined pairs, and the bytes per block of each joined pair. A joined pair never crosses a registered span: its bytes
+    in a block are no longer than the block stride, so its regions overlap in memory, and `regions.map_spans` registers
+    overlapping memory as one span.
     """
     fused: list[list[int]] = []
     for pair in rows.T.tolist():
@@ -264,7 +273,10 @@ def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
 
 
 def _continues(row: list[int], after: list[int]) -> bool:
-    """Return True if pair `after` lies right behind pair `row` in each block, on both sides."""
+    """Return True if region pair `after` begins where pair `row` ends in each block, on both sides.
+
+    A pair is (local base, local stride, remote base, remote stride, bytes per block).
+    """
     local_base, local_stride, remote_base, remote_stride, length = row
     return (
         after[0] == local_base + length

@@ -2,9 +2,10 @@
 
 `match_chunks` pairs chunks of tokens in remote blocks with chunks in local blocks, for any two block sizes and a partly
 filled last block. `plan_read` makes descriptors of these chunks in each region pair of the peer's `block_map`, and
-joins reads that are contiguous on both sides. Both use array operations, which for two blocks would take longer than
-the rest of the planning. So `match_few` and `read_few` plan the common small load without them; a property test checks
-that their descriptors are equal. Block ids are checked before they become addresses (invariant I8).
+joins reads that are contiguous on both sides. Both functions use array operations, which for two blocks would take
+longer than the rest of the planning. So `match_few` and `read_few` plan the common small load without array operations;
+a property test checks that both ways give equal descriptors. Block ids are checked before they become addresses
+(invariant I8).
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from kvflow.errors import RequestError
 
 BlockIds: TypeAlias = Int64Array
 GivenBlockIds: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
-"""Block ids of a request: one list, or a list for each group of layers, in order or by the groups' names."""
+"""Block ids of a request: one list, or a list for each group of layers, in their order or by their names."""
 
 _MANY = 1 << 10  # number of block ids from which array operations are faster
 FEW_BLOCKS = 1 << 5
-"""Number of blocks up to which plain Python is faster than array operations."""
+"""Maximum number of blocks of a load that is planned in plain Python, which is then faster than array operations."""
 
 
 @dataclass(slots=True)
 class Descriptors:
-    """Reads to make: `sizes[i]` bytes from address `remote[i]` on the peer to address `local[i]` here.
+    """Reads to post: for each i, `sizes[i]` bytes from address `remote[i]` on the peer to local address `local[i]`.
 
     Treat as immutable. The class is not frozen because a frozen dataclass takes three times as long to make, and each
     slice makes one.
     """
 
     table: UInt64Array
-    """Array of shape (2, n, 3): for the local and the remote side a row (address, size, device index) per read. NIXL
-    takes it in this form, without a copy."""
+    """Array of shape (2, n, 3) for n reads: first the local, then the remote (address, size, device index) of each
+    read. NIXL takes the array in this form, without a copy."""
     size_bytes: int
-    """Bytes of all reads."""
+    """Bytes of all reads together."""
     local_device: Device
     remote_device: Device
 
@@ -57,7 +58,7 @@ class Descriptors:
         local_device: Device,
         remote_device: Device,
     ) -> Descriptors:
-        """Return descriptors made from columns: local addresses, remote addresses, and sizes in bytes."""
+        """Return descriptors. Three lists have an entry for each read: local address, remote address, size in bytes."""
         length = np.asarray(sizes, dtype=np.uint64)
         table = np.empty((2, len(length), 3), dtype=np.uint64)
         table[0, :, 0], table[1, :, 0], table[:, :, 1] = local, remote, length
@@ -90,12 +91,15 @@ class Descriptors:
         )
 
     def part(self, start: int, stop: int, size_bytes: int) -> Descriptors:
-        """Return the descriptors with indices from `start` to before `stop`. `size_bytes`: the sum of their sizes."""
+        """Return the reads with indices from `start` to before `stop`.
+
+        `size_bytes`: the sum of the sizes of these reads.
+        """
         return Descriptors(self.table[:, start:stop], size_bytes, self.local_device, self.remote_device)
 
 
 class Piece(NamedTuple):
-    """One contiguous read: `size_bytes` bytes from address `remote` on the peer to address `local` here."""
+    """One contiguous read: `size_bytes` bytes from address `remote` on the peer to the local address `local`."""
 
     local: int
     remote: int
@@ -103,7 +107,10 @@ class Piece(NamedTuple):
 
 
 def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> BlockIds:
-    """Return block ids as an array. RequestError names an id that is no integer, out of range or repeated."""
+    """Return `block_ids` as an array. RequestError unless they are different integers from 0 to below `num_blocks`.
+
+    `what` begins the message, which names a wrong id.
+    """
     if type(block_ids) in (list, tuple) and len(block_ids) > num_blocks:  # before any id is looked at
         given = counted(len(block_ids), "block id")
         raise RequestError(f"{what}: {given}, but the cache has {counted(num_blocks, 'block')}")
@@ -128,7 +135,10 @@ def _check_many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> Blo
 
 
 def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence[Sequence[int]]:
-    """Return `tables` in the form of a request's `block_ids`: a single table itself, or all tables."""
+    """Return `tables`, a block table for each group, in the form of a request's `block_ids`.
+
+    With one group that is the only table, with several it is `tables`.
+    """
     return tables[0] if len(tables) == 1 else tables
 
 
@@ -147,31 +157,32 @@ def _check_id_array(block_ids: Sequence[int] | BlockIds, num_blocks: int, what: 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Chunks of tokens to read: where each lies in the remote and in the local blocks.
+    """Chunks of tokens to read, and the position of each chunk in the remote and in the local blocks.
 
-    A chunk has the tokens of one block on the side with the smaller blocks. Chunk i is read from chunk
-    `remote_parts[i]` of block `remote_ids[i]`, and lands in chunk `local_parts[i]` of block `local_ids[i]`.
+    A chunk is as many tokens as a block has on the side with the smaller blocks. Chunk i is read from chunk number
+    `remote_parts[i]` within block `remote_ids[i]`, and lands in chunk number `local_parts[i]` within block
+    `local_ids[i]`.
     """
 
     local_ids: BlockIds
     local_parts: Int64Array | None
-    """Index of each chunk within its local block; None if all are 0, because local blocks have one chunk."""
+    """Index of each chunk within its local block; None if a local block has one chunk only."""
     remote_ids: BlockIds
-    """Remote block of each chunk. At first, from `match_chunks`, it is a position among the offered blocks, which is
-    the same for all ranks of the producer; `locate` replaces positions by the block ids of one rank."""
+    """Remote block of each chunk. `match_chunks` sets a position among the offered blocks, which is the same for all
+    ranks of the producer; `locate` replaces the positions by the block ids of one rank."""
     remote_parts: Int64Array | None
-    """Index of each chunk within its remote block; None if all are 0."""
+    """Index of each chunk within its remote block; None if a remote block has one chunk only."""
     tokens: int
-    """Number of tokens to read of each chunk."""
+    """Number of tokens that are read of each chunk, from its start."""
     first: int = 0
-    """Index of the first chunk within the prompt, counted in chunks. Only for chunks in prompt order, as `match_chunks`
-    returns them."""
+    """Number of chunks of the prompt before the first of these chunks. Only valid for chunks in prompt order, as
+    `match_chunks` returns them."""
 
     def __len__(self) -> int:
         return len(self.local_ids)
 
     def select(self, index: slice | Int64Array) -> Chunks:
-        """Return the chunks at positions `index`."""
+        """Return the chunks at the positions `index` of these chunks."""
         ours, theirs = self.local_parts, self.remote_parts
         return Chunks(
             self.local_ids[index],
@@ -183,21 +194,21 @@ class Chunks:
         )
 
     def between(self, start: int, stop: int) -> Chunks:
-        """Return the chunks from index `start` to before `stop`, counted from the prompt's first chunk.
+        """Return those of these chunks that are chunk `start` to before `stop` of the prompt, counted from 0.
 
-        These chunks must be in prompt order.
+        Only for chunks in prompt order.
         """
         begin, end = (min(max(edge - self.first, 0), len(self)) for edge in (start, stop))
         return replace(self.select(slice(begin, end)), first=self.first + begin)
 
     def with_local_ids(self, local_ids: BlockIds) -> Chunks:
-        """Return the same chunks with `local_ids` as the local block of each chunk."""
+        """Return these chunks with another local block for each: `local_ids[i]` for chunk i."""
         return replace(self, local_ids=local_ids)
 
     def locate(self, block_ids: BlockIds) -> Chunks:
-        """Return the chunks with ids of remote blocks in place of positions among the offered blocks.
+        """Return these chunks with remote block ids in `remote_ids`, in place of positions among the offered blocks.
 
-        `block_ids`: the offered blocks on one rank.
+        `block_ids`: the ids that one rank of the producer has for the offered blocks.
         """
         ours, theirs = self.local_parts, self.remote_parts
         return Chunks(self.local_ids, ours, block_ids[self.remote_ids], theirs, self.tokens, self.first)
@@ -214,9 +225,9 @@ def match_chunks(
     whole: bool = True,
     what: str = "load",
 ) -> tuple[Chunks, ...]:
-    """Return the chunks that fill the local blocks: a `Chunks` of full chunks, then one of a partly filled last chunk.
+    """Return the chunks that fill the local blocks: a `Chunks` of all full chunks, then one of the last, partial chunk.
 
-    A `Chunks` without chunks is left out. One block size must divide the other.
+    An empty `Chunks` is left out. One block size must divide the other.
 
     Args:
         local_ids: the local blocks to fill. They end with the block of the last offered token
@@ -224,13 +235,14 @@ def match_chunks(
         offered: number of offered blocks.
         local_block_size: tokens of a local block.
         remote_block_size: tokens of an offered block.
-        num_tokens: tokens of the prompt up to the end of the offer.
-        needed_from: position of the first token that has to be read; earlier tokens are read only if they are offered.
-        whole: the offered blocks hold the prompt from its first token on; else, as of a window, its end.
+        num_tokens: number of tokens from the prompt's start to the end of the offer.
+        needed_from: position of the first token that has to be read. Tokens before it are read if they are offered.
+        whole: True if the offered blocks hold the prompt from its first token on; False if they hold only its end, as
+            the blocks of a window do.
         what: beginning of an error's message.
 
     Raises:
-        RequestError: the local blocks hold more than the tokens, or a token that is needed is not offered.
+        RequestError: there are more local blocks than the tokens fill, or a token that has to be read is not offered.
     """
     if not len(local_ids):
         return ()
@@ -260,9 +272,9 @@ def match_chunks(
 
 
 def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = None) -> Descriptors:
-    """Return the descriptors that read `chunks` in the region pairs of all `groups`.
+    """Return the descriptors that read `chunks` in all region pairs of `groups`, the region maps of one peer.
 
-    `head`: a read to put in front, such as that of a seal.
+    `head`: one more read, such as that of a seal, which becomes the first descriptor.
     """
     plan = _plan_region_map(groups[0], chunks, head)
     for pairs in groups[1:]:
@@ -271,7 +283,10 @@ def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = 
 
 
 def _plan_region_map(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
-    """Return descriptors for `head`, then for each piece of each run of chunks of each region pair, pair by pair."""
+    """Return descriptors for `head`, if given, then for all pieces of all chunks, region pair by region pair.
+
+    Chunks that follow each other on both sides are joined if each is one piece.
+    """
     local, remote = chunks.local_ids * pairs.local_stride, chunks.remote_ids * pairs.remote_stride
     if chunks.local_parts is not None:
         local += chunks.local_parts * pairs.local_step
@@ -306,9 +321,9 @@ def _plan_region_map(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> De
 
 
 def _join_pieces(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int64Array, Int64Array, Int64Array | int]:
-    """Join pieces of `size` bytes that follow each other on both sides.
+    """Join pieces of `size` bytes that follow each other on both sides. `local`, `remote`: start of each piece.
 
-    Return the local starts, the remote starts, and the sizes: a single number if nothing was joined.
+    Return the local starts, the remote starts and the sizes of the joined pieces; `size` if nothing was joined.
     """
     follows = (local[1:] - local[:-1] == size) & (remote[1:] - remote[:-1] == size)
     if not follows.any():
@@ -321,9 +336,9 @@ def _join_pieces(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int6
 
 
 def small_load_map(block_map: BlockMap) -> RegionMap | None:
-    """Return the only region map of `block_map`, with which `match_few` and `read_few` can plan a small load.
+    """Return the region map with which `match_few` and `read_few` can plan small loads; None if they cannot.
 
-    None unless blocks have equally many tokens on both sides, one region map covers all regions, and a block is one
+    They can if blocks have equally many tokens on both sides, `block_map` has a single region map, and a block is one
     piece in each region.
     """
     if block_map.local.block.tokens != block_map.remote.block.tokens:
@@ -336,10 +351,11 @@ def small_load_map(block_map: BlockMap) -> RegionMap | None:
 def match_few(
     local_ids: BlockIds, offered: Sequence[int], block_tokens: int, cached_tokens: int, num_tokens: int
 ) -> list[tuple[int, int]] | None:
-    """Return (remote block, local block) for the offered blocks from token `cached_tokens` on, sorted by remote block.
+    """Return a pair (remote block id, local block id) for each block to read, sorted by remote block id.
 
-    None if only `match_chunks` can plan the load: the last block is not full, or `local_ids` are not exactly the blocks
-    for these tokens.
+    `offered`: ids of all offered blocks, from the prompt's first token on. Return None if only `match_chunks` can plan
+    the load: if the last block is not full, or `local_ids` are not exactly the blocks of the offered tokens from
+    `cached_tokens` on.
     """
     tokens = min(num_tokens, len(offered) * block_tokens)
     last = tokens // block_tokens
@@ -350,10 +366,10 @@ def match_few(
 
 
 def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], head: Piece | None) -> Descriptors:
-    """Return descriptors that read `blocks`, pairs of (remote block, local block), in every region pair.
+    """Return descriptors that read `blocks`, pairs of (remote block id, local block id), in every region pair.
 
-    `head`: a read to put in front, such as that of a seal. `pairs`: a result of `small_load_map`, not None. Blocks
-    that are neighbours on both sides become one read.
+    `pairs`: the result of `small_load_map`, which must not be None. `head`: one more read, such as that of a seal,
+    which becomes the first descriptor. Blocks that are neighbours on both sides become one read.
     """
     assert pairs is not None, "only for blocks that small_load_map accepts"
     assert pairs.first_rows is not None, "so these are kept"

@@ -1,4 +1,4 @@
-"""The ranks of a producer's engine that a load has to reach, by the parallelism of both engines."""
+"""Choice of the ranks of a producer's engine that a load has to reach, from the parallelism of both engines."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ from kvflow.core.plan.topology import CacheShare, Parallelism, Rank, differences
 
 
 class RankPlan(NamedTuple):
-    """The ranks of one replica of the producer's engine that a load has to reach, or why no load is possible."""
+    """Result of `plan_ranks`: the producer's ranks that a load has to reach, or why no load is possible.
+
+    At most one of the three fields is not empty.
+    """
 
     impossible: str
-    """Why no load is possible with this parallelism: too many pipeline stages, or too many ranks; "" if neither."""
+    """Message if the producer's engine has too many pipeline stages, or too many ranks have to be reached; else ""."""
     problems: tuple[str, ...]
-    """Differences, as texts, that make an engine with this parallelism incompatible with the local engine."""
+    """Differences that make the two engines incompatible, each as "field: ours X, theirs Y"."""
     ranks: tuple[Rank, ...]
-    """The ranks that this rank reads from or reports to."""
+    """The producer's ranks that the local rank reads from or reports to."""
 
 
 def plan_ranks(ours: Sequence[CacheShare], parallelism: Parallelism, dp_rank: int, ranks_max: int) -> RankPlan:
-    """Plan which ranks of replica `dp_rank` a load has to reach. More than `ranks_max` ranks are `impossible`.
+    """Return which ranks of replica `dp_rank` of a producer's engine a load has to reach.
 
-    The ranks are counted before they are listed, because a forged ticket can claim a million ranks. A ticket names the
-    kinds of the engine's layers, but not which layers are of which kind. So each local kind is paired with each remote
-    kind that could be the same, and some planned ranks may turn out to have nothing to read. Layers of a draft model
-    are left out, because the producer may lack them.
+    `ours`: cache shares of the local rank. `parallelism`: that of the producer's engine, from a ticket. If the load has
+    to reach more than `ranks_max` ranks, it is `impossible`. The ranks are counted before they are listed, because a
+    forged ticket can claim a million ranks. A ticket names the kinds of the engine's layers (`Parallelism.kinds`), but
+    not which layers are of which kind. So each local kind is paired with each remote kind that could be the same, and
+    some planned ranks may turn out to have nothing to read. Layers of a draft model are left out, because the producer
+    may lack them.
     """
     stages = stages_max(ours)
     if parallelism.pp_size > stages:

@@ -1,6 +1,7 @@
 """Checks that the local blocks of a load match the tokens of an offer.
 
-The request says at which token its blocks begin (`cached_tokens`); that is never derived from the number of blocks.
+The request says at which token its local blocks begin (`cached_tokens`). This is never derived from the number of
+blocks.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from kvflow.errors import RequestError
 def check_not_beyond(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached_tokens: int, tokens: int, what: str, which: str
 ) -> None:
-    """Raise RequestError if a request has more local blocks than `tokens` tokens fill.
+    """Raise RequestError if a request has local blocks beyond the prompt's first `tokens` tokens.
 
-    The blocks in `tables` begin at token `cached_tokens`. `what` begins the message; `which` names the tokens in it.
+    `tables` has the local blocks of each group, which begin at token `cached_tokens`. `what` begins the message, and
+    `which` says there what the tokens are.
     """
     for group, ids in zip(groups, tables, strict=True):
         size = group.block_size
@@ -40,19 +42,19 @@ def check_blocks_match(
     producer: str,
     kind: type[RequestError] = RequestError,
 ) -> None:
-    """Check that the local blocks hold exactly the offered tokens from `cached_tokens` on.
+    """Check that the local blocks of a load hold exactly the offered tokens from `cached_tokens` on.
 
     In a group that holds a prompt from its first token on, the blocks begin with the block of token `cached_tokens` and
-    must end with the block of the last offered token. The blocks of a window, and a state, are those of the last
-    offered token whatever their number. So it must be confirmed otherwise that the caller expects this last token: by
-    the blocks of another group, if its block size divides this group's, or by `expected_tokens`.
+    must end with the block of the last offered token. The blocks of a window, and a state, always end with the last
+    offered token, so their number does not show at which token the caller expects the end. Something else must show it:
+    the blocks of another group, if its block size divides this group's block size, or `expected_tokens`.
 
     Args:
         groups: the local groups.
         tables: the local blocks of each group.
         cached_tokens: tokens of the prompt in front of the local blocks.
-        tokens: offered tokens.
-        expected_tokens: number of tokens that the caller expects; None if the caller gave no number.
+        tokens: number of offered tokens.
+        expected_tokens: number of tokens that the caller expects in the offer; None if the caller gave no number.
         what: beginning of the message.
         producer: name of the producer in the message.
         kind: error class if blocks and offer end at different tokens.

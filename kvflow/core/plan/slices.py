@@ -22,11 +22,12 @@ def plan_slices(
     descriptors_max: int,
     head: Piece | None = None,
 ) -> Iterator[Descriptors]:
-    """Yield the reads in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, planned lazily.
+    """Yield slices of at most `bytes_max` bytes and `descriptors_max` descriptors that together read all of `reads`.
 
-    `head` is one more piece to read, such as a seal, between the same devices. It is the first read of the first slice,
-    and does not count towards the bounds. Chunks are sorted by their remote ids: reading remote memory in order is a
-    few per cent faster than writing local memory in order (measured over shared memory).
+    `reads`: pairs of a peer's block map and the chunks to read by this map. Later slices are planned when they are
+    asked for. `head`: one more read, such as that of a seal, between the same devices. It is the first read of the
+    first slice, and does not count towards the bounds. Chunks are sorted by their remote block ids: reading remote
+    memory in order is a few per cent faster than writing local memory in order (measured over shared memory).
     """
     for block_map, some in reads:
         groups = block_map.region_maps(some.tokens)
@@ -60,9 +61,9 @@ def plan_slices(
 
 
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:
-    """Yield `descriptors` in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order.
+    """Split `descriptors` into slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order.
 
-    A descriptor that is larger than `bytes_max` is split.
+    A single read of more than `bytes_max` bytes is split, too.
     """
     if len(descriptors) <= descriptors_max and descriptors.size_bytes <= bytes_max:
         if len(descriptors):
@@ -88,7 +89,7 @@ def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int
 
 
 def _split_large(descriptors: Descriptors, bytes_max: int) -> Descriptors:
-    """Return `descriptors`, in which each that is larger than `bytes_max` is split into pieces of at most that size."""
+    """Return `descriptors` with each read of more than `bytes_max` bytes split into reads of at most that size."""
     limit = np.uint64(bytes_max)
     if not (descriptors.sizes > limit).any():
         return descriptors

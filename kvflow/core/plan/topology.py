@@ -3,17 +3,18 @@
 An engine's ranks form a grid: pipeline stages (`pp`) split the layers, tensor-parallel ranks (`tp`) split the KV heads.
 Rank r of n holds heads r*H/n to (r+1)*H/n of the model's H heads. If ranks outnumber heads, n/H neighbours hold the
 same head. The latent cache of MLA counts as one head, which all ranks hold. So one rule covers all cases: a reader
-takes each of its heads once, from one of the ranks that hold the head, and the readers of a head spread over its
-holders.
+reads each of its heads once, from one of the producer's ranks that hold the head. If several ranks hold a head, the
+readers of that head are spread evenly over these ranks.
 
 A rank may hold layers of several kinds: of different groups (a sliding window beside full attention), or with different
-numbers of heads. Each kind is a `CacheShare` and has its own sources. What two ranks have in common is found layer by
-layer, over all kinds, so the two engines may group their layers differently.
+numbers of heads. Each kind is a `CacheShare`, and each may be read from other ranks. Ranks are compared layer by layer,
+over all kinds, so the two engines may group their layers differently.
 
 A lease ends by reports: each reader reports a *share* of the lease as read (`ReportShare`), and the lease ends when the
 shares add up to 1, whatever the parallelism of the readers' engine. The producer needs to know nothing about its
-readers. A replica of heads that has no reader still needs a report: it comes from the first reader of the nearest lower
-replica with readers. So at least one reader reports to every rank of the producer.
+readers. If several producer ranks hold the same heads, a rank may have no reader, but still needs a report. That report
+comes from the first reader of the nearest lower rank with the same heads that has readers. So at least one reader
+reports to every rank of the producer.
 
 One side may have layers of a draft model (with numbers from FIRST_DRAFT_LAYER on) that the other side lacks, because
 only one engine speculates. A load leaves them out. The generated text stays right, since a draft only proposes tokens.
@@ -42,7 +43,7 @@ from kvflow.core.cache.tensors import FIRST_DRAFT_LAYER
 
 
 class Rank(NamedTuple):
-    """The place of a rank in its engine: data-parallel replica, pipeline stage, tensor-parallel rank; each from 0."""
+    """A rank of an engine, by three indices from 0: data-parallel replica, pipeline stage, tensor-parallel rank."""
 
     dp: Count
     pp: Count
@@ -65,7 +66,10 @@ class Rank(NamedTuple):
 
 
 class Parallelism(NamedTuple):
-    """The parallelism of an engine, as its tickets state it. Fields mean the same as in a `CacheShare`."""
+    """The parallelism of an engine, as its tickets state it.
+
+    The fields mean the same as in a `CacheShare`, and describe the first kind of layers.
+    """
 
     tp_size: int
     pp_size: int
@@ -73,24 +77,25 @@ class Parallelism(NamedTuple):
     kv_heads: int
     model_kv_heads: int
     more: tuple[tuple[int, int, int], ...] = ()
-    """(block_size, kv_heads, model_kv_heads) of each further kind of layers."""
+    """(block_size, kv_heads, model_kv_heads) of each further kind of layers, that is, each other combination of these
+    numbers."""
 
     def ranks(self, dp_rank: int) -> list[Rank]:
-        """Return all ranks of replica `dp_rank`."""
+        """Return all ranks of the data-parallel replica `dp_rank`."""
         return [Rank(dp_rank, *place) for place in itertools.product(range(self.pp_size), range(self.tp_size))]
 
     @property
     def kinds(self) -> Iterator[dict[str, int]]:
-        """For each kind of layers, a dict of tp_size, pp_size, block_size, kv_heads and model_kv_heads."""
+        """A dict for each kind of layers, with tp_size, pp_size, block_size, kv_heads and model_kv_heads."""
         for kind in (self[2:5], *self.more):
             yield dict(zip(self._fields, (*self[:2], *kind), strict=False))
 
 
 class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
-    """The layers of one kind that one rank holds, and the parallelism of its engine.
+    """The layers of one kind that one rank holds, and the parallelism of the rank's engine.
 
     Layers of one kind have the same block table (`group`) and the same number of heads. The two sides of a load may
-    differ in all fields; `differences` decides whether a load is possible.
+    differ in any field; `differences` decides whether a load is possible.
     """
 
     tp_rank: RankIndex
@@ -98,40 +103,40 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     pp_rank: RankIndex
     pp_size: RankCount
     layers: Layers
-    """Indices of the layers in the model."""
+    """Index in the model of each of these layers."""
     kv_heads: Size
     """KV heads of this rank."""
     model_kv_heads: Count
-    """KV heads of the model; 0 if the engine did not state them."""
+    """KV heads of the whole model in these layers; 0 if the engine did not state them."""
     latent: bool
-    """True for MLA."""
+    """True if the layers hold one latent vector per token in place of K and V (MLA)."""
     block_size: Size
     """Tokens of a block."""
     dtype: Fact = ""
     kv_format: Fact = PLAIN
     group: Count = 0
-    """Index of the rank's group with the block table of these layers."""
+    """Index, among the rank's groups, of the group that these layers belong to."""
     part: Fact = ""
-    """Name of the segment (`cache.state.Segment`) if the layers hold state per request; its units count as heads. ""
-    for layers with a KV cache."""
+    """Name of the segment (`cache.state.Segment`) if the layers hold state per request; the segment's units count as
+    heads. "" for layers with a KV cache."""
 
     @property
     def plain(self) -> bool:
-        """True if the bytes are plain values at strides of tokens and heads."""
+        """True for a KV cache of plain values, so that single tokens and heads can be read."""
         return self.kv_format == PLAIN and not self.part
 
     @property
     def kv_head_slots(self) -> int:
-        """KV heads over all tensor-parallel ranks; a head held by several ranks counts several times."""
+        """Sum of the KV heads of all tensor-parallel ranks; a head that several ranks hold counts once for each."""
         return self.kv_heads * self.tp_size
 
 
 def cache_share_of(
     layout: CacheLayout | StatePart, config: Config, *, model_kv_heads: int | None, group: int = 0
 ) -> CacheShare:
-    """Return the cache share of the rank that `config` describes, for the layers of `layout`.
+    """Return the cache share of the rank that `config` describes, for the layers that `layout` describes.
 
-    `group`: index of the layers' group.
+    `group`: index of the group that the layers belong to.
     """
     return CacheShare(
         tp_rank=config.tp_rank,
@@ -151,45 +156,49 @@ def cache_share_of(
 
 
 def model_shares(shares: Sequence[CacheShare]) -> Sequence[CacheShare]:
-    """Return the shares that have layers of the model itself. If all layers are of a draft model, return all shares."""
+    """Return the shares with layers of the model itself, without those of a draft model.
+
+    If all layers are of a draft model, return all shares.
+    """
     return [share for share in shares if min(share.layers) < FIRST_DRAFT_LAYER] or shares
 
 
 def parallelism_of(shares: Sequence[CacheShare]) -> Parallelism:
-    """Return the parallelism of an engine from the shares of one of its ranks."""
+    """Return the parallelism of an engine. `shares`: all cache shares of any one of its ranks."""
     first = shares[0]
     kinds = dict.fromkeys((one.block_size, one.kv_heads, one.model_kv_heads) for one in model_shares(shares))
     return Parallelism(first.tp_size, first.pp_size, *next(iter(kinds)), tuple(kinds)[1:])
 
 
 class HeadSource(NamedTuple):
-    """A tensor-parallel rank of the producer from which a reader reads heads, or to which it only reports."""
+    """A tensor-parallel rank of the producer, and the KV heads that a reader reads from that rank."""
 
     tp_rank: int
     """Tensor-parallel rank of the producer."""
     local_start: int
-    """Index, among the reader's KV heads, of the first head to read from the rank."""
+    """Index, among the KV heads that the reader holds, of the first head to read."""
     remote_start: int
-    """Index, among the producer rank's KV heads, of the first head to read."""
+    """Index, among the KV heads that the producer's rank holds, of the first head to read."""
     heads: int
-    """Number of heads to read; 0 if the reader only reports to the rank."""
+    """Number of heads to read; 0 if the reader only has to report to the producer's rank."""
     reporters: int
-    """Number of ranks in the reader's pipeline stage that report to the rank, the reader included."""
+    """Number of ranks in the reader's pipeline stage, the reader included, that report to the producer's rank."""
 
 
 class ReportShare(NamedTuple):
-    """Share of a rank's lease that one reader reports as read, as a fraction. 0/1: no report is needed."""
+    """The fraction of a producer rank's lease that one reader reports as read. 0/1: the reader need not report."""
 
     numerator: int
     denominator: int
 
 
 def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
-    """Return the number of the model's KV heads; 1 for MLA, because every rank holds the whole latent.
+    """Return the number of the model's KV heads; 1 for MLA, because every rank holds the whole latent vector.
 
-    If a side states the number, use it. Otherwise heads times ranks of each side is a multiple of the number, and the
-    smaller product is used. If it is too large, both sides have one head on each rank, and every multiple of the right
-    number leads to the same bytes.
+    `ours`, `theirs`: cache share of a local rank and of a producer's rank. If a share states the number, return it.
+    Otherwise return the smaller of the two sides' products of heads per rank and ranks. Each product is a multiple of
+    the number. If even the smaller product is too large, both sides have one head on each rank, and then any multiple
+    of the right number leads to the same reads.
     """
     if ours.latent:
         return 1
@@ -197,22 +206,24 @@ def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
 
 
 def stages_max(ours: Sequence[CacheShare]) -> int:
-    """Return an upper bound of the number of pipeline stages that an engine with the same model can have.
+    """Return an upper bound of the number of pipeline stages that an engine with the local model can have.
 
-    Each stage has at least one layer. If the local engine has one stage, its rank knows all layers. Otherwise the bound
-    is RANKS_MAX.
+    `ours`: cache shares of the local rank. If the local engine has one stage, the bound is the number of layers, since
+    each stage has at least one layer. Otherwise the local rank does not know all layers, and the bound is RANKS_MAX.
     """
     return len({layer for share in ours for layer in share.layers}) if ours[0].pp_size == 1 else RANKS_MAX
 
 
 def heads_held(share: CacheShare, kv_heads: int) -> range:
-    """Return the indices, among the model's `kv_heads` heads, of the heads that a rank holds. For MLA: range(1)."""
+    """Return which of the model's `kv_heads` heads the rank with `share` holds, as indices. For MLA: range(1)."""
     return range(1) if share.latent else _heads(share.tp_rank, share.tp_size, kv_heads)
 
 
 def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
-    """Return the layer indices of a rank: under "" the layers with a KV cache, and under the name of each segment of
-    state per request (`CacheShare.part`) the layers with that segment.
+    """Return the layer indices of a rank, by `CacheShare.part`.
+
+    The key "" has the layers with a KV cache. The name of each segment of state per request has the layers with that
+    segment.
     """
     found: dict[str, tuple[int, ...]] = {}
     for share in shares:
@@ -223,7 +234,10 @@ def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
 def common_shares(
     ours: Sequence[CacheShare], theirs: Sequence[CacheShare]
 ) -> Iterator[tuple[int, int, CacheShare, CacheShare]]:
-    """Yield (index in `ours`, index in `theirs`, local share, remote share) for each pair with a layer in common."""
+    """Compare the cache shares of a local rank and of a producer's rank: find all pairs with a layer in common.
+
+    Yield (index in `ours`, index in `theirs`, local share, remote share) for each pair.
+    """
     for at, mine in enumerate(ours):
         for where, other in enumerate(theirs):
             if mine.part == other.part and not set(mine.layers).isdisjoint(other.layers):
@@ -231,7 +245,10 @@ def common_shares(
 
 
 def differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> list[str]:
-    """Return why no load between two ranks can be planned, each reason as "field: ours X, theirs Y"; [] if one can."""
+    """Return the reasons why no load between two ranks is possible, as "field: ours X, theirs Y"; [] if one is.
+
+    `ours`, `theirs`: all cache shares of the local rank and of the producer's rank.
+    """
     pairs = [pair[2:] for pair in common_shares(ours, theirs)] or [(ours[0], theirs[0])]
     found = [_divisibility_problem("tp_size", ours[0].tp_size, theirs[0].tp_size)]
     found += (_divisibility_problem("block_size", mine.block_size, other.block_size) for mine, other in pairs)
@@ -261,9 +278,10 @@ def _layer_differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare])
 
 
 def layers_left_out(ours: Collection[int], theirs: Collection[int]) -> frozenset[int]:
-    """Return the layers of a draft model that only one side has; loads leave them out.
+    """Return the layers of a draft model that only one side has. Loads leave these layers out.
 
-    If the sides have no layer of the model itself in common, no layer is left out.
+    `ours`, `theirs`: layer indices of the two sides. If they have no layer of the model itself in common, return no
+    layer.
     """
     if min({*ours} & {*theirs}, default=FIRST_DRAFT_LAYER) >= FIRST_DRAFT_LAYER:
         return frozenset()
@@ -277,10 +295,11 @@ _HINT = (
 
 
 def _hint(apart: Collection[int], common: Collection[int]) -> str:
-    """Return a hint how to mark layers of a draft model, if the layers `apart` may be of a draft model; else "".
+    """Return a hint for a message, how to mark layers of a draft model, if the layers `apart` may be of one; else "".
 
-    They may be if they come after all `common` layers and are not marked. Unmarked layers are never left out, because
-    one side may have forgotten to register them.
+    `apart` are the layers that only one side has, `common` those that both have. The hint applies if all `apart` layers
+    come after the `common` layers and none is marked. Loads never leave out unmarked layers, because one side may have
+    forgotten to register them.
     """
     return _HINT if common and max(common) < min(apart) and max(apart) < FIRST_DRAFT_LAYER else ""
 
@@ -304,10 +323,10 @@ def _heads_word(share: CacheShare) -> str:
 
 @lru_cache(maxsize=4096)
 def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[HeadSource, ...]:
-    """Return which heads rank `tp_rank` of `tp_size` reads from which tensor-parallel ranks of the producer.
+    """Return the ranks of a producer that a reader reads from or reports to, with the heads to read, ordered by rank.
 
-    The result is ordered by the producer's rank, and includes ranks to which the reader only reports. Only for sizes in
-    which `differences` finds nothing wrong.
+    The reader is tensor-parallel rank `tp_rank` of `tp_size`. The producer has `their_tp_size` tensor-parallel ranks,
+    and the model `kv_heads` KV heads. Call this only for sizes with which `differences` finds nothing wrong.
     """
     mine = _heads(tp_rank, tp_size, kv_heads)
     holders = range(mine.start * their_tp_size // kv_heads, -(-mine.stop * their_tp_size // kv_heads))
@@ -324,15 +343,15 @@ def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) 
 
 
 def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
-    """Return which heads the local rank reads from which tensor-parallel ranks of the producer (`head_sources`).
+    """Return the tensor-parallel ranks of a producer that the local rank reads from or reports to (`head_sources`).
 
-    The result is the same for each pipeline stage of the producer.
+    `theirs`: cache share of any rank of the producer. The result holds for each pipeline stage of the producer.
     """
     return head_sources(ours.tp_rank, ours.tp_size, theirs.tp_size, kv_heads_of_model(ours, theirs))
 
 
 def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
-    """Return which heads the local rank reads from the rank with share `theirs`.
+    """Return which heads the local rank, with cache share `ours`, reads from the producer's rank with share `theirs`.
 
     None if the local rank neither reads from that rank nor reports to it.
     """
@@ -340,12 +359,13 @@ def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
 
 
 def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> ReportShare:
-    """Return the share of a producer rank's lease that the local rank reports as read.
+    """Return the fraction of a producer rank's lease that the local rank reports as read.
 
-    The share counts common layers, each divided by the number of its reporters. The stages of the reader's engine split
-    the layers, so the shares of all reporters add up to 1. If the ranks have no layer in common the share is 0, and
-    other readers report. Layers of a draft model do not count, since readers may lack them, unless the producer rank
-    has no other layers.
+    `ours`, `theirs`: all cache shares of the local rank and of the producer's rank. Each layer that both ranks have
+    counts 1, divided by the number of reader ranks that report it; the sum is divided by the number of layers of the
+    producer's rank. So the fractions of all readers add up to 1. If the ranks have no layer in common the fraction is
+    0, and other readers report. Layers of a draft model do not count, since readers may lack them, unless the
+    producer's rank has no other layers.
     """
     held = {layer for share in theirs for layer in share.layers}
     counted = {layer for layer in held if layer < FIRST_DRAFT_LAYER} or held
@@ -359,9 +379,10 @@ def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> Re
 
 
 def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:
-    """Return why a rank cannot read all its layers `ours` from a producer's `stages`; "" if it can.
+    """Return why the local rank cannot read all its layers from a producer's pipeline stages; "" if it can.
 
-    `stages`: the layers of each pipeline stage. `whole`: `ours` are all layers of the model.
+    `ours`: indices of the local layers. `stages`: layer indices of each stage of the producer. `whole`: True if `ours`
+    are all layers of the model.
     """
     if len(stages) == 1 and stages[0] == ours:
         return ""
@@ -380,7 +401,7 @@ def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whol
 
 
 def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:
-    """Return the indices, among the model's `kv_heads` heads, of the heads that rank `tp_rank` holds."""
+    """Return which of the model's `kv_heads` heads tensor-parallel rank `tp_rank` of `tp_size` holds, as indices."""
     if tp_size <= kv_heads:
         each = kv_heads // tp_size
         return range(tp_rank * each, (tp_rank + 1) * each)
@@ -391,9 +412,9 @@ def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:
 def _reporters(theirs: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[range, bool]:
     """Return the reader's ranks that report to the producer's rank `theirs`, and whether they also read from that rank.
 
-    The readers of a head are spread evenly over the head's holders: reader j of n takes holder j*m/n of m. So rank i
-    reads from rank i if the sizes are equal. If a holder has no reader, the first reader of the nearest lower holder
-    with readers reports to it.
+    All ranks are tensor-parallel ranks. If m ranks of the producer hold the same heads and n ranks of the reader need
+    them, reader j reads from holder j*m/n. So rank i reads from rank i if `tp_size` equals `their_tp_size`. If a holder
+    has no reader, the first reader of the nearest lower holder with readers reports to it.
     """
     held = _heads(theirs, their_tp_size, kv_heads)
     readers, holders = max(tp_size // kv_heads, 1), max(their_tp_size // kv_heads, 1)
@@ -415,5 +436,5 @@ def _divides(a: int, b: int) -> bool:
 
 
 def _layers_text(layers: Sequence[int]) -> str:
-    """Return the number of layers and their first numbers, such as "4 (0, 1, 2, 3)"."""
+    """Return text for a message: the number of layers, then the smallest indices, such as "4 (0, 1, 2, 3)"."""
     return f"{len(layers)} ({first_few(sorted(layers), 6)})"
