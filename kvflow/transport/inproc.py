@@ -1,7 +1,7 @@
-"""A transport inside one process: memcpy between the agents of a network, with scripted faults.
+"""A transport inside one process: memcpy between the agents of one network, with scripted faults.
 
 It behaves like NIXL where that matters. A posted read cannot be cancelled: its bytes land when the read is performed,
-even if its load has ended meanwhile. The reader checks all ranges against the registered memory. Faults are named
+even if its load has ended meanwhile. The reader checks that all ranges lie in registered memory. Faults are named
 settings (`InprocFaults`), not sleeps: a test steps the transport.
 
 Copies run on the event loop, so this transport is for tests and small caches.
@@ -42,15 +42,18 @@ Row: TypeAlias = tuple[int, int, int]
 
 
 class InprocNetwork:
-    """The in-process agents that can reach each other, by name."""
+    """A set of in-process agents that can reach each other, by agent name."""
 
     def __init__(self) -> None:
         self.agents: dict[AgentName, InprocTransport] = {}
         self.leaves_memory = False
-        """True if peers can still read the memory of a closed agent. This imitates shared memory, where a read needs
-        only addresses. A load must never report bytes of a closed agent as fresh."""
+        """True if peers can still read the memory of a closed agent.
+
+        This imitates shared memory, where a read needs only addresses. A load must never report bytes of a closed agent
+        as fresh.
+        """
         self.closed: dict[AgentName, InprocTransport] = {}
-        """Closed agents, by name, if `leaves_memory`: their memory can still be read."""
+        """Closed agents with memory that can still be read, by name; filled only if `leaves_memory`."""
 
 
 DEFAULT_NETWORK = InprocNetwork()
@@ -58,13 +61,13 @@ DEFAULT_NETWORK = InprocNetwork()
 
 @dataclass(slots=True, eq=False)
 class InprocRead(PostedRead):
-    """A posted read, with the name of the peer and the address ranges to copy."""
+    """A read posted to an `InprocTransport`: the name of the peer, and the address ranges to copy."""
 
     peer: AgentName
     descriptors: Descriptors
 
     def rows(self) -> list[Row]:
-        """Return the ranges to copy, each as (local address, remote address, size in bytes)."""
+        """Return the ranges to copy, each as a tuple (local address, remote address, size in bytes)."""
         ours, theirs = self.descriptors.table
         return list(zip(ours[:, 0].tolist(), theirs[:, 0].tolist(), ours[:, 1].tolist(), strict=True))
 
@@ -76,15 +79,15 @@ def flip_byte(address: int) -> None:
 
 
 class InprocFaults:
-    """Scripted faults of one agent's reads and notifications. By default there are none."""
+    """Scripted faults of the reads and notifications of one agent. By default there are none."""
 
     def __init__(self) -> None:
         self.hold = False
-        """True: posted reads wait for `InprocTransport.perform`."""
+        """True: posted reads wait in `InprocTransport.held` until `InprocTransport.perform` is called."""
         self.fail_next: deque[TransportError] = deque()
-        """Errors with which the next performed reads fail, one error for each read. No byte of these reads lands."""
+        """Errors for the next reads, one error for each read. These reads fail without copying any byte."""
         self.flip_next = 0
-        """Number of the next reads that land with their last byte inverted."""
+        """Number of reads, beginning with the next, that land with all bits of their last byte inverted."""
         self.behind = False
         """Value that the property `InprocTransport.behind` returns."""
         self.never_finish = False
@@ -92,31 +95,34 @@ class InprocFaults:
         self.drop_notifications = False
         self.duplicate_notifications = False
         self.cut = False
-        """True: other agents cannot reach this agent; their reads from it fail with PeerGone."""
+        """True: other agents cannot reach this agent.
+
+        Their reads from it fail with PeerGone, their notifications are lost.
+        """
 
 
 class SimulatedLink(Protocol):
-    """A simulated network for one agent: decides when the agent's reads are performed and its notifications arrive."""
+    """Interface of a simulated network for one agent. It decides when reads are performed and notifications arrive."""
 
     def take_read(self, reader: InprocTransport, read: InprocRead) -> None:
-        """Take over a posted read, and perform it now or at any later time.
+        """Take over `read`, which `reader` has posted, and perform it now or at any later time.
 
-        To perform it, call `InprocTransport.refusal` of `reader`, then `copy` with some or all of the read's rows, then
-        `end` exactly once.
+        To perform it, call `reader.refusal(read)`, then `reader.copy` with some or all of the read's rows, then
+        `reader.end` exactly once.
         """
 
     def send(self, target: InprocTransport, payload: bytes) -> None:
-        """Take over a notification. Call `target.deliver(payload)` now, later, several times, or never."""
+        """Take over a notification for `target`. Call `target.deliver(payload)` now, later, several times, or never."""
 
     def report(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, which reports an event of the agent, on the loop now or at any later time."""
+        """Call `callback`, which reports an event of this agent to its runtime, on the loop, now or later."""
 
     async def wait_for_reads(self, reader: InprocTransport) -> None:
         """Wait until every read that `reader` has posted has ended."""
 
 
 class InprocTransport:
-    """A transport within one process: see `transport.base.Transport`.
+    """A transport within one process, which implements `transport.base.Transport` by copying memory.
 
     Args:
         name: Name of the agent, unique on its network.
@@ -144,10 +150,10 @@ class InprocTransport:
         self._open = False
         self._deliver: Callable[[Event], None] | None = None
         self._undelivered: deque[Event] = deque()
-        """Events that occurred while `run` was not active, oldest first; the next `run` delivers them."""
+        """Events that occurred while no `run` was active, oldest first. The next `run` delivers them."""
 
     async def open(self) -> None:
-        """Join the network.
+        """Add this agent to its network.
 
         Raises:
             TransportError: The network has an agent of this name.
@@ -160,7 +166,7 @@ class InprocTransport:
         self._open = True
 
     def reaches(self, device: str) -> bool:
-        """Return whether NIXL would usually be able to read memory of a kind of device.
+        """Return whether NIXL would usually be able to read memory of the device kind `device`.
 
         Args:
             device: The kind of device.
@@ -204,13 +210,13 @@ class InprocTransport:
         return json.dumps({"name": self.name}).encode()
 
     async def add_peer(self, metadata: bytes) -> AgentName:
-        """Add a peer.
+        """Add the peer that `metadata` describes, so that this agent can read from it and notify it.
 
         Args:
             metadata: The result of the peer's own `metadata`.
 
         Returns:
-            The peer's name, for reads and notifications.
+            The peer's agent name, for reads and notifications.
 
         Raises:
             TransportError: `metadata` does not come from an in-process agent.
@@ -228,7 +234,7 @@ class InprocTransport:
         return name
 
     async def remove_peer(self, name: AgentName) -> None:
-        """Remove a peer.
+        """Remove a peer that was added with `add_peer`.
 
         Args:
             name: The result of `add_peer`. No effect if there is no peer of this name.
@@ -242,7 +248,7 @@ class InprocTransport:
         self._peers.discard(name)
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
-        """Start a read and return at once; a `ReadEnded` event reports the end.
+        """Start a read and return immediately; a `ReadEnded` event reports the end of the read.
 
         Args:
             peer: Name of the peer to read from.
@@ -269,10 +275,10 @@ class InprocTransport:
         return read
 
     def perform(self, count: int | None = None) -> int:
-        """Perform waiting reads, oldest first.
+        """Perform reads that wait in `held`, oldest first: copy their bytes and report their end.
 
         Args:
-            count: Number of reads at most; None for all.
+            count: Maximum number of reads to perform; None for all.
 
         Returns:
             Number of performed reads, including failed ones.
@@ -293,7 +299,7 @@ class InprocTransport:
         return todo
 
     def end(self, read: InprocRead, error: TransportError | None) -> None:
-        """Report the end of a read that this agent's `SimulatedLink` performs. No further byte may land.
+        """Report the end of a read that this agent's `SimulatedLink` has performed. No byte may land after this call.
 
         Args:
             read: The read that was given to `SimulatedLink.take_read`.
@@ -303,7 +309,7 @@ class InprocTransport:
         self._link.report(partial(self._report, ReadEnded(read, error, 0.0)))
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
-        """Send a notification and return at once. If the peer is gone, cut off or not added, count a failure.
+        """Send a notification and return immediately. If the peer is gone, cut off or not added, count a failure.
 
         Args:
             peer: Name of the peer.
@@ -329,7 +335,7 @@ class InprocTransport:
             target.deliver(payload)
 
     def deliver(self, payload: bytes) -> None:
-        """Deliver a notification to this agent, as if a peer had sent it. May be called on any thread.
+        """Report to this agent's runtime that a notification has arrived. May be called on any thread.
 
         Args:
             payload: Content of the notification.
@@ -348,7 +354,7 @@ class InprocTransport:
         """Call `deliver` for every event, until cancelled. Events that occurred before the call come first.
 
         Args:
-            deliver: Called on the loop with each event.
+            deliver: Function that takes an event. It is called on the loop.
 
         Raises:
             TransportBroken: The transport was closed or died, or `deliver` raised.
@@ -362,7 +368,7 @@ class InprocTransport:
             self._deliver = None
 
     def die(self, cause: BaseException) -> None:
-        """Break the transport itself, as a fault: no further read is performed and no further event reported.
+        """Simulate the death of this transport: `run` raises, peers cannot reach it, and no further event is reported.
 
         Args:
             cause: The cause of the TransportBroken that `run` raises.
@@ -371,7 +377,10 @@ class InprocTransport:
         self._fail(cause)
 
     def _report(self, event: Event) -> None:
-        """Pass an event to the `deliver` of `run` if `run` is active, else keep the event. Called on the loop."""
+        """Pass an event to the `deliver` function of `run`. If no `run` is active, keep the event for the next.
+
+        Called on the loop.
+        """
         if self._deliver is None or self._ended.done():
             self._undelivered.append(event)
             return
@@ -426,7 +435,7 @@ class InprocTransport:
         self._keepalive.clear()
 
     def abandon(self, wait_s: float) -> None:
-        """Leave the network and release the memory at once, when the event loop no longer runs.
+        """Leave the network and release the memory immediately. For use after the event loop has ended.
 
         Args:
             wait_s: Ignored, since this call never waits.
@@ -452,14 +461,16 @@ class InprocTransport:
         )
 
     def refusal(self, read: InprocRead) -> TransportError | None:
-        """Return why a read cannot be performed. Takes the next error from `InprocFaults.fail_next` if it has one.
+        """Return the error with which a read must fail, or None if the read can be performed.
+
+        Removes an error from `InprocFaults.fail_next` if it returns that error.
 
         Args:
             read: A read that was posted on this transport.
 
         Returns:
-            PeerGone if the peer is gone, the next scripted error, or an error if a range is not registered; None if the
-            read can be performed.
+            PeerGone if the peer is gone; else the next scripted error; else an error if a range is not registered; else
+            None.
         """
         target = self._network.agents.get(read.peer) or self._network.closed.get(read.peer)
         if target is None or target.faults.cut or read.peer not in self._peers:
@@ -478,7 +489,7 @@ class InprocTransport:
 
     @staticmethod
     def copy(rows: Iterable[Row]) -> None:
-        """Copy ranges of a read from the peer's memory to local memory.
+        """Copy address ranges of a read from the peer's memory to local memory.
 
         Args:
             rows: Ranges to copy, each as (local address, remote address, size in bytes).

@@ -1,17 +1,18 @@
 """OwnerThread: a thread that runs jobs in order and, between jobs, calls a function `step`.
 
 NIXL agents must not be shared between threads, and their calls may block for milliseconds. So every call is a job for
-the one thread that owns the agents. Copies and device events have such a thread, too, and so have the store's files.
-When no job waits, the thread calls `step`, which makes progress with reads or copies and returns how long the thread
-may sleep. A new job ends the sleep at once. So reads and copies progress even if the event loop is busy.
+the one thread that owns the agents. Copies and device events have a thread of this kind, too, and so have the files of
+the block store. When no job waits, the thread calls `step`, which makes progress with reads or copies and returns how
+long the thread may sleep. A new job ends the sleep at once. So reads and copies progress even if the event loop is
+busy.
 
-The thread competes for the GIL like any other thread; nothing on the loop or in the host process is changed for it. It
-may have to wait for the GIL after each call, of Python or NIXL, that released it. So each read takes few calls, and the
-thread reports ended reads before its next call that releases the GIL. Beside a loop that is never idle each wait may
-take a second: docs/decisions/0033-bursts-and-threads.md.
+The thread competes for the GIL like any other thread; nothing on the loop or in the host process is changed for it.
+After each call, of Python or NIXL, that has released the GIL, the thread may have to wait for the GIL. So each read
+takes few calls, and the thread reports ended reads before its next call that releases the GIL. Beside a loop that is
+never idle each wait may take a second: docs/decisions/0033-bursts-and-threads.md.
 
-`call` and the callbacks belong to one event loop. The thread ends when `step` returns None or raises. Then every
-`call` that waits raises an error, and later calls raise TransportBroken.
+`call` and the callbacks belong to one event loop. The thread ends when `step` returns None or raises. Then every `call`
+that waits raises an error, and later calls raise TransportBroken.
 
 At exit Python ends the threads that still run, but a thread in C++ that then asks for the GIL aborts the process
 ("terminate called without an active exception"). So at the interpreter's exit each thread first returns from `step`,
@@ -39,12 +40,12 @@ T = TypeVar("T")
 Job = Callable[[], None]
 
 _HALT_S = 5.0
-"""Seconds for which the interpreter's exit waits for each `OwnerThread` to return from a library call."""
+"""Maximum number of seconds for which the interpreter's exit waits for one `OwnerThread` to end."""
 _LIVE_THREADS: weakref.WeakSet[OwnerThread] = weakref.WeakSet()
 
 
 def _halt_all() -> None:
-    """End every `OwnerThread` after its current job or `step` call, and wait for that.
+    """Make every `OwnerThread` end after its current job or `step` call, and wait for each at most `_HALT_S`.
 
     Called at the interpreter's exit, after the exit hooks that close runtimes.
     """
@@ -64,14 +65,15 @@ _SLEEP_SHARE = 8
 
 
 def pause_s(idle_s: float) -> float:
-    """Return the seconds to sleep before the next poll, which grow with `idle_s`, the seconds since the last event."""
+    """Return the seconds to sleep before the next poll. They grow with `idle_s`, the seconds since the last event."""
     return min(max(idle_s / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
 
 
 class OwnerThread:
-    """A thread that runs jobs in order, and calls `step` between them.
+    """A thread that runs jobs in order, and calls `step` between jobs.
 
-    `step` returns the seconds that the thread may sleep unless a job comes, or None to end the thread.
+    `step` returns the seconds that the thread may sleep if no job comes, or None to end the thread. `on_death` is
+    called on the event loop with the error if `step` or a job raises.
     """
 
     def __init__(self, name: str, step: Callable[[], float | None], on_death: Callable[[BaseException], None]) -> None:
@@ -79,11 +81,12 @@ class OwnerThread:
         self._on_death = on_death
         self._jobs: deque[Job] = deque()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """Queue on which the thread sleeps until an item comes. A `put` costs a system call, so while an item waits no
-        other is put.
+        """Queue on which the thread sleeps until an item arrives.
+
+        A `put` costs a system call, so while an item is in the queue no other is put.
         """
         self._wake_pending = False
-        """True while `_wakes` holds an item that the thread has not taken."""
+        """True while `_wakes` holds an item that the thread has not taken yet."""
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
@@ -97,7 +100,7 @@ class OwnerThread:
         forks.register(self)
 
     def has_jobs(self) -> bool:
-        """Return True if submitted jobs wait that the thread has not begun."""
+        """Return True if there are submitted jobs that the thread has not begun."""
         return bool(self._jobs)
 
     @property
@@ -106,7 +109,10 @@ class OwnerThread:
         return self._loop.is_closed()
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Run `job` on the thread and return its result or raise its error. Cancelling stops the wait, not the job."""
+        """Run `job` on the thread and return its result or raise its error.
+
+        If cancelled, stop waiting; the job still runs.
+        """
         done: asyncio.Future[T] = self._loop.create_future()
 
         def run() -> None:
@@ -124,7 +130,10 @@ class OwnerThread:
             self._waiting.discard(done)
 
     def submit(self, job: Job) -> None:
-        """Run `job`, which must not raise, on the thread soon. Raises TransportBroken if the thread has ended."""
+        """Queue `job`, which must not raise, to run on the thread soon.
+
+        Raises TransportBroken if the thread has ended.
+        """
         if not self.alive:
             raise TransportBroken("the agent's thread has ended") from self._cause
         self._jobs.append(job)
@@ -133,7 +142,7 @@ class OwnerThread:
             self._wakes.put(None)
 
     def run_on_loop(self, callback: Callable[[], None]) -> None:
-        """Schedule `callback` on the event loop. Called on this thread. No effect if the loop is closed."""
+        """Schedule `callback` on the event loop. May be called on any thread. No effect if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(callback)
         except RuntimeError:
@@ -146,9 +155,10 @@ class OwnerThread:
         self._thread.join()
 
     def abandon(self, last_job: Job, wait_s: float) -> None:
-        """Submit `last_job`, after which the thread is to end, when the loop no longer runs.
+        """Queue `last_job`, which must make `step` end the thread. For use after the event loop has ended.
 
-        Wait up to `wait_s` for the end of the thread. May be called on any thread.
+        Wait up to `wait_s` for the end of the thread, unless this call runs on the thread itself. May be called on any
+        thread.
         """
         self._jobs.append(last_job)
         self._wakes.put(None)
@@ -156,17 +166,20 @@ class OwnerThread:
             self._thread.join(wait_s)
 
     def halt(self) -> None:
-        """End the thread after its current job or `step` call, without cleaning up. May be called on any thread."""
+        """Make the thread end after its current job or `step` call, without cleaning up.
+
+        May be called on any thread.
+        """
         self.keep_forever()
         self._halted = True
         self._wakes.put(None)
 
     def join(self, wait_s: float) -> None:
-        """Wait up to `wait_s` for the end of the thread. Call it on another thread."""
+        """Wait up to `wait_s` for the end of the thread. Do not call this on the thread itself."""
         self._thread.join(wait_s)
 
     def forked(self) -> None:
-        """In a forked child, never destroy the objects that `step` uses. See `forks`."""
+        """Called in a forked child, which does not have the thread: never destroy the objects that `step` uses."""
         if self.alive:
             self.keep_forever()
 

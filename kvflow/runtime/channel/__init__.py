@@ -1,1 +1,1 @@
-"""The side channel: it asks peers questions, answers the questions of peers, and reads the CURVE keys."""
+"""The side channel: asks peers questions, answers questions from peers, and reads the CURVE key files."""

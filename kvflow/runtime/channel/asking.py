@@ -1,4 +1,6 @@
-"""The side channel over ZeroMQ: the asking end, which keeps connections for a while. `ZmqListener` is the other end.
+"""The asking end of the side channel over ZeroMQ, which keeps connections for later questions.
+
+`ZmqListener` is the answering end.
 
 ZeroMQ silently retries a failed connection. Its monitor socket reports the failure, so that the question can end. Host
 names are looked up first (`lookups`), because ZeroMQ would look them up on the one thread that all questions share.
@@ -34,19 +36,27 @@ if TYPE_CHECKING:
     from kvflow.runtime.channel.keyring import Keyring
 
 ATTEMPTS_MAX = 6
-"""Maximum number of times to send a question, the first time included, if connections close before the answer."""
+"""Maximum number of times to send a question, including the first, if connections close before the answer."""
 
 REFUSALS_MAX = 2
-"""How often a question is sent again after its connection was refused: a listener that drops all connections has no
-bound port for a moment."""
+"""Number of refused connections after which a question is still sent again; one more refusal is an error.
+
+A listener that drops all connections has no bound port for a moment, and refuses new ones meanwhile.
+"""
 
 RETRY_PAUSES = BackOff(first_s=0.01, most_s=0.2)
-"""Pauses between the attempts of a question: a listener that dropped its connections must not get all back at once."""
+"""Pauses between the attempts of a question.
+
+They keep readers that a listener has dropped from all returning at once.
+"""
 
 _NO_ANSWER_HINT = "its process is stopped or very busy, or a firewall drops the packets"
 
 _CLOSED_BY_PEER = (zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
-"""ZeroMQ's monitor events for a connection that the peer closed. The second also comes if only one side uses CURVE."""
+"""ZeroMQ monitor events that mean that the peer closed the connection.
+
+The second also comes if only one side uses CURVE.
+"""
 
 
 class ZmqSideChannel:
@@ -99,7 +109,7 @@ class ZmqSideChannel:
             return host
 
     async def _get_keyring(self) -> Keyring | None:
-        """Return this engine's key pair and allowlist, or None without CURVE. The first call reads the files."""
+        """Return this engine's key pair and allowlist, or None without CURVE. The first call reads the key files."""
         config, secret, peers = self._config, self._config.curve_secret_key_file, self._config.curve_peers_dir
         if self._keyring is None and secret is not None and peers is not None:
             from kvflow.runtime.channel.keyring import Keyring
@@ -108,10 +118,10 @@ class ZmqSideChannel:
         return self._keyring
 
     async def _route_to(self, at: Address) -> ListenerRoute:
-        """Return the numeric endpoint of the listener at `at`, and the keys for a connection to that listener.
+        """Return how to connect to the listener at `at`: its numeric endpoint and, with CURVE, the keys to use.
 
-        Raises PeerRefused if the allowlist has no key of the peer's engine, PeerUnreachable if no address is found for
-        the peer's host name.
+        Raises PeerRefused if the allowlist has no key of the peer's engine, PeerUnreachable if the peer's host name
+        cannot be resolved.
         """
         keyring = await self._get_keyring()
         server_key = b""
@@ -127,11 +137,11 @@ class ZmqSideChannel:
         return ListenerRoute(endpoint, server_key, None if keyring is None else keyring.own_keys)
 
     async def _exchange(self, route: ListenerRoute, request: messages.Request, fingerprint: bytes) -> list[bytes]:
-        """Send a question and return the frames of its answer.
+        """Send `request` to the listener of `route`, and return the frames of the answer.
 
-        If the connection closes before the answer comes, send the question again over a new connection; asking any
-        question twice does no harm. A kept connection closes if the peer restarted. Any connection closes if the
-        listener drops all connections, and new connections are refused until the listener binds its port again.
+        If the connection closes before the answer comes, send the question again over a new connection, since asking
+        any question twice does no harm. A kept connection closes if the peer restarted. Any connection closes if the
+        listener drops all connections; new ones are refused until it binds its port again.
         """
         body, at = codec.encode(request), request.target
         shared, outcome = self._connections.find_shared(route), None
@@ -156,7 +166,10 @@ class ZmqSideChannel:
 
 
 def _connection_error(event: zmq.Event, at: Address, ours: str, *, curve: bool) -> PeerError:
-    """Return the error for a connection to `at` that ended with `event`. `ours` is the id of this engine."""
+    """Return the error for a connection to `at` that ended with the monitor event `event`.
+
+    `ours` is the id of this engine. `curve`: this engine uses CURVE.
+    """
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
         why = f"CURVE: the peer does not accept our key: does its curve_peers_dir have our {ours}.public?"
         return at.failure(PeerRefused, why)
@@ -171,10 +184,10 @@ def _connection_error(event: zmq.Event, at: Address, ours: str, *, curve: bool) 
 
 
 async def _probe(endpoint: str, *, final: bool) -> bool:
-    """Connect to `endpoint` once by plain TCP, since the system reports why a connection fails and ZeroMQ does not.
+    """Open a plain TCP connection to `endpoint` and close it, to learn why ZeroMQ cannot connect.
 
-    Return whether that succeeded. If the connection is refused and `final` is True, raise ConnectionRefusedError
-    instead. Raises any other OSError.
+    Return True if that succeeded, False if it was refused; if `final`, raise ConnectionRefusedError instead of
+    returning False. Raises any other OSError.
     """
     host, port = split_address(endpoint, what="peer")
     try:

@@ -1,14 +1,14 @@
-"""Connections to listeners: the first question opens one, which is kept for a while for further questions.
+"""Connections to listeners. The first question to a listener opens a connection, which is kept for later questions.
 
 Until its first question is answered, a connection serves that question alone. If the answer carries the question's
-number, the connection is shared: several questions may wait on it at once, and it is kept open for `KEPT_IDLE_S` after
-the last answer. If all shared connections to a listener are full, one more is opened and kept. An answer is given to
-the question with its number; if that question has ended, the answer is dropped. If a listener does not number its
-answers, every question has a connection to itself.
+number, the connection becomes shared: several questions may wait on it at once, and it is kept open for `KEPT_IDLE_S`
+after the last answer. If all shared connections to a listener are full, one more is opened and kept. An answer is given
+to the question with its number; if that question has ended, the answer is dropped. If a listener does not number its
+answers, every question has a connection of its own.
 
-After a question has timed out or was cancelled, its connection gets no new questions (`unanswered`); the questions that
-still wait on the connection may be answered. So a connection that died in silence costs one question, as it would if no
-connection was kept.
+After a question has timed out or was cancelled, its connection gets no new questions (`unanswered`); questions that
+already wait on the connection may still be answered. So a connection that died in silence costs one question, as it
+would if no connection was kept.
 
 A kept socket has no task and no timer. The event loop watches its file descriptor and calls back when ZeroMQ has a
 message.
@@ -39,12 +39,18 @@ if TYPE_CHECKING:
     from kvflow.runtime.channel.keyring import KeyPair
 
 ANSWER_BYTES_MAX = 4 << 20
-"""Size of the largest answer with default limits: room to describe a cache, or offer `limits.block_ids_max` blocks."""
+"""Size in bytes of the largest answer with default limits.
+
+A description of a cache fits, or an offer of `limits.block_ids_max` blocks.
+"""
 _BLOCK_ID_BYTES = 8
 KEPT_IDLE_S = 5.0
-"""Seconds that an unused connection is kept open for the next question."""
+"""Seconds for which a connection without waiting questions is kept open."""
 KEPT_MAX = 32
-"""Maximum number of unused connections to keep; the least recently used is closed first. Each has four open files."""
+"""Maximum number of connections without waiting questions to keep. Above it the least recently used is closed.
+
+Each connection has four open files.
+"""
 _RECEIVED_AT_ONCE = 2 * QUESTIONS_MAX
 _MONITORED_EVENTS = (
     zmq.Event.CONNECT_RETRIED
@@ -55,16 +61,18 @@ _MONITORED_EVENTS = (
 )
 
 _MONITORS = itertools.count()
-"""Counter for the endpoint names of monitor sockets. No name is used twice, since ZeroMQ frees a closed one late."""
+"""Counter for unique endpoint names of monitor sockets, since ZeroMQ frees the name of a closed socket late."""
 
 Arrival: TypeAlias = "list[bytes] | zmq.Event"
-"""An item in a question's queue: the frames of the answer, or an event of the connection. Every event but
-CONNECT_RETRIED ends the connection."""
+"""Item in a question's queue: the frames of the answer, or a monitor event of its connection.
+
+Every event but CONNECT_RETRIED means that the connection has ended.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerRoute:
-    """The numeric endpoint of a peer's listener and, with CURVE, the peer's public key and this engine's key pair."""
+    """How to connect to a peer's listener: its numeric endpoint and, with CURVE, its public key and our key pair."""
 
     endpoint: str
     server_key: bytes = b""
@@ -73,16 +81,16 @@ class ListenerRoute:
 
 @dataclass(slots=True, eq=False)
 class OpenQuestion:
-    """A question that was sent: its number, and the queue on which its answer or an event of the connection arrives."""
+    """A question that was sent: its number, and the queue that receives its answer or an event of its connection."""
 
     number: int
     arrivals: asyncio.Queue[Arrival] = field(default_factory=asyncio.Queue)
     answered: bool = False
-    """True once an answer with this question's number has come."""
+    """True once an answer that carries this question's number was received."""
 
 
 class KeptConnection:
-    """A ZeroMQ DEALER socket to one listener, its monitor socket, and the questions that wait for answers on it."""
+    """Connection to one listener: a ZeroMQ DEALER socket, its monitor socket, and the questions that wait on it."""
 
     def __init__(
         self,
@@ -91,14 +99,14 @@ class KeptConnection:
         answer_bytes_max: int,
         on_end: Callable[[KeptConnection], None],
     ) -> None:
-        """Begin to connect. Raises ZMQError.
+        """Create the sockets and begin to connect to `route`. Raises ZMQError.
 
-        `on_end` is called with this object if the connection ends in any way but by `close`.
+        `on_end` is called with this object if the connection ends for any reason other than `close`.
         """
         self.route = route
         self.waiting: dict[int, OpenQuestion] = {}
         self.unanswered = False
-        """True once a question on this connection ended without an answer; further questions use other connections."""
+        """True once a question on this connection ended without an answer. New questions then use other connections."""
         self.closed = False
         self._answer_bytes_max = min(answer_bytes_max, INT64_MAX)
         self._on_end = on_end
@@ -123,9 +131,9 @@ class KeptConnection:
         self._loop.call_soon(self._receive_events)  # the loop may not notice messages that came before
 
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
-        """Send the encoded question `body` and return the question. Raises ZMQError.
+        """Send a question with the encoded body `body`, and return the `OpenQuestion`. Raises ZMQError.
 
-        The answer, or the event that ends the connection, arrives in the `arrivals` queue of the question.
+        The answer, or the event that ends the connection, arrives in the queue `arrivals` of the `OpenQuestion`.
         """
         question = OpenQuestion(next(self._numbers))
         header = codec.encode(codec.our_header(fingerprint, question.number, self._answer_bytes_max))
@@ -137,11 +145,11 @@ class KeptConnection:
         return question
 
     def forked(self) -> None:
-        """In a forked child, do not use the sockets, which are the parent's. See `forks`."""
+        """Called in a forked child: stop using the sockets, without closing them. The parent process owns them."""
         self.closed = True
 
     def close(self) -> None:
-        """Close the sockets at once. Closing twice is fine."""
+        """Close the sockets immediately. Closing twice is fine."""
         if self.closed:
             return
         self.closed = True
@@ -175,7 +183,10 @@ class KeptConnection:
         self._monitor.close(linger=0)
 
     def _receive_answers(self) -> None:
-        """Receive all messages that wait, since ZeroMQ signals them only once. Many take several turns of the loop."""
+        """Receive all messages that ZeroMQ has ready, since ZeroMQ signals them only once.
+
+        If there are more than `_RECEIVED_AT_ONCE`, receive the others in later turns of the event loop.
+        """
         for _ in range(_RECEIVED_AT_ONCE):
             frames = None if self.closed else _receive_message(self._socket)
             if frames is None:
@@ -215,33 +226,33 @@ class KeptConnection:
 
 
 def answer_bytes_max(limits: Limits) -> int:
-    """Return the size in bytes of the largest answer that a reader accepts and a listener sends."""
+    """Return the size in bytes of the largest answer that a reader accepts and a listener sends under `limits`."""
     return ANSWER_BYTES_MAX + _BLOCK_ID_BYTES * max(limits.block_ids_max - Limits().block_ids_max, 0)
 
 
 class Connections:
-    """The side channel connections of this rank to the listeners of all peers that it asks questions."""
+    """All connections over which this rank asks peers questions."""
 
     def __init__(self, limits: Limits) -> None:
         self._answer_bytes_max = answer_bytes_max(limits)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._open: set[KeptConnection] = set()
         self._shared: dict[ListenerRoute, dict[KeptConnection, None]] = {}
-        """Connections that several questions may use at once, by listener; the first with room is used."""
+        """Connections that several questions may use at the same time, by listener, in the order they became shared."""
         self._idle: OrderedDict[KeptConnection, float] = OrderedDict()
-        """Kept connections on which no question waits, with the loop time at which that began, oldest first."""
+        """Kept connections without waiting questions, and the loop time of the last question's end, oldest first."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def find_shared(self, route: ListenerRoute) -> KeptConnection | None:
-        """Return a shared connection to this listener that has room for a question, or None."""
+        """Return a shared connection to the listener of `route` with room for another question, or None."""
         for found in self._shared.get(route, ()):
             if len(found.waiting) < QUESTIONS_MAX:
                 return found
         return None
 
     def open(self, route: ListenerRoute) -> KeptConnection:
-        """Open a connection for one question. Raises OSError if too few open files are left, or ZMQError."""
+        """Open a new connection to `route`. Raises OSError if this process has too few open files left, or ZMQError."""
         if why := open_files.asking_shortage(first=self._context is None):  # ZeroMQ would abort the process
             raise OSError(errno.EMFILE, why)
         if self._context is None:
@@ -257,9 +268,10 @@ class Connections:
 
     @contextmanager
     def open_question(self, connection: KeptConnection, fingerprint: bytes, body: bytes) -> Iterator[OpenQuestion]:
-        """Return a context manager that sends a question over `connection` and yields the question. Raises ZMQError.
+        """Context manager: send a question with body `body` over `connection`, and yield the `OpenQuestion`.
 
-        At the end of the `with` body the question is withdrawn, and the connection is shared, kept or closed.
+        Raises ZMQError. When the `with` body ends, its question no longer waits for an answer, and the connection is
+        shared, kept or closed.
         """
         self._idle.pop(connection, None)
         question = None
@@ -272,21 +284,21 @@ class Connections:
             self._after_question(connection, answered=question is not None and question.answered)
 
     def close(self) -> None:
-        """Close unused connections now, and each connection in use after its last question."""
+        """Close idle connections immediately, and every other connection when the last question on it ends."""
         self._closed = True
         for connection in list(self._idle):
             self._drop(connection)
         self._end_context_if_done()
 
     def abandon(self) -> None:
-        """Close all connections at once, when the event loop no longer runs."""
+        """Close all connections immediately. For use after the event loop has ended."""
         self._closed = True
         for connection in list(self._open):
             connection.close()
             self._forget(connection)
 
     def _after_question(self, connection: KeptConnection, *, answered: bool) -> None:
-        """After a question on `connection` has ended, share or keep the connection for further questions, or close it.
+        """Share, keep or close `connection`, after a question on it has ended.
 
         `answered`: the question got an answer that carries its number.
         """
@@ -312,7 +324,7 @@ class Connections:
         self._forget(connection)
 
     def _forget(self, connection: KeptConnection) -> None:
-        """Drop all references to a closed connection."""
+        """Remove a closed connection from all collections of this object."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
         self._unshare(connection)
@@ -325,7 +337,7 @@ class Connections:
             self._shared.pop(connection.route, None)
 
     def _end_context_if_done(self) -> None:
-        """If `close` was called and no connection is open, end ZeroMQ's context with its threads."""
+        """If `close` was called and no connection is open, end the ZeroMQ context, and its threads."""
         if not self._closed or self._open:
             return
         if self._timer is not None:
@@ -342,7 +354,7 @@ class Connections:
             self._timer = loop.call_at(since_s + KEPT_IDLE_S, self._close_idle)
 
     def _close_idle(self) -> None:
-        """Close the connections that have been unused for `KEPT_IDLE_S`."""
+        """Close the connections that have had no waiting question for `KEPT_IDLE_S`. Called by a timer."""
         self._timer = None
         over_s = asyncio.get_running_loop().time() - KEPT_IDLE_S
         for connection, since_s in list(self._idle.items()):
@@ -353,7 +365,7 @@ class Connections:
 
 
 def _receive_message(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """Return the frames of the next message, or None if no message waits."""
+    """Receive the next message from `socket` and return its frames, or None if ZeroMQ has no message ready."""
     try:
         return socket.recv_multipart(flags=zmq.NOBLOCK)
     except zmq.Again:
@@ -361,7 +373,7 @@ def _receive_message(socket: zmq.Socket[bytes]) -> list[bytes] | None:
 
 
 def _number_of(frames: Sequence[bytes]) -> int:
-    """Return the number, in an answer's frames, of the question that was answered; 0 if the answer has no number."""
+    """Return the number of the question that the answer `frames` answers, or 0 if the answer carries no number."""
     try:
         return codec.decode_header(frames[0]).question
     except codec.WireError:

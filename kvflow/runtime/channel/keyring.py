@@ -1,11 +1,12 @@
 """CURVE key files: an engine's own key pair, and a folder with the public keys of the peers that it accepts.
 
-All ranks of an engine `prefill-0` hold `prefill-0.secret`; its peers hold `prefill-0.public`. A key file has one line
-of 40 characters (Z85); lines that begin with "# " are comments. Only the name of a public key file ties the key to an
-engine, so write access to the folder is enough to impersonate any engine.
+All ranks of an engine `prefill-0` have the file `prefill-0.secret`; peers of that engine have `prefill-0.public`. A key
+file has one line of 40 characters (Z85); lines that begin with "# " are comments. Only the name of a public key file
+ties the key to an engine, so write access to the folder is enough to impersonate any engine.
 
 A lookup reads the folder again if the last reading is more than a second old. So engines join, leave and change keys
-without a restart. If the folder cannot be read, the last keys stay valid. Error messages never show a secret.
+without a restart. If the folder cannot be read, the keys of the last reading stay valid. Error messages never show a
+secret.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _REREAD_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPair:
-    """A public and a secret key, 32 bytes each."""
+    """A public and a secret CURVE key, 32 bytes each."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
 
 class _Allowlist(NamedTuple):
-    """The public keys in a folder, as two dicts: keys by engine id, and engine ids by key."""
+    """The public keys of accepted engines: `keys` maps engine ids to keys, `engines` maps keys to engine ids."""
 
     keys: dict[str, bytes]
     engines: dict[bytes, str]
@@ -63,9 +64,10 @@ class Keyring:
 
     @classmethod
     async def read(cls, engine_id: str, secret_file: Path, folder: Path, now_s: Callable[[], float]) -> Self:
-        """Read the key pair of `engine_id` from `secret_file` and the peers' public keys from `folder`, in a thread.
+        """Return a `Keyring` with the key pair in `secret_file` and the public keys of peers in `folder`.
 
-        Raises ConfigError, which names the faulty file.
+        Reads in a thread. Raises ConfigError, which names the faulty file, also if `folder` has another public key for
+        `engine_id`.
         """
         own_keys = await asyncio.to_thread(_read_pair, secret_file)
         allowlist = await asyncio.to_thread(_read_allowlist, folder)
@@ -76,19 +78,19 @@ class Keyring:
         return cls(own_keys, folder, allowlist, now_s)
 
     async def key_of(self, engine_id: str) -> bytes | None:
-        """Return the public key of `engine_id`, or None if the folder has no key of that name."""
+        """Return the public key of engine `engine_id`, or None if the folder has no key file of that name."""
         await self._refresh()
         return self._allowlist.keys.get(engine_id)
 
     async def engine_of(self, key: bytes) -> str | None:
-        """Return the id of the engine with the public key `key`, or None if the folder does not have that key."""
+        """Return the id of the engine that owns the public key `key`, or None if no file in the folder has that key."""
         await self._refresh()
         return self._allowlist.engines.get(key)
 
     async def _refresh(self) -> None:
-        """Read the folder again if the last reading is older than `_REREAD_AFTER_S`.
+        """If the folder was last read more than `_REREAD_AFTER_S` ago, read it again.
 
-        Until the new keys are read, other lookups use the old keys.
+        While a lookup reads the folder, other lookups use the old keys.
         """
         now_s = self._now_s()
         if now_s - self._read_at_s < _REREAD_AFTER_S:
@@ -101,9 +103,9 @@ class Keyring:
 
 
 def make_key_files(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write a new key pair to `folder` and return the files, the secret key first.
+    """Create a key pair and write it to `NAME.secret` and `NAME.public` in `folder`. Return both paths in that order.
 
-    Never overwrites a file. Raises ConfigError if `name` is not a key name, or a file exists or cannot be written.
+    Never overwrites a file. Raises ConfigError if `name` cannot name a key file, or a file exists or cannot be written.
     """
     if not is_key_name(name):
         raise ConfigError(f"name: {name[:80]!r} cannot be the name of a key file")
@@ -162,7 +164,7 @@ def _check_mode(path: Path, forbidden: int, what: str) -> None:
 
 
 def _read_key(file: Path, what: str) -> bytes:
-    """Return the key in `file`; `what` describes the file in errors.
+    """Return the 32-byte key in `file`. Error messages name the file and `what`, the setting that leads to it.
 
     Raises ConfigError if the content is not exactly one key. The error never shows the content.
     """

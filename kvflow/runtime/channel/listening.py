@@ -1,21 +1,21 @@
-"""The listening end of the side channel: a ROUTER socket that answers requests, and its protection.
+"""The listening end of the side channel: a ROUTER socket that answers requests, and its protection against bad peers.
 
 Nothing from outside is trusted. A message that is too large, malformed or too frequent is counted and, if possible,
 refused. No message stops the listener, and the loop runs other tasks between two messages. Rates are limited per peer:
 per engine key with CURVE, else per address.
 
 With CURVE only engines of the allowlist can send messages, and a request must name the engine that owns the key of its
-connection. ZeroMQ asks which keys to accept by its own protocol (ZAP). It is answered here, since no supervisor watches
-the task of pyzmq's authenticator.
+connection. ZeroMQ asks which keys to accept by its own protocol (ZAP). These ZAP requests are answered in this module,
+since no supervisor watches the task of pyzmq's authenticator.
 
 The receive queue has no limit, and heartbeats are off: ZeroMQ (4.3.5) stops reading from a connection when the queue is
 full, and if the peer then resets the connection, an unread ping aborts the process. A single endless message can fill
 the memory, too. So CURVE or the network must keep out a flood of bytes.
 
-Readers keep a connection for a while after a question. ZeroMQ cannot limit the number of connections. If there are too
-many, or few open files are left, all connections are dropped and the port is bound again at once; readers then repeat
-their questions. If no open file is left, ZeroMQ spins while a client tries to connect; then the port stays unbound
-until files are free.
+Readers keep a connection for a while after a question, and ZeroMQ cannot limit the number of connections. If there are
+too many, or this process has few open files left, all connections are dropped and the port is bound again at once;
+readers then repeat their questions. If no open file is left, ZeroMQ spins while a client tries to connect; then the
+port stays unbound until files are free.
 """
 
 from __future__ import annotations
@@ -93,10 +93,10 @@ class ZmqListener:
         self._counts = dict.fromkeys(("answered", "refused", "dropped", "over_rate", "rejected", "recycled"), 0)
         self._connections = 0
         self._drop_reason = ""
-        """Reason why all connections are being dropped while the port is unbound; "" otherwise."""
+        """Reason why all connections were dropped, while the port is unbound; "" while the port is bound."""
         self._bound = True
         self._in_forked_child = False
-        """True in a forked child, where the sockets belong to the parent."""
+        """True in a forked child, where the sockets belong to the parent process."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = self._context.socket(zmq.PAIR)
@@ -116,7 +116,7 @@ class ZmqListener:
         return ListenerStatistics(connections=self._connections, **self._counts)
 
     def forked(self) -> None:
-        """In a forked child, neither receive on the sockets nor close them. See `forks`."""
+        """Called in a forked child: stop receiving, and never close the sockets, since the parent process owns them."""
         self._in_forked_child = True
         for socket in (self._monitor, self._zap, self._socket):
             forks.ignore_events(socket)
@@ -124,7 +124,7 @@ class ZmqListener:
     async def serve(self) -> None:
         """Answer requests one after another, until cancelled. Sending never waits, so a slow peer delays no other peer.
 
-        If the answer is a future, it is sent once the future is done; other requests are answered meanwhile.
+        If an answer is a future, answer other requests meanwhile, and send its result once the future is done.
 
         Task `kvflow-listener`: from the opening to the closing of the runtime, with a task each for `-requests`,
         `-connections`, `-files` and, with CURVE, `-keys`. If one dies, the runtime breaks.
@@ -142,7 +142,7 @@ class ZmqListener:
             raise problems.exceptions[0] from problems
 
     def close(self) -> None:
-        """Close the sockets at once. Closing twice is fine."""
+        """Close the sockets immediately. Closing twice is fine."""
         if self._in_forked_child:
             return
         for socket in (self._monitor, self._zap, self._socket):
@@ -150,7 +150,7 @@ class ZmqListener:
         self._context.term()
 
     def _bind(self) -> str:
-        """Set the options of the sockets and bind. Return the endpoint with the port that was bound."""
+        """Set the options of the sockets and bind the port. Return the endpoint, which has the actual port number."""
         config, socket, host = self._config, self._socket, self._host
         everywhere = host in (ANY, ANY_V6)
         for option, value in (
@@ -216,14 +216,18 @@ class ZmqListener:
             self._send(sender, header, reply)
 
     def _send_when_done(self, sender: bytes, asked: codec.Header, reply: asyncio.Future[messages.Reply]) -> None:
-        """Send the reply to `asked`, which is the result of a future that is done."""
+        """Send the result of the finished future `reply` to `sender`. `asked` is the header of the request.
+
+        Callback of the future. If the future was cancelled or the socket is closed, send nothing.
+        """
         if not reply.cancelled() and not self._socket.closed:
             self._send(sender, asked, reply.result())
 
     def _send(self, sender: bytes, asked: codec.Header, reply: messages.Reply) -> None:
-        """Send a reply to `asked`. If the reply is larger than the reader accepts, send a refusal instead.
+        """Send `reply` to `sender`. `asked` is the header of the request.
 
-        If the reader does not take messages, so that its connection is full, drop the reply.
+        If the reply is larger than the reader accepts, send a refusal instead. If the reader does not receive and so
+        its connection is full, drop the reply.
         """
         outcome = "answered"
         if isinstance(reply, messages.Refusal):
@@ -241,7 +245,7 @@ class ZmqListener:
         self._send_frames([sender, *frames], outcome)
 
     def _answer_stock(self, answer: AnswerStock, sender: bytes, question: bytes) -> None:
-        """Answer a question of another protocol, that of vLLM's own NixlConnector, by `answer`.
+        """Answer `question`, from a stock engine (vLLM's own NixlConnector), with the frames that `answer` returns.
 
         If `answer` returns None, send nothing: a kvflow reply could crash the reader.
         """
@@ -252,7 +256,10 @@ class ZmqListener:
         self._send_frames([sender, b"", *frames], "answered")
 
     def _send_frames(self, frames: list[bytes], outcome: str) -> None:
-        """Send an answer and count it under `outcome`. If the connection is full, drop it and count it as dropped."""
+        """Send the frames of an answer, and increment the counter `outcome`.
+
+        If the connection to the reader is full, drop the answer and count it as dropped instead.
+        """
         sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         assert isinstance(sent, asyncio.Future), "and it is done: nothing waits to be sent"
         problem = sent.exception()
@@ -283,12 +290,15 @@ class ZmqListener:
         self._log_limited(logging.INFO, f"dropped a message on the side channel: {why}")
 
     def _log_limited(self, level: int, text: str) -> None:
-        """Log an event that a peer caused. All peers together cause at most `_LOG_LINES_PER_S` lines a second."""
+        """Log `text` about an event that a peer caused.
+
+        Above `_LOG_LINES_PER_S` lines a second for all peers, log nothing.
+        """
         if self._log_lines.allows("", self._now_s()):
             logger.log(level, "%s", text)
 
     async def _answer_key_requests(self, keyring: Keyring) -> None:
-        """Answer ZeroMQ's ZAP requests, each of which asks whether a client's key is in the allowlist."""
+        """Answer ZeroMQ's ZAP requests. Each asks whether the CURVE key of a new client is in the allowlist."""
         while not self._in_forked_child:
             _, request_id, *_, key = await self._zap.recv_multipart()
             known = await keyring.engine_of(key) is not None
@@ -297,7 +307,10 @@ class ZmqListener:
             await asyncio.sleep(0)
 
     async def _watch_connections(self) -> None:
-        """Count open connections, and drop all if there are too many. Readers that wait for an answer ask again."""
+        """Follow ZeroMQ's monitor events: count open connections, and drop all if there are too many.
+
+        Readers that wait for an answer then ask again.
+        """
         while not self._in_forked_child:
             event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             match event:
@@ -320,8 +333,8 @@ class ZmqListener:
     async def _watch_files(self) -> None:
         """Check every second how many more files this process may open.
 
-        If few are left, drop all connections by unbinding the port. Once enough are free again, bind the port again. A
-        timer is needed, since without a free file no connection is accepted, so no event reports that.
+        If few are left, drop all connections by unbinding the port; once enough are free again, bind the port again. A
+        timer is needed for this check: without a free file ZeroMQ accepts no connection, and so no event comes.
         """
         while not self._in_forked_child:
             await asyncio.sleep(_FILES_CHECK_S)
@@ -331,13 +344,13 @@ class ZmqListener:
                 self._bind_again()
 
     def _drop_all_if_needed(self) -> None:
-        """If there are too many connections, or few open files are left, drop all connections by unbinding the port."""
+        """Drop all connections, by unbinding the port, if there are too many or few open files are left."""
         if not self._drop_reason and (why := self._why_drop_all()):
             self._drop_reason = why
             self._socket.unbind(self._endpoint)
 
     def _why_drop_all(self) -> str:
-        """Return why all connections must be dropped now, or "" if they may stay."""
+        """Return the reason why all connections must be dropped now, or "" if they may stay."""
         if self._connections > self._config.limits.side_channel_connections_max:
             return "too many at once"
         if self._connections > _DROP_ABOVE_CONNECTIONS:
@@ -345,7 +358,7 @@ class ZmqListener:
         return open_files.shortage(1)
 
     def _bind_again(self) -> None:
-        """Bind the port again if enough open files are left."""
+        """Bind the port again, if this process has enough open files left; otherwise change nothing."""
         if open_files.shortage(open_files.SIDE_CHANNEL_STOPS_AT):
             return
         try:
@@ -358,9 +371,9 @@ class ZmqListener:
 
 
 def _property(frame: zmq.Frame, name: str) -> str | None:
-    """Return ZeroMQ's metadata property `name` of the connection that sent `frame`.
+    """Return the ZeroMQ metadata property `name` of the connection that sent `frame`.
 
-    None if the peer's ZeroMQ is too old to have it.
+    Return None if the peer's ZeroMQ is too old to have that property.
     """
     try:
         return str(frame.get(name))
@@ -369,7 +382,10 @@ def _property(frame: zmq.Frame, name: str) -> str | None:
 
 
 def _reply_instead(reply: messages.Reply, why: str) -> messages.Reply:
-    """Return the answer to send instead of `reply`, which is larger than the reader accepts. `why` says so in words."""
+    """Return a smaller reply to send instead of `reply`, which is larger than the reader accepts, for the reason `why`.
+
+    Instead of an offer, return an answer that says that the lease has failed; instead of any other reply, a refusal.
+    """
     if isinstance(reply, messages.LeaseAnswer) and reply.offer is not None:
         given = counted(sum(map(len, reply.offer.block_ids)), "block id")
         reason = f"the answer is too large: {given}: {why} (limits.block_ids_max)"

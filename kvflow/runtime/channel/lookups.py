@@ -1,11 +1,11 @@
-"""Addresses of hosts: peers' names are looked up in threads, and the address of this host is chosen for tickets.
+"""Addresses of hosts: looks up the host names of peers in threads, and finds the address of this host for tickets.
 
 The system's resolver may need half a minute for a name in a forged ticket, and a thread in the resolver cannot be
 stopped. Therefore lookups do not use the loop's executor, which the rest of the program needs. Each lookup has a
 thread, and the number of threads is bounded. Names that were found before have a bound of their own, so that their
 lookups never wait for names in forged tickets.
 
-The address of this host is the value of `Config.advertise_host` "auto". It comes from the system's routing table:
+If `Config.advertise_host` is "auto", tickets have the address of this host that the system's routing table gives:
 connecting a UDP socket gives the socket a local address and sends nothing.
 """
 
@@ -29,7 +29,7 @@ _KNOWN_MAX = 1024
 
 
 class Lookups:
-    """Lookups of host addresses by name, each in a thread. Belongs to one event loop."""
+    """Resolver of host names to addresses, with one thread per lookup. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._new_slots = asyncio.Semaphore(_NEW_AT_ONCE_MAX)
@@ -65,7 +65,7 @@ class Lookups:
 
 
 def _preferred_address(entries: Sequence[tuple[Any, ...]]) -> str:
-    """Return an address from the results of `getaddrinfo`.
+    """Return the best address among `entries`, the results of `getaddrinfo`.
 
     First choice is an IPv4 address to which this host has a route, then any address with a route, then any address.
     """
@@ -74,7 +74,7 @@ def _preferred_address(entries: Sequence[tuple[Any, ...]]) -> str:
 
 
 def _has_route(entry: tuple[Any, ...]) -> bool:
-    """Return True if this host has a route to the address of a `getaddrinfo` result.
+    """Return True if this host has a route to the address of `entry`, a result of `getaddrinfo`.
 
     The test connects a UDP socket, which sends nothing.
     """
@@ -88,7 +88,7 @@ def _has_route(entry: tuple[Any, ...]) -> bool:
 
 
 def _look_up(host: str, slots: asyncio.Semaphore, found: asyncio.Future[str]) -> None:
-    """Look `host` up; then, on the event loop, release `slots` and set the result or error of `found`.
+    """Look up `host`, then set the address or the error on `found` and release `slots`, both on the event loop.
 
     Body of a thread.
 
@@ -130,11 +130,11 @@ _FAMILIES: dict[str, list[socket.AddressFamily]] = {
     ANY_V4: [socket.AF_INET],
     ANY_V6: [socket.AF_INET6, socket.AF_INET],
 }
-"""IP versions on which a listener at each wildcard address accepts connections, the preferred version first."""
+"""For each wildcard address, the IP versions on which a listener accepts connections, in order of preference."""
 
 
 async def own_host(config: Config) -> str:
-    """Return the host for tickets: the configured host or, for "auto", the address by which peers reach this host.
+    """Return the host to write into tickets: the configured host or, for "auto", this host's address as peers reach it.
 
     The lookup takes at most Config.handshake_timeout_s.
 
@@ -159,9 +159,10 @@ async def own_host(config: Config) -> str:
 
 
 async def _target_addresses(config: Config, toward: str, families: Sequence[socket.AddressFamily]) -> list[Target]:
-    """Return the addresses of the host `toward`, in the order of `families`.
+    """Return the (family, address) pairs of the host `toward`, sorted in the order of `families`.
 
-    If `toward` is empty, return one address of some distant host for each family. Raises ConfigError.
+    If `toward` is empty, return one distant address for each family, to which only a default route leads. Raises
+    ConfigError.
     """
     if not toward:
         return [(family, _DISTANT_ADDRESSES[family]) for family in families]
@@ -178,9 +179,9 @@ async def _target_addresses(config: Config, toward: str, families: Sequence[sock
 
 
 def _local_address_toward(family: socket.AddressFamily, address: tuple[Any, ...]) -> str:
-    """Return the address of this host from which packets to `address` are sent.
+    """Return the address of this host that the system uses to send packets to `address`.
 
-    Raises OSError if this host has no route to `address`, or peers could not connect to the address found.
+    Raises OSError if this host has no route to `address`, or if peers could not connect to the address found.
     """
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.setblocking(False)

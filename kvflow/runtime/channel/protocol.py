@@ -1,4 +1,4 @@
-"""Interfaces of the side channel, on which ranks of engines ask each other questions.
+"""Interfaces of the side channel, over which ranks ask each other questions.
 
 `asking` and `listening` implement them over ZeroMQ.
 """
@@ -15,55 +15,65 @@ from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.protocol import codec, messages
 
 QUESTIONS_MAX = 8
-"""Maximum number of questions that wait on one connection at once. A listener can queue as many answers."""
+"""Maximum number of questions that wait for answers on one connection. A listener queues up to as many answers."""
 
 Answered: TypeAlias = "messages.Reply | asyncio.Future[messages.Reply]"
-"""A reply to a peer, or a future of the reply. A listener sends the reply when the future is done, and answers other
-requests meanwhile. A function that returns futures must bound their number and complete each."""
+"""A reply to a peer, or a future of the reply.
+
+The listener sends the reply once the future is done, and answers other requests meanwhile. A function that returns
+futures must bound their number and complete each.
+"""
 
 Answer: TypeAlias = Callable[[codec.Header, messages.Request], Answered]
 
 
 def refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
-    """Return a refusal with `reason`. `transient`: the peer may ask again later."""
+    """Return a refusal that says `reason`. With `transient` the peer may ask the same question later."""
     why = printable(reason, REASON_CHARS_MAX - 3)
     return messages.Refusal(reason=why, version=codec.PROTOCOL_VERSION, transient=transient)
 
 
 AnswerStock: TypeAlias = Callable[[bytes], "list[bytes] | None"]
-"""Function that takes a question of another protocol, which is one frame, and returns the frames of the answer.
+"""Function that answers stock engines (vLLM's own NixlConnector). It takes a question, which is one frame.
 
-It returns None if no answer is to be sent.
+It returns the frames of the answer, or None if no answer is to be sent.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerStatistics:
-    """Counts of a listener. `rejected` and `connections` count connections, the others but `recycled` messages."""
+    """Counts of a listener. `rejected` and `connections` count connections, `recycled` counts drops of all connections.
+
+    The other fields count messages.
+    """
 
     answered: int
     refused: int
     """Number of requests that were answered with a refusal."""
     dropped: int
-    """Number of messages that got no answer, since they could not be decoded or the connection was full."""
+    """Number of messages without an answer, because they could not be decoded or the connection was full."""
     over_rate: int = 0
-    """Number of messages that got no answer, since the peer asks too often."""
+    """Number of messages without an answer, because the peer asked too often."""
     rejected: int = 0
     """Number of connections that failed in their handshake: the client's key is not in the allowlist, or the client is
-    no kvflow peer.
+    not a kvflow peer.
     """
     connections: int = 0
     """Number of connections that are open now."""
     recycled: int = 0
-    """How often all connections were dropped: there were too many, or too few open files were left."""
+    """Number of times that all connections were dropped: there were too many, or too few open files were left."""
 
 
 class Listener(Protocol):
-    """The end of a rank's side channel that is bound to a port and answers peers. `port` is never 0."""
+    """The end of a rank's side channel that is bound to a port and answers peers.
+
+    `port` is the actual port, never 0.
+    """
 
     answer_stock: AnswerStock | None
-    """Callback that answers questions of another protocol (vLLM's own NixlConnector). None: these are handled like any
-    malformed message.
+    """Function that answers questions of stock engines (vLLM's own NixlConnector).
+
+    None: they are dropped as malformed.
     """
 
     @property
@@ -76,17 +86,17 @@ class Listener(Protocol):
         """Answer requests until cancelled."""
 
     def close(self) -> None:
-        """Stop listening at once. Closing twice is fine."""
+        """Stop listening immediately. Closing twice is fine."""
 
 
 class SideChannel(Protocol):
-    """The channel on which a rank asks peers questions and answers theirs."""
+    """The channel over which a rank asks peers questions and answers questions from peers."""
 
     async def listen(self, answer: Answer, request_types: Any = messages.CoreRequest) -> Listener:
-        """Bind this rank's address and return the listener, which passes each request to `answer`.
+        """Bind this rank's address and return the listener, which calls `answer` with each request.
 
-        `request_types` are the types of requests that the listener decodes (`codec.requests_with`). Raises ConfigError
-        if the address cannot be bound, or the CURVE keys cannot be read.
+        `request_types` is the union of request types that the listener decodes (`codec.requests_with`). Raises
+        ConfigError if the address cannot be bound, or the CURVE keys cannot be read.
         """
 
     async def ask(
@@ -94,14 +104,14 @@ class SideChannel(Protocol):
     ) -> messages.Reply:
         """Send `request` to the peer `request.target` and return the answer, which may be a Refusal.
 
-        `fingerprint` is the fingerprint of this rank's `Compatibility`. `timeout_s` defaults to
-        Config.handshake_timeout_s. Raises PeerUnreachable if the connection is refused or no answer comes within
-        `timeout_s`, PeerRefused if one side does not accept the other's CURVE key, ProtocolError if the answer is no
-        kvflow message. If cancelled, stop waiting for the answer.
+        `fingerprint` is a hash of this rank's `Compatibility`: what both engines must have in common. `timeout_s`
+        defaults to Config.handshake_timeout_s. Raises PeerUnreachable if the connection is refused or no answer comes
+        within `timeout_s`, PeerRefused if one side does not accept the CURVE key of the other, ProtocolError if the
+        answer is not a kvflow message. If cancelled, stop waiting for the answer.
         """
 
     def abandon(self) -> None:
-        """Close all sockets at once, when the event loop no longer runs."""
+        """Close all sockets immediately. For use after the event loop has ended."""
 
     def close(self) -> None:
         """Send no further questions. Questions already sent may still be answered. Closing twice is fine."""

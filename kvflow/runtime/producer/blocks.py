@@ -1,8 +1,9 @@
 """The memory of a lease: blocks, a seal and, with host staging, host blocks, all taken together or not at all.
 
-A lease may be open before all of its tokens can be read: the prompt is still being computed or, with host staging, is
-copied to the host span by span. The readable tokens grow from the first token of the prompt, in all groups alike, and
-the seal holds the number of missing tokens. Blocks that a copy reads are given back only after the copy.
+With host staging, computed blocks are copied to host memory and readers read the copies. A lease may be open before all
+of its tokens can be read: the prompt is still being computed, or tokens are still being copied to the host, a span at a
+time. The readable tokens grow from the first token of the prompt, in all groups alike, and the seal holds the number of
+missing tokens. Blocks that a copy reads are given back only after the copy.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ OnError: TypeAlias = "Callable[[BaseException], None]"
 
 @dataclass(slots=True, eq=False)
 class _Advance:
-    """An announcement by `Lease.advance`: the first `tokens` tokens will be computed once a device event has happened.
+    """One call of `Lease.advance`: the first `tokens` tokens are computed once a device event has happened.
 
-    It takes effect when `done` is True and all earlier announcements of the lease have taken effect.
+    `watch` reports the device event, for example a torch.cuda.Event. The advance takes effect when `done` is True and
+    all earlier advances of the lease have taken effect.
     """
 
     tokens: int
@@ -47,46 +49,46 @@ class _Advance:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HeldBlocks:
-    """The blocks, seal and host blocks of one lease, and how many of its tokens can be read."""
+    """The blocks, seal and host blocks that one lease holds, and how many of its tokens readers can read."""
 
     lease_id: str
     tables: tuple[BlockIds, ...]
-    """Block ids of the lease, for each group."""
+    """Block table of each group: ids of the blocks in the lease."""
     entries: BlockIds
-    """The same blocks as positions in the block ledger, which numbers the blocks of all groups."""
+    """Positions of the same blocks in the block ledger, which numbers the blocks of all groups in one sequence."""
     seal_index: int
     host_tables: tuple[BlockIds, ...] | None
-    """Ids of the host blocks that peers read, for each group; None without host staging."""
+    """For each group, the ids of the host blocks that peers read; None without host staging."""
     host_tables_by_call: list[tuple[BlockIds, ...]] = field(default_factory=list)
-    """Ids of the same host blocks, with one item for the opening of the lease and one for each extension.
+    """The same host block ids, split by the call that took them: the opening of the lease, then each `Lease.extend`.
 
-    A pool takes back only buffers that were taken together.
+    A pool of host blocks takes back only whole sets that were taken together.
     """
     num_tokens: int
     offered_tokens: int
-    """Number of tokens in the blocks once the lease has all of its blocks: all tokens, or only those in full blocks."""
+    """Number of tokens that the complete block tables hold: `num_tokens`, or fewer if only full blocks are offered."""
     counts: tuple[int, ...]
-    """Number of blocks of each group once the lease has all of its blocks."""
+    """Number of blocks that each group has in the complete block tables."""
     extends: bool
-    """True while the lease waits for more blocks from `Lease.extend`."""
+    """True while block tables lack blocks, which `Lease.extend` will add."""
     advances: deque[_Advance] = field(default_factory=deque)
-    """Announcements of `Lease.advance` that have not taken effect yet, in order."""
+    """Calls of `Lease.advance` that have not taken effect yet, oldest first."""
     computed: int = 0
-    """Number of tokens, from the first, that are computed now."""
+    """Number of tokens, from the first of the prompt, that are computed now."""
     staged: int = 0
-    """Number of tokens, from the first, that were copied to host blocks; 0 without host staging."""
+    """Number of tokens, from the first of the prompt, already copied to host blocks; 0 without host staging."""
     copying: bool = False
     closed: bool = False
     failed: bool = False
-    """True once the seal says that the prompt cannot be computed."""
+    """True once the seal says FAILED: the prompt cannot be computed."""
     history: History | None = None
-    """How many tokens were computed when; None if all tokens were computed when the lease was opened."""
+    """Record of how many tokens were computed when; None if all were computed when the lease was opened."""
     on_error: OnError | None = None
-    """Called with the error if the missing tokens will never be readable."""
+    """Callback that takes the error because of which some tokens will never be readable. It fails the lease."""
     on_readable: Callable[[], None] | None = None
-    """Called when peers can read more tokens than before."""
+    """Callback for each time that peers can read more tokens than before."""
     on_free: Callable[[], None] | None = None
-    """Called when the blocks are free. `OfferedBlocks.give_back` sets this; before that it is None."""
+    """Callback for the moment when the blocks are free; None until `OfferedBlocks.give_back` sets it."""
 
     def fail(self, error: BaseException) -> None:
         assert self.on_error is not None, "it was opened"
@@ -94,48 +96,53 @@ class HeldBlocks:
 
     @property
     def readable(self) -> tuple[BlockIds, ...]:
-        """Ids of the blocks that peers read, for each group: blocks of the cache or, with host staging, host blocks."""
+        """For each group, the ids of the blocks that peers read: host blocks with host staging, else cache blocks."""
         return self.tables if self.host_tables is None else self.host_tables
 
     @property
     def announced(self) -> int:
-        """Number of tokens in the last announcement: computed now, or once the announcement's event has happened."""
+        """Number of tokens in the last `Lease.advance`: computed now, or once its device event has happened."""
         return self.advances[-1].tokens if self.advances else self.computed
 
     @property
     def missing(self) -> int:
-        """Number of tokens that peers cannot read yet."""
+        """Number of tokens of the lease that peers cannot read yet."""
         return self.num_tokens - (self.computed if self.host_tables is None else self.staged)
 
 
 class OfferedBlocks:
-    """Takes and frees blocks, seals and host blocks of one rank for its leases."""
+    """Takes blocks, seals and host blocks of one rank for its leases, and frees them."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._groups = cache.local.groups
         self._ledger = cache.ledger
         self._seals = cache.seals
         self._staging = cache.memory.staging
-        """Host blocks for each group; empty if peers read the cache itself."""
+        """Host buffers of each group; empty without host staging, when peers read the cache itself."""
         self._copy_thread = cache.resources.copy_thread
         self._stage_unit = math.lcm(*(group.block_size for group in self._groups))
-        """Smallest number of tokens that is a multiple of the block size of every group."""
+        """Least common multiple of the block sizes of all groups, in tokens."""
         self._stage_step = self._stage_unit * max(cache.config.limits.slice_bytes_max // max(self._unit_bytes(), 1), 1)
-        """Maximum number of tokens that one copy to host blocks copies."""
+        """Maximum number of tokens that one copy job moves to host blocks.
+
+        The bound keeps a copy near `limits.slice_bytes_max`.
+        """
 
     def needs_more_blocks(self, block_ids: object, num_tokens: int, what: str) -> bool:
-        """Return True if `block_ids` do not cover every full block of `num_tokens` tokens, so that more must follow.
+        """Return True if `block_ids` have fewer blocks than `num_tokens` tokens fill, so that more blocks must follow.
 
-        Raises RequestError, which begins with `what`, for an invalid block id.
+        Only groups without window or state count. Raises RequestError for an invalid block id; the message begins with
+        `what`.
         """
         tables, _ = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         groups = zip(self._groups, tables, strict=True)
         return any(group.whole and len(ids) < num_tokens // group.block_size for group, ids in groups)
 
     def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str, *, extends: bool) -> HeldBlocks:
-        """Take the blocks, a seal and, with host staging, host blocks for a lease, and return them.
+        """Take what a lease needs: the blocks in `block_ids`, a seal and, with host staging, as many host blocks.
 
-        `extends`: more blocks will follow by `extend`. If this raises a RequestError, nothing is taken.
+        `extends`: the caller will add blocks with `extend`. `what` names the request at the beginning of error
+        messages. If this raises a RequestError, nothing is taken.
         """
         tables, entries = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         counts, offered_tokens = tuple(map(len, tables)), num_tokens
@@ -171,12 +178,12 @@ class OfferedBlocks:
         )
 
     def undo_take(self, held: HeldBlocks) -> None:
-        """Give back the blocks, seal and host blocks of a lease that was not opened."""
+        """Give back what `take` has taken for a lease that will not be opened."""
         self._seals.free_slot(held.seal_index)
         self._free(held, lambda: None)
 
     def extend(self, held: HeldBlocks, block_ids: object, what: str) -> None:
-        """Take more blocks, and host blocks for them, for an open lease.
+        """Add the blocks in `block_ids` to an open lease and, with host staging, take as many host blocks.
 
         If this raises a RequestError, nothing is changed.
         """
@@ -196,13 +203,14 @@ class OfferedBlocks:
         held.tables, held.entries, held.extends = tables, entries, _lacks_blocks(tables, held.counts)
 
     def tokens_with_blocks(self, held: HeldBlocks) -> int:
-        """Return how many tokens, from the first, have room in the current blocks of the lease in every group."""
+        """Return how many tokens, from the first of the prompt, have their blocks in the lease now, in every group."""
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
 
     def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
-        """Raise RequestError if the cache or the host buffers have fewer blocks than `counts`, by group.
+        """Raise RequestError if a group of the cache, or its host buffers, has fewer blocks than `counts` says.
 
-        A lease that needs all these blocks could never be completed.
+        `counts` has the number of blocks of each group that a lease of `tokens` tokens needs. It could never be
+        completed.
         """
         self._ledger.check_enough_blocks(counts, f"{what}: num_tokens {tokens}")
         for group, count, buffers in zip(self._groups, counts, self._staging, strict=False):
@@ -212,9 +220,10 @@ class OfferedBlocks:
                 raise RequestError(f"{what}: num_tokens {tokens} needs {needs}, {there_are}")
 
     def _check_room(self, counts: tuple[int, ...], most: tuple[int, ...], tokens: int, what: str) -> None:
-        """Raise RequestError if a group has more blocks in `counts` than in `most`.
+        """Raise RequestError if the count of some group in `counts` is greater than in `most`.
 
-        `counts` are the numbers of blocks given so far, `most` the numbers that `tokens` need.
+        `counts` are the numbers of blocks given so far, `most` the numbers that `tokens` tokens need, one for each
+        group.
         """
         for group, count, needed in zip(self._groups, counts, most, strict=True):
             if count > needed:
@@ -223,9 +232,10 @@ class OfferedBlocks:
                 raise RequestError(f"{what}: {given} in all, expected at most {needs}")
 
     def _check_counts(self, counts: tuple[int, ...], num_tokens: int, what: str) -> int:
-        """Return the number of tokens that a lease offers with `counts` blocks of each group: `num_tokens` or fewer.
+        """Return how many of `num_tokens` tokens a lease can offer with `counts` blocks, one number for each group.
 
-        Raises RequestError if a group has too many blocks, or too few for its window.
+        Raises RequestError if a group has more blocks than `num_tokens` tokens need, or too few for its window or
+        state.
         """
         tokens = num_tokens
         for group, count in zip(self._groups, counts, strict=True):
@@ -256,7 +266,7 @@ class OfferedBlocks:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
 
     def advance(self, held: HeldBlocks, tokens: int, ready: DeviceEvent | None) -> None:
-        """Set the number of computed tokens of a lease to `tokens`, now or once `ready` has happened.
+        """Record that the first `tokens` tokens are computed, now or once the device event `ready` has happened.
 
         Without `ready` the caller must call `grow` afterwards, which updates the seal.
         """
@@ -269,10 +279,10 @@ class OfferedBlocks:
             advance.watch = self._copy_thread.watch(ready, partial(self._on_event, held, advance))
 
     def grow(self, held: HeldBlocks) -> None:
-        """Write the number of missing tokens into the lease's seal, so that readers can read the other tokens.
+        """Write the number of missing tokens into the lease's seal, so that readers can read all other tokens.
 
-        With host staging, begin to copy computed tokens to host blocks. Call this after each change of `held.computed`
-        or of the lease's blocks.
+        With host staging, also start to copy computed tokens to host blocks. Call this after each change of
+        `held.computed` or of the lease's blocks.
         """
         if held.history is not None:
             held.history.note(held.computed)
@@ -284,7 +294,10 @@ class OfferedBlocks:
                 self._stage_next(held, held.host_tables)
 
     def _on_event(self, held: HeldBlocks, advance: _Advance, error: BaseException | None) -> None:
-        """Called when the event of `advance` has happened. If querying the event raised `error`, the lease fails."""
+        """Called when the device event of `advance` has happened: let it and earlier advances take effect.
+
+        If querying the event raised `error`, fail the lease instead.
+        """
         if held.closed:
             return
         if error is not None:
@@ -296,7 +309,7 @@ class OfferedBlocks:
         self.grow(held)
 
     def close(self, held: HeldBlocks, *, failed: bool) -> None:
-        """End the lease for readers: wipe its seal or, if `failed`, set the seal to FAILED.
+        """End the lease for readers: clear its seal or, with `failed`, set the seal to FAILED.
 
         A read that checks the seal after this call fails.
         """
@@ -311,9 +324,10 @@ class OfferedBlocks:
             self._seals.free_slot(held.seal_index)
 
     def give_back(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
-        """Free the blocks once no copy reads them, then call `on_free`.
+        """Free the blocks of a lease as soon as no copy to host blocks reads them, then call `on_free`.
 
-        Call this only after `close` and the hold, when no read can succeed with these blocks.
+        Call this only after `close` and after the blocks were held for `limits.seal_hold_s`, when no read of these
+        blocks can succeed.
         """
         if held.failed:
             self._seals.retire_slot(held.seal_index)
@@ -322,9 +336,10 @@ class OfferedBlocks:
             self._free(held, on_free)
 
     def _take_host_blocks(self, what: str, tables: Sequence[BlockIds], undo: ExitStack) -> tuple[BlockIds, ...]:
-        """Take a host block for each block in `tables`, and return the host block ids, for each group.
+        """Take one host block for each block id in `tables`. Return their ids, one table for each group.
 
-        `undo` gets callbacks that give them back. Raises HostBlocksBusy if too few are free.
+        Callbacks that give the host blocks back are added to `undo`. Raises HostBlocksBusy if too few host blocks are
+        free.
         """
         found = []
         for ids, buffers in zip(tables, self._staging, strict=True):
@@ -339,7 +354,10 @@ class OfferedBlocks:
         return tuple(found)
 
     def _stage_next(self, held: HeldBlocks, host_tables: tuple[BlockIds, ...]) -> None:
-        """Begin to copy the next computed tokens of all groups to host blocks, unless a copy of the lease runs."""
+        """Start to copy the next computed tokens of all groups to host blocks.
+
+        No effect if a copy of this lease is running, or no further block can be copied yet.
+        """
         if held.copying:
             return
         upto = self._stage_upto(held)
@@ -367,7 +385,7 @@ class OfferedBlocks:
         self._copy_thread.submit(partial(run_all, copies), copied)
 
     def _stage_upto(self, held: HeldBlocks) -> int:
-        """Return how many tokens, from the first, will be in host blocks after the next copy.
+        """Return how many tokens, from the first of the prompt, will be in host blocks after the next copy.
 
         Copies end at block boundaries of all groups; the last copy ends with the last token.
         """
@@ -377,9 +395,9 @@ class OfferedBlocks:
         return min(upto, held.computed) // self._stage_unit * self._stage_unit
 
     def _unit_bytes(self) -> int:
-        """Return the size in bytes of `_stage_unit` tokens in host blocks, without recurrent state.
+        """Return the size in bytes of `_stage_unit` tokens in host blocks of all groups, without recurrent state.
 
-        Recurrent state is copied only with the last token.
+        Recurrent state is copied only together with the last token.
         """
         size_bytes = 0
         for group, buffers in zip(self._groups, self._staging, strict=False):
@@ -388,7 +406,10 @@ class OfferedBlocks:
         return size_bytes
 
     def _free(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
-        """Free the blocks and host blocks of a lease: after this the producer may reuse the blocks (invariant I3)."""
+        """Free the blocks and host blocks of a lease, then call `on_free`.
+
+        The producer may now reuse the blocks (invariant I3).
+        """
         self._ledger.release(held.entries)
         for taken in held.host_tables_by_call:
             for host_ids, buffers in zip(taken, self._staging, strict=True):
@@ -398,14 +419,15 @@ class OfferedBlocks:
 
 
 def _lacks_blocks(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
-    """Return True if some group has fewer block ids in `tables` than `counts` says that the lease needs."""
+    """Return True if some group has fewer block ids in `tables` than `counts` requires."""
     return any(len(ids) < count for ids, count in zip(tables, counts, strict=True))
 
 
 def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) -> slice:
-    """Return the slice of a lease's block table that holds the token positions `tokens` of one group.
+    """Return the slice of a group's block table with the blocks that the token positions `tokens` complete.
 
-    The table has `count` blocks, the last of which holds the last of `num_tokens` tokens.
+    The table has `count` blocks, the last of which holds the last of `num_tokens` tokens. With a window it may begin
+    after the first token.
     """
     first = 0 if group.whole else max(-(-num_tokens // group.block_size) - count, 0)
     begin, end = (min(max(-(-edge // group.block_size) - first, 0), count) for edge in (tokens.start, tokens.stop))

@@ -1,8 +1,8 @@
-"""Goodbyes: a closing producer asks the readers that have connected to it to drop their connections at once.
+"""Goodbyes: a closing producer asks the readers that have connected to it to drop their connections immediately.
 
-Goodbyes are best effort, on the side channel: without one, a reader's next read or handshake fails. Readers supply
-their own addresses, and may lie. So at most `Limits.readers_max` readers are remembered, and each address gets at most
-one `Goodbye`.
+Goodbyes are best effort, on the side channel: a reader without one notices at its next read or handshake, which fails.
+Readers supply their own addresses, and may lie. So at most `Limits.readers_max` readers are remembered, and each
+address gets at most one `Goodbye`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AT_ONCE_MAX = 16
 
 
 class Goodbyes:
-    """Remembers the readers that have connected to this rank, and sends them a `Goodbye` when the rank closes."""
+    """The readers that have connected to this rank, and the sending of a `Goodbye` to each when the rank closes."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._config = cache.config
@@ -44,10 +44,10 @@ class Goodbyes:
         return len(self._readers)
 
     def remember(self, caller: Address) -> None:
-        """Remember a reader, so that `send_all` sends a goodbye to its address.
+        """Remember the reader at address `caller`, so that `send_all` sends it a goodbye.
 
-        If more than `Limits.readers_max` readers are remembered, forget the reader that asked least recently. No effect
-        if `caller` has an impossible address.
+        If more than `Limits.readers_max` readers are remembered, forget the one that connected least recently. No
+        effect if `caller` is an address to which nothing can be sent.
         """
         if not _is_possible(caller):
             logger.info("reader not remembered: goodbyes cannot be sent to %.100r", caller)
@@ -55,7 +55,7 @@ class Goodbyes:
         self._readers[caller] = None
 
     async def send_all(self) -> None:
-        """Send a goodbye to every remembered reader, within `Limits.goodbye_timeout_s` in all.
+        """Send a goodbye to every remembered reader, and stop after `Limits.goodbye_timeout_s` in all.
 
         Forget readers that do not answer.
         """
@@ -67,7 +67,7 @@ class Goodbyes:
             logger.info("%s: not all readers got a goodbye within %s s", self._who, bound_s)
 
     async def _send(self, caller: Address) -> None:
-        """Send a goodbye to one reader. If that fails, forget the reader."""
+        """Send a goodbye to the reader at `caller`. If that fails, forget the reader."""
         own, fingerprint = self._local.caller, self._local.compatibility.fingerprint()
         goodbye = messages.Goodbye(target=caller, sender=own, incarnation=self._incarnation)
         try:

@@ -1,6 +1,6 @@
 """A lease: the request that opens it (`ServeRequest`), its state while open (`OpenLease`), and its handle (`Lease`).
 
-`serving` owns all open leases.
+Module `serving` owns all open leases.
 """
 
 from __future__ import annotations
@@ -51,22 +51,30 @@ class ServeRequest:
     ttl_s: Seconds | None = None
     reader_count: Size = 1
     traceparent: Traceparent = ""
-    """W3C trace context of the request. It goes into the ticket and into the records of both sides."""
+    """W3C trace context of the request. The ticket and the records of both sides carry it."""
     prompt: Sequence[int] | None = None
-    """Token ids of the prompt, as a digest in the ticket. A load fails if it gives another `prompt`."""
+    """Token ids of the prompt. The ticket carries their digest, and a load that is given another `prompt` fails."""
     ready: GivenEvent = None
-    """An event after which the blocks hold the prompt, for example a CUDA event behind the forward pass. Readers wait
-    until it has happened. **Without `ready` the blocks must hold the prompt when the lease is opened**: if the device
-    still computes, synchronize first."""
+    """Device event after which the blocks hold the prompt, for example a torch.cuda.Event behind the forward pass.
+
+    Readers wait until it has happened. **Without `ready` the blocks must hold the prompt when the lease is opened**: if
+    the device still computes, synchronize first.
+    """
     computed_tokens: Count | None = None
-    """Number of tokens, from the first, that are computed now, or once `ready` has happened; call `Lease.advance` when
-    more are computed. A load begins at once and reads the computed tokens. None: all tokens. `serve_blocks` raises
-    RequestError if the cache has fewer blocks than all tokens need, since that lease could never be completed."""
+    """Number of tokens, from the first, that are computed now, or once `ready` has happened; None: all tokens.
+
+    Call `Lease.advance` when more are computed. A load begins at once and reads the computed tokens. `serve_blocks`
+    raises RequestError if the cache has fewer blocks than all tokens need, since that lease could never be completed.
+    """
     extends: bool = False
-    """True if `Lease.extend` will add blocks until the lease's blocks hold all tokens. Needs `computed_tokens`. Implied
-    if `computed_tokens` is given and `block_ids` do not cover every full block of `num_tokens`."""
+    """True if `Lease.extend` will add blocks until the lease's blocks hold all tokens. Needs `computed_tokens`.
+
+    Implied if `computed_tokens` is given and `block_ids` do not cover every full block of `num_tokens`.
+    """
     payload: bool = False
-    """True if `Lease.complete` will give bytes to the readers, for example the first token. Loads wait for that call.
+    """True if `Lease.complete` will give bytes to the readers, for example the first token.
+
+    Loads wait for that call.
     """
 
 
@@ -75,7 +83,7 @@ TokenCount: TypeAlias = Annotated[int, Meta(ge=0, le=FAILED - 1)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingStatistics:
-    """The number of open leases, and counts of ended leases by outcome, of readers' notifications and of questions."""
+    """Counts of this rank's leases, by outcome, and of readers' notifications and questions about digests."""
 
     open_leases: int
     read: int
@@ -84,20 +92,22 @@ class ServingStatistics:
     failed: int
     """Number of leases that ended because the prompt could not be computed."""
     renewals: int
-    """Number of notifications by which readers renewed a lease."""
+    """Number of times that a reader's notification has renewed a lease."""
     late_notifications: int
     duplicate_notifications: int
     malformed_notifications: int
     digests: int = 0
-    """Number of readers' questions for digests of leased blocks that were answered."""
+    """Number of answered questions of readers for digests of leased blocks."""
     digests_refused: int = 0
     late_reads: int = 0
-    """Number of reads that stock readers (vLLM's own NixlConnector) reported after the lease had ended. Stock readers
-    do not check seals, so the bytes that they read may belong to another prompt."""
+    """Number of reads that stock readers (vLLM's own NixlConnector) reported after the lease had ended.
+
+    Stock readers do not check seals, so the bytes of these reads may belong to another prompt.
+    """
 
 
 class LeaseOutcome(enum.StrEnum):
-    """The outcome of a lease. After each outcome the blocks may be reused."""
+    """How a lease has ended. After each of these outcomes the blocks may be reused."""
 
     READ = "read"
     EXPIRED = "expired"
@@ -107,29 +117,29 @@ class LeaseOutcome(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class OpenLease:
-    """A lease that is open or still holds its blocks: its entry in the lease book, its blocks and its outcome."""
+    """A lease that is open, or has ended and still holds its blocks: its book entry, ticket, blocks and outcome."""
 
     entry: LeaseEntry
     ticket: Ticket
     held: HeldBlocks
     outcome: asyncio.Future[LeaseOutcome]
     payload: bytes | None
-    """Bytes that `Lease.complete` has given for the readers; None if they were promised and not given yet.
+    """Bytes for the readers from `Lease.complete`. None until that call, if `ServeRequest.payload` has promised bytes.
 
-    Empty if none were promised (`ServeRequest.payload`).
+    Empty if none were promised.
     """
     reason: str = ""
     """Reason why the prompt could not be computed; "" if it could."""
 
     @property
     def complete(self) -> bool:
-        """True once peers can read all tokens, and `Lease.complete` has given the payload if one was promised."""
+        """True once peers can read all tokens and, if a payload was promised, `Lease.complete` has given it."""
         return not self.held.missing and self.payload is not None
 
     def matches(self, num_tokens: int, blocks_digest: bytes) -> bool:
-        """Return whether the lease has `num_tokens` tokens and blocks with `blocks_digest`.
+        """Return whether this lease has `num_tokens` tokens and block tables with the digest `blocks_digest`.
 
-        The digest may be that of the blocks at the opening, which the ticket names, or of the blocks now.
+        The digest may be that of the block tables in the ticket, or of the current ones.
         """
         ticket, tables = self.ticket, self.held.tables
         if ticket.num_tokens != num_tokens or ticket.blocks_digest == blocks_digest:
@@ -140,14 +150,14 @@ class OpenLease:
         return messages.digest_of(ids if len(ids) > 1 else ids[0]) == blocks_digest
 
     def rank_lease(self) -> RankLease:
-        """Return this rank's entry for a ticket, to be sent to a reader that has another rank's ticket or none."""
+        """Return this rank's entry for tickets, a `RankLease`, for a reader with a ticket that does not have it."""
         own, held = self.ticket.first, self.held
         return msgspec.structs.replace(own, pending=held.computed < held.num_tokens or self.ticket.extends)
 
     def offer(self, queued_bytes: int = 0) -> messages.Offer:
-        """Return the ticket's tokens, blocks and `ttl_s` as an offer, to be sent to a reader without the ticket.
+        """Return an offer with the tokens, block tables and `ttl_s` of this lease, for a reader without its ticket.
 
-        `queued_bytes` is copied into the offer.
+        `queued_bytes` becomes the field of that name in the offer.
         """
         ticket = self.ticket
         return messages.Offer(
@@ -168,8 +178,9 @@ class Lease:
 
     def __init__(self, opened: OpenLease, serving: Serving) -> None:
         self.ticket = opened.ticket
-        """The ticket for readers, made when the lease was opened. It lacks blocks that were added later; readers ask
-        this rank for these blocks.
+        """The ticket for readers, made when the lease was opened. It lacks blocks that were added later.
+
+        Readers ask this rank for the added blocks.
         """
         self._opened = opened
         self._entry = opened.entry

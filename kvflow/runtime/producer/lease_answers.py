@@ -44,7 +44,7 @@ from kvflow.runtime.clock import Clock, Timer
 from kvflow.runtime.producer.lease import OpenLease
 
 WAITING_MAX = 1 << 14
-"""Maximum number of waiting questions. Any further question is answered at once, and the reader asks again later."""
+"""Maximum number of waiting questions. Above it a question is answered immediately, and the reader asks again later."""
 WAITING_OF_READER_MAX = 1 << 12
 WAITING_OF_REQUEST_MAX = 256
 _KEPT_ANSWERS_MAX = 1 << 12
@@ -54,16 +54,16 @@ _ENDED = messages.LeaseAnswer(state=LeaseAnswerState.ENDED)
 
 @dataclass(slots=True, eq=False)
 class _WaitingQuestion:
-    """A reader's question that waits for news of a lease, and the future of its answer."""
+    """A reader's question that waits for news of a lease, and the future of its reply."""
 
     question: messages.LeaseRequest
     reply: asyncio.Future[messages.Reply]
     timer: Timer | None = None
-    """Timer that answers the question, without news, after the question's `wait_s`."""
+    """Timer that ends the wait after the question's `wait_s`, with an answer that has no news."""
 
 
 class LeaseAnswers:
-    """Answers readers' questions about leases, now or when there is news, and holds the waiting questions."""
+    """Answers readers' questions about leases, immediately or when there is news, and keeps the waiting questions."""
 
     def __init__(
         self,
@@ -72,16 +72,16 @@ class LeaseAnswers:
         open_lease: Callable[[str], OpenLease | None],
         served: Callable[[str], bool],
     ) -> None:
-        """Take two functions of a request id.
+        """Keep two functions that take a request id.
 
-        `open_lease` returns the open lease of the request, if any. `served` returns whether a lease of the request
-        ended lately.
+        `open_lease` returns the request's open lease, or None. `served` returns whether a lease of the request ended
+        lately.
         """
         self._open_lease = open_lease
         self._ended_recently = served
         self._clock = clock
         self._of_request: dict[str, dict[_WaitingQuestion, None]] = {}
-        """Waiting questions by request id, in order of arrival. The inner dict is an ordered set."""
+        """Waiting questions by request id, in order of arrival. The inner dict serves as an ordered set."""
         self._of_reader: Counter[str] = Counter()
         self.waiting = 0
         """Number of waiting questions."""
@@ -89,15 +89,15 @@ class LeaseAnswers:
         self._kept_answers: BoundedMap[str, messages.LeaseAnswer] = BoundedMap(_KEPT_ANSWERS_MAX)
         """Answers by request id, for the last few thousand requests that were declined, failed or had no blocks.
 
-        A question that comes after the end of the lease, or without a lease, gets this answer.
+        Questions that come when the request has no open lease get these answers.
         """
         self._redirects = BoundedMap[str, messages.LeaseAnswer](_KEPT_ANSWERS_MAX)
-        """Answers by request id, for requests that the router sent to another engine, which has reported that."""
+        """Answers by request id, for requests that the router sent to another engine. That engine has reported this."""
         self.refusal_reason = ""
         """Reason why this rank opens no further leases; "" while it still opens leases."""
 
     def answer(self, question: messages.LeaseRequest) -> Answered:
-        """Return the answer to a question, or a future of the answer if the question must wait.
+        """Return the answer to `question`, or a future of the answer if the question must wait for news.
 
         Raises WireError if the question is impossible.
         """
@@ -105,9 +105,9 @@ class LeaseAnswers:
         return self._hold_question(question) if reply is None else reply
 
     def opened(self, found: OpenLease, *, empty: bool) -> None:
-        """Answer the questions that wait for the lease `found`, which has been opened.
+        """Answer the questions that wait for `found`, a lease that was just opened.
 
-        `empty`: the lease has no blocks, so it ends at once; readers, also later ones, get an empty offer.
+        `empty`: the lease has no blocks, so it ends at once. Waiting and later questions then get an empty offer.
         """
         request_id = found.ticket.request_id
         self._kept_answers.pop(request_id, None)
@@ -123,15 +123,15 @@ class LeaseAnswers:
     def redirect(self, question: messages.DeclineRequest) -> messages.Ack:
         """Answer waiting and later questions about a request with the pending ticket of another engine.
 
-        That engine has sent `question`: a router has sent the request to it, while readers wait at this rank. Changes
-        nothing for a request that is served, was served or is declined here.
+        That engine has sent `question`, because a router sent it the request while readers wait at this rank. The
+        answers about a request that is or was served here, or is declined here, do not change.
         """
         self._redirects[question.request_id] = _failed_answer(question.reason, question.instead)
         self.answer_waiting(question.request_id)
         return messages.Ack(incarnation=self._incarnation)
 
     def answer_waiting(self, request_id: str) -> None:
-        """Answer each waiting question about a request for which there is news now.
+        """Answer those waiting questions about request `request_id` for which there is news now.
 
         Call this after each change of the request's lease.
         """
@@ -143,9 +143,9 @@ class LeaseAnswers:
                 self._reply(waiting, reply)
 
     def refuse_questions(self, why: str) -> None:
-        """Refuse waiting and later questions about leases that are not open, with the reason `why`.
+        """Refuse, for the reason `why`, waiting and later questions about leases that are not open.
 
-        Call this when the rank opens no further leases.
+        Call this when this rank opens no further leases.
         """
         self.refusal_reason = why
         for request_id in list(self._of_request):
@@ -156,7 +156,7 @@ class LeaseAnswers:
         self.answer_waiting(request_id)
 
     def _answer_now(self, question: messages.LeaseRequest) -> messages.Reply | None:
-        """Return the answer to a question by the table in the module's docstring, or None if the question must wait."""
+        """Return the answer to `question` by the table in the module docstring, or None if the question must wait."""
         request_id = question.request_id
         found = self._open_lease(request_id)
         if question.lease_id is not None:
@@ -177,9 +177,9 @@ class LeaseAnswers:
         return None
 
     def _answer_known(self, question: messages.LeaseRequest, found: OpenLease | None) -> messages.LeaseAnswer | None:
-        """Return the answer to a question about a lease that the reader knows, or None if there is no news.
+        """Return the answer to `question`, from a reader that knows the lease, or None if there is no news.
 
-        `found` is the open lease of the request, if any.
+        `found` is the open lease of the request, or None.
         """
         if found is None or found.held.lease_id != question.lease_id:
             noted = self._kept_answers.get(question.request_id)
@@ -198,9 +198,9 @@ class LeaseAnswers:
         return messages.LeaseAnswer(state=LeaseAnswerState.OPEN, more_block_ids=more)
 
     def _hold_question(self, question: messages.LeaseRequest) -> Answered:
-        """Let a question wait, and return the future of its answer.
+        """Add `question` to the waiting questions, and return the future of its reply.
 
-        If the question does not ask to wait, or too many questions wait, return an answer without news at once.
+        If the question does not ask to wait, or there is no room for it, return an answer without news instead.
         """
         reader = messages.claimed_engine_id(question)
         others = self._of_request.get(question.request_id, ())

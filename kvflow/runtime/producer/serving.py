@@ -1,17 +1,19 @@
-"""Serving: carries out the decisions of the lease book. It takes and frees blocks, runs the timer and makes handles.
+"""Serving: carries out the decisions of the lease book.
 
-An engine of several ranks serves a request on each rank under the same request id. Each rank has a lease of its own. A
-reader with another rank's ticket finds the lease by the request id (`open_lease`).
+It takes and frees blocks, runs the timer and makes lease handles. An engine of several ranks serves a request on each
+rank under the same request id. Each rank has a lease of its own. A reader with another rank's ticket finds the lease by
+the request id (`open_lease`).
 
 A lease is in the book and its seal is set before `serve` returns, so even the fastest reader finds both. Every end of a
-lease wipes the seal at once; the blocks are given back after the hold (invariant I3). If the blocks of a lease cannot
-be staged, it fails. Late, duplicate and malformed notifications are counted and change nothing.
+lease wipes the seal at once; the blocks are given back only after a time, the hold (`limits.seal_hold_s`; invariant
+I3). If the blocks of a lease cannot be staged, the lease fails. Late, duplicate and malformed notifications are counted
+and change nothing.
 
-No successful read has touched blocks that were given back, since the read found the seal intact:
-- either after its last byte had landed: then the seal was wiped later, and the blocks were given back later still;
+No successful read has touched blocks that were given back, since the reader found the seal intact:
+- either after the last byte had landed: then the seal was wiped later, and the blocks were given back later still;
 - or at some time t during the read, and the whole read took less than half of the hold: then the seal was wiped after
   t, so the blocks were given back at t plus the hold at the earliest, after the end of the read
-  (`core.protocol.proof`). A lease without a hold says so, and its readers check only after the last byte.
+  (`core.protocol.proof`). The ticket of a lease without a hold says so, and its readers check only after the last byte.
 The second case needs a hold that is never shorter than promised. Since the loop may round timers, the one timer for all
 leases only makes the book look at the clock. A read that loses this race may take any time: its memory stays
 registered, its bytes are discarded, and its load fails with LeaseExpired.
@@ -59,14 +61,14 @@ if TYPE_CHECKING:
 logger = logger_of(__name__)
 
 INTRODUCTION = "introduction"
-"""The request id in every ticket that `Runtime.introduce` makes, which describes a rank but offers no blocks."""
+"""Request id in every ticket from `Runtime.introduce`. Such a ticket describes a rank and offers no blocks."""
 
 
 class Serving:
     """Opens and ends the leases of one registered cache, and holds each lease until its blocks are free."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        """Take from `cache` what is needed, but keep no reference to it.
+        """Take what is needed from `cache`, but keep no reference to `cache`.
 
         Handles of leases refer to this object, and must not keep the cache's tensors alive.
         """
@@ -86,11 +88,14 @@ class Serving:
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
-        """Numbers of answered and of refused questions for digests of blocks. `verify.LoadVerifier` counts them."""
+        """Numbers of answered and of refused questions of readers for digests of blocks.
+
+        `verify.LoadVerifier` counts them.
+        """
         self._late_reads = 0
         self.lease_answers = LeaseAnswers(cache.clock, cache.incarnation, self.open_lease, self._book.ended_recently)
         self._growing: Any = None
-        """The `GrowingLeases` for leases that open before all tokens are computed; None until a lease has needed it."""
+        """The `GrowingLeases`, which serves leases opened before all tokens are computed; None until it is needed."""
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._lease_facts = _lease_facts(cache)
@@ -112,14 +117,15 @@ class Serving:
 
     @property
     def open_requests(self) -> list[str]:
-        """Request ids of the leases that are open or still hold their blocks."""
+        """Request ids of the leases that are open, or have ended and still hold their blocks."""
         return [entry.request_id for entry in self._open_leases]
 
     def serve(self, request: ServeRequest, *, hold_blocks: bool = True, one_reader_rank: bool = False) -> Lease:
-        """Open a lease and return its handle. If this raises a RequestError or UsageError, nothing is changed.
+        """Open a lease for `request` and return its handle.
 
-        `hold_blocks`: the blocks stay held for `limits.seal_hold_s` after the end of the lease. `one_reader_rank`:
-        exactly one reader rank will read this lease.
+        If this raises RequestError or UsageError, nothing has changed. `hold_blocks`: keep the blocks held for
+        `limits.seal_hold_s` after the end of the lease. `one_reader_rank`: exactly one reader rank will read this
+        lease.
         """
         ids_max = self._config.limits.block_ids_max
         request = checks.normalize_request(request, ServeRequest, "serve_blocks", ids_max)
@@ -159,7 +165,10 @@ class Serving:
         return Lease(opened, self)
 
     def introduce(self) -> Ticket:
-        """See `Runtime.introduce`."""
+        """Return a ticket without blocks that describes this rank, for prewarming.
+
+        The implementation of `Runtime.introduce`.
+        """
         return Ticket(
             **self._ticket_facts,
             request_id=INTRODUCTION,
@@ -173,7 +182,10 @@ class Serving:
         )
 
     def _make_ticket(self, request: ServeRequest, held: HeldBlocks, digest: str, hold_blocks: bool) -> Ticket:
-        """Return the ticket of a lease that is about to be opened."""
+        """Return the ticket of the lease that is about to be opened for `request` with the blocks `held`.
+
+        `digest` is the digest of the prompt, or "". `hold_blocks`: the blocks stay held after the end of the lease.
+        """
         first, *more = map(np.ndarray.tolist, held.tables)
         host = [*map(np.ndarray.tolist, held.host_tables or ())]
         ttl_s, extends = request.ttl_s, request.extends or held.extends
@@ -201,7 +213,7 @@ class Serving:
         return made
 
     def _take_blocks(self, request: ServeRequest) -> HeldBlocks:
-        """Check `request`, and take the blocks and the seal of its lease.
+        """Check `request`, and take the blocks, the seal and any host blocks of its lease.
 
         If this raises a RequestError, nothing is taken.
         """
@@ -230,7 +242,7 @@ class Serving:
         return held
 
     def on_notification(self, payload: bytes) -> None:
-        """Decode and apply a reader's notification: that it has read some leases, or still needs some leases."""
+        """Decode a reader's notification, and mark the leases that it lists as read or renew them."""
         try:
             if len(payload) > notifications.NOTIFICATION_BYTES_MAX:
                 raise codec.WireError(f"{counted(len(payload), 'byte')}")
@@ -248,9 +260,9 @@ class Serving:
                     self._renew(lease_id, reader)
 
     def find_lease(self, lease_id: str, request_id: str) -> OpenLease | None:
-        """Return the open lease with this lease id and request id, or None.
+        """Return the open lease with both this lease id and this request id, or None.
 
-        Only readers of the lease know its lease id, so a question that names it comes from a reader.
+        Only readers of the lease know its lease id, so a question that has the lease id comes from a reader.
         """
         entry = self._book.find(lease_id)
         if entry is None or not entry.is_open or entry.request_id != request_id:
@@ -258,23 +270,26 @@ class Serving:
         return self._open_leases[entry]
 
     def open_lease(self, request_id: str) -> OpenLease | None:
-        """Return the open lease of a request, or None."""
+        """Return the open lease of request `request_id`, or None."""
         entry = self._book.open_lease_of(request_id)
         return None if entry is None else self._open_leases[entry]
 
     def decline(self, request_id: str, reason: str) -> None:
-        """See `Runtime.decline`."""
+        """Answer readers that ask for request `request_id`: its prompt will not be computed, because of `reason`.
+
+        Raises RequestError if the request has an open lease. The implementation of `Runtime.decline`.
+        """
         if self._book.open_lease_of(request_id) is not None:
             raise RequestError(f"request {request_id!r}: decline: it is being served already")
         self.lease_answers.decline(request_id, reason)
 
     def lease_id_of(self, request_id: str) -> str | None:
-        """Return the lease id of the open lease of a request, or None."""
+        """Return the lease id of the open lease of request `request_id`, or None."""
         entry = self._book.open_lease_of(request_id)
         return None if entry is None else entry.lease_id
 
     def note_late_read(self) -> None:
-        """Count a read that a stock reader, which checks no seal, has reported after the lease had ended."""
+        """Count a late read: a stock reader, which checks no seal, has reported it after the lease had ended."""
         self._late_reads += 1
 
     def has_open_lease(self, request_id: str | None) -> bool:
@@ -282,7 +297,7 @@ class Serving:
         return self._book.open_lease_of(request_id) is not None
 
     def release(self, question: messages.ReleaseRequest) -> messages.Ack:
-        """Apply a reader's message, on the side channel, that it will not read a lease. Return the acknowledgement.
+        """Apply a `ReleaseRequest`, in which a reader says that it will not read a lease. Return the acknowledgement.
 
         The lease then counts as read by that reader. Raises WireError if the reader's cache is incompatible.
         """
@@ -296,11 +311,11 @@ class Serving:
         return messages.Ack(incarnation=self._incarnation)
 
     async def drained(self) -> None:
-        """Wait until no lease is open and none holds blocks."""
+        """Wait until no lease is open and no ended lease holds blocks."""
         await self._all_ended.wait()
 
     def close(self) -> None:
-        """Revoke all open leases, and refuse readers that wait for a lease, now and later."""
+        """Revoke all open leases, and refuse waiting and later questions of readers about leases that are not open."""
         self.lease_answers.refuse_questions("it is closing, or its cache is being unregistered")
         for entry in list(self._open_leases):
             self._end_lease(entry, "revoke")
@@ -318,20 +333,23 @@ class Serving:
         self._renewals += counted is Counted.NOTED
 
     def revoke(self, entry: LeaseEntry) -> None:
-        """See `Lease.revoke`."""
+        """End a lease as REVOKED: no load of it can succeed after this call. No effect if the lease has ended."""
         self._end_lease(entry, "revoke")
 
     def fail(self, entry: LeaseEntry, reason: str) -> None:
-        """See `Lease.fail`."""
+        """End a lease as FAILED, since its prompt will not be computed because of `reason`.
+
+        No effect if the lease has ended.
+        """
         if entry.is_open:
             self._open_leases[entry].reason = reason
             logger.info("lease %s: its prompt will not be computed: %s", entry.request_id, reason)
             self._end_lease(entry, "fail")
 
     def growing_leases(self, request_id: str) -> Any:
-        """Return the `GrowingLeases`, for leases that open before all tokens are computed. The first call makes it.
+        """Return the `GrowingLeases`, which serves leases opened before all tokens are computed.
 
-        Raises RequestError, for `request_id`, if `kvflow.growing` is not installed.
+        The first call creates it. Raises RequestError, with `request_id`, if `kvflow.growing` is not installed.
         """
         if self._growing is None:
             module = import_part("growing", f"request {request_id!r}: a lease that grows")
@@ -341,7 +359,7 @@ class Serving:
         return self._growing
 
     def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
-        """See `Lease.restart`."""
+        """Set the `ttl_s` of an open lease (None: Config.lease_ttl_s), and let it last at least that long from now."""
         self._book.restart(entry, self._config.lease_ttl_s if ttl_s is None else ttl_s, self._clock.now_s())
 
     def _fail_unreadable(self, entry: LeaseEntry, error: BaseException) -> None:
@@ -349,15 +367,15 @@ class Serving:
         self.fail(entry, f"{type(error).__name__}: {checks.error_text(error)}")
 
     def _end_lease(self, entry: LeaseEntry, event: LeaseEvent) -> None:
-        """End a lease by `event`, an event of the lease state table. No effect if the lease has ended."""
+        """End a lease by firing `event` in its state table. No effect if the lease has ended."""
         if self._book.end(entry, event, self._clock.now_s()):
             self._after_end(entry)
             self._set_alarm()
 
     def _after_end(self, entry: LeaseEntry) -> None:
-        """Wipe the seal of a lease that the lease book has ended, and answer the questions that wait for the lease.
+        """Wipe the seal of a lease that has just ended, and answer the questions that wait for the lease.
 
-        If the lease holds its blocks for a while, the alarm gives them back later; else give them back now.
+        If the lease has a hold, the alarm gives its blocks back later; otherwise give them back now.
         """
         offer, failed = self._open_leases[entry], entry.state is LeaseState.FAILED
         self._blocks.close(offer.held, failed=failed)
@@ -372,15 +390,18 @@ class Serving:
             self._blocks.give_back(offer.held, partial(self._complete_outcome, entry))
 
     def _set_alarm(self) -> None:
-        """Set the alarm for the next time at which the lease book expires or frees a lease. It may ring too early."""
+        """Set the alarm for the next time at which the lease book has a lease to expire or blocks to free.
+
+        It may ring too early.
+        """
         next_s = self._book.next_s
         if next_s is None or next_s < self._alarm.due_s:
             self._alarm.set(math.inf if next_s is None else next_s)
 
     def _on_alarm(self) -> None:
-        """Expire the leases, and give back the blocks of ended leases, for which the clock says that it is time.
+        """Expire the leases that are due, and give back the blocks of ended leases when their hold is over.
 
-        Called by the alarm, which may be early or late.
+        Called by the alarm, which may be early or late, so the clock decides.
         """
         now_s = self._clock.now_s()
         for entry in self._book.expire(now_s):
@@ -390,7 +411,7 @@ class Serving:
         self._set_alarm()
 
     def _complete_outcome(self, entry: LeaseEntry) -> None:
-        """Complete the outcome of a lease, now that its blocks are free, and pass its record to the observers."""
+        """Set the outcome of a lease, now that its blocks are free, and pass its `LeaseRecord` to the observers."""
         offer, outcome = self._open_leases.pop(entry), LeaseOutcome(entry.state)
         offer.outcome.set_result(outcome)
         self._outcomes[outcome] += 1
@@ -418,7 +439,7 @@ class Serving:
 
 
 def _lease_facts(cache: RegisteredCache) -> dict[str, Any]:
-    """Return the fields that have the same value in the ticket entry (`RankLease`) of every lease of this rank."""
+    """Return the fields of `RankLease`, the entry of a rank in a ticket, that are equal in every lease of this rank."""
     config = cache.config
     return {
         "pp_rank": config.pp_rank,
@@ -430,7 +451,7 @@ def _lease_facts(cache: RegisteredCache) -> dict[str, Any]:
 
 
 def _ticket_facts(cache: RegisteredCache) -> dict[str, Any]:
-    """Return the fields that have the same value in every ticket of this rank."""
+    """Return the fields of `Ticket` that are equal in every ticket of this rank."""
     config, kinds = cache.config, parallelism_of(cache.local.cache_shares)
     return {
         "engine_id": config.engine_id,

@@ -1,1 +1,1 @@
-"""Devices that caches are on: the CPU, or an accelerator with its own streams and memory."""
+"""Devices on which caches lie: the CPU, or an accelerator with its own streams and memory."""

@@ -1,10 +1,10 @@
-"""Copies on any kind of device for which torch has streams and events. No code here depends on the kind.
+"""Block copies on any kind of device for which torch has streams and events. No code here depends on the kind.
 
 Copies run on a stream of their own that does not wait for the engine's streams, so that a busy engine does not delay
 them. Before a copy the caller must therefore make sure that the source is computed (`ServeRequest.ready`), and that
 nothing still writes to the target (`LoadRequest.after`). A copy is finished only when its stream has been synchronized.
 
-Devices differ in their kernels: many have none for complex numbers, some none for 64-bit integers. So rows are copied
+Devices differ in their kernels: many have none for complex numbers, some none for 64-bit integers. So blocks are copied
 in the cache's own dtype or, if the device cannot do that, as bytes. Each dtype is tried once. If neither works, each
 block is copied by a call of its own, which every device can do.
 """
@@ -25,10 +25,10 @@ _INDEX_TYPES = (torch.int64, torch.int32)
 
 
 class AcceleratorDevice(CacheDevice):
-    """A `CacheDevice` with a stream for copies. Made on the copy thread, on which it makes the device current."""
+    """A `CacheDevice` with a stream for copies. Created on the copy thread, where it makes its device current."""
 
     def __init__(self, where: Device) -> None:
-        """Make the device current on this thread, make a stream, and record an event on it as a trial.
+        """Make the device current on this thread, create a stream, and record an event on the stream as a trial.
 
         Raises torch's own error if torch has no streams or events for this kind of device.
         """
@@ -50,7 +50,7 @@ class AcceleratorDevice(CacheDevice):
         return torch.Stream(self.name), torch.Event(self.name)
 
     def _stream_context(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which the copy stream is the current stream."""
+        """Return a context manager in which the copy stream is the current stream of this thread."""
         return self._stream
 
     @property
@@ -85,7 +85,7 @@ class AcceleratorDevice(CacheDevice):
     def view_elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return `views` reinterpreted in the dtype of the engine's tensors, or as bytes.
 
-        They are bytes if all `views` are, or if the device has no gather and scatter kernels for that dtype.
+        The result is bytes if all `views` are bytes, or if the device has no gather and scatter kernels for that dtype.
         """
         found = super().view_elements(*views)
         dtype = found[0].dtype
@@ -94,9 +94,9 @@ class AcceleratorDevice(CacheDevice):
         return found if self._indexed[dtype] else tuple(view.view(torch.uint8) for view in found)
 
     def _can_index(self, dtype: torch.dtype, index_type: torch.dtype) -> bool:
-        """Return whether the device can gather and scatter rows of `dtype` by indices of `index_type`.
+        """Return whether the device can gather and scatter rows of `dtype` by indices of type `index_type`.
 
-        Found out by a trial, since torch has no query for that.
+        A trial finds that out, since torch has no query for it.
         """
         try:
             with self.copying():

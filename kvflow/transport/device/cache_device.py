@@ -1,4 +1,4 @@
-"""The device that a cache is on: how blocks are copied to and from it, in which order, and memory for copies.
+"""The device on which a cache lies: how blocks are copied to and from it, in which order, and memory for copies.
 
 Each registration of a cache makes one `CacheDevice` (`make_device`). On the CPU a copy is finished when its call
 returns. If torch has streams and events for the device, copies have a stream of their own (`accelerator`); CUDA has
@@ -27,7 +27,10 @@ _GATHER_BUFFER_BYTES = 8 << 20
 
 
 class CacheDevice:
-    """A device without streams; devices with streams are subclasses. Every method is called on the copy thread."""
+    """A device on which a cache lies, here without streams; subclasses have streams.
+
+    Every method is called on the copy thread.
+    """
 
     def __init__(self, where: Device) -> None:
         self.where = where
@@ -40,12 +43,12 @@ class CacheDevice:
 
     @property
     def on_host(self) -> bool:
-        """True if the device is the CPU, which needs neither a stream nor memory to gather blocks in."""
+        """True if the device is the CPU, which needs no stream and no buffer to gather blocks."""
         return self.where.kind == "cpu"
 
     @property
     def allocates_at_registration(self) -> bool:
-        """True if device memory for copies is allocated at registration, before the engine takes all free memory."""
+        """True if device memory for copies is allocated at registration. The engine may take all free memory later."""
         return False
 
     @property
@@ -58,14 +61,14 @@ class CacheDevice:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Return a context manager: copies made in the `with` body run in order, and its exit waits for their end.
+        """Context manager: copies made in the `with` body run in order, and the exit waits until they are finished.
 
-        If the body raises, its exit still waits for the copies made before. Raises the error of a queued copy.
+        If the body raises, the exit still waits for the copies made before. Raises the error of a failed copy.
         """
         yield
 
     def wait(self) -> None:
-        """Wait for the work that this thread has queued on its current stream. Raises the error of failed work."""
+        """Wait for all work that this thread has queued on its current stream. Raises the error of failed work."""
         import torch
 
         accelerator = getattr(torch, "accelerator", None)  # torch 2.6
@@ -74,22 +77,26 @@ class CacheDevice:
             torch.accelerator.current_stream(self.name).synchronize()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Allocate device memory that no queued work of the engine uses. Raises RuntimeError if too little is free."""
+        """Allocate device memory that no queued work of the engine uses.
+
+        Raises RuntimeError if the device has too little.
+        """
         import torch
 
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.name)
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
-        """Allocate zeroed host memory that the device copies to and from at full speed, page-locked if possible."""
+        """Allocate zeroed host memory from and to which the device copies at full speed: page-locked if possible."""
         import torch
 
         memory = torch.empty(size_bytes, dtype=torch.uint8)
         return memory.zero_()  # touches every page, so that it has memory now
 
     def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor | None:
-        """Return block ids as an index tensor on the device. Call this, and use the result, only inside `copying`.
+        """Copy block ids to the device as an index tensor, and return it.
 
-        Return None if the device has no gather and scatter kernels; then blocks are copied one by one.
+        Call this, and use the tensor, only inside `copying`. Return None if the device has no gather and scatter
+        kernels; then blocks are copied one by one.
         """
         import torch
 
@@ -98,30 +105,36 @@ class CacheDevice:
     def copy_pieces(
         self, targets: npt.NDArray[np.uint64], sources: npt.NDArray[np.uint64], sizes: npt.NDArray[np.uint64]
     ) -> None:
-        """Copy `sizes[i]` bytes from address `sources[i]` to `targets[i]`, for each i.
+        """Copy `sizes[i]` bytes from address `sources[i]` to address `targets[i]`, for each i.
 
-        Addresses are on the device or in `host_memory`. Call it inside `copying`, and only if `piece_bytes_min` is not
-        None.
+        Addresses are on the device or in `host_memory`. Call this inside `copying`, and only if `piece_bytes_min` is
+        not None.
         """
         raise NotImplementedError(self.name)
 
     @property
     def piece_bytes_min(self) -> int | None:
-        """Size in bytes from which `copy_pieces` is faster than gather kernels; None if it is not supported."""
+        """Size of a copied range, in bytes, from which `copy_pieces` is faster than gather kernels.
+
+        None if the device does not support `copy_pieces`.
+        """
         return None
 
     def view_elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return `views` reinterpreted in the engine's dtype: the first dtype among them that is not uint8, if any."""
+        """Return `views`, tensors of cache memory, reinterpreted in one dtype: the first among them that is not uint8.
+
+        If all are uint8, return them unchanged.
+        """
         import torch
 
         dtype = next((view.dtype for view in views if view.dtype is not torch.uint8), torch.uint8)
         return tuple(view.view(dtype) for view in views)
 
     def gather_buffer(self, count: int, size_bytes: int) -> torch.Tensor:
-        """Return device memory to gather blocks into, as a tensor with one row of `size_bytes` bytes for each block.
+        """Return a device buffer to gather blocks into: a tensor with one row of `size_bytes` bytes for each block.
 
-        It has at most `count` rows: as many as fit into the buffer, but at least one. Every call returns the same
-        buffer, which a call with a larger `size_bytes` replaces. Call it inside `copying`.
+        It has `count` rows, or fewer if not all fit into the buffer, but at least one. All calls share one buffer,
+        which a call with a larger `size_bytes` replaces. Call this inside `copying`.
         """
         if self._gather_buffer is None or len(self._gather_buffer) < size_bytes:
             self._gather_buffer = self.allocate(max(_GATHER_BUFFER_BYTES, size_bytes))
@@ -130,7 +143,7 @@ class CacheDevice:
 
 
 def is_rocm() -> bool:
-    """Return whether torch is built for ROCm: it calls AMD's devices "cuda" as well, but they have another driver."""
+    """Return whether the loaded torch is built for ROCm. It calls AMD devices "cuda", but they have another driver."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.version.hip is not None
 
@@ -142,7 +155,7 @@ _WITHOUT_STREAMS = (
 
 
 def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
-    """Return the `CacheDevice` of a cache. Call it on the copy thread.
+    """Return the `CacheDevice` for a cache on the device `where`. Call this on the copy thread.
 
     Args:
         where: the device.
@@ -172,7 +185,7 @@ def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
 
 
 def record_event(where: Device) -> DeviceEvent | None:
-    """Record an event that happens once all work queued so far on this thread's current stream of a device has run.
+    """Record a device event behind all work queued so far on this thread's current stream of the device `where`.
 
     `where` must be the current device of its kind.
 

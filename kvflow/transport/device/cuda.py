@@ -1,4 +1,4 @@
-"""CUDA: the current device of a thread, and the few calls of the driver (libcuda) that torch lacks.
+"""CUDA: the current device of a thread, and the few calls of the CUDA driver (libcuda) that torch lacks.
 
 A runtime loads the driver only in a process that uses CUDA, where torch has initialized CUDA before.
 """
@@ -24,10 +24,12 @@ DEVICE_ATTRIBUTES: Mapping[str, int] = {
     "GPUDirect RDMA writes ordering": 118,
     "DMA-BUF supported": 124,
 }
-"""CUDA's numbers of the device attributes that matter for RDMA and for reads by other processes, by name."""
+"""CUDA's numbers, by name, of the device attributes that matter for RDMA and for reads by other processes."""
 WRITES_ORDERING_OWNER = 100
-"""Smallest value of "GPUDirect RDMA writes ordering" that makes a flush unnecessary: once the host has seen the end of
-a NIC's write, the device sees the written data, too."""
+"""Smallest value of the attribute "GPUDirect RDMA writes ordering" that makes a flush unnecessary.
+
+From this value on, once the host has seen the end of a NIC's write, the device sees the written data, too.
+"""
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
 _FLUSH_BY_HOST = 1
@@ -37,7 +39,7 @@ _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
 
 class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes: the order in which sources are read, two hints for managed memory, and flags."""
+    """The C struct CUmemcpyAttributes: the order in which sources are read, two hints for managed memory, and flags."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),
@@ -48,7 +50,7 @@ class _CopyAttributes(ctypes.Structure):
 
 
 def current_device() -> int | None:
-    """Return the number of this thread's current CUDA device, or None if the process does not use CUDA."""
+    """Return the number of this thread's current CUDA device, or None if this process does not use CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or is_rocm() or not torch.cuda.is_initialized():
         return None
@@ -56,9 +58,9 @@ def current_device() -> int | None:
 
 
 def make_current(number: int) -> None:
-    """Make a CUDA device current on this thread and give the thread a context on the device.
+    """Make CUDA device `number` current on this thread and give the thread a context on the device.
 
-    Afterwards CUDA calls of this thread do not break a graph capture that runs on another thread.
+    After this call, CUDA calls of this thread do not break a graph capture that runs on another thread.
     """
     import torch
 
@@ -72,13 +74,16 @@ class DriverError(RuntimeError):
 
 
 class CudaDriver:
-    """Calls of the CUDA driver. They raise DriverError, and need a context on the thread unless they say otherwise."""
+    """Calls of the CUDA driver. All raise DriverError.
+
+    The calling thread needs a CUDA context unless a method says otherwise.
+    """
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
     def start(self) -> None:
-        """Initialize the driver, which a process that has not used CUDA needs before other calls. Needs no context."""
+        """Initialize the driver, which must come first in a process that has not used CUDA. Needs no context."""
         self._call("cuInit", ctypes.c_uint(0))
 
     def version(self) -> tuple[int, int]:
@@ -88,7 +93,7 @@ class CudaDriver:
         return version.value // 1000, version.value % 1000 // 10
 
     def attributes(self, number: int = 0) -> dict[str, int | None]:
-        """Return the values of all `DEVICE_ATTRIBUTES` of a device, by name. Needs no context.
+        """Return the values of all `DEVICE_ATTRIBUTES` of device `number`, by name. Needs no context.
 
         A value is None if the driver does not know the attribute.
         """
@@ -103,7 +108,7 @@ class CudaDriver:
         return found
 
     def allocate(self, size_bytes: int) -> int:
-        """Allocate device memory from the driver, not from torch, and return its address."""
+        """Allocate `size_bytes` of device memory from the driver, not from torch, and return the address."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
         return address.value
@@ -114,7 +119,7 @@ class CudaDriver:
     def is_shareable(self, address: int) -> bool:
         """Return True if other processes can open the device memory at `address` by CUDA IPC. Needs no context.
 
-        They cannot if the pages of the memory were mapped one by one (VMM), as in torch's expandable segments.
+        Other processes cannot if the pages were mapped one by one (VMM), as in torch's expandable segments.
         """
         capable = ctypes.c_int()
         self._call(
@@ -123,14 +128,14 @@ class CudaDriver:
         return bool(capable.value)
 
     def needs_flush(self, number: int) -> bool:
-        """Return True if the device may see data that a NIC wrote to its memory only after `flush`."""
+        """Return True if device `number` may see data that a NIC wrote to its memory only after `flush`."""
         ordering, options = self._attribute(_WRITES_ORDERING, number), self._attribute(_FLUSH_OPTIONS, number)
         return ordering < WRITES_ORDERING_OWNER and bool(options & _FLUSH_BY_HOST)
 
     def relax_capture_mode(self) -> None:
         """Let this thread query events and allocate memory while another thread captures a CUDA graph.
 
-        Otherwise these calls, on any thread, break a capture in the default mode ("global").
+        In the default capture mode ("global") these calls, on any thread, break the capture.
         """
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
 
@@ -146,7 +151,7 @@ class CudaDriver:
         sizes: npt.NDArray[np.uint64],
         stream: int,
     ) -> None:
-        """Queue copies of `sizes[i]` bytes from address `sources[i]` to `targets[i]`, for all i, in one call.
+        """Queue copies of `sizes[i]` bytes from address `sources[i]` to address `targets[i]`, for all i, in one call.
 
         `stream` is the handle of the CUDA stream, which must not be the default stream. The copies of one call run in
         any order. Host memory must be page-locked.
@@ -179,7 +184,7 @@ class CudaDriver:
 
 
 def load_driver() -> CudaDriver:
-    """Load and start the CUDA driver, so that calls without a context work. Raises DriverError."""
+    """Load libcuda and initialize it. Return the driver. Raises DriverError."""
     try:
         loaded = CudaDriver(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:
@@ -190,7 +195,7 @@ def load_driver() -> CudaDriver:
 
 @cache
 def driver() -> CudaDriver:
-    """Return the CUDA driver, loaded once. Raises ConfigError if it does not load or start."""
+    """Return the CUDA driver. The first call loads it. Raises ConfigError if it does not load or initialize."""
     try:
         return load_driver()
     except DriverError as error:

@@ -1,4 +1,4 @@
-"""Copies on a CUDA device: an accelerator with a few features that only CUDA has.
+"""Block copies on a CUDA device: an accelerator with a few features that only CUDA has.
 
 The copy stream has priority over the engine's streams, and a thread that waits for its event sleeps. Memory for copies
 comes from the driver: queued work of the engine may still write to memory in torch's cache, and memory of expandable
@@ -29,7 +29,7 @@ _HIGH_PRIORITY = -1  # of a stream: it runs before the engine's streams, which h
 
 
 class CudaDevice(AcceleratorDevice):
-    """A CUDA `CacheDevice`. Made on the copy thread, on which it makes the device current."""
+    """A `CacheDevice` for CUDA. Created on the copy thread, where it makes its device current."""
 
     def _open(self) -> tuple[torch.Stream, torch.Event]:
         make_current(self.where.number)
@@ -85,7 +85,7 @@ class CudaDevice(AcceleratorDevice):
         self._driver.copy_batch(targets, sources, sizes, torch.cuda.current_stream(self.where.number).cuda_stream)
 
     def view_elements(self, *views: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return `views`, which are bytes, reinterpreted with elements of 1 to 16 bytes.
+        """Return `views`, tensors of bytes, reinterpreted with elements of 1, 2, 4, 8 or 16 bytes.
 
         All get the same dtype: the largest that the addresses and strides of all `views` allow.
         """

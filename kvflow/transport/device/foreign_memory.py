@@ -1,4 +1,4 @@
-"""Tensors over memory that another library owns, by its address: on the CPU, CUDA, or a device with DLPack in torch."""
+"""Tensors over memory at an address that another library owns: on the CPU, CUDA, or a device with DLPack in torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = b"dltensor"
 
 
 class _Memory(ctypes.Structure):
-    """A DLManagedTensor: one axis of bytes, without a deleter since another library owns the memory."""
+    """The C struct DLManagedTensor for one axis of bytes. It has no deleter, since another library owns the memory."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -33,18 +33,18 @@ class _Memory(ctypes.Structure):
 
 
 class OnCuda:
-    """Memory on a CUDA device, with the `__cuda_array_interface__` from which torch can make a tensor of bytes."""
+    """Memory on a CUDA device, with the `__cuda_array_interface__` from which torch makes a tensor of bytes."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {"data": (pointer, False), "shape": (size,), "typestr": "|u1", "version": 3}
 
 
 _described: list[_Memory] = []
-"""DLPack structures that torch may still read, kept until the process ends."""
+"""DLPack structures that torch may still read. They are kept until the process ends."""
 
 
 def bytes_at(pointer: int, size: int, device: str) -> torch.Tensor:
-    """Return a tensor of bytes over existing memory.
+    """Return a tensor of bytes over the existing memory at address `pointer`.
 
     Args:
         pointer: address of the memory.

@@ -1,1 +1,1 @@
-"""The NIXL transport: the part on the event loop, the NIXL agents on their own thread, and NIXL's Python bindings."""
+"""The NIXL transport: its part on the event loop, the NIXL agents on their own thread, and NIXL's Python bindings."""

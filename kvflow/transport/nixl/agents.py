@@ -1,4 +1,4 @@
-"""NixlAgents: the two NIXL agents of one registration, on the thread `kvflow-agent`, which owns them.
+"""NixlAgents: the two NIXL agents of one registered cache, on the thread `kvflow-agent`, which owns them.
 
 Serving and reading need opposite settings of NIXL (measured; docs/decisions/0002-two-agents.md), so each has an agent:
 
@@ -57,7 +57,7 @@ _SPIN_TURN_S = 50e-6  # a new job waits at most this long for the polling thread
 _SEND_QUIET_S = 2e-3
 _SEND_DELAY_MAX_S = 10e-3
 POST_COST_BYTES = 256 << 10
-"""Fixed cost of posting a read, in bytes: as many as could be copied in the time that posting takes."""
+"""Fixed cost of posting a read, in bytes: the number of bytes that could be copied in the time that posting takes."""
 # Limits of several reads that are posted as one request: a small read that comes now waits for at most this much, as
 # behind a slice (`limits.BY_DEVICE`).
 _REQUEST_BYTES_MAX = 8 << 20
@@ -69,14 +69,14 @@ _LISTENER_CHECK_S = 1.0
 
 
 class _QueuedRead(NamedTuple):
-    """A read that waits to be posted."""
+    """A read that waits to be posted to NIXL."""
 
     read: PostedRead
     peer: AgentName
     descriptors: Descriptors
 
     def can_join(self, other: _QueuedRead) -> bool:
-        """Return True if both reads can be posted as one NIXL request: they have the same peer and devices."""
+        """Return True if this read and `other` can be posted as one NIXL request: same peer, same devices."""
         ours, theirs = self.descriptors, other.descriptors
         same_devices = ours.local_device == theirs.local_device and ours.remote_device == theirs.remote_device
         return self.peer == other.peer and same_devices
@@ -84,7 +84,10 @@ class _QueuedRead(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A NIXL transfer request for one or several reads. `handle` is 0 before NIXL creates and after it releases it."""
+    """A NIXL transfer request for one or several reads.
+
+    `handle` is 0 until NIXL has created it, and after its release.
+    """
 
     reads: Sequence[_QueuedRead]
     handle: int = 0
@@ -94,19 +97,22 @@ class _Request:
 
 
 class NixlAgents:
-    """The serving and the reading agent, and the reads in flight. Made and used only on the thread `kvflow-agent`."""
+    """The serving and the reading NIXL agent, and the reads in flight.
+
+    Created and used only on the thread `kvflow-agent`.
+    """
 
     def __init__(
         self, config: Config, name: str, put_event: Callable[[Event], None], has_jobs: Callable[[], bool]
     ) -> None:
         """Start both agents.
 
-        `put_event` is a function that passes an event to the event loop. `has_jobs` returns True while jobs wait for
-        this thread. Raises ConfigError if NIXL cannot start as configured.
+        `put_event` passes an event to the event loop. `has_jobs` returns True while jobs wait for this thread. Raises
+        ConfigError if NIXL cannot start as configured.
         """
         self._bindings = bindings = import_bindings()
         self._memory_kinds = defaultdict[str, Any](lambda: bindings.VRAM_SEG, cpu=bindings.DRAM_SEG)
-        """NIXL's memory type for each kind of device: DRAM for the CPU, VRAM for every other."""
+        """NIXL's memory type by kind of device: DRAM for the CPU, VRAM for every other kind."""
         self._errors = error_types(self._bindings)
         self._put_event = put_event
         self._has_jobs = has_jobs
@@ -120,12 +126,13 @@ class NixlAgents:
         self._serving_listeners = self._serving.listener_count
         self._in_flight: list[_Request] = []
         self._created: deque[_Request] = deque()
-        """Requests that NIXL has created and that will be posted next, in order."""
+        """Requests that NIXL has created and that are to be posted next, in order."""
         self._ended: list[_Request] = []
-        """Requests that have ended but are not yet reported to the loop."""
+        """Requests that have ended and are not reported to the event loop yet."""
         self.taken_cost_bytes = 0
-        """Total cost of the reads taken from the queue to be posted so far: their bytes, and `POST_COST_BYTES` for each
-        read. Any thread may read this.
+        """Total cost of all reads taken from the queue to be posted: their bytes, and `POST_COST_BYTES` for each read.
+
+        Any thread may read this.
         """
         self._to_post: ShortestFirst[_QueuedRead] = ShortestFirst(POST_COST_BYTES)
         self._keepalive: list[object] = []
@@ -138,18 +145,21 @@ class NixlAgents:
         self._next_notifications_s = 0.0
         self._next_listener_check_s = 0.0
         self.listeners_lost: tuple[int, int] = (0, 0)
-        """How many listeners UCX has closed: (of the serving agent, of the reading agent)."""
+        """Numbers of tcp listeners that UCX has closed: of the serving agent, and of the reading agent."""
         self.sent = 0
         self.unsent = 0
 
     @property
     def unreachable(self) -> bool:
-        """True if UCX has closed all listeners of the serving agent."""
+        """True if UCX has closed all tcp listeners of the serving agent, so that no new peer can connect."""
         return 0 < self._serving_listeners == self.listeners_lost[0]
 
     @property
     def busy(self) -> bool:
-        """True if a read waits to be posted, is under way, or has ended without a report. Then `close` is illegal."""
+        """True if a read waits to be posted, is under way, or has ended and is not reported yet.
+
+        Then `close` is illegal.
+        """
         return bool(self._in_flight or self._ended) or self._has_reads_to_post
 
     @property
@@ -173,7 +183,10 @@ class NixlAgents:
             raise TransportError(f"NIXL cannot register {counted(len(spans), 'span')} on {device}: {error}") from error
 
     def _use_cuda(self, number: int) -> None:
-        """Make a CUDA device current on this thread, as UCX needs, and prepare flushes after reads if it needs them."""
+        """Make CUDA device `number` current on this thread, as UCX needs.
+
+        If the device sees data from a NIC only after a flush, `_flush` will be called after each read.
+        """
         cuda.make_current(number)
         calls = cuda.driver()
         if calls.needs_flush(number):
@@ -197,18 +210,18 @@ class NixlAgents:
         self._reading.native.invalidateRemoteMD(name)
 
     def post(self, read: PostedRead, peer: AgentName, descriptors: Descriptors) -> None:
-        """Queue a read to be posted by a later `step` call, small reads first. A `ReadEnded` event always follows.
+        """Queue a read. A later `step` call posts it, small reads first. A `ReadEnded` event always follows.
 
         Over shared memory the call that posts a read also copies the bytes, so reads happen in the order of posting.
         """
         self._to_post.add(_QueuedRead(read, peer, descriptors), descriptors.size_bytes)
 
     def _post_next(self) -> None:
-        """Report ended reads to the loop, and post the next NIXL request.
+        """Report ended reads to the event loop, and post the next NIXL request.
 
-        Each NIXL call releases the GIL, and while the loop is busy this thread waits to get it back: in a burst, for
-        milliseconds. So ended reads are reported to the loop only when the next request is made; the loop then handles
-        them while that request is being posted.
+        Each NIXL call releases the GIL, and while the loop is busy this thread waits to get the GIL back: in a burst,
+        for milliseconds. So ended reads are reported to the loop only when the next request has been created; the loop
+        then handles them while that request is being posted.
         """
         if not self._created:
             self._create_next()
@@ -218,10 +231,10 @@ class NixlAgents:
         self._release(ended)
 
     def _create_next(self) -> None:
-        """Create one NIXL request for the next read and for the reads queued behind it with the same peer and devices.
+        """Create one NIXL request for the next queued read and for those behind it with the same peer and devices.
 
-        A request has at most `_REQUEST_BYTES_MAX` bytes unless it is a single read. So a burst of small reads takes
-        few NIXL calls.
+        A request has at most `_REQUEST_BYTES_MAX` bytes unless it is a single read. So a burst of small reads takes few
+        NIXL calls.
         """
         first = self._to_post.pop()
         reads, size_bytes, count = [first], first.descriptors.size_bytes, len(first.descriptors)
@@ -236,9 +249,9 @@ class NixlAgents:
         self._create_request(reads)
 
     def _create_request(self, reads: Sequence[_QueuedRead]) -> None:
-        """Create one NIXL request for all of these reads.
+        """Create one NIXL request for all of `reads`, which have the same peer and devices.
 
-        If that fails, create one for each read. A read for which that fails, too, ends with the error.
+        If that fails, create a request for each read. A read for which that also fails ends with the error.
         """
         peer, descriptors = reads[0].peer, reads[0].descriptors
         table, size_bytes = descriptors.table, descriptors.size_bytes
@@ -268,7 +281,7 @@ class NixlAgents:
             self._create_request([one])
 
     def _post_request(self, request: _Request) -> None:
-        """Post a request that NIXL has created."""
+        """Post `request`, which NIXL has created. If it ends within this call, mark it as ended."""
         started_s = time.monotonic()
         try:
             status = self._reading.native.postXferReq(request.handle, "")
@@ -287,15 +300,15 @@ class NixlAgents:
     def notify(self, peer: AgentName, payload: bytes, join: Join | None) -> None:
         """Queue a notification for `peer`. Reads go first, since sending a notification would delay the next read.
 
-        The notification is sent once no read has been posted or ended for `_SEND_QUIET_S`, and after
-        `_SEND_DELAY_MAX_S` at the latest.
+        The notification is sent once no read has been posted or ended for `_SEND_QUIET_S`, but not later than
+        `_SEND_DELAY_MAX_S` after the first queued one.
         """
         if not self._outbox:
             self._outbox_since_s = time.monotonic()
         self._outbox.setdefault((peer, join), []).append(payload)
 
     def send_notifications(self) -> None:
-        """Send the queued notifications now."""
+        """Send all queued notifications now."""
         if not self._outbox:
             return
         outbox, self._outbox = self._outbox, {}
@@ -314,9 +327,9 @@ class NixlAgents:
         self._reading.native.getNotifs({}, [])  # progress, so that the message leaves now
 
     def step(self) -> float:
-        """Post and check reads, send and collect notifications, and report events to the loop.
+        """Make progress: post and check reads, send and collect notifications, and report events to the event loop.
 
-        Called again and again on the agents' thread. Return the seconds for which the thread may sleep before the next
+        The agents' thread calls this again and again. Return the seconds for which the thread may sleep before the next
         call.
         """
         if self._has_reads_to_post:
@@ -354,7 +367,7 @@ class NixlAgents:
         return pause_s(now_s - self._active_s)
 
     def _check_listeners(self) -> None:
-        """Count the listeners that UCX has closed, and log if there are new ones."""
+        """Count the tcp listeners that UCX has closed, and log an error if there are more than before."""
         ports = [*(serving := self._serving.lost_listeners()), *self._reading.lost_listeners()]
         lost = (len(serving), len(ports) - len(serving))
         if sum(lost) > sum(self.listeners_lost):
@@ -375,7 +388,10 @@ class NixlAgents:
         self._keepalive.clear()
 
     def _spin(self, until_s: float) -> None:
-        """Poll the oldest read without a pause until `until_s`: a tcp read needs polling, and small reads end soon."""
+        """Poll the oldest read without a pause until it ends, or until `until_s` at the latest.
+
+        A tcp read progresses only while it is polled, and small reads end soon.
+        """
         status, handle = self._reading.native.getXferStatus, self._in_flight[0].handle
         in_progress = self._bindings.NIXL_IN_PROG
         try:
@@ -392,7 +408,10 @@ class NixlAgents:
             self._in_flight = still
 
     def _still_in_flight(self, request: _Request) -> bool:
-        """Check a request in flight, and end it if it is done. Return True if it is still in flight."""
+        """Ask NIXL for the status of `request`, and end the request if it is done.
+
+        Return True if it is still in flight.
+        """
         error = None
         try:
             if self._reading.native.getXferStatus(request.handle) != self._bindings.NIXL_SUCCESS:
@@ -403,7 +422,7 @@ class NixlAgents:
         return False
 
     def _end_request(self, request: _Request, error: TransportError | None) -> None:
-        """Mark a request as ended; its reads are reported to the loop later.
+        """Mark `request` as ended, with `error` if it failed. Its reads are reported to the loop later.
 
         If the request failed, release it in NIXL, so that no byte can still land. Otherwise flush, if the device needs
         that to see the bytes that landed.
@@ -416,7 +435,7 @@ class NixlAgents:
         self._ended.append(request)
 
     def _report_ended(self) -> Sequence[_Request]:
-        """Report the ended reads to the loop and return their requests, which the caller must release in NIXL.
+        """Report the ended reads to the event loop. Return their requests, which the caller must release in NIXL.
 
         Releasing a request gives up the GIL, so it comes after the report.
         """
@@ -433,7 +452,7 @@ class NixlAgents:
                 request.handle = 0
 
     def _collect_notifications(self) -> int:
-        """Report each notification that has arrived to the loop. Return the number of notifications."""
+        """Report each notification that has arrived to the event loop. Return the number of notifications."""
         count = 0
         for payloads in self._serving.native.getNotifs({}, []).values():
             for payload in payloads:

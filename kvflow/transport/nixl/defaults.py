@@ -1,4 +1,4 @@
-"""Default settings of NIXL's backends, and how long to poll for the end of a read, by the kind of local device."""
+"""Default settings of NIXL's backends, and for each kind of local device how long to poll for the end of a read."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ _SETTINGS: Mapping[str, Mapping[str, str]] = {
     # UCX receives frames of up to 64 KiB.
     "UCX": {"CUDA_IPC_ENABLE_GET_ZCOPY": "on", "TCP_TX_SEG_SIZE": "64k"},
 }
-"""Default settings by NIXL backend. A setting has the name of its environment variable without the prefix ("UCX_")."""
+"""Default settings by NIXL backend. A key is the setting's environment variable without its prefix ("UCX_")."""
 
 _EXCLUDED_BY: Mapping[str, str] = {"TCP_TX_SEG_SIZE": "TCP_RX_SEG_SIZE"}
-"""Defaults (keys) that are left out if the user has chosen the other setting (value): UCX refuses to receive smaller
-frames than it sends."""
+"""Default settings (keys) that are left out if the user has set another setting (value).
+
+UCX refuses to receive smaller frames than it sends.
+"""
 
 
 class Polling(NamedTuple):
-    """How long to poll for the end of a read without a pause: `spin_s`, and for a large read some time more."""
+    """How long to poll for the end of a read without pauses: `spin_s`, plus a time that grows with the read's size."""
 
     spin_s: float
     bytes_per_s: float
@@ -40,9 +42,9 @@ POLLING: Mapping[str, Polling] = {
 
 
 def backend_params(backend: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the parameters of a NIXL backend: `given`, with the defaults in "engine_config".
+    """Return the parameters of NIXL backend `backend`: `given`, with default settings added to "engine_config".
 
-    A default is left out if `given` or an environment variable sets that setting.
+    A default setting is left out if `given` or an environment variable has that setting.
     """
     params = dict(given)
     chosen = params.get("engine_config", "")

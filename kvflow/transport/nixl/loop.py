@@ -1,4 +1,7 @@
-"""NixlTransport: the part of the NIXL transport on the event loop. Every NIXL call is a job for the agents' thread."""
+"""NixlTransport: the part of the NIXL transport that runs on the event loop.
+
+Every NIXL call is a job for the agents' thread.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +49,14 @@ class NixlTransport:
         self._peers: set[AgentName] = set()
         self._open_spans = 0
         self._given_cost_bytes = 0
-        """Total cost of all reads passed to the agents' thread so far, counted as in `NixlAgents.taken_cost_bytes`."""
+        """Total cost of all reads passed to the agents' thread, in the unit of `NixlAgents.taken_cost_bytes`."""
         self._reads_total = 0
         self._reads_failed = 0
         self._bytes_read = 0
         self._notifications_received = 0
         self._readable_kinds: Mapping[str, bool] = {}
         self._events: deque[Event] = deque()
-        """Events that are not yet delivered on the loop."""
+        """Events that were reported and are not delivered on the event loop yet."""
         self._delivery_scheduled = False
         self._deliver: Callable[[Event], None] | None = None
 
@@ -177,7 +180,7 @@ class NixlTransport:
         return self._thread, self._agents
 
     def _step(self) -> float | None:
-        """Run one step of the agents. Return the seconds that the thread may sleep, or None to end the thread.
+        """Run one step of the NIXL agents. Return the seconds that the thread may sleep, or None to end the thread.
 
         After `_end_when_idle`, the thread ends as soon as no read is under way.
 
@@ -197,7 +200,7 @@ class NixlTransport:
         return idle_s
 
     def _end_when_idle(self) -> None:
-        """Let the thread end once no read is under way. Submitted as a job, so that it runs after all earlier jobs."""
+        """Make the agents' thread end once no read is under way. Submitted as a job, to run after all earlier jobs."""
         self._ending = True
 
     def _on_death(self, cause: BaseException) -> None:
@@ -205,7 +208,7 @@ class NixlTransport:
         self._fail(cause)
 
     def _put_event(self, event: Event) -> None:
-        """Queue an event for delivery on the loop. May be called on any thread.
+        """Queue an event for delivery on the event loop. May be called on any thread.
 
         One callback on the loop (`_deliver_events`) delivers all events that are queued until it runs. Waking the task
         of `run` instead would cost every read a turn of the loop.
@@ -216,7 +219,10 @@ class NixlTransport:
             self._run_on_loop(self._deliver_events)
 
     def _deliver_events(self) -> None:
-        """Pass the queued events to the `deliver` of `run`, if `run` is active. If `deliver` raises, so does `run`."""
+        """Pass all queued events to the `deliver` function of `run`, if `run` is active.
+
+        If `deliver` raises, `run` raises TransportBroken.
+        """
         # Cleared first, so that an event that is put after this schedules another wake-up.
         self._delivery_scheduled = False
         while self._events and self._deliver is not None:

@@ -1,4 +1,4 @@
-"""NIXL's own objects: its bindings, its errors and its agents. The only module that imports nixl.
+"""NIXL's Python bindings, errors and agents. The only module that imports nixl.
 
 NIXL's wheel contains its own libibverbs and libnl. On a host with RDMA its InfiniBand module also loads the system's
 libibverbs, which then binds to both copies of libnl, and the process dies of signal 11 in a destructor of libnl-route
@@ -32,11 +32,11 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 VERBS = "libibverbs.so.1"
 _TCP_LISTEN = "0A"
 _LOST_LISTENERS: set[int] = set()
-"""File descriptor numbers of listeners that UCX has closed in this process."""
+"""File descriptor numbers of tcp listeners that UCX has closed in this process."""
 
 
 class Agent:
-    """A NIXL agent with its backends, its registered memory and the tcp listeners that UCX opened for it."""
+    """A NIXL agent with its backends, its registered memory, and the tcp listeners that UCX opened for it."""
 
     def __init__(self, bindings: ModuleType, name: str, given: Config, *, progress: bool) -> None:
         for file in _LOST_LISTENERS:
@@ -58,8 +58,10 @@ class Agent:
             for file, socket in listening_sockets().items()
             if others.get(file) != socket and socket.port.to_bytes(2, "big") in address
         }
-        """Sockets on which UCX accepts tcp connections, by file descriptor. UCX closes a listener for good at the first
-        connection that it cannot accept, for example when open files run out (UCX 1.23).
+        """Sockets on which UCX accepts tcp connections for this agent, by file descriptor.
+
+        UCX closes a listener for good at the first connection that it cannot accept, for example when open files run
+        out (UCX 1.23).
         """
 
     @property
@@ -68,7 +70,7 @@ class Agent:
         return len(self._listeners)
 
     def lost_listeners(self) -> list[int]:
-        """Return the ports of this agent's listeners that UCX has closed since."""
+        """Return the ports of those listeners of this agent that UCX has closed."""
         lost = {file: socket.port for file, socket in self._listeners.items() if _inode(file) != socket.inode}
         _LOST_LISTENERS.update(lost)
         return list(lost.values())
@@ -84,7 +86,7 @@ class Agent:
 
 
 class ListeningSocket(NamedTuple):
-    """A listening tcp socket of this process: its inode, as the kernel names it, and its port."""
+    """A listening tcp socket of this process: its inode in the form "socket:[123]", and its port."""
 
     inode: str
     port: int
@@ -109,10 +111,10 @@ def listening_sockets() -> dict[int, ListeningSocket]:
 
 
 def _occupy_descriptor(file: int) -> None:
-    """Occupy the file descriptor number `file` until the process ends, so that UCX gets no new listener of that number.
+    """Occupy the file descriptor number `file` until the process ends, so that no new UCX listener gets that number.
 
-    UCX has closed a listener of that number but still has a handler for it, so an agent with a new listener of the same
-    number could not be made. No effect if the number is in use.
+    UCX has closed a listener with this number but still has a handler for it, so creating an agent with a new listener
+    of the same number would fail. No effect if the number is in use.
     """
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -126,7 +128,7 @@ def _occupy_descriptor(file: int) -> None:
 
 
 def _inode(file: int) -> str:
-    """Return the kernel's name of an open file, which for a socket holds its inode; "" if `file` is closed."""
+    """Return the target of the link /proc/self/fd/`file`, which names a socket by its inode; "" if `file` is closed."""
     try:
         return os.readlink(f"/proc/self/fd/{file}")
     except OSError:
@@ -134,7 +136,7 @@ def _inode(file: int) -> str:
 
 
 def new_agent(bindings: ModuleType, name: str, *, progress: bool = False) -> Any:
-    """Return a NIXL agent without backends, to be used by one thread only. `progress`: run NIXL's progress thread."""
+    """Return a NIXL agent without backends, for use by one thread only. `progress`: run NIXL's progress thread."""
     config = bindings.nixlAgentConfig()
     config.useProgThread = progress
     config.pthrDelay = _PROGRESS_DELAY_US if progress else 0
@@ -144,7 +146,7 @@ def new_agent(bindings: ModuleType, name: str, *, progress: bool = False) -> Any
 
 
 def start_agent(backend: str) -> tuple[tuple[str, ...], bool]:
-    """Start an agent as a trial, with `backend` if NIXL has that plugin.
+    """Create an agent as a trial and, if NIXL has the plugin `backend`, that backend.
 
     Returns:
         The names of NIXL's plugins, and whether the system's libibverbs was loaded.
@@ -163,7 +165,10 @@ def start_agent(backend: str) -> tuple[tuple[str, ...], bool]:
 
 @functools.cache
 def load_verbs() -> bool:
-    """Load the system's libibverbs. Return whether it is installed. Useless once UCX has started."""
+    """Load the system's libibverbs before NIXL's copy, and return whether it is installed.
+
+    No use once UCX has started.
+    """
     with contextlib.suppress(OSError):
         ctypes.CDLL(VERBS)  # RTLD_LOCAL: with global scope, as by LD_PRELOAD, the process would crash at exit
         return True
@@ -171,7 +176,10 @@ def load_verbs() -> bool:
 
 
 def import_bindings() -> ModuleType:
-    """Return NIXL's Python bindings. Raises ConfigError if they are not installed or do not load."""
+    """Import NIXL's Python bindings and return the module.
+
+    Raises ConfigError if they are not installed or do not load.
+    """
     load_verbs()
     try:
         return importlib.import_module("nixl._bindings")
@@ -183,7 +191,7 @@ def import_bindings() -> ModuleType:
 
 
 def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
-    """Return NIXL's exception classes, the only exceptions that `translate_error` turns into a TransportError."""
+    """Return NIXL's exception classes, which are the exceptions that callers pass to `translate_error`."""
     found = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
     return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
 
@@ -195,7 +203,7 @@ _PEER_GONE = (
 
 
 def translate_error(error: Exception, bindings: ModuleType) -> TransportError:
-    """Return the TransportError for an exception of NIXL: PeerGone if the peer has disconnected."""
+    """Return the TransportError for `error`, an exception of NIXL. It is a PeerGone if the peer has disconnected."""
     reported = f"{type(error).__name__}: {error}"
     if isinstance(error, bindings.nixlRemoteDisconnectError):
         found: TransportError = PeerGone(f"{_PEER_GONE} (NIXL: {reported})")
@@ -206,16 +214,16 @@ def translate_error(error: Exception, bindings: ModuleType) -> TransportError:
 
 
 def prefault(span: Span) -> None:
-    """Fault in every page of a span now, with its content unchanged. No effect before Linux 5.14."""
+    """Fault in every page of `span` now, without changing the content. No effect before Linux 5.14."""
     start = span.address - span.address % mmap.PAGESIZE
     length = span.address + span.size_bytes - start
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)
 
 
 def readable_kinds() -> Mapping[str, bool]:
-    """Return whether the loaded UCX can read memory of "xpu" devices and, with ROCm, of "cuda" devices, by kind.
+    """Return whether the loaded UCX can read memory of "xpu" devices and, on ROCm, of "cuda" devices.
 
-    Call this after an agent has been made, which loads UCX.
+    The result is by kind of device. Call this after an agent has been created, which loads UCX.
     """
     found = {"xpu": has_module("ze")}
     return {**found, "cuda": has_module("rocm")} if is_rocm() else found
