@@ -1,8 +1,7 @@
 """Bounds of the fields of messages and tickets. Decoding checks them, so no code ever handles a value out of bounds.
 
-A value out of bounds is one that no kvflow peer sends, whatever its cache. A value within bounds may still be wrong:
-the code that uses it checks it against the cache in question. Every field of every message has a bound; a test checks
-that.
+No kvflow peer, whatever its cache, sends a value out of bounds. A value within bounds may still be wrong: the code that
+uses it checks it against the cache in question. Every field of every message has a bound, which a test checks.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _FINITE_MAX = math.nextafter(math.inf, 0.0)
 
 Count: TypeAlias = checks.Count
 Missing: TypeAlias = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
-"""Count of missing tokens; -1: no count is given."""
+"""Number of tokens that cannot be read yet; -1 if no number is given."""
 Size: TypeAlias = checks.Size
 RankCount: TypeAlias = config.RankCount
 RankIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
 LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=LAYERS_MAX)]
 SealCount: TypeAlias = limits.SealCount
 SealAddress: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX - 16 * SEALS_MAX)]
-"""Address of a table of 16-byte seals, all of which lie below 2**63."""
+"""Address of a table of 16-byte seals. The bound keeps the end of the largest table below 2**63."""
 DeviceIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Word32: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Word64: TypeAlias = Annotated[int, Meta(ge=0)]
@@ -64,7 +63,7 @@ PromptDigest: TypeAlias = Annotated[
 """Digest of a prompt's tokens, and of its adapter, pictures and salt if it has any (`core.protocol.prompts`); "" if the
 producer gives no digest."""
 LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
-"""Lease id as readers send it: any text, since an unknown id just finds no lease."""
+"""Lease id as readers send it. Any text is accepted, since an unknown id only finds no lease."""
 TicketLeaseId: TypeAlias = Annotated[
     str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
 ]

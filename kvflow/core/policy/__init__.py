@@ -1,1 +1,1 @@
-"""Decisions about states, leases, the use of blocks, queues, failures of peers, rates and first contacts."""
+"""Decisions about states, leases, the use of blocks, queues, failed peers, request rates and first contacts."""

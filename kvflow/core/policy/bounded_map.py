@@ -1,4 +1,4 @@
-"""`BoundedMap`: a bounded mapping, so that keys from outside cannot fill the memory."""
+"""`BoundedMap`: a mapping with a maximum number of keys, so that keys from outside cannot fill the memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ ValueT = TypeVar("ValueT")
 
 
 class BoundedMap(OrderedDict[KeyT, ValueT]):
-    """A mapping of at most `most` keys, in the order in which they were last set. The oldest key is dropped first."""
+    """A mapping of at most `most` keys, ordered by when each key was last set.
+
+    If a further key is set, the key at the front of that order is dropped.
+    """
 
     def __init__(self, most: int) -> None:
         super().__init__()

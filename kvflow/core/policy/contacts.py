@@ -1,11 +1,13 @@
-"""Admission of first contacts: a bound on how many peers that have never answered are contacted at once. Pure.
+"""Admission of first contacts: a bound on how many peers that have never answered are contacted at once.
 
 Only a question shows whether a peer listens at the address in a ticket, and a silent address costs a timeout. Two rules
 keep silent addresses from starving the others:
 
-- Last in, first out: a contact that has waited long has little time left before its deadline.
-- Preemption: while a contact waits, contacts under way are preempted, one at a time. A contact without a waiting load
-  goes first. Otherwise the oldest goes, after `patience_s`, the time within which a living peer answers.
+- Last in, first out: the contact that has waited for the shortest time begins next, because a contact that has waited
+  long has little time left before its load's deadline.
+- Preemption: while a contact waits, contacts under way are given up, one at a time. If no load waits for one of them,
+  that contact is given up at once. Otherwise the oldest is given up, once it has been under way for `patience_s`, the
+  time within which a living peer answers.
 """
 
 from __future__ import annotations
@@ -16,25 +18,25 @@ import enum
 class ContactState(enum.StrEnum):
     WAITING = "waiting"
     UNDER_WAY = "under_way"
-    PREEMPTED = "preempted"  # not ended: it still counts as under way
+    PREEMPTED = "preempted"  # chosen to be given up; until it has ended it counts as under way
     ENDED = "ended"
 
 
 class Contact:
-    """The first question to a peer, from the request for a turn to the peer's answer; compared by identity."""
+    """The first question to a peer, which may have to wait for its turn. Contacts are compared by identity."""
 
     __slots__ = ("since_s", "state", "wanted")
 
     def __init__(self, since_s: float) -> None:
         self.state = ContactState.WAITING
         self.since_s = since_s
-        """When the contact began to wait for its turn; once it is under way, when it got its turn."""
+        """Time at which the contact began to wait for its turn; once it is under way, time at which its turn began."""
         self.wanted = True
-        """True while a load waits for the answer."""
+        """True while a load waits for the peer's answer."""
 
 
 class Contacts:
-    """All first contacts that wait for a turn or are under way, by the rules of the module."""
+    """All first contacts that wait for their turn or are under way. Decides which begin and which are given up."""
 
     def __init__(self, under_way_max: int, patience_s: float) -> None:
         self._under_way_max = under_way_max
@@ -52,14 +54,14 @@ class Contacts:
         return len(self._waiting)
 
     def request_turn(self, now_s: float) -> Contact:
-        """Return a new contact: under way if fewer than the maximum are under way, else waiting."""
+        """Return a new contact: it is under way if fewer than `under_way_max` were, else it waits for its turn."""
         contact = Contact(now_s)
         self._waiting.append(contact)
         self._begin_one(now_s)
         return contact
 
     def end(self, contact: Contact, now_s: float) -> Contact | None:
-        """End a contact, waiting or under way. Return the contact that goes under way in its place, if any."""
+        """End `contact`, which waits or is under way. Return the waiting contact that gets its turn now, or None."""
         assert contact.state is not ContactState.ENDED, "a contact ends once"
         if contact.state is ContactState.WAITING:
             self._waiting.remove(contact)
@@ -71,9 +73,9 @@ class Contacts:
         return self._begin_one(now_s)
 
     def preempt_one(self, now_s: float) -> Contact | None:
-        """Choose the contact to preempt, mark it as leaving and return it. None if no preemption is due.
+        """Choose a contact under way to give up, mark it as preempted and return it. None if none is due (`due_s`).
 
-        The caller has to stop waiting for the answer, and then call `end`.
+        The caller has to stop waiting for the peer's answer, and then call `end`.
         """
         if self.due_s(now_s) > now_s:
             return None
@@ -82,7 +84,10 @@ class Contacts:
         return self._preempted
 
     def due_s(self, now_s: float) -> float:
-        """Return when the next preemption is due; infinity if no contact waits or one is already leaving."""
+        """Return the time at which a contact under way has to be given up.
+
+        Infinity if no contact waits for its turn, or a preempted contact has not ended yet.
+        """
         if not self._waiting or self._preempted is not None:
             return float("inf")
         if not all(one.wanted for one in self._under_way):

@@ -1,7 +1,8 @@
-"""Events of a device that have to happen before bytes may be read, or may land.
+"""Device events (such as `torch.cuda.Event`) that have to happen before bytes may be read, or may land.
 
-An event is polled until it has happened: first after 50 us, then after a fiftieth of the time since the wait began, at
-most 5 ms. So nothing blocks, no event waits for another, and an event that never happens costs almost nothing.
+An event is polled until it has happened. The pause between two polls is a fiftieth of the time since the wait began, at
+least 50 us and at most 5 ms. So nothing blocks, no event waits for another, and an event that never happens costs
+almost nothing.
 """
 
 from __future__ import annotations
@@ -34,18 +35,21 @@ OnEnd = Callable[[BaseException | None], None]
 
 
 def checked_event(value: object, what: str) -> DeviceEvent | None:
-    """Return `value` if it is a DeviceEvent or None. RequestError for anything else."""
+    """Return `value` if it is None or has the methods of a DeviceEvent; else raise RequestError.
+
+    `what` names the value.
+    """
     if value is None or try_call(lambda: callable(value.query) and callable(value.synchronize)):  # type: ignore[attr-defined]
         return value  # type: ignore[return-value]
     raise RequestError(f"{what}: expected an event with query() and synchronize(), got {short_repr(value)}")
 
 
 GivenEvent: TypeAlias = Annotated[DeviceEvent | None, checked_event]
-"""Event in a caller's request, or None."""
+"""Type of a request's field for a device event or None. `checks` calls `checked_event` on the value."""
 
 
 def has_happened(event: DeviceEvent, what: str) -> bool:
-    """Return True if the event has happened. RequestError if its `query` raises."""
+    """Return True if `event` has happened. If `event.query` raises, raise RequestError; `what` names the event."""
     try:
         return bool(event.query())
     except Exception as error:
@@ -53,7 +57,7 @@ def has_happened(event: DeviceEvent, what: str) -> bool:
 
 
 class Watch:
-    """One wait for an event. The caller of `Watches.poll` calls `on_end` with `error` once the wait is over."""
+    """One wait for a device event. The caller of `Watches.poll` has to call `on_end(error)` once the wait is over."""
 
     def __init__(self, event: DeviceEvent, on_end: OnEnd, since_s: float) -> None:
         self._event = event
@@ -61,10 +65,14 @@ class Watch:
         self.on_end = on_end
         self.error: BaseException | None = None
         self.dropped = False
-        """True if the waiter has given up; then `on_end` is not called."""
+        """Set to True to give up the wait; then `on_end` is not called."""
 
     def poll(self) -> bool:
-        """Poll the event. Return True if it has happened, its `query` raised (see `error`), or the wait was dropped."""
+        """Poll the event. Return True if the wait is over.
+
+        It is over if the event has happened, if its `query` raised (the exception is in `error`), or if it was
+        `dropped`.
+        """
         if self.dropped:
             return True
         try:
@@ -74,12 +82,12 @@ class Watch:
             return True
 
     def pause_s(self, now_s: float) -> float:
-        """Return for how many seconds from `now_s` the event need not be polled."""
+        """Return the seconds from `now_s` until the event should be polled again."""
         return min(max((now_s - self._since_s) * _PAUSE_SHARE, _PAUSE_LEAST_S), _PAUSE_MOST_S)
 
 
 class Watches:
-    """All waits for events. Call `poll` again after `pause_s` seconds."""
+    """All waits for device events. The owner calls `poll` repeatedly, with pauses of `pause_s` seconds."""
 
     def __init__(self) -> None:
         self._open: list[Watch] = []
@@ -88,12 +96,12 @@ class Watches:
         self._open.append(watch)
 
     def poll(self) -> list[Watch]:
-        """Poll all events, and remove the waits that are over. Return the removed waits that were not dropped."""
+        """Poll all events, and remove the waits that are over. Return the removed waits, except dropped ones."""
         over = [watch for watch in self._open if watch.poll()]
         if over:
             self._open = [watch for watch in self._open if watch not in over]
         return [watch for watch in over if not watch.dropped]
 
     def pause_s(self, now_s: float) -> float | None:
-        """Return the seconds after which to call `poll` again; None if no event is waited for."""
+        """Return the seconds from `now_s` until `poll` should be called again; None if there are no waits."""
         return min((watch.pause_s(now_s) for watch in self._open), default=None)

@@ -1,6 +1,7 @@
-"""Progress over time of prompts that are computed while they are read.
+"""Progress over time of a prompt that is computed while it is read: the times at which tokens were computed or landed.
 
-The records of their leases and loads contain it. Other leases and loads have no history.
+The record of a growing lease contains its history, and so does the record of a load that reads from one. Other leases
+and loads have no history.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ MOMENTS_MAX = 64
 
 
 class Moment(NamedTuple):
-    """Number of tokens that were computed, or had landed, `seconds` after the lease or load began."""
+    """Number of tokens that were computed (for a lease) or had landed (for a load), `seconds` after its begin."""
 
     seconds: float
     tokens: int
 
 
 class History:
-    """Progress as `Moment`s in order, each with more tokens than the moment before.
+    """The progress of a lease or load: `Moment`s in order, each with more tokens than the moment before.
 
-    If there are more than MOMENTS_MAX, every other moment is dropped, but not the first and the last.
+    If there are more than MOMENTS_MAX, every other moment is dropped, except the first and the last.
     """
 
     def __init__(self, now_s: Callable[[], float], begun_s: float) -> None:
@@ -34,7 +35,10 @@ class History:
         return tuple(self._moments)
 
     def note(self, tokens: int) -> None:
-        """Record that `tokens` tokens are reached now. No effect unless they are more than in the last moment."""
+        """Record that `tokens` tokens in all are computed or have landed now.
+
+        No effect unless the number is larger than in the last moment.
+        """
         if tokens <= (self._moments[-1].tokens if self._moments else 0):
             return
         self._moments.append(Moment(self._now_s() - self._begun_s, tokens))

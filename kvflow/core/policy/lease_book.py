@@ -1,8 +1,8 @@
 """The lease book: which leases are open, when they expire, which readers have read, and which ended leases hold blocks.
 
-The book only decides: it has no clock, no event loop and no access to blocks or seals. It takes the time as an
-argument, and returns the entries that a step has ended or released. The caller then wipes the seals of ended leases,
-and gives their blocks back once the book releases them.
+The book only decides: it has no clock, no event loop and no access to blocks or seals. Methods take the time as an
+argument, and return the leases that they have ended or released. The caller then wipes the seals of ended leases, and
+gives back the blocks of released leases.
 
 A lease ends exactly once (invariant I4): as read by all its readers, expired, revoked or failed. Its blocks are then
 *held* for `hold_s`, because a quick read may be proven by a seal that was fetched shortly before the end
@@ -27,41 +27,42 @@ _DENOMINATOR_MAX = 1 << 32
 
 
 class Counted(enum.StrEnum):
-    """Effect of a reader's notification about a lease."""
+    """Effect of a reader's notification, `ReadDone` or `Renew`, on a lease."""
 
     NOTED = "noted"
     LATE = "late"
-    """The lease has ended, or is unknown, or a renewal came from a reader that has already read."""
+    """No effect: the lease has ended or is unknown, or a reader that has already read wants to renew it."""
     DUPLICATE = "duplicate"
-    """The reader has reported its share before."""
+    """No effect: the reader has already reported its share of this lease."""
     MALFORMED = "malformed"
-    """The reported share is not a fraction above 0 and up to 1."""
+    """No effect: the reported share is not a fraction above 0 and up to 1."""
 
 
 @dataclass(slots=True, eq=False)
 class LeaseEntry:
-    """A lease in the book. Only the book changes its entries."""
+    """A lease in the book. Only the methods of `LeaseBook` change the fields."""
 
     lease_id: str
     request_id: str
     reader_count: int
-    """Number of engines that have to read the lease. The shares that an engine's ranks report add up to 1. 0: the first
-    report of any rank ends the lease."""
+    """Number of engines that have to read the lease. Shares of all reader ranks are added up; those of one engine
+    add up to 1. If 0, the first report of any rank ends the lease."""
     holds_blocks: bool
-    """True if the lease has blocks, which are held after its end. A lease without blocks leaves the book at its end."""
+    """True if the lease has blocks, which are held after the lease's end. A lease without blocks leaves the book at its
+    end."""
     ttl_s: float
-    """Seconds that a renewal gives the lease."""
+    """Seconds from a renewal until the lease expires."""
     offered_s: float
     expires_s: float
     lifetime_ends_s: float
     """Latest time to which renewals can move `expires_s`."""
     state: LeaseState = LeaseState.OFFERED
     readers: dict[str, Fraction] = field(default_factory=dict)
-    """Share of the lease that each reader rank has reported as read, by the reader's name."""
+    """Share of the lease that each reader rank has reported as read, by the name of the reader's transport agent."""
     ended_s: float = 0.0
-    """When the lease ended (0 while it is open); its blocks are held from then until `free_s`."""
+    """Time at which the lease ended; 0 while it is open. Its blocks are held from then until `free_s`."""
     free_s: float = 0.0
-    """When the hold of the lease's blocks ends (0 while the lease is open)."""
+    """Time at which the hold of the lease's blocks ends; 0 while the lease is open."""
 
     @property
     def is_open(self) -> bool:
@@ -69,7 +70,7 @@ class LeaseEntry:
 
 
 class LeaseBook:
-    """All leases of one rank that are open or hold blocks."""
+    """All leases of one rank that are open, or have ended and still hold blocks."""
 
     def __init__(self, *, hold_s: float, lifetime_s: float) -> None:
         self._hold_s = hold_s
@@ -77,36 +78,36 @@ class LeaseBook:
         self._entries: dict[str, LeaseEntry] = {}
         self._open: dict[str, LeaseEntry] = {}
         self._recent: OrderedDict[str, None] = OrderedDict()
-        """Ids of the requests with the most recently ended leases (as keys), oldest first."""
+        """Request ids of the leases that ended most recently, as keys; the oldest end first."""
         self._expiring: list[tuple[float, int, LeaseEntry]] = []
-        """Heap of (expiry, number, lease). Entries of leases that have ended or were renewed are out of date."""
+        """Heap of (expiry, unique number, lease). An item is out of date if its lease was renewed or has ended."""
         self._held: deque[LeaseEntry] = deque()
         """Ended leases that hold blocks, in the order in which their holds end."""
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """Return the number of leases that are open or hold blocks."""
+        """Return the number of leases that are open or still hold blocks."""
         return len(self._entries)
 
     @property
     def entries(self) -> Collection[LeaseEntry]:
-        """Leases that are open or hold blocks, oldest first."""
+        """Leases that are open or still hold blocks, in the order of their opening."""
         return self._entries.values()
 
     @property
     def next_s(self) -> float | None:
-        """Next time at which a lease may expire or a hold ends; None if no lease is open or held."""
+        """Time at which to call `expire` and `release_held` again; None if no lease is open or holds blocks."""
         due = [self._held[0].free_s] if self._held else []
         if self._expiring and self._open:
             due.append(self._expiring[0][0])
         return min(due, default=None)
 
     def open_lease_of(self, request_id: str | None) -> LeaseEntry | None:
-        """Return the open lease of a request, if it has one."""
+        """Return the open lease of the request, or None if it has none or `request_id` is None."""
         return self._open.get(request_id) if request_id is not None else None
 
     def ended_recently(self, request_id: str) -> bool:
-        """Return True if a lease of the request has ended recently and no lease of it is open."""
+        """Return True if a lease of the request ended recently and the request has no open lease."""
         return request_id in self._recent
 
     def find(self, lease_id: str) -> LeaseEntry | None:
@@ -115,7 +116,11 @@ class LeaseBook:
     def open(
         self, lease_id: str, request_id: str, now_s: float, *, ttl_s: float, reader_count: int, holds_blocks: bool
     ) -> LeaseEntry:
-        """Add a new lease that `reader_count` engines have to read. Its request must not have an open lease."""
+        """Add and return a new open lease, which expires after `ttl_s` unless it is renewed.
+
+        The request must not have an open lease. `reader_count`: number of engines that have to read the lease.
+        `holds_blocks`: True if the lease has blocks.
+        """
         assert request_id not in self._open, "a request has one lease at a time"
         until = now_s + ttl_s, now_s + max(ttl_s, self._lifetime_s)
         entry = LeaseEntry(lease_id, request_id, reader_count, holds_blocks, ttl_s, now_s, *until)
@@ -127,16 +132,16 @@ class LeaseBook:
         return entry
 
     def restart(self, entry: LeaseEntry, ttl_s: float, now_s: float) -> None:
-        """Give an open lease another `ttl_s` and new times, as if it were opened now.
+        """Give an open lease a new `ttl_s`, and a new expiry and end of its lifetime, as if it were opened at `now_s`.
 
-        Its expiry and its lifetime never become earlier, because readers may rely on the times that they know.
+        Neither time becomes earlier, because readers may rely on the times that they know. No effect on an ended lease.
         """
         if entry.is_open:
             entry.ttl_s, entry.expires_s = ttl_s, max(entry.expires_s, now_s + ttl_s)
             entry.lifetime_ends_s = max(entry.lifetime_ends_s, now_s + max(ttl_s, self._lifetime_s))
 
     def renew(self, lease_id: str, reader: str, now_s: float) -> Counted:
-        """Move the expiry of a lease to its `ttl_s` from now, but not beyond the end of its lifetime.
+        """Move the expiry of a lease to its `ttl_s` after `now_s`, but not beyond the end of its lifetime.
 
         Return NOTED, or LATE without effect if the lease is not open or `reader` has already read it.
         """
@@ -149,9 +154,9 @@ class LeaseBook:
     def note_read(
         self, lease_id: str, reader: str, share: tuple[int, int], now_s: float
     ) -> tuple[Counted, LeaseEntry | None]:
-        """Note that `reader` has read its share (numerator, denominator) of a lease.
+        """Record that `reader` has read its share (numerator, denominator) of a lease.
 
-        Return the effect, and the lease if this report has ended it, else None.
+        Return two values: the effect, and the lease if this report has ended the lease, else None.
         """
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open:
@@ -166,7 +171,7 @@ class LeaseBook:
         return Counted.NOTED, entry if all_read and self.end(entry, "all_read", now_s) else None
 
     def end(self, entry: LeaseEntry, event: LeaseEvent, now_s: float) -> bool:
-        """End a lease by `event`. Return True if the lease was open; otherwise nothing changes."""
+        """End the lease `entry` by `event`. Return True if it was open; if not, change nothing and return False."""
         if entry.state is not LeaseState.OFFERED:
             return False
         entry.state = fire(LEASE_TABLE, entry.state, event)
@@ -191,9 +196,10 @@ class LeaseBook:
                 yield entry
 
     def release_held(self, now_s: float) -> list[LeaseEntry]:
-        """Remove the ended leases with a finished hold from the book, and return them.
+        """Remove from the book all ended leases with a hold that is over at `now_s`. Return the removed leases.
 
-        No reader can prove a read of their blocks from here on, so the producer may reuse them (invariant I3).
+        No reader can prove a read of the blocks of these leases now, so the producer may reuse the blocks (invariant
+        I3).
         """
         released = []
         while self._held and self._held[0].free_s <= now_s:

@@ -1,12 +1,13 @@
 """The ledger: how each local block is used. It keeps the conservation of blocks (invariant I5).
 
-*Entries* number the blocks of all pools. Groups of layers that share a pool of block ids share its entries; other
-groups have their own. With a single group the entry of a block is its id. If several blocks of a group form one block
-of its pool (`CacheGroup.split`), they have one entry.
+An *entry* is the number of a block in the ledger, which numbers the blocks of all pools of block ids in one sequence.
+Groups of layers that share a pool share its entries; other groups have their own. With a single group the entry of a
+block is the block id. If several blocks of a group form one block of its pool (`CacheGroup.split`), they have one
+entry.
 
 Every block is free, leased (one or more leases protect it from writes), in flight (a load writes it) or quarantined (a
-load has ended, but its bytes may still land). Leases can share a block; a write excludes every other use. If a load has
-several sources, its blocks stay *claimed* from one source to the next.
+load has ended, but its bytes may still land). Leases can share a block; a write excludes every other use. If a load
+reads from one producer after another, its blocks stay *claimed* in between.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _WRITER_TEXT = {_IN_FLIGHT: "being loaded", _QUARANTINED: "quarantined"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCounts:
-    """Numbers of blocks by use; they add up to `total`."""
+    """Numbers of blocks in each use. The other four numbers add up to `total`."""
 
     total: int
     free: int
@@ -43,7 +44,7 @@ class BlockCounts:
 class BlockLedger:
     """The use of each local block: free, leased, in flight or quarantined.
 
-    Methods take entries, which number the blocks of all pools; `find_entries` translates block ids to entries.
+    Most methods take entries, the numbers of blocks in the ledger. `find_entries` translates block ids to entries.
     """
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
@@ -60,14 +61,14 @@ class BlockLedger:
                 total += num_blocks // split
         self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
         self._claimed: list[BlockIds] = []
-        """Arrays of entries that are claimed by `claim_for_sources`, compared by identity."""
+        """Arrays of entries that `claim_for_sources` has claimed, compared by identity."""
 
     def find_entries(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
-        """Check the block ids of a request. Return them by group, and their entries.
+        """Check the block ids of a request. Return a block table for each group, and the entries of all these blocks.
 
-        With one group `block_ids` is a sequence. With several it is a sequence for each group, or a mapping by the
+        With one group `block_ids` is a sequence. With several it has a sequence for each group, or is a mapping by the
         groups' names; a group that is missing in the mapping has no blocks. RequestError names an id that is invalid,
-        or that two groups of one pool have.
+        or that is given for two groups of one pool. `what` begins the message.
         """
         if len(self._pools) == 1 and (type(block_ids) is list or not isinstance(block_ids, Mapping)):
             ids = check_block_ids(block_ids, num_blocks=self._num_blocks[0], what=what)
@@ -83,7 +84,7 @@ class BlockLedger:
         return tuple(found), entries
 
     def entries(self, tables: Sequence[BlockIds | Sequence[int]]) -> BlockIds:
-        """Return the entries of the blocks in `tables`: a table of checked block ids for each group."""
+        """Return the entries of all blocks in `tables`, which has a table of checked block ids for each group."""
         found = []
         for pool, split, ids in zip(self._pools, self._splits, tables, strict=True):
             own = np.asarray(ids, dtype=np.int64)
@@ -93,7 +94,10 @@ class BlockLedger:
         return np.concatenate(found)
 
     def check_enough_blocks(self, counts: Sequence[int], what: str) -> None:
-        """Raise RequestError if even an empty cache is too small for `counts[i]` blocks in each group i."""
+        """Raise RequestError if the cache has fewer than `counts[i]` blocks for a group i, even when all are free.
+
+        Counts of groups with one pool are added up. `what` begins the message.
+        """
         needed, there = dict.fromkeys(self._first, 0), dict.fromkeys(self._first, 0)
         for pool, num_blocks, split, count in zip(self._pools, self._num_blocks, self._splits, counts, strict=True):
             needed[pool] += -(-count // split)
@@ -115,21 +119,21 @@ class BlockLedger:
         return block_ids
 
     def lease(self, ids: BlockIds) -> None:
-        """Protect the blocks with entries `ids` for a lease. BlocksBusy if a block is in flight or quarantined."""
+        """Count a further lease of each block with an entry in `ids`. BlocksBusy if one is in flight or quarantined."""
         use = self._use[ids]
         if (use < _FREE).any():
             self._refuse(ids, use < _FREE, "served")
         self._use[ids] = use + 1
 
     def release(self, ids: BlockIds) -> None:
-        """End one lease of the blocks with entries `ids`."""
+        """Count one lease less for each block with an entry in `ids`. A block without leases is free."""
         assert (self._use[ids] > _FREE).all(), "released a block that is not leased"
         self._use[ids] -= 1
 
     def begin_load(self, ids: BlockIds) -> None:
-        """Claim blocks for a load to write. `ids` are their indexes in the ledger.
+        """Mark the blocks with entries `ids` as in flight, because a load will write them.
 
-        BlocksBusy if one of them is leased, in flight or quarantined.
+        BlocksBusy if a block is leased, in flight or quarantined, unless `ids` is an array that is claimed.
         """
         use = self._use[ids]
         if use.any() and not self._is_claimed(ids):
@@ -137,17 +141,18 @@ class BlockLedger:
         self._use[ids] = _IN_FLIGHT
 
     def claim_for_sources(self, ids: BlockIds) -> None:
-        """Claim blocks for a load with several sources, until `end_claim`. BlocksBusy as for `begin_load`.
+        """Claim the blocks with entries `ids`, until `end_claim`, for a load that may try several producers.
 
-        Meanwhile each attempt calls `begin_load` with the same array, which succeeds.
+        BlocksBusy if a block is leased, in flight or quarantined. Until `end_claim` each attempt of the load calls
+        `begin_load` with the same array, which then succeeds.
         """
         self.begin_load(ids)
         self._claimed.append(ids)
 
     def end_claim(self, ids: BlockIds, *, safe: bool) -> None:
-        """End the claim of `claim_for_sources` on the array `ids`.
+        """End the claim on the blocks of the array `ids`, which was passed to `claim_for_sources`.
 
-        The blocks are free if `safe`, which says that no further byte can land; else quarantined until `end_load`.
+        `safe`: True if no further byte can land in the blocks. Then they are free; else quarantined until `end_load`.
         """
         self._claimed = [one for one in self._claimed if one is not ids]
         if safe:
@@ -159,17 +164,23 @@ class BlockLedger:
         return any(one is ids for one in self._claimed)
 
     def quarantine(self, ids: BlockIds) -> None:
-        """Quarantine the blocks of an ended load in which bytes may still land. Claimed blocks stay in flight."""
+        """Mark the blocks of an ended load as quarantined, because bytes may still land in them.
+
+        If `ids` is a claimed array, its blocks stay in flight.
+        """
         assert (self._use[ids] == _IN_FLIGHT).all(), "quarantined a block that is not in flight"
         self._use[ids] = _IN_FLIGHT if self._claimed and self._is_claimed(ids) else _QUARANTINED
 
     def end_load(self, ids: BlockIds) -> None:
-        """Free the blocks of a load in which no further byte can land. Claimed blocks stay in flight."""
+        """Mark the blocks of a load as free. No further byte may be able to land in them.
+
+        If `ids` is a claimed array, its blocks stay in flight.
+        """
         assert (self._use[ids] < _FREE).all(), "ended the load of a block that is not in flight"
         self._use[ids] = _IN_FLIGHT if self._claimed and self._is_claimed(ids) else _FREE
 
     def counts(self) -> BlockCounts:
-        """Return the numbers of blocks by use."""
+        """Return how many blocks are in each use now."""
         return BlockCounts(
             total=len(self._use),
             free=int((self._use == _FREE).sum()),
@@ -179,7 +190,7 @@ class BlockLedger:
         )
 
     def use_of(self, entry: int) -> str:
-        """Return how the block with this entry is used, as text for messages; "" if it is free or unknown."""
+        """Return the use of the block with this entry, as text for a message; "" if the block is free or unknown."""
         use = int(self._use[entry]) if 0 <= entry < len(self._use) else _FREE
         return "leased to readers" if use > _FREE else _WRITER_TEXT.get(use, "")
 

@@ -1,14 +1,15 @@
 """Queues: permits for bounded amounts, such as bytes in flight (`FairQueue`), and turns of a server (`ShortestFirst`).
 
-A fair queue bounds what is under way at once, in all and per peer. Its rules:
+A fair queue bounds the sum of all granted permits, in all and per peer. Its rules:
 
 - All or nothing: a permit gets its whole amount at once, and holds nothing while it waits.
 - A smaller priority number goes first, equal numbers in the order of the requests. Waiting does not raise a priority: a
   permit waits as long as permits with smaller numbers fill the queue.
 - A permit that does not fit its peer's limit is overtaken by permits of other peers, but not by later ones of its own.
 - If the first permit does not fit the global limit, no permit overtakes it, so that large reads do not starve.
-- A permit that is larger than a limit is granted when nothing else is under way.
-- With `ahead_s`, a peer's first limit grows to what the peer delivers in that time. So a link of any speed stays busy.
+- A permit that is larger than a limit is granted when no other permit counts towards that limit.
+- With `ahead_s`, the first number of a peer's limit grows to the amount that the peer delivers in that time. So a link
+  of any speed stays busy.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from operator import add, itemgetter, sub
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 Amount: TypeAlias = tuple[int, ...]
-"""Numbers of one permit, limit or use: one number for each bounded quantity, such as (bytes, slices)."""
+"""One number for each bounded quantity, such as (bytes, slices). Permits, limits and sums have this form."""
 
 ItemT = TypeVar("ItemT")
 
@@ -38,21 +39,21 @@ class PermitState(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Permit:
-    """A permit for an amount, from the request until it is given back."""
+    """A permit for an amount. It first waits, is then granted (UNDER_WAY), and has ended once it is given back."""
 
     peer: str
     amount: Amount
     priority: int
     state: PermitState = PermitState.WAITING
     on_grant: Callable[[], None] | None = None
-    """Called when the permit is granted after a wait. It must not ask for or end permits itself."""
+    """Called when the permit is granted after a wait. The function must not request or end permits."""
     delivered_before: int = 0
-    """The peer's `_Budget.delivered` when the permit was granted."""
+    """Value of the peer's `_Budget.delivered` when the permit was granted."""
 
 
 class _HeapEntry(NamedTuple):
-    """Entry of a peer's heap for a permit that is not granted yet. Entries are compared by `priority`, then by `order`,
-    which is unique."""
+    """Entry in a peer's heap for a waiting permit. Entries are ordered by `priority`, then by `order`, the unique
+    number of the permit's request."""
 
     priority: int
     order: int
@@ -61,18 +62,18 @@ class _HeapEntry(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Budget:
-    """The limits of one peer, or of all peers together, the amounts of granted permits, and the waiting permits."""
+    """The limits, the granted amounts and the waiting permits of one peer, or of all peers together."""
 
     limits: Amount
     used: Amount
     permits: int = 0
     waiting: list[_HeapEntry] = field(default_factory=list)
     delivered: int = 0
-    """How much of the first quantity the peer has delivered since it last had no permits."""
+    """Amount of the first quantity that the peer has delivered since it last had no permits."""
 
 
 def _fits(more: Amount, *budgets: _Budget) -> bool:
-    """Return True if all `budgets` have space for `more` within their limits, or have no permit under way."""
+    """Return True if `more` fits within the limits of each budget, or the budget has no granted permit."""
     for budget in budgets:
         if budget.permits:
             for taken, wanted, most in zip(budget.used, more, budget.limits, strict=True):
@@ -82,13 +83,16 @@ def _fits(more: Amount, *budgets: _Budget) -> bool:
 
 
 class FairQueue:
-    """Permits for bounded quantities, by the rules of the module. Peers without permits take no memory."""
+    """Grants permits for bounded quantities, by the rules in the module docstring.
+
+    Peers without permits take no memory.
+    """
 
     def __init__(self, limits: Amount, peer_limits: Amount | None = None, ahead_s: float = 0.0) -> None:
-        """Create an empty queue with `limits` in all and `peer_limits` for each peer (None: `limits`).
+        """Create an empty queue with `limits` for all peers together and `peer_limits` for each peer (None: `limits`).
 
-        `ahead_s`: the first limit of a peer grows to the amount that the peer delivers in this many seconds; 0: it does
-        not grow.
+        `ahead_s`: the first number of a peer's limits grows to the amount that the peer delivers in this many seconds.
+        0: limits do not grow.
         """
         self._ahead_s = ahead_s
         self._peer_limits = limits if peer_limits is None else peer_limits
@@ -97,25 +101,25 @@ class FairQueue:
         self._total = _Budget(limits, self._nothing)
         self._peers: dict[str, _Budget] = {}
         self._speeds: dict[str, float] = {}
-        """Speed, in units of the first quantity per second, of each peer that has a larger limit than the others."""
+        """Speed of each peer with a limit that has grown, in units of the first quantity per second."""
         self._asked = 0
         self.waiting = 0
 
     @property
     def used(self) -> Amount:
-        """The amounts of all permits under way, added up."""
+        """Sum of the amounts of all granted permits."""
         return self._total.used
 
     def peers(self) -> Iterator[tuple[str, Amount, int]]:
-        """Yield (peer, amounts under way, number of waiting permits)."""
+        """Yield (peer, sum of the granted amounts, number of waiting permits) for each peer with permits."""
         for peer, budget in self._peers.items():
             yield peer, budget.used, len(budget.waiting)
 
     def request_permit(self, amount: Amount, peer: str = "", priority: int = 0) -> Permit:
-        """Return a new permit: under way if its amount fits, else waiting.
+        """Return a new permit: granted if its amount fits and no permit goes before it, else waiting.
 
-        If the new permit becomes the first in its peer's queue, this call may also grant permits of other peers, which
-        the former first permit has blocked.
+        If the new permit becomes the first of its peer's waiting permits, this call may also grant permits of other
+        peers, which the former first permit has blocked.
         """
         permit = Permit(peer, amount, priority)
         budget = self._peers.get(peer)
@@ -135,9 +139,9 @@ class FairQueue:
         return permit
 
     def end(self, permit: Permit, took_s: float = 0.0) -> list[Permit]:
-        """Give a permit back, waiting or under way. Return the permits that are granted in consequence.
+        """Give `permit` back, which waits or is granted. Return the permits that are granted in consequence.
 
-        `took_s`: seconds from the grant until the peer had delivered the amount; 0 if it was not delivered.
+        `took_s`: seconds from the grant until the peer had delivered the permit's amount; 0 if it did not deliver it.
         """
         assert permit.state is not PermitState.ENDED, "a permit is given back once"
         budget = self._peers[permit.peer]
@@ -181,7 +185,7 @@ class FairQueue:
         return granted
 
     def _next(self) -> Permit | None:
-        """Return the next permit that may be granted by the rules of the module; None if there is none."""
+        """Return the waiting permit to grant next by the rules in the module docstring; None if none may be granted."""
         heads = (budget.waiting[0] for budget in self._peers.values() if budget.waiting)
         able = []
         for head in heads:
@@ -194,7 +198,7 @@ class FairQueue:
         return permit if _fits(permit.amount, every) else None
 
     def _begin(self, permit: Permit) -> None:
-        """Count a permit as under way."""
+        """Mark a permit as granted, and add its amount to the sums."""
         budget = self._peers[permit.peer]
         for one in (self._total, budget):
             one.permits += 1
@@ -203,15 +207,18 @@ class FairQueue:
 
 
 class ShortestFirst(Generic[ItemT]):
-    """Jobs that wait for one server, which cannot interrupt a job. The smallest job goes first.
+    """Queue of jobs for a server that does one job at a time and cannot interrupt it. The smallest job goes first.
 
-    If the jobs that have overtaken the oldest job add up to its size, the oldest goes next. So large jobs get at least
-    half of the server's time. A small job waits for the job being served and, if small jobs already take half of the
-    time, for one large job more.
+    Once the jobs that have overtaken the oldest job add up to the oldest job's size, the oldest job goes next. So large
+    jobs get at least half of the server's time. A small job waits for the job being served and, if small jobs already
+    take half of the time, for one large job more.
     """
 
     def __init__(self, start_size: int) -> None:
-        """Create an empty queue. `start_size`: cost of starting a job, as a size that is added to each job's size."""
+        """Create an empty queue.
+
+        `start_size`: cost of starting any job, as a size that is added to the size of each.
+        """
         self._start_size = start_size
         self._waiting: list[tuple[int, ItemT]] = []  # oldest first
         self._passed = 0  # sum of the sizes that have overtaken the oldest

@@ -1,8 +1,8 @@
-"""A rate limit for the requests of each peer: a token bucket per peer, in bounded number.
+"""A rate limit for the requests of each peer, by token buckets for a bounded number of peers.
 
 A full bucket has tokens for the requests of one second. It fills steadily, and each request takes one token. A bucket
-that was not used for a second is full and need not be kept. With more than `peers_max` peers the least recently used
-bucket is dropped.
+that was not used for a second is full, so nothing is lost if it is dropped. With more than `peers_max` peers the least
+recently used bucket is dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _ROUNDING = 1e-5  # of a token: a peer that keeps to the rate is not refused for
 
 
 class RateLimiter:
-    """Token buckets by peer, under any name that the caller chooses."""
+    """A token bucket for each peer. The caller chooses the names of peers."""
 
     def __init__(self, *, requests_per_s: int, peers_max: int) -> None:
         self._requests_per_s = requests_per_s
@@ -24,9 +24,9 @@ class RateLimiter:
         return len(self._buckets)
 
     def allows(self, peer: str, now_s: float) -> bool:
-        """Take a token from the bucket of `peer`. Return False if the bucket is empty, so the request must be refused.
+        """Take a token from the bucket of `peer`. Return False if the bucket is empty: the request must be refused.
 
-        A clock that goes back adds no tokens.
+        If `now_s` is before the time of the last call for this peer, no tokens are added.
         """
         full = float(self._requests_per_s)
         tokens, counted_s = self._buckets.get(peer, (full, now_s))

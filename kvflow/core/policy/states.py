@@ -1,8 +1,8 @@
 """The states of a peer, a lease and a transfer, each with a transition table.
 
-A state changes only by `fire`: it looks up the pair (state, event) and returns the next state. A pair that is not in
-the table raises `IllegalTransition` and changes nothing. Code asks for the meaning of a state by functions such as
-`transfer_blocks_safe`. The pictures in docs/architecture.md are drawn from these tables.
+A state changes only by `fire`, which looks up the pair (state, event) and returns the next state. For a pair that is
+not in the table `fire` raises `IllegalTransition`, and nothing changes. Code asks for the meaning of a state by
+functions such as `transfer_blocks_safe`. The pictures in docs/architecture.md are drawn from these tables.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Table: TypeAlias = Mapping[tuple[StateT, EventT], StateT]
 
 
 class IllegalTransition(AssertionError):
-    """An event that is not allowed in a state: a bug in kvflow, not in its caller."""
+    """An event is not allowed in a state. This is a bug in kvflow, not in the code that uses kvflow."""
 
 
 def fire(table: Table[StateT, EventT], state: StateT, event: EventT) -> StateT:
-    """Return the state after `event`. IllegalTransition if `table` has no row for `event` in `state`."""
+    """Return the state that follows `state` at `event`. IllegalTransition if `table` has no row for this pair."""
     try:
         return table[state, event]
     except KeyError:
@@ -29,12 +29,12 @@ def fire(table: Table[StateT, EventT], state: StateT, event: EventT) -> StateT:
 
 
 def allows(table: Table[StateT, EventT], state: StateT, event: EventT) -> bool:
-    """Return True if `table` has a row for `event` in `state`. Late and duplicate messages have none."""
+    """Return True if `table` has a row for `event` in `state`. It has none for events by late or duplicate messages."""
     return (state, event) in table
 
 
 class PeerState(enum.StrEnum):
-    """The state of a rank of a remote engine, as a reader sees it."""
+    """The state of a peer, that is, a rank of a remote engine, as this reader knows it."""
 
     UNKNOWN = "unknown"  # no connection was made, or the peer was not ready
     CONNECTING = "connecting"  # a handshake is under way, and all loads of the peer wait for it
@@ -45,7 +45,7 @@ class PeerState(enum.StrEnum):
 
 
 PeerEvent: TypeAlias = Literal["connect", "connected", "postpone", "back_off", "break", "close"]
-"""Event of a peer. "connect" also happens in READY, if a ticket names another incarnation of the peer."""
+"""Event that changes the state of a peer. "connect" also happens in READY, if a ticket names another incarnation."""
 
 PEER_TABLE: Table[PeerState, PeerEvent] = {
     (PeerState.UNKNOWN, "connect"): PeerState.CONNECTING,
@@ -65,7 +65,7 @@ PEER_TABLE: Table[PeerState, PeerEvent] = {
 
 
 class LeaseState(enum.StrEnum):
-    """The state of a lease, a producer's promise to keep blocks."""
+    """The state of a lease: whether the producer still promises to keep the blocks, or how the lease has ended."""
 
     OFFERED = "offered"
     READ = "read"  # every reader has read
@@ -85,7 +85,7 @@ LEASE_TABLE: Table[LeaseState, LeaseEvent] = {
 
 
 class TransferState(enum.StrEnum):
-    """The state of a load's bytes."""
+    """The state of the reads of one load: whether their bytes may still land in the local blocks."""
 
     PENDING = "pending"  # no read was posted
     READING = "reading"
@@ -109,5 +109,5 @@ TRANSFER_TABLE: Table[TransferState, TransferEvent] = {
 
 
 def transfer_blocks_safe(state: TransferState) -> bool:
-    """Return True if no further byte can land in the local blocks (invariant I1)."""
+    """Return True if no further byte of the load can land in the local blocks (invariant I1)."""
     return state in (TransferState.PENDING, TransferState.LANDED, TransferState.STOPPED)
