@@ -1,8 +1,8 @@
 """Loads through buffers: scratch memory, or host blocks that stand for blocks of a device.
 
 A load is cut into spans of the prompt. A span has whole local blocks, and whole blocks of the peer. Each span becomes
-a copy group (`flight.CopyGroup`): it takes the buffers that it needs, reads from every rank, and is copied when all of
-its reads have landed. While one group is copied, others are read.
+a copy group (`flight.CopyGroup`): buffers are taken for the span, its tokens are read from every rank, and once all
+these reads have landed, a copy fills the local blocks. While one group is copied, others are read.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ logger = logger_of(__name__)
 
 
 def begin(cache: RegisteredCache) -> BufferedLoads:
-    """Return the object that reads loads through buffers into one registered cache."""
+    """Return a `BufferedLoads`, the object that fills blocks of the registered cache `cache` through buffers."""
     return BufferedLoads(cache)
 
 
 class BufferedLoads:
-    """Reads loads into one registered cache through buffers. Implements `SpanPlanner`, for growing leases."""
+    """Fills blocks of one registered cache through buffers. As a `SpanPlanner`, also plans loads of growing leases."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         config, limits = cache.config, cache.config.limits
@@ -64,9 +64,9 @@ class BufferedLoads:
         self._permutations: WeakKeyDictionary[BlockMap, Permutation] = WeakKeyDictionary()
 
     async def prepare(self) -> None:
-        """Allocate all scratch buffers now. If that fails, loads read small pieces of blocks one by one instead.
+        """Allocate all scratch buffers now. If that fails, later loads read small pieces of blocks one by one instead.
 
-        With Config.scratch "always" a failure raises TransportError instead.
+        With Config.scratch "always", a failure raises TransportError.
         """
         try:
             await self._scratch.prepare()
@@ -78,14 +78,17 @@ class BufferedLoads:
             logger.warning("engine %r (%s): reads small pieces one by one: %s", *who, error)
 
     def read_buffered(self, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
-        """Read a whole load of computed blocks, through buffers where it needs them; see `steps.ReadBlocks`."""
+        """Read a whole load, with all blocks computed, through buffers where these are needed. Return an awaitable.
+
+        The result is True if the leases covered the whole read.
+        """
         parts = self._parts(plan.sources)
         if self._staging or any(part.scratch_bytes for part in parts):
             return flight.read_groups(self._copy_groups(parts, load.tables, flight.seal_piece))
         return read_directly(self._cache, load, flight, plan)
 
     def _parts(self, sources: Sequence[Source]) -> list[SourcePart]:
-        """Return one `SourcePart` for each pair of a rank and a layer set from which chunks are read."""
+        """Return one `SourcePart` for each pair of a rank and a layer set (layers of equal shape) to read from it."""
         return [
             SourcePart(source, block_map, chunks, self._scratch_bytes(source, block_map, chunks))
             for source in sources
@@ -93,7 +96,7 @@ class BufferedLoads:
         ]
 
     def _scratch_bytes(self, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> int:
-        """Return the bytes of scratch memory for one remote block; 0 if reads without scratch memory are faster."""
+        """Return the bytes of scratch memory that a remote block takes; 0 if reading without it is faster."""
         if not may_use_scratch(self._cache, block_map):
             return 0
         whole, count = self._permutation(block_map).whole_blocks, sum(map(len, chunks))
@@ -106,7 +109,7 @@ class BufferedLoads:
         return whole.block_bytes if pays else 0
 
     def _permutation(self, block_map: BlockMap) -> Permutation:
-        """Return the object that copies a peer's blocks from scratch memory to the cache; made once per `block_map`."""
+        """Return the `Permutation` that copies a peer's blocks from scratch memory. Make one for each `block_map`."""
         if block_map not in self._permutations:
             whole = WholeBlocks(
                 block_map.remote_whole, block_map.heads, [theirs for _, theirs in block_map.layer_pairs]
@@ -119,16 +122,16 @@ class BufferedLoads:
     async def _copy_groups(
         self, parts: Sequence[SourcePart], tables: Sequence[BlockIds], seal_piece_of: SealPieceOf
     ) -> AsyncGenerator[CopyGroup, None]:
-        """Yield a copy group for each span of a load, in prompt order.
-
-        Take a group's buffers just before yielding it.
-        """
+        """Yield a copy group for each span of a load, in prompt order. Before each, wait for the group's buffers."""
         queues = [self._span_queue(some, at, tables[at]) for at, some in parts_by_group(parts)]
         for one in heapq.merge(*(queue.take_rest() for queue in queues), key=STOP_TOKEN):
             yield await self.copy_group(one, seal_piece_of)
 
     def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
-        """See `SpanPlanner`."""
+        """Return the queues of spans to read from `sources` into `tables`, the local blocks of each group.
+
+        With host staging, one queue for each local group of layers; otherwise one for each pair of a group and a rank.
+        """
         queues = []
         for at, of_group in parts_by_group(self._parts(sources)):
             for some in [of_group] if self._staging else parts_by_source(of_group):
@@ -136,12 +139,16 @@ class BufferedLoads:
         return queues
 
     def _span_queue(self, parts: Sequence[SourcePart], at: int, local_ids: BlockIds) -> SpanQueue:
-        """Return the queue of local group `at`. It reads whole remote blocks unless these do not fit in the buffers."""
+        """Return the span queue of the local group with index `at`, to read its blocks `local_ids`."""
         staging = self._staging[at] if self._staging else None
         return SpanQueue(parts, staging, local_ids, self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
 
     async def copy_group(self, span: PromptSpan, seal_piece_of: SealPieceOf | None = None) -> CopyGroup:
-        """See `SpanPlanner`. If cancelled, give buffers back. With `seal_piece_of`, direct reads also fetch seals."""
+        """Wait for the buffers that `span` needs, take them, and return the span's reads and copy as a copy group.
+
+        If cancelled, give the buffers back. With `seal_piece_of`, the first direct read from a rank also fetches the
+        rank's seal.
+        """
         parts, staging = span.queue.parts, span.queue.staging
         jobs: list[Callable[[], None]] = []
         releases: list[Callable[[], None]] = []
@@ -174,10 +181,10 @@ class BufferedLoads:
     async def _take_host_blocks(
         self, span: PromptSpan, staging: HostBlocks | None, releases: list[Callable[[], None]]
     ) -> BlockIds | None:
-        """Wait for host blocks for a span, and return their ids; None without host staging.
+        """Wait for a host block for each local block of `span`. Return their ids, or None without host staging.
 
-        Append to `releases` a callback that gives them back. A block that the load writes only in part is first copied
-        from the device, so that its other tokens are kept.
+        Append to `releases` a callback that gives the host blocks back. If the load writes only some tokens of a block,
+        first copy that block from the device to its host block, so that the other tokens are kept.
         """
         if staging is None:
             return None
@@ -191,7 +198,10 @@ class BufferedLoads:
 
 
 def _into_host_blocks(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Chunks:
-    """Return `chunks` with local block `local_ids[i]` replaced by host block `host_ids[i]`. None: no change."""
+    """Return `chunks` with each local block `local_ids[i]` replaced by the host block `host_ids[i]`.
+
+    If `host_ids` is None, return `chunks` unchanged.
+    """
     if host_ids is None or not len(chunks):
         return chunks
     order = np.argsort(local_ids)

@@ -38,12 +38,12 @@ LayerTensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 CacheTensors: TypeAlias = "Mapping[str, LayerTensors]"
 Ids: TypeAlias = npt.NDArray[np.int64]
 View: TypeAlias = Any
-"""A tensor or, for CPU memory, a numpy array: memory of a cache or buffer. Made once per cache, not per copy."""
+"""View of the memory of a cache or buffer: a tensor or, for CPU memory, a numpy array. Made once per cache."""
 Copy: TypeAlias = Callable[[View, View], None]
-"""Function that copies from one view to another."""
+"""Function `copy(source, target)` that copies between two views of a region. The ids to copy are fixed beforehand."""
 CopyMaker: TypeAlias = "Callable[[Ids, Ids], Copy]"
-"""Function that returns a `Copy` for two lists of ids: of source and target blocks for `copy_blocks`, of blocks and
-chunks for `scatter_tokens`. One `Copy` serves every region."""
+"""Function that returns a `Copy` for two arrays of ids. For `copy_blocks` these are source and target blocks, for
+`scatter_tokens` target blocks and the chunk within each. One `Copy` serves every region."""
 
 
 # --- parts
@@ -52,7 +52,7 @@ chunks for `scatter_tokens`. One `Copy` serves every region."""
 def canonical_parts(layer: LayerTensors, layout: CacheLayout, *, split_fused: bool = True) -> tuple[Tensor, ...]:
     """Return K and V of a layer, or its latent, as views (block, token, head, dim). A latent has one head.
 
-    K and V of a fused cache are the halves of its last axis; without `split_fused` they stay together.
+    K and V of a fused cache are the halves of its last axis. Without `split_fused` they stay together in one view.
     """
     parts = _part_tensors(layer, layout)
     if layout.style is KVStyle.MLA:
@@ -79,7 +79,7 @@ def _part_tensors(layer: LayerTensors, layout: CacheLayout | StateLayout) -> tup
 
 
 def _style_of(layout: CacheLayout | StateLayout) -> KVStyle | None:
-    """Return the style of a cache; None for state, in which the block axis comes first."""
+    """Return the style of a cache (where K and V lie); None for recurrent state, with the block axis first."""
     return layout.style if isinstance(layout, CacheLayout) else None
 
 
@@ -96,7 +96,7 @@ def _byte_view(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> 
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes. The last axis, which is dense, has the bytes of its elements."""
+    """Return a view of `tensor` as bytes. Its last axis has the bytes of the elements, which must be dense there."""
     size = tensor.element_size()
     *outer, last = tensor.shape
     return _byte_view(tensor, (*outer, last * size), (*(stride * size for stride in tensor.stride()[:-1]), 1))
@@ -110,8 +110,8 @@ def allocate_host_caches(
 ) -> dict[str, LayerTensors]:
     """Return zeroed host tensors like those of a cache, for `num_blocks` blocks: same style, axes and memory order.
 
-    Blocks are dense, even if the cache has gaps between them. Each tensor has its own memory, of the kind that `device`
-    copies fast. Layers that share a tensor of the cache share one here.
+    Blocks are dense, even if the cache has gaps between blocks. Each tensor has its own memory, of the kind that
+    `device` copies fast. Layers that share a tensor in the cache also share a host tensor.
     """
     made: dict[tuple[object, ...], Tensor] = {}
 
@@ -143,10 +143,10 @@ def _host_tensor(tensor: Tensor, style: KVStyle | None, num_blocks: int, device:
 def block_rows(
     kv_caches: CacheTensors, layout: CacheLayout | StateLayout, *, as_bytes: bool = True
 ) -> tuple[Tensor, ...]:
-    """Return each region of a cache as a matrix with a row per block, since a block is dense in memory.
+    """Return each region (K, V or latent of a layer) as a matrix with one row per block, without copying.
 
-    Rows are bytes; without `as_bytes` they are views in the dtype of the tensors, and need no address. Regions that
-    share their memory are returned once. Call this once per cache, not per copy.
+    Rows are bytes. Without `as_bytes` they have the dtype of the tensors, for devices without memory addresses. Regions
+    that share their memory are returned once. Call this once per cache, not per copy.
     """
     rows: dict[tuple[object, int], Tensor] = {}
     for layer in kv_caches.values():
@@ -157,7 +157,7 @@ def block_rows(
 
 
 def _layer_rows(layer: LayerTensors, layout: CacheLayout | StateLayout, as_bytes: bool) -> Iterator[Tensor]:
-    """Yield each region of a layer as a matrix with a row per block."""
+    """Yield each region (K, V or the latent) of one layer as a matrix with one row per block."""
     for part in _part_tensors(layer, layout):
         count, each = part[0].numel(), part.element_size()
         stride = part.stride(0) if len(part) > 1 else count
@@ -170,7 +170,7 @@ def _layer_rows(layer: LayerTensors, layout: CacheLayout | StateLayout, as_bytes
 def copy_blocks(
     sources: Sequence[Tensor], targets: Sequence[Tensor], source_ids: Ids, target_ids: Ids, make_copy: CopyMaker
 ) -> None:
-    """Copy block `source_ids[i]` of every region to block `target_ids[i]`. No list has an id twice.
+    """Copy block `source_ids[i]` of every region to block `target_ids[i]`. No id occurs twice in an array.
 
     `sources` and `targets` are `block_rows` of caches with the same layout, except for the number of blocks.
     `make_copy` is `copy_on_host` or, inside `CacheDevice.copying`, the result of `to_host` or `to_device`.
@@ -187,7 +187,7 @@ def copy_blocks(
 
 
 def copy_on_host(source_ids: Ids, target_ids: Ids) -> Copy:
-    """Return a function that copies the blocks `source_ids` to the blocks `target_ids` within CPU memory."""
+    """Return a function that copies block `source_ids[i]` to block `target_ids[i]` of a region in CPU memory."""
     runs = list(_runs(source_ids, target_ids))
 
     def copy(source: Tensor, target: Tensor) -> None:
@@ -199,17 +199,21 @@ def copy_on_host(source_ids: Ids, target_ids: Ids) -> Copy:
 
 
 def to_host(device: CacheDevice) -> CopyMaker:
-    """Return the `make_copy` of `copy_blocks` that copies blocks from `device` to host memory."""
+    """Return the argument `make_copy` of `copy_blocks` for copies from `device` to host memory."""
     return copy_on_host if device.on_host else partial(_pieces_or_kernels, device, gather=True)
 
 
 def to_device(device: CacheDevice) -> CopyMaker:
-    """Return the `make_copy` of `copy_blocks` that copies blocks from host memory to `device`."""
+    """Return the argument `make_copy` of `copy_blocks` for copies from host memory to `device`."""
     return copy_on_host if device.on_host else partial(_pieces_or_kernels, device, gather=False)
 
 
 def _pieces_or_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather: bool) -> Copy:
-    """Return a function that copies large blocks in one call per region, and small ones by kernels of the device."""
+    """Return a function that copies a region's blocks between `device` and host, in the way that is faster.
+
+    Large blocks are copied in one call, small blocks by kernels of the device. `gather`: True from device to host,
+    False from host to device.
+    """
     in_one_call = cache(lambda: _in_one_call(device, source_ids, target_ids))
     by_kernels = cache(lambda: _by_kernels(device, source_ids, target_ids, gather=gather))
 
@@ -222,9 +226,10 @@ def _pieces_or_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *,
 
 
 def _by_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather: bool) -> Copy:
-    """Return a function that gathers blocks on the device and copies them to the host run by run, or the reverse.
+    """Return a function that gathers blocks on the device and copies them to the host, or without `gather` the reverse.
 
-    On the device the blocks pass through dense bounce memory, because only dense copies over the bus are fast.
+    On the device the blocks pass through dense bounce memory, because only dense copies over the bus are fast. Between
+    this memory and the host, each run of adjacent blocks is one copy.
     """
     import torch
 
@@ -286,9 +291,9 @@ def _is_dense(*regions: Tensor) -> bool:
 
 
 def _runs(first_ids: Ids, second_ids: Ids, *, dense: bool = True) -> Iterator[tuple[int, int, int]]:
-    """Yield (first id, second id, count) for each run: consecutive positions at which both ids increase by one.
+    """Cut two arrays of ids into runs in which both ids increase by one. Yield (first id, second id, length) of each.
 
-    If blocks are not dense in memory, each position is a run of its own.
+    Without `dense`, for blocks with gaps between them, each position is a run of its own.
     """
     follows = (np.diff(first_ids) == 1) & (np.diff(second_ids) == 1) & dense
     starts = np.flatnonzero(np.concatenate(([True], ~follows)))
@@ -304,8 +309,9 @@ def chunk_targets(
 ) -> tuple[Tensor, ...]:
     """Return for each of `parts` (K, V or latent) a byte view with the axes block, chunk in block, token, head, byte.
 
-    A chunk is `chunk_tokens` tokens; a block holds one or more whole chunks. Without `as_bytes` the last axis has
-    elements of the cache's own dtype. Make the views once per cache, not per copy.
+    A chunk is `chunk_tokens` tokens; a block holds one or more whole chunks. The views have only the `head_count` heads
+    from `head_start` on. Without `as_bytes` the last axis has elements of the cache's own dtype. Make the views once
+    per cache, not per copy.
     """
     targets = []
     for part in parts:
@@ -322,9 +328,9 @@ def chunk_sources(
 ) -> Tensor:
     """Return a view of a scratch buffer with the axes row, chunk, token, head and byte. Chunks are dense.
 
-    A row holds one region's chunks. `tokens` and `heads` are the tokens and heads that each chunk was read with; the
-    caller may slice them. `run_bytes` is the size of one head of one token. `memory_order` is that of the peer. The
-    buffer may be longer than the view.
+    A row holds the chunks of one region. `tokens` and `heads` are the numbers of tokens and heads in each chunk as it
+    was read; the caller may slice these axes. `run_bytes` is the size of one head of one token. `memory_order` is the
+    peer's, "NHD" or "HND". The buffer may be longer than the view.
     """
     inner = (tokens, heads) if memory_order == "NHD" else (heads, tokens)
     size_bytes = rows * chunks * tokens * heads * run_bytes
@@ -335,12 +341,12 @@ def chunk_sources(
 def scatter_tokens(
     targets: Sequence[View], sources: Sequence[View] | View, block_ids: Ids, chunk_indices: Ids, make_copy: CopyMaker
 ) -> None:
-    """Write chunks into local blocks: those of `sources[k]` into the blocks of `targets[k]`, for each k.
+    """Write chunks of tokens into local blocks: the chunks of `sources[k]` into the blocks of `targets[k]`, for each k.
 
-    Chunk i goes to chunk `chunk_indices[i]` of block `block_ids[i]`. Targets come from `chunk_targets`. Sources are
-    (..., token, head, byte), on the same device, with as many leading axes as the ids have. A source with fewer tokens
-    than a chunk fills the first tokens of the chunk. All places are distinct. `make_copy` is `scatter_on_host` or,
-    inside `CacheDevice.copying`, the result of `scatter_on_device`.
+    Chunk i goes to chunk `chunk_indices[i]` of block `block_ids[i]`. Targets come from `chunk_targets`. Sources have
+    the axes (..., token, head, byte), on the same device, with as many leading axes as the arrays of ids. A source with
+    fewer tokens than a chunk fills the first tokens of the chunk. No two chunks go to the same target. `make_copy` is
+    `scatter_on_host` or, inside `CacheDevice.copying`, the result of `scatter_on_device`.
     """
     _check_ids(block_ids, targets[0].shape[0])
     _check_ids(chunk_indices, targets[0].shape[1])
@@ -366,7 +372,7 @@ def scatter_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
 
 
 def scatter_on_device(device: CacheDevice) -> CopyMaker:
-    """Return the `make_copy` of `scatter_tokens` that writes chunks to memory of `device`."""
+    """Return the argument `make_copy` of `scatter_tokens` for chunks in the memory of `device`."""
 
     def make_copy(block_ids: Ids, chunk_indices: Ids) -> Copy:
         blocks, chunks = device.upload(block_ids), device.upload(chunk_indices)

@@ -1,9 +1,9 @@
 """Host staging: blocks of a device that the transport cannot reach go through host buffers.
 
-Peers see a bounded set of host blocks, laid out like those of the device. A producer copies the blocks of a lease there
-before they can be read, and its seal says how far the copy is. A consumer reads into host blocks, and copies from there
-to the device. The copies run on the copy thread, by kvflow's own function for torch devices, or by a function of the
-engine.
+Peers see a bounded set of host blocks, laid out like the blocks of the device. A producer copies the blocks of a lease
+there before peers can read them, and the lease's seal says how many tokens are copied. A consumer reads into host
+blocks, and copies from there to the device. The copies run on the copy thread, by kvflow's own function for torch
+devices, or by a function of the engine.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class HostBuffers(HostBlocks):
                 device.view_elements(row)
 
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
-        """Copy between block `device_ids[i]` and host block `host_ids[i]`, for each i. Runs on the copy thread."""
+        """Copy between device block `device_ids[i]` and host block `host_ids[i]`, for each i, in `direction`.
+
+        Runs on the copy thread.
+        """
         if self._copier is not None:
             host_caches = {name: layer for caches, _ in self.layers for name, layer in caches.items()}
             self._copier(host_caches, list(zip(device_ids.tolist(), host_ids.tolist(), strict=True)), direction)
@@ -83,9 +86,10 @@ class HostBuffers(HostBlocks):
 def host_buffers(
     groups: Sequence[CacheGroup], config: Config, copier: BlockCopier | None, device: CacheDevice
 ) -> tuple[HostBuffers, ...]:
-    """Make the host blocks of each group. Together they take at most Config.host_buffer_bytes_max.
+    """Allocate and return the host blocks of each group of layers, at most Config.host_buffer_bytes_max in total.
 
-    Groups get shares in proportion to their sizes. ConfigError if a group gets no block.
+    Each group gets a share of these bytes in proportion to its size. ConfigError if a share is less than a block.
+    `copier`: the engine's function that copies blocks; None for kvflow's own.
     """
     sizes = [group.num_blocks * group.block_size_bytes for group in groups]
     most = config.host_buffer_bytes_max or _default_bytes_max(sum(sizes), config.tp_size)
@@ -101,8 +105,8 @@ def host_buffers(
 
 
 def _default_bytes_max(cache_bytes: int, ranks: int) -> int:
-    """Return the default of `host_buffer_bytes_max`: a quarter of the cache, within bounds.
+    """Return the default of Config.host_buffer_bytes_max: a quarter of the cache, within bounds.
 
-    At least 256 MiB, enough for long prompts. At most an eighth of the host's memory, divided among the ranks.
+    At least 256 MiB, enough for long prompts; but at most an eighth of the host's memory, divided by `ranks`.
     """
     return min(max(cache_bytes // 4, _BYTES_LEAST), host_memory_bytes() // 8 // ranks)

@@ -12,13 +12,13 @@ from pathlib import Path, PurePosixPath
 
 
 def host_memory_bytes(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process may use. `root` is where /proc and /sys are, for tests."""
+    """Return how many bytes of memory this process may use. `root`: folder that has /proc and /sys, for tests."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_limits(root)])
 
 
 def _limits(root: Path) -> Iterator[int]:
-    """Yield the memory limits of all control groups that the process is in."""
+    """Yield the memory limits, in bytes, of all control groups that this process is in."""
     own = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -44,7 +44,7 @@ def _limits(root: Path) -> Iterator[int]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a file; none if it cannot be read."""
+    """Return the lines of a file; an empty list if the file cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

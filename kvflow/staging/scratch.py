@@ -1,8 +1,8 @@
-"""Scratch memory: buffers into which whole blocks of a peer are read, to be permuted into the cache.
+"""Scratch memory: buffers into which whole blocks of a peer are read, and from which they are copied into the cache.
 
-`staging.whole_blocks` has the reads, and the rule for when scratch memory is faster. This module has the buffers, which
-are registered when the first load needs them, and the writing side, which maps tokens and heads of a scratch block to
-chunks of local blocks.
+`staging.whole_blocks` plans the reads, and has the rule for when scratch memory is faster. This module has the buffers,
+which are registered when the first load needs them, and the copy, which maps tokens and heads of a block in scratch
+memory to chunks of local blocks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 class Scratch:
     """A few scratch buffers of equal size on the cache's device.
 
-    A buffer is allocated, and registered with the transport, when it is first taken. `prepare` does this earlier, if
-    memory will be scarce later.
+    A buffer is allocated, and registered with the transport, when it is first taken. `prepare` does this earlier for
+    all buffers, in case memory is scarce later.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Scratch:
             self._buffers[number] = await self._make_buffer()
 
     async def take(self) -> tuple[BlockIds, torch.Tensor]:
-        """Wait for a free buffer. Return its number, which the caller gives back to `pool`, and its bytes.
+        """Wait for a free buffer. Return an array with the buffer's number, to give back to `pool`, and the buffer.
 
         Raises TransportError if the buffer cannot be allocated or registered.
         """
@@ -78,7 +78,7 @@ class Scratch:
         return numbers, self._buffers[number]
 
     async def _make_buffer(self) -> torch.Tensor:
-        """Allocate a buffer and register its memory with the transport. Return its bytes."""
+        """Allocate a buffer and register its memory with the transport. Return the buffer, a tensor of bytes."""
         allocate = partial(self.device.allocate, self.slot_bytes)
         try:
             made = allocate() if self.device.on_host else await self._copy_thread.run(allocate)
@@ -94,7 +94,7 @@ class Scratch:
 class Permutation:
     """Copies blocks of one peer from scratch memory to their places in the local cache.
 
-    Made once for each pair of a peer and a layer set, since it has a view of every region.
+    Made once for each pair of a peer and a layer set, because making its views of all regions takes long.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class Permutation:
     def plan(self, chunks: Chunks, buffer: torch.Tensor, offset: int) -> tuple[Descriptors, Callable[[], None]]:
         """Plan to read the remote blocks of `chunks`, which are in prompt order, to `buffer`, from byte `offset` on.
 
-        Returns the descriptors of the read, and the function that then copies the chunks from there to the cache.
+        Returns the descriptors of the read, and a function to call after the read, which copies the chunks from
+        `buffer` to the cache.
         """
         starts = np.flatnonzero(np.concatenate(([True], np.diff(chunks.remote_ids) != 0)))
         size_bytes = len(starts) * self.whole_blocks.block_bytes
@@ -140,7 +141,10 @@ class Permutation:
         return descriptors, partial(self._permute, chunks, starts, memory)
 
     def _permute(self, chunks: Chunks, starts: BlockIds, memory: torch.Tensor) -> None:
-        """Copy the blocks that were read to `memory` to their places in the cache. Runs on the copy thread."""
+        """Copy `chunks` from `memory`, which has whole remote blocks, to their local blocks. Runs on the copy thread.
+
+        `starts`: for each block in `memory`, the index of its first chunk in `chunks`.
+        """
         whole = self.whole_blocks
         sources = chunk_sources(
             memory,
@@ -163,10 +167,10 @@ class Permutation:
                 scatter_tokens(self._targets, self._split(some), ids, parts, self._make_copy)
 
     def _stretches(self, chunks: Chunks, starts: BlockIds) -> Iterator[tuple[slice, slice, slice]]:
-        """Cut the blocks that were read into stretches. The same chunks are needed of each block of a stretch.
+        """Cut the blocks in scratch memory into stretches of blocks from which the same chunks are needed.
 
-        Yields three slices for a stretch: of the blocks that were read, of the chunks within each block, of `chunks`.
-        Only the first and the last block may be needed in part, so there are few stretches.
+        Yields three slices for each stretch: of these blocks, of the chunks within each block, and of `chunks`. Only
+        the first and the last block may be needed in part, so there are few stretches.
         """
         counts = np.diff(starts, append=len(chunks))
         first_parts = np.zeros_like(starts) if chunks.remote_parts is None else chunks.remote_parts[starts]
@@ -177,9 +181,9 @@ class Permutation:
             yield slice(begin, end), slice(part, part + count), slice(first, first + count * (end - begin))
 
     def _split(self, sources: View) -> Sequence[View]:
-        """Return the source of each target tensor.
+        """Return one source view for each target view. `sources` has one entry for each region of the peer.
 
-        If the peer stores K and V in one tensor and this cache does not, a source is half of each head.
+        If the peer stores K and V in one tensor and this cache does not, split each region: half of each head is K.
         """
         found = list(sources)
         if self._halve:

@@ -2,8 +2,8 @@
 
 The pieces that are contiguous on both sides may be small: for a head slice of NHD, from NHD to HND, or for HND with
 different block sizes. Then a descriptor for each piece is slow. Instead, whole blocks are read into scratch memory,
-with one descriptor for each region of a block, and permuted into the cache from there. For NHD that reads all heads of
-the peer, even those that are not needed.
+with one descriptor for each region of a block, and copied into the cache from there. For NHD that reads all heads of
+the peer, even heads that are not needed.
 
 A rule, `prefer_scratch`, decides which way is faster, by the costs of a descriptor and of a byte as measured over
 shared memory and tcp (docs/decisions/0006-scratch.md).
@@ -23,14 +23,14 @@ from kvflow.core.plan.topology import HeadSource
 
 
 class PathCosts(NamedTuple):
-    """Costs in seconds: of a descriptor, of a byte that is read, and of the copy from scratch memory."""
+    """Costs of a read in seconds: per descriptor, per byte, and for the copy from scratch memory."""
 
     descriptor_s: float
     byte_s: float
     permuted_byte_s: float
-    """Seconds to copy a byte from scratch memory to its place."""
+    """Seconds to copy a byte from scratch memory to the cache."""
     batch_s: float = 100e-6
-    """Seconds lost for each scratch buffer that is filled: to wait for its reads, and to start its copy."""
+    """Seconds lost for each scratch buffer that is filled, by waiting for its reads and starting its copy."""
 
 
 COSTS: Mapping[tuple[str, bool], PathCosts] = {
@@ -42,17 +42,20 @@ COSTS: Mapping[tuple[str, bool], PathCosts] = {
     ("cuda", True): PathCosts(4e-6, 0.003e-9, 0.001e-9),
     ("cuda", False): PathCosts(0.25e-6, 0.02e-9, 0.001e-9),
 }
-"""Costs by (kind of the memory that is read into, whether the peer is on this host)."""
+"""Costs, by (kind of device memory that is read into, whether the peer is on this host)."""
 
 
 class WholeBlocks:
-    """Layout of whole remote blocks, and their reads. A block is one contiguous piece in every region that is read.
+    """Where whole blocks of a peer lie, and the descriptors to read them. A block is one piece in each of its regions.
 
-    A piece has `tokens` tokens of `heads` heads, in the peer's memory order.
+    A piece has `tokens` tokens of `heads` heads, in the peer's memory order, without gaps.
     """
 
     def __init__(self, remote: Regions, heads: HeadSource, layers: Sequence[int]) -> None:
-        """`layers`: the indices of the layers to read at the peer, in the order of their pieces in scratch memory."""
+        """Describe the blocks of `remote`, the peer's regions; `heads` says which heads to read.
+
+        `layers`: indexes of the layers to read, among the peer's, in the order of their pieces in scratch memory.
+        """
         block = remote.block
         index = regions_of(layers, len(remote.parts))
         self._bases: Int64Array = remote.bases[index].astype(np.int64)
@@ -71,11 +74,14 @@ class WholeBlocks:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of scratch memory that one block takes."""
+        """Number of bytes of scratch memory that one block takes, over all of its regions."""
         return len(self) * self.extent_bytes
 
     def plan(self, block_ids: BlockIds, scratch: int, device: Device) -> Descriptors:
-        """Return descriptors that read blocks to the address `scratch`, without gaps, by region and then by block."""
+        """Return descriptors that read the remote blocks `block_ids` to the local address `scratch` on `device`.
+
+        The pieces lie there without gaps: all blocks of the first region, then all blocks of the second, and so on.
+        """
         count = len(self) * len(block_ids)
         table = np.empty((2, count, 3), dtype=np.int64)
         table[0, :, 0] = scratch + np.arange(count, dtype=np.int64) * self.extent_bytes
@@ -96,9 +102,9 @@ def prefer_scratch(
 ) -> bool:
     """Return whether to read whole remote blocks and permute them, because that is faster than reading every piece.
 
-    `chunks`: number of chunks to permute. `blocks`: number of whole blocks to read. `batches`: number of scratch
-    buffers to fill and copy. `near`: the peer is on this host. Both estimates are in seconds; all terms are linear, so
-    only their ratio matters.
+    `chunks`: number of chunks (tokens of one block on the side with the smaller blocks) to copy from scratch memory.
+    `blocks`: number of whole remote blocks to read. `batches`: number of scratch buffers to fill and copy. `near`: True
+    if the peer is on this host. Compares the estimated seconds of both ways, so only the ratio of the costs matters.
     """
     costs = COSTS.get((block_map.local.device.kind, near), COSTS["cpu", near])
     groups = block_map.region_maps(block_map.chunk_tokens)

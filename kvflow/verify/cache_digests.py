@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Tensor: TypeAlias = "torch.Tensor"
 View: TypeAlias = Any
-"""A torch tensor or a numpy array."""
+"""View of the bytes of a region: a torch tensor or a numpy array."""
 
 _HOST_DEVICE = CacheDevice(Device("cpu", 0))
 _JOB_BYTES = 4 << 20  # the bytes gathered from one part of a layer stay in the processor's cache
@@ -44,7 +44,7 @@ _DIRECT_BYTES_MIN = 1 << 18  # blocks of this size are hashed in place, smaller 
 
 
 class Undigestible(Exception):
-    """Raised for memory that neither numpy nor torch can read here, or for heads that cannot be told apart."""
+    """Raised for memory that neither numpy nor torch can read, or for single heads of blocks that are moved whole."""
 
 
 class DigestSpec(NamedTuple):
@@ -52,16 +52,16 @@ class DigestSpec(NamedTuple):
 
     layer_set: int
     layers: Sequence[int]
-    """Indices of the layers within the layer set."""
+    """Indexes of the layers within the layer set."""
     heads: range
-    """Heads to digest, as indices within a block of this rank."""
+    """Heads to digest, as indexes within a block of this rank."""
     model_head: int
     """Index of the first of `heads` among all heads of the model."""
     block_ids: BlockIds
-    """Blocks of `block_size` tokens of a prompt. The last block holds the last of `tokens`."""
+    """Ids of blocks with `block_size` tokens each, in prompt order. The last block holds the last of `tokens`."""
     block_size: int
     tokens: range
-    """Positions of the tokens in the prompt."""
+    """Positions in the prompt of the tokens to digest."""
 
 
 class DigestedCache:
@@ -71,14 +71,14 @@ class DigestedCache:
     """
 
     def __init__(self, sets: Sequence[LayerSet], copy_thread: CopyThread, device: CacheDevice = _HOST_DEVICE) -> None:
-        """`device`: the device that the layers of `sets` are on."""
+        """Make the object; no digest is computed yet. `device`: the device that the layers of `sets` are on."""
         self._sets = sets
         self._copy_thread = copy_thread
         self._device = device
 
     @cached_property
     def problem(self) -> str:
-        """Reason why no digests can be computed; empty if they can."""
+        """Reason why digests of this memory cannot be computed, in words; empty if they can."""
         try:
             return "" if self._digested else "there are no layers"
         except (Undigestible, LayoutError) as error:  # staged layers may have no addresses
@@ -93,7 +93,7 @@ class DigestedCache:
 
         Raises Undigestible, or any error of the computation.
 
-        Cancelling stops only the waiting for the piece under way; no further piece is begun.
+        Cancelling stops the waiting; the copy thread finishes the work of at most `_PIECE_BYTES` that it has begun.
         """
         if self.problem:
             raise Undigestible(self.problem)
@@ -109,7 +109,10 @@ class DigestedCache:
         return sums
 
     def _pieces(self, asked: Sequence[DigestSpec], sums: list[int]) -> Iterator[bool]:
-        """Add the digests of `asked` to `sums`, one number per layer. Yield True after every `_PIECE_BYTES` read."""
+        """Compute the digests of `asked` step by step, and add them to `sums`, which has one number per layer.
+
+        Yield True each time `_PIECE_BYTES` bytes have been read, so that other work can run.
+        """
         first = piece_bytes = 0
         for one in asked:
             for layer, found, size_bytes in self._digested[one.layer_set].digests(one):
@@ -123,7 +126,7 @@ class DigestedCache:
 
 
 class _DigestedSet:
-    """One layer set as bytes: for each region, a view with the axes block, token, head and byte.
+    """One layer set (layers of equal shape) as bytes: for each region, a view with the axes block, token, head, byte.
 
     If heads come before tokens in memory, these two axes are swapped: hashing in memory order is up to twice as fast.
     """
@@ -146,10 +149,9 @@ class _DigestedSet:
         self._views: list[View] = list(map(_numpy_view, views)) if on_host else views
 
     def digests(self, asked: DigestSpec) -> Iterator[tuple[int, UInt64Array, int]]:
-        """Yield partial sums of the layers' digests, computed in jobs of a bounded size.
+        """Yield partial sums of the digests of the layers in `asked`, computed in jobs of a bounded size.
 
-        Each item is (index in `asked.layers` of the first of some consecutive layers, one number for each of these
-        layers to add to its digest, number of bytes that were read).
+        Each item is (first, numbers, bytes read). Add `numbers[i]` to the digest of layer `asked.layers[first + i]`.
         """
         heads = asked.heads
         if not self._heads_apart:
@@ -174,7 +176,11 @@ class _DigestedSet:
                 yield layer, found, step_bytes * len(found)
 
     def _steps(self, asked: DigestSpec, step: int) -> Iterator[tuple[BlockIds, UInt64Array]]:
-        """Yield at most `step` block ids at a time, with a weight per token: 0 for tokens that `asked` leaves out."""
+        """Yield (block ids, weights) for at most `step` blocks of `asked` at a time.
+
+        `weights` has the factor by which the hash of each token of these blocks is multiplied in the digest: 0 for
+        tokens that `asked` leaves out. If heads or blocks are hashed whole, it has one factor for each block.
+        """
         size, start, stop = asked.block_size, asked.tokens.start, asked.tokens.stop
         first_block = -(-stop // size) - len(asked.block_ids)
         for begin in range(max(start // size - first_block, 0), len(asked.block_ids), step):
@@ -189,9 +195,9 @@ class _DigestedSet:
             yield ids, weights
 
     def _hashes(self, regions: Sequence[int], ids: BlockIds, heads: slice) -> UInt64Array:
-        """Return one hash for each run of blocks `ids`; a run is the contiguous bytes of one head of one token.
+        """Return one hash for each run in the blocks `ids` of `regions`. A run is the bytes of one head of one token.
 
-        The axes are region, block, and then token and head in the order in which they lie in memory.
+        The result has the axes region and block, and then token and head in the order in which they lie in memory.
         """
         views, where = [self._views[at] for at in regions], ids
         if self._copy_device is not None:
@@ -206,7 +212,10 @@ class _DigestedSet:
 
 
 def _run_shape(block: BlockShape, kv_format: str) -> BlockShape:
-    """Return a block's shape in runs. A run is a head of a token; in an opaque block, a head or the whole block."""
+    """Return the shape of `block` as an array of runs, the byte sequences that are hashed.
+
+    A run is one head of one token. In an opaque format, it is one head of the block, or the whole block.
+    """
     if kv_format == PLAIN:
         return block
     if has_separate_heads(kv_format, block):
@@ -216,7 +225,7 @@ def _run_shape(block: BlockShape, kv_format: str) -> BlockShape:
 
 
 def _views(one: LayerSet, regions: Regions, shape: BlockShape) -> Iterator[Tensor]:
-    """Yield for each region a byte view (block, token, head, byte), which shares memory with the set's tensors."""
+    """Yield for each of `regions` a byte view (block, token, head, byte) of the memory of the layer set `one`."""
     import torch
 
     storages = []
@@ -237,13 +246,16 @@ def _is_host(device: torch.device) -> bool:
 
 
 def _numpy_view(view: Tensor) -> npt.NDArray[Any]:
-    """View a region by numpy: as words of 8 bytes, or as bytes if a run is no whole number of words."""
+    """Return a numpy view of a region: as words of 8 bytes, or as bytes if a run is not a whole number of words."""
     found: npt.NDArray[Any] = view.numpy()
     return found if found.shape[3] % digests.WORD_BYTES else found.view("<u8")
 
 
 def _hash_into(view: npt.NDArray[Any], ids: BlockIds, words: UInt64Array, found: UInt64Array) -> None:
-    """Hash all runs of the blocks `ids` of one region into `found`."""
+    """Hash all runs in the blocks `ids` of one region, `view`, and write the hashes to `found`.
+
+    `words`: the factors by which the words of a run are multiplied.
+    """
     if view[0].nbytes >= _DIRECT_BYTES_MIN:
         for block, hashes in zip(ids.tolist(), found, strict=True):
             np.einsum("xyw,w->xy", _padded_words(view[block]), words, out=hashes)
@@ -253,7 +265,7 @@ def _hash_into(view: npt.NDArray[Any], ids: BlockIds, words: UInt64Array, found:
 
 
 def _padded_words(runs: npt.NDArray[Any]) -> UInt64Array:
-    """Return runs as words of 8 bytes; bytes are padded with 0."""
+    """Return `runs` as words of 8 bytes. If they are bytes, pad each run with zeros to whole words."""
     if runs.dtype != np.uint8:
         return runs
     rest = -runs.shape[-1] % digests.WORD_BYTES
@@ -261,7 +273,10 @@ def _padded_words(runs: npt.NDArray[Any]) -> UInt64Array:
 
 
 def _hashed_by_torch(views: Sequence[Tensor], ids: BlockIds, words: UInt64Array) -> UInt64Array:
-    """Return the hashes of all runs in blocks `ids` of each region, computed on the current stream of their device."""
+    """Return the hashes of all runs in the blocks `ids` of each region, computed on the current stream of its device.
+
+    `words`: the factors by which the words of a run are multiplied.
+    """
     import torch
 
     def upload(numbers: npt.NDArray[Any]) -> Tensor:
@@ -278,7 +293,7 @@ def _hashed_by_torch(views: Sequence[Tensor], ids: BlockIds, words: UInt64Array)
 
 
 def _copy_to_host(views: Sequence[Tensor], ids: BlockIds, device: CacheDevice) -> list[View]:
-    """Copy the blocks `ids` of each region to the host, gaps within blocks included. Return host views of the regions.
+    """Copy the blocks `ids` of each region to the host. Return numpy views of the copies, with the blocks 0, 1, 2 ...
 
     Call it inside `CacheDevice.copying`.
     """

@@ -1,9 +1,10 @@
 """Digests of KV bytes: one number per layer. Equal bytes give equal digests; different bytes do so only by chance.
 
-*Runs* are digested: the bytes of one head of one token in one part (K, V, the latent) of a layer. A run is hashed by a
-multilinear hash, and enters the sum of its layer with three weights: for its part, for its token's position in the
-prompt, and for its head of the model. So a digest does not depend on the layout of a cache, on the size of its blocks,
-on which blocks hold the prompt, or on how ranks are cut. But right bytes in a wrong place change it.
+A *run* is the bytes of one head of one token in one part (K, V, the latent) of a layer. Each run is hashed by a
+multilinear hash. The digest of a layer is the sum of its runs' hashes, each multiplied by three weights: one for the
+part, one for the token's position in the prompt, and one for the head's index in the model. So a digest does not depend
+on the layout of a cache, on the size of its blocks, on which blocks hold the prompt, or on how layers and heads are
+split among ranks. But right bytes in a wrong place change it.
 
 All arithmetic is modulo 2 ** 64, where int64 of numpy, of torch and of CUDA agree:
 
@@ -15,8 +16,8 @@ Weights are odd, so a change of one word of one run always changes the digest. A
 chance of some 2 ** -60. A digest is a checksum, and no protection against forgery: an attacker can make other bytes
 with the same digest.
 
-Some formats have bytes that are not values at strides. They are digested in the pieces that are moved: heads of a
-block, or whole blocks, with the block's first token as their token.
+In some cache formats the bytes of a token do not lie at a regular stride. Then a run is one head of a block, or a whole
+block, with the position of the block's first token.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import numpy.typing as npt
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 DIGEST_VERSION = 1
-"""Version of this definition of a digest. A producer with another version refuses the question."""
+"""Version of this definition of a digest. A producer with another version refuses requests for digests."""
 
 WORD_BYTES = 8
 _MASK = (1 << 64) - 1
@@ -40,27 +41,30 @@ _WORDS, _PARTS, _TOKENS, _HEADS = range(1, 5)  # kinds of weights
 
 @lru_cache(maxsize=16)
 def word_weights(count: int) -> UInt64Array:
-    """Return the weights of the `count` words of a run, in an array that must not be changed."""
+    """Return the factors by which the `count` words of a run are multiplied in its hash. Do not change the array."""
     return _scrambled(np.arange(count), _WORDS)
 
 
 def part_weights(count: int) -> UInt64Array:
-    """Return the weights of `count` parts of a layer: K, V, or the latent."""
+    """Return the factors by which the hashes of a layer's `count` parts (K, V, or the latent) are multiplied."""
     return _scrambled(np.arange(count), _PARTS)
 
 
 def token_weights(tokens: npt.NDArray[np.int64]) -> UInt64Array:
-    """Return the weights of tokens, by their positions in the prompt."""
+    """Return the factors by which the hashes of tokens are multiplied. `tokens`: positions in the prompt."""
     return _scrambled(tokens, _TOKENS)
 
 
 def head_weights(start: int, count: int) -> UInt64Array:
-    """Return the weights of `count` heads of the model, from head `start` on."""
+    """Return the factors by which the hashes of `count` heads are multiplied, from the model's head `start` on."""
     return _scrambled(np.arange(start, start + count), _HEADS)
 
 
 def _scrambled(numbers: npt.NDArray[np.int64], kind: int) -> UInt64Array:
-    """Return an odd pseudo-random weight for each number and kind of weight, by the finalizer of splitmix64."""
+    """Return an odd pseudo-random factor for each of `numbers`, by the finalizer of splitmix64.
+
+    Each `kind` (words, parts, tokens, heads) has other factors.
+    """
     x = numbers.astype(np.uint64) + np.uint64((kind << 56) + 1)
     x *= np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -69,5 +73,5 @@ def _scrambled(numbers: npt.NDArray[np.int64], kind: int) -> UInt64Array:
 
 
 def add_digests(total: int, more: int) -> int:
-    """Return the sum of two digests, modulo 2 ** 64."""
+    """Return the sum of two partial digests of a layer, modulo 2 ** 64."""
     return (total + more) & _MASK

@@ -1,12 +1,12 @@
-"""Verification of a load: its digests are compared with digests of the bytes that the producer still holds.
+"""Verification of a load: digests of the loaded bytes are compared with digests of the bytes that the producer holds.
 
-Each rank that is read from is asked for digests of the bytes that are read from it, named by layers and heads of the
-model and by tokens of the prompt. The rank computes these digests during the read. The local digests are computed after
-the read, from the blocks that the load was asked to fill. So each engine digests the blocks that it takes for these
-tokens, and an error in the plan of the reads is found, too.
+Each rank that is read from is asked for digests of these bytes, which the question names by layers and heads of the
+model and by tokens of the prompt. The rank computes the digests during the read. The local digests are computed after
+the read, from the blocks that the request wants filled. So each engine finds the blocks of these tokens by itself, and
+a mistake in the plan of the reads is found, too.
 
-The digests say nothing about freshness: the seals have done so before, and the lease must still be open. If the digests
-differ, the load reads and compares once more.
+The digests prove nothing about freshness: the seals have done so before, and the lease must still be open. If the
+digests differ, the load reads and compares once more.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from kvflow.verify.lease_digests import digest_spec_of, digest_specs_of
 logger = logger_of(__name__)
 
 REQUESTS_OF_READER_MAX = 8
-"""Largest number of digest requests of one reader that are under way at once."""
+"""Largest number of requests for digests from one reader that are answered at the same time."""
 
 PartToCompare: TypeAlias = tuple[messages.DigestPart, DigestSpec]
-"""One part of a request for digests, for the producer, and the local blocks that must have the same digests."""
+"""(part of a request for digests, as sent to the producer; the local layers, heads and blocks with equal digests)."""
 
 
 class NotCompared(Exception):
-    """Raised if digests cannot be compared.
+    """Raised if the digests of a load cannot be compared with the producer's.
 
-    If the peer gave no digests, `__cause__` is the error of asking the peer.
+    If the producer gave no digests, `__cause__` is the error of asking for them.
     """
 
 
 def begin(cache: RegisteredCache) -> LoadVerifier:
-    """Return the object that verifies loads into one registered cache."""
+    """Return a `LoadVerifier`, the object that verifies loads into the registered cache `cache`."""
     return LoadVerifier(cache)
 
 
@@ -69,23 +69,24 @@ class LoadVerifier:
         self._find_lease = cache.serving.find_lease
         self._counters = cache.serving.digests
         self._under_way: Counter[str] = Counter()
-        """Number of digest requests under way, by reader."""
+        """Number of requests for digests under way, by the reader's name."""
         self.local_cache = DigestedCache(memory.own_layers, copy_thread, memory.device)
-        """Digests of the engine's own cache, which loads fill."""
+        """Computes digests of the engine's own cache, which loads fill."""
         self.served_cache = DigestedCache(memory.served_layers, copy_thread) if memory.staging else self.local_cache
-        """Digests of the memory that peers read: the cache or, with host staging, the host blocks."""
+        """Computes digests of the memory that peers read: the cache or, with host staging, the host blocks."""
 
     @property
     def problem(self) -> str:
-        """Reason why loads cannot be verified; empty if they can."""
+        """Reason why loads cannot be verified, in words; empty if they can."""
         return self.local_cache.problem
 
     def answer(self, question: messages.DigestRequest) -> Answered:
-        """Begin to compute the digests of leased blocks that a reader asks for. Return the reply, or a future for it.
+        """Answer a reader's request for digests of leased blocks. Return a refusal, or a future of the reply.
 
-        A question names a lease by its secret id, so its reader has the ticket. The digests are sent only if the lease
-        is still open when they are computed: then the blocks belonged to the lease all the time. Refuses at once if the
-        lease has ended, the tokens cannot be read yet, the question cannot be right, or too many are under way.
+        The request names the lease by its secret id, so its reader must have the ticket. The digests are sent only if
+        the lease is still open when they have been computed: then the blocks belonged to the lease all the time.
+        Refuses the request if the lease has ended, the tokens cannot be read yet, the request is invalid, or too many
+        requests are under way.
         """
         reader, limits = question.reader, self._limits
         found = self._find_lease(question.lease_id, question.request_id)
@@ -118,7 +119,7 @@ class LoadVerifier:
     async def _compute_digests(
         self, question: messages.DigestRequest, asked: Sequence[DigestSpec], reply: asyncio.Future[messages.Reply]
     ) -> None:
-        """Compute the digests that `asked` lists for `question`, and set the result of `reply`.
+        """Compute the digests of `asked`, and set them, or a refusal, as the result of `reply`.
 
         Task `kvflow-digest <request>`: begun by a reader's question for digests of leased blocks; `limits.digests_max`
         at once. Ends when they are computed. If it fails the question is refused.
@@ -136,19 +137,20 @@ class LoadVerifier:
             reply.set_result(messages.Digests(values=tuple(values)))
 
     def _digest_task_ended(self, reader: str, reply: asyncio.Future[messages.Reply], _: asyncio.Task[None]) -> None:
-        """Callback at the end of the task of a digest request. If there is no reply yet, refuse the request.
+        """Callback at the end of the task that answers a request for digests from `reader`.
 
-        That happens if the task was cancelled, perhaps before its first step.
+        If the task was cancelled, perhaps before its first step, there is no reply yet: refuse the request.
         """
         self._under_way -= Counter((reader,))
         if not reply.done():
             reply.set_result(self._count_refusal(refusal("the engine closes", transient=True)))
 
     async def read_verified(self, reader: ReadBlocks, load: Load, flight: Flight, plan: Plan) -> bool:
-        """Read with `reader`, and compare with the producer's digests. If they differ, read and compare once more.
+        """Read a load by calling `reader`, and compare its digests with the producer's. If they differ, do both again.
 
-        Returns True if the leases covered the whole read. Raises ChecksumMismatch if the digests differ twice, or
-        another error if a load with `verify=True` cannot be compared. The load's blocks stay claimed all the time.
+        Returns True if the leases covered the whole read. Raises ChecksumMismatch if the digests differ twice, and
+        another error if the digests of a load with `verify=True` cannot be compared. The load's blocks stay claimed all
+        the time.
         """
         read = partial(reader, load, flight, plan)
         try:
@@ -171,10 +173,10 @@ class LoadVerifier:
         return True
 
     async def _read_and_compare(self, load: Load, read: Callable[[], Awaitable[bool]]) -> str | None:
-        """Call `read`, then compare. Return the difference in words, empty if there is none; None if a lease has ended.
+        """Await `read`, then compare digests. Return the difference in words, "" for none; None if a lease has ended.
 
-        A rank is asked for its digests before the read, if its lease does not grow, and computes them meanwhile. Raises
-        NotCompared, after the read.
+        A rank with a lease that does not grow is asked before the read, and computes its digests meanwhile; any other
+        rank is asked after the read. Raises NotCompared, after the read, if digests cannot be compared.
         """
         compared = [(source, list(self.parts_to_compare(source, load.tables))) for source in load.sources]
         request_id = load.ticket.request_id
@@ -209,7 +211,11 @@ class LoadVerifier:
             raise NotCompared(f"no digests of the local cache: {error}") from None
 
     def _note_unverified(self, load: Load, problem: NotCompared) -> None:
-        """Note that the bytes of a load could not be compared. Raise an error if the load must be verified."""
+        """Record that the digests of a load could not be compared, because of `problem`.
+
+        Raises an error if the request has `verify=True`, and ChecksumMismatch if the digests differed after a first
+        read.
+        """
         if load.verification is Verification.MISMATCH:
             why = f"the bytes differ from the producer's, and could not be compared after the second read: {problem}"
             raise load.failure(ChecksumMismatch, why) from problem
@@ -223,7 +229,10 @@ class LoadVerifier:
     async def _ask_digests(
         self, request_id: str, source: Source, parts: Sequence[PartToCompare]
     ) -> Sequence[int] | None:
-        """Ask a rank for its digests, one per layer of each of `parts`. Return None if the rank's lease has ended."""
+        """Ask the rank of `source` for its digests. Return one for each layer of each of `parts`, in one flat list.
+
+        Return None if the rank's lease has ended. Raises NotCompared if the rank gives no digests.
+        """
         peer, lease = source.peer, source.lease
         question = messages.DigestRequest(
             reader=self._local.reader,
@@ -246,7 +255,10 @@ class LoadVerifier:
         return reply.values
 
     def parts_to_compare(self, source: Source, tables: Sequence[BlockIds]) -> Iterator[PartToCompare]:
-        """Yield the bytes to compare with one rank, one item for each pair of local and remote layer sets."""
+        """Yield the parts to compare with the rank of `source`, one for each pair of a local and a remote layer set.
+
+        `tables`: the local blocks of each group.
+        """
         for block_map, chunks in source.chunks.items():
             if some := [one for one in chunks if len(one)]:
                 asked = _part_of(self._local, source, block_map, some)
@@ -254,7 +266,10 @@ class LoadVerifier:
 
 
 def _part_of(local: LocalRank, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> messages.DigestPart:
-    """Return the part of a request for digests that covers `chunks`, read from one rank by `block_map`."""
+    """Return the part of a request for digests that names the layers, heads and tokens of `chunks`.
+
+    These chunks are read from the rank of `source` by `block_map`.
+    """
     size, mine = block_map.chunk_tokens, local.cache_shares[block_map.local_set]
     layers = tuple(mine.layers[ours] for ours, _ in block_map.layer_pairs)
     model_heads = kv_heads_of_model(mine, _producer_share(source, mine, layers))
@@ -270,13 +285,16 @@ def _part_of(local: LocalRank, source: Source, block_map: BlockMap, chunks: Sequ
 
 
 def _producer_share(source: Source, mine: CacheShare, layers: Sequence[int]) -> CacheShare:
-    """Return the producer's cache share that holds all of `layers`."""
+    """Return the cache share of the producer's rank with all of `layers`. `mine`: the reader's cache share."""
     shares = source.connection.cache_shares
     return next(one for one in shares if one.part == mine.part and set(layers) <= set(one.layers))
 
 
 def _difference(source: Source, parts: Sequence[PartToCompare], ours: Sequence[int], theirs: Sequence[int]) -> str:
-    """Return a text with the number of layers that differ, and both digests of the first; empty if none differ."""
+    """Return a text with the number of layers with different digests, and both digests of the first; "" if none differ.
+
+    `ours` and `theirs`: digests of the reader and of the producer, one for each layer of each of `parts`.
+    """
     named = [(asked, layer) for asked, _ in parts for layer in asked.layers]
     wrong = [at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other]
     if not wrong:
