@@ -1,9 +1,10 @@
-"""The store's directory and files, by system calls. All of this runs on the store's I/O thread and may raise OSError.
+"""The store's directory and files, by system calls. All functions run on the store's I/O thread, and may raise OSError.
 
 A file is written under a name that ends in `.part`: first its blocks, then its header. The file is synced, renamed to
-its final name, and then the directory is synced. So a crash leaves either a whole entry or a `.part` file, which is
-removed when the directory is opened again. A directory has one owner at a time, which holds a lock on it while it is
-open.
+its final name, and then the directory is synced. So a crash leaves either a complete file or a `.part` file, which is
+removed when the directory is opened again. One process at a time owns a directory: the process holds a lock on it.
+
+An entry is a stored file, with its record in the index (`index.Entry`).
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: openin
 
 
 class StoreDirectory:
-    """The directory that holds a store's files."""
+    """The directory that holds a store's files, and the lock on this directory."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._lock_fd = -1
 
     def open(self) -> list[Entry]:
-        """Lock the directory, remove leftovers of a crash, and return the entries, those first that are evicted first.
+        """Lock the directory, remove incomplete files, and return the entries, least recently used first.
 
-        Raises BlockingIOError if another owner has locked the directory. `close` must follow, also after an error.
+        Create the directory if it does not exist. Raise BlockingIOError if another owner has locked it. Call `close` in
+        any case, even after an error.
         """
         os.makedirs(self.path, exist_ok=True)
         self._lock_fd = os.open(self.path_of(_LOCK_FILE), os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
@@ -61,26 +63,26 @@ class StoreDirectory:
             if item.name.endswith(_PARTIAL_SUFFIX):
                 self.remove(item.name)
                 continue
-            if name in found:  # the entry was replaced, and a crash prevented its removal
+            if name in found:  # the file was replaced, and a crash prevented its removal
                 self.remove(found.pop(name).file)
             found[name] = Entry(name, item.name, item.stat(follow_symlinks=False).st_size)
         return list(found.values())
 
     def close(self) -> None:
-        """Release the lock. Closing twice is fine."""
+        """Release the lock on the directory. A second call does nothing."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
     def remove(self, file: str) -> None:
-        """Remove `file`, if it exists."""
+        """Remove the file called `file` from the directory, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path_of(file))
 
     def remove_all(self, files: Sequence[str]) -> None:
-        """Remove `files`, and sync the directory so that they stay removed.
+        """Remove the files called `files`, and sync the directory so that they stay removed after a crash.
 
-        If some cannot be removed, the others are removed first; then the first OSError is raised.
+        If a file cannot be removed, still remove all others; then raise the first OSError.
         """
         failed: OSError | None = None
         for file in files:
@@ -93,7 +95,7 @@ class StoreDirectory:
             raise failed
 
     def sync(self) -> None:
-        """Sync the directory, so that new names and removals survive a crash."""
+        """Sync the directory, so that new file names and removals of files survive a crash."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -106,7 +108,7 @@ class StoreDirectory:
 
 
 class EntryFile:
-    """The file of one entry, while it is written or read."""
+    """The file of one entry, while a save writes it or a restore reads it."""
 
     def __init__(self, directory: StoreDirectory, entry: Entry, mover: Mover, victims: Iterable[Entry] = ()) -> None:
         self.entry = entry
@@ -114,18 +116,18 @@ class EntryFile:
         self.complete = False
         """True once the file has its final name."""
         self.remove_when_closed = False
-        """True if `close` is to remove the file."""
+        """True if `close` must remove the file, because it is damaged."""
         self.restored = False
-        """True once a restore from the file has succeeded: `close` then updates its time, so it is evicted last."""
+        """True once a restore from the file has succeeded. `close` then sets the file's time, so it is evicted last."""
         self.victims = list(victims)
-        """Entries evicted to make room for this file, and not removed from disk yet."""
+        """Entries that were evicted to make room for this file, and have files that were not removed yet."""
         self._directory = directory
         self._mover = mover
         self._partial_name = entry.file + _PARTIAL_SUFFIX
         self._created = False
 
     def create(self) -> None:
-        """Remove the files of `victims`, which makes room, then create the `.part` file at its full size."""
+        """Remove the files of `victims` to make room, then create the `.part` file with its full size."""
         while self.victims:
             self._directory.remove(self.victims[0].file)
             del self.victims[0]
@@ -137,7 +139,7 @@ class EntryFile:
         self._mover.register_file(self.fd, self.entry.size_bytes)
 
     def commit(self, header: EntryHeader) -> None:
-        """Write `header`, sync the file and give it its final name. All blocks of the entry must be written before."""
+        """Write `header`, sync the file and give it its final name. Call this once all blocks are written."""
         start = encode_header(header)
         if os.pwrite(self.fd, start, 0) != len(start):
             raise OSError("the header was written only in part")
@@ -147,9 +149,10 @@ class EntryFile:
         self._directory.sync()
 
     def open(self) -> EntryHeader:
-        """Open the file to read, and return its header. NotAnEntry if it is damaged or is no regular file.
+        """Open the file to read it, and return its header. Do not block, even if the path is a FIFO or a device.
 
-        Does not wait even if the file is a FIFO or a device. Also raises FileNotFoundError and MoveFailed.
+        Raise NotAnEntry if the file is damaged or no regular file, FileNotFoundError if there is none, and MoveFailed
+        if reading the header failed.
         """
         try:
             self.fd = os.open(self._directory.path_of(self.entry.file), os.O_RDONLY | _OPEN_FLAGS)
@@ -172,7 +175,7 @@ class EntryFile:
         return header
 
     def close(self) -> None:
-        """Close the file. Remove it if it is marked for removal or was not completed. Never raises."""
+        """Close the file. Remove it if `remove_when_closed` is set or it was not completed. Raise nothing."""
         if self.fd >= 0:
             self._mover.deregister_file(self.fd)
             with contextlib.suppress(OSError):

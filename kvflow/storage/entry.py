@@ -1,12 +1,12 @@
-"""Format of an entry's file: a header, which describes the entry and proves that it is whole, then the blocks.
+"""Format of a stored file (an entry): a header that describes the blocks, with their digests, then the blocks.
 
     magic, version, CRC-32 of the body, length of the body    24 bytes
     body: msgpack of `EntryHeader`                             padded to a multiple of 4096 bytes
-    the blocks, as `placing` lays them out
+    the blocks, in the order of `placing`
 
-The header is written last, and the file gets its name after that, so a file with a name was complete once. Later damage
-is found by `decode_header`, which checks the header, or by a restore, which compares the digests in the header with
-those of the blocks that it has read.
+The header is written after the blocks, and then the file gets its final name, so a file with that name was complete
+once. Later damage is found by `decode_header`, which checks the header, or by a restore, which compares the digests in
+the header with the digests of the blocks that were read.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ VERSION = 1
 _MAGIC = b"kvfentry"
 _HEADER_PREFIX = struct.Struct("<8sIIQ")
 HEADER_PREFIX_BYTES = _HEADER_PREFIX.size
-"""Size of the bytes at the start of a file that say how long the header is."""
+"""Size of the first part of a file, which has a fixed size and contains the size of the header."""
 _ALIGNMENT = 4096
 _BODY_BYTES_MAX = 8 << 20
-"""Size of the largest header: it has room for the digests of a million layers."""
+"""Maximum size of the header's body. A million digests, one for each layer, fit."""
 
 
 class NotAnEntry(Exception):
-    """Raised if a file is not a whole entry; the message says why."""
+    """Raised if a file is damaged, incomplete, or no file of a store. The message says why."""
 
 
 class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The header of an entry's file."""
+    """The header of a stored file: what the file contains, and the digests of its blocks."""
 
     fingerprint: bytes
-    """Fingerprint of the cache's layout: see `fingerprint_of`."""
+    """Hash of the facts that describe the layout of the saved KV cache, from `fingerprint_of`."""
     key: bytes
     num_tokens: int
     block_counts: tuple[int, ...]
-    """Number of blocks in each group."""
+    """Number of blocks of each group of layers."""
     data_bytes: int
     digests: bytes
-    """One digest (`verify.digests`) for each layer, by layer set, as integers of 8 bytes, little-endian."""
+    """One digest (`verify.digests`) of 8 bytes, little-endian, for each layer, in the order of layer sets and layers.
+    """
 
     @property
     def data_start(self) -> int:
-        """Offset of the first block in the file."""
+        """Offset in bytes of the first block in the file."""
         return _padded(HEADER_PREFIX_BYTES + len(msgspec.msgpack.encode(self)))
 
     @property
@@ -61,18 +62,22 @@ class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint_of(facts: Sequence[object]) -> bytes:
-    """Return a fingerprint of a cache's layout. Two fingerprints are equal if the `facts` have the same repr."""
+    """Return a SHA-256 hash of the `facts` that describe the layout of a KV cache. Equal `repr`s give equal hashes."""
     return hashlib.sha256(repr((VERSION, *facts)).encode(), usedforsecurity=False).digest()
 
 
 def entry_name(fingerprint: bytes, key: bytes) -> str:
-    """Return the beginning of the names of all files saved under `key`; a random suffix distinguishes them."""
+    """Return the first 40 characters of the name of each file saved under `key`. A random suffix follows in the name.
+
+    `fingerprint`: hash of the KV cache's layout, so that caches with different layouts have different files.
+    """
     return hashlib.sha256(fingerprint + key, usedforsecurity=False).hexdigest()[:40]
 
 
 def checked_key(key: object, what: str) -> bytes:
-    """Return `key` as bytes. RequestError unless it is text or bytes, of 1 to 256 bytes; `what` names it in the
-    message.
+    """Return `key` as bytes. Raise RequestError unless it is text or bytes, and 1 to 256 bytes long.
+
+    `what`: name of the key in the error message.
     """
     plain = checks.text(key, what).encode() if isinstance(key, str) else key
     if type(plain) is not bytes:
@@ -83,16 +88,17 @@ def checked_key(key: object, what: str) -> bytes:
 
 
 def encode_header(header: EntryHeader) -> bytes:
-    """Return the start of the file, up to its first block."""
+    """Return the encoded header, padded: all bytes of the file before its first block."""
     body = msgspec.msgpack.encode(header)
     start = _HEADER_PREFIX.pack(_MAGIC, VERSION, zlib.crc32(body), len(body))
     return (start + body).ljust(header.data_start, b"\0")
 
 
 def header_size_bytes(start: bytes) -> int:
-    """Return the size of the header of a file that begins with `start`, which has at least `HEADER_PREFIX_BYTES` bytes.
+    """Return the size in bytes of the header of a file, with its padding: the offset of the first block.
 
-    Raises NotAnEntry.
+    `start`: the first bytes of the file. Raise NotAnEntry if `start` has fewer than `HEADER_PREFIX_BYTES` bytes, or is
+    no beginning of a stored file of this version.
     """
     if len(start) < HEADER_PREFIX_BYTES:
         raise NotAnEntry(f"it has {counted(len(start), 'byte')}")
@@ -107,9 +113,9 @@ def header_size_bytes(start: bytes) -> int:
 
 
 def decode_header(start: bytes, file_bytes: int) -> EntryHeader:
-    """Return the header of a file of `file_bytes` bytes that begins with `start`.
+    """Return the decoded header of a file of `file_bytes` bytes that begins with `start`.
 
-    Raises NotAnEntry if the file cannot be a whole entry.
+    Raise NotAnEntry if the header is damaged or incomplete, or says another file size than `file_bytes`.
     """
     end = header_size_bytes(start)
     _, _, expected, length = _HEADER_PREFIX.unpack_from(start)

@@ -1,9 +1,9 @@
-"""Index of a store: its entries, and the order in which they are evicted to make room.
+"""Index of a store: its entries (one record for each stored file), in the order in which they are evicted.
 
-Entries with files that could not be read are not found, and are evicted first. After them, the entry that was saved
-or restored longest ago is evicted first. An entry that is being read is never evicted. An entry that is being written
-counts with its full size from the beginning; a replaced entry counts until its last reader has finished. So the files
-never exceed `bytes_max`.
+Entries with files that could not be read are not found, and are evicted first. Among the others, the entry that was
+saved or restored longest ago is evicted first. An entry that is being read is never evicted. An entry that is being
+written counts with its full size from the beginning; a replaced entry counts until the last restore from it has ended.
+So all files together never exceed `bytes_max`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from kvflow.errors import StoreFull
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A file of the store, and its state in the index."""
+    """Record of one stored file in the index."""
 
     name: str
-    """Name that `entry.entry_name` computes from the entry's key."""
+    """Result of `entry.entry_name` for the key that the file was saved under; `file` is the name of the file."""
     file: str
     size_bytes: int
     readers: int = 0
     unreadable: bool = False
-    """True once a read of its file has failed: the entry still takes room, but is not found."""
+    """True once a read of the file has failed. The entry still takes room, but `find` does not return it."""
     dropped: bool = False
-    """True once the entry has left the index: its bytes count until its last reader has finished."""
+    """True once the entry was removed from the index. Its bytes count until the last restore from it has ended."""
     dropped_by_caller: bool = False
-    """True if the entry was dropped by a caller while it was evicted, so `put_back` must not take it back."""
+    """True if `Storage.drop` was called for the entry during its eviction, so `put_back` must not put it back."""
 
 
 class StoreIndex:
-    """The entries of a store by name, ordered by eviction: the first is evicted first."""
+    """The entries of a store, in the order in which they are evicted, and the bytes that all files take."""
 
     def __init__(self, bytes_max: int, existing: Iterable[Entry] = ()) -> None:
-        """`existing`: entries that the directory has already, in the order in which they are to be evicted."""
+        """`existing`: entries of the files that are in the directory already, in the order of eviction."""
         self.bytes_max = bytes_max
         self.used_bytes = 0
         self._entries: OrderedDict[str, Entry] = OrderedDict()
@@ -49,7 +49,7 @@ class StoreIndex:
         return len(self._entries)
 
     def drop_all(self, names: Collection[str] | None) -> list[Entry]:
-        """Drop the entries called `names`, or all entries if None, even unreadable ones. Return the dropped entries."""
+        """Remove the entries called `names` from the index, unreadable ones too; all entries if None. Return them."""
         listed = [*self._entries] if names is None else [name for name in names if name in self._entries]
         dropped = [self._entries[name] for name in listed]
         for entry in dropped:
@@ -57,14 +57,14 @@ class StoreIndex:
         return dropped
 
     def find(self, name: str) -> Entry | None:
-        """Return the entry called `name`; None if there is none or it is unreadable."""
+        """Return the entry called `name`; None if there is none, or if its file is unreadable."""
         entry = self._entries.get(name)
         return None if entry is None or entry.unreadable else entry
 
     def reserve(self, size_bytes: int, request_id: str) -> list[Entry]:
-        """Reserve `size_bytes` for a request. Return the entries evicted for that; the caller removes their files.
+        """Reserve room of `size_bytes` for a save. Return the entries evicted for it; the caller removes their files.
 
-        If evicting every entry that is not in use would not be enough, raises StoreFull and evicts none.
+        If evicting all entries that are not being read would not make enough room, raise StoreFull and evict none.
         """
         excess, victims = self.used_bytes + size_bytes - self.bytes_max, []
         for entry in self._entries.values():
@@ -83,10 +83,10 @@ class StoreIndex:
         return victims
 
     def put_back(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Take back evicted `entries` with files that could not be removed; they are again the first to be evicted.
+        """Put evicted `entries` back into the index, because their files were not removed. They are evicted first.
 
-        Return the entries that were not taken back because they were replaced meanwhile or are unwanted: their files
-        still have to be removed.
+        Entries that were replaced or dropped by a caller in the meantime are not put back. Return these: their files
+        must still be removed.
         """
         kept = {
             entry.name: entry for entry in entries if entry.name not in self._entries and not entry.dropped_by_caller
@@ -98,9 +98,9 @@ class StoreIndex:
         return [entry for entry in entries if entry.name not in kept]
 
     def mark_unreadable(self, entry: Entry) -> bool:
-        """Mark an entry as unreadable, after a failed read of its file: it is not found, and is evicted first.
+        """Mark `entry` as unreadable after a failed read of its file: `find` ignores it, and it is evicted first.
 
-        Return False, and do nothing, if the entry was dropped or marked before.
+        If the entry was dropped or marked before, do nothing. Return whether this call has marked it.
         """
         if entry.dropped or entry.unreadable:
             return False
@@ -109,13 +109,13 @@ class StoreIndex:
         return True
 
     def release(self, size_bytes: int) -> None:
-        """Free `size_bytes` that `reserve` took, for an entry that was not completed."""
+        """Free the room of `size_bytes` that `reserve` took for a save that was not completed."""
         self.used_bytes -= size_bytes
 
     def commit(self, entry: Entry) -> Entry | None:
-        """Add a complete entry, in room that was reserved. Drop and return the entry that it replaces, or return None.
+        """Add the entry of a complete file, with room that was reserved. Return the entry that it replaces, or None.
 
-        Does nothing if `entry` was added before, even if it has been dropped since.
+        The replaced entry is dropped. If `entry` was added before, do nothing, even if it was dropped since.
         """
         before = self._entries.get(entry.name)
         if before is entry or entry.dropped:
@@ -126,7 +126,7 @@ class StoreIndex:
         return before
 
     def drop(self, entry: Entry) -> None:
-        """Remove `entry` from the index. Dropping twice is fine."""
+        """Remove `entry` from the index. A second call does nothing."""
         if entry.dropped:
             return
         entry.dropped = True
@@ -135,16 +135,13 @@ class StoreIndex:
             self.used_bytes -= entry.size_bytes
 
     def end_read(self, entry: Entry) -> None:
-        """Note that a reader of `entry` has finished.
-
-        If it was the last reader of a dropped entry, free the entry's bytes.
-        """
+        """Record that a restore from `entry` has ended. If it was the last one of a dropped entry, free the room."""
         entry.readers -= 1
         if entry.dropped and not entry.readers:
             self.used_bytes -= entry.size_bytes
 
     def touch(self, entry: Entry) -> None:
-        """Make `entry`, which was just restored, the last to be evicted, and clear its mark as unreadable."""
+        """Record that `entry` was just restored: it is readable, and is evicted last."""
         if not entry.dropped:
             entry.unreadable = False
             self._entries.move_to_end(entry.name)

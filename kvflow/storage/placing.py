@@ -1,6 +1,6 @@
-"""Places of blocks in an entry's file: ordered by layer set, then region, then block, without gaps.
+"""Offsets of blocks in a stored file: ordered by layer set, then region, then block, without gaps.
 
-The planner of reads takes a file as the remote side: addresses are offsets in the file, and the device is the file.
+`plan_read` is used with the file as the remote side: addresses are offsets in the file, and the file is the device.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, plan_rea
 from kvflow.core.plan.slices import cut_slices
 
 FILE_DEVICE = "file"
-"""Kind of device that a file is; the number of the device is the file descriptor."""
+"""Device kind of files in descriptors. The device's number is the file descriptor."""
 _DESCRIPTORS_AT_ONCE = 1 << 13  # descriptors
 
 
 class BlockSpan(NamedTuple):
-    """Consecutive blocks of a group. `first`: position of the first block among those of the group in the file."""
+    """Consecutive blocks of a group, to copy or digest together.
+
+    `group`: index of the group. `first`: position of the first of these blocks among all blocks of the group in the
+    file, from 0. `ids`: block ids.
+    """
 
     group: int
     first: int
@@ -29,11 +33,11 @@ class BlockSpan(NamedTuple):
 
 
 def data_bytes(layer_sets: Sequence[tuple[int, Regions]], counts: Sequence[int]) -> int:
-    """Return how many bytes the blocks of an entry take in its file, without the header.
+    """Return the bytes that the blocks of a stored file take, without the header.
 
     Args:
-        sets: for each layer set the index of its group, and its regions.
-        counts: number of blocks in each group.
+        layer_sets: for each layer set the index of its group, and its regions.
+        counts: number of blocks of each group in the file.
     """
     return sum(len(regions) * regions.block_size_bytes * counts[group] for group, regions in layer_sets)
 
@@ -48,16 +52,16 @@ def plan_file(
     bytes_max: int,
     descriptors_max: int,
 ) -> Iterator[Descriptors]:
-    """Yield the descriptors, slice by slice, that move the blocks of `span` between memory and an open file.
+    """Yield the descriptors, slice by slice, that copy the blocks of `span` between memory and an open file.
 
     Args:
-        sets: for each layer set the index of its group, and its regions.
+        layer_sets: for each layer set the index of its group, and its regions.
         counts: number of blocks of each group in the file.
-        span: blocks to move.
-        fd: descriptor of the file.
-        start: offset of the first block in the file.
-        bytes_max: most bytes in a slice.
-        descriptors_max: most descriptors in a slice.
+        span: blocks to copy.
+        fd: file descriptor of the file.
+        start: offset in bytes of the first of all blocks in the file.
+        bytes_max: maximum number of bytes in a slice.
+        descriptors_max: maximum number of descriptors in a slice.
     """
     group, place, ids = span
     order = np.arange(place, place + len(ids), dtype=np.int64)
@@ -88,7 +92,10 @@ def plan_file(
 
 
 def _equal_stride_runs(regions: Regions, most: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, after the last) for runs of at most `most` regions with the same distance between blocks."""
+    """Yield index ranges (first, after the last) of consecutive regions with the same distance between blocks.
+
+    A range has at most `most` regions.
+    """
     first = 0
     for at in range(1, len(regions) + 1):
         if at == len(regions) or at - first == most or regions.strides[at] != regions.strides[first]:

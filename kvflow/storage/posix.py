@@ -1,14 +1,14 @@
-"""NIXL's POSIX backend as a mover of bytes between memory and files.
+"""Copies bytes between memory and files by NIXL's POSIX backend.
 
-The mover has a NIXL agent of its own, the runtime's third. Its moves name that agent itself as the remote agent, since
-a file belongs to no peer.
+`PosixMover` has its own NIXL agent, the third agent of the runtime. Its transfers (moves) name this agent as the remote
+agent, since a file belongs to no peer.
 
 All moves share one queue of the kernel. With POSIX AIO the error of one move is reported for all moves, while bytes of
 each may still be on their way (seen in NIXL's source, 1.5). And after some errors a queue of any kind takes no further
-moves. So a failed move counts as lost, and its handle is kept, since NIXL writes to the handle when the other moves
-end. Once nothing else is under way, the agent is ended. With Linux AIO that waits for the queue (`io_destroy`); POSIX
-AIO is asked by `aio_cancel`. A ring of io_uring is not known to wait; with it, lost moves are known to have stopped
-only when the thread has ended.
+moves. So a failed move counts as lost (it may still run), and its handle is kept, since NIXL writes to the handle when
+the other moves end. Once no other move is under way, the agent is ended. With Linux AIO the end of the agent waits for
+the queue (`io_destroy`); with POSIX AIO `aio_cancel` says whether an operation still runs. With io_uring the end of the
+agent is not known to wait, so lost moves are known to have stopped only when the I/O thread has ended.
 """
 
 from __future__ import annotations
@@ -31,27 +31,30 @@ _AIO_NOTCANCELED = 1  # from <aio.h>
 
 
 def _cancel_posix_aio(fd: int) -> bool:
-    """Cancel the POSIX AIO operations on a file that have not begun. Return True if one has begun and still runs."""
+    """Cancel the POSIX AIO operations on file `fd` that have not begun. Return True if another one still runs."""
     return bool(ctypes.CDLL(None).aio_cancel(fd, None) == _AIO_NOTCANCELED)
 
 
 class PosixMover:
-    """A `storage.store_thread.Mover` over NIXL's POSIX backend.
+    """Implementation of `storage.store_thread.Mover` that copies bytes by NIXL's POSIX backend.
 
-    After `stop_lost_moves` has ended the agent, the next file or move makes another.
+    After `stop_lost_moves` has ended the NIXL agent, the next `register_file` or `begin` creates another agent.
     """
 
     def __init__(self, name: str, params: Mapping[str, str], spans: Sequence[Span]) -> None:
-        """Raises ConfigError if the backend does not start with `params`, or cannot register the memory `spans`."""
+        """Create the NIXL agent `name` with the backend parameters `params`, and register the memory `spans`.
+
+        Raise ConfigError if the backend cannot be created with `params`, or cannot register the memory.
+        """
         self._bindings = import_bindings()
         self._errors = error_types(self._bindings)
         self._name = name
         self._params = dict(params)
         self._spans = spans
         self._sizes: dict[int, int] = {}
-        """Sizes of the open files, by file descriptor."""
+        """Size in bytes of each registered file, by file descriptor."""
         self._lost_handles: list[object] = []
-        """Handles of failed moves, which may still run."""
+        """NIXL handles of failed moves, which may still run."""
         self._agent: Any = None
         """The NIXL agent; None before `_start` and after `close`."""
         self._backends: list[Any] = []
@@ -121,7 +124,7 @@ class PosixMover:
         self._lost_handles, self._memory, self._files, self._backends, self._agent = [], [], {}, [], None
 
     def _start(self) -> None:
-        """If there is no agent, make one and register all memory and open files with it. Raises NIXL's own errors."""
+        """If there is no NIXL agent, create one, and register all memory and open files. Raise NIXL's own errors."""
         if self._agent is not None:
             return
         self._agent = new_agent(self._bindings, self._name)
@@ -137,11 +140,11 @@ class PosixMover:
             raise
 
     def _add_file(self, fd: int, size_bytes: int) -> None:
-        """Register an open file with the agent. Raises NIXL's own errors."""
+        """Register the open file `fd` with the NIXL agent. Raise NIXL's own errors."""
         self._files[fd] = self._bindings.nixlRegDList(self._bindings.FILE_SEG, [(0, size_bytes, fd, "")])
         self._agent.registerMem(self._files[fd], self._backends)
 
     def _keep_lost(self, handle: object, error: Exception) -> MoveLost:
-        """Keep the handle of a failed move, and return the error to raise."""
+        """Keep the handle of a failed move, which may still run. Return a MoveLost for the caller to raise."""
         self._lost_handles.append(handle)
         return MoveLost(f"{type(error).__name__}: {error}")

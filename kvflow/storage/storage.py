@@ -1,4 +1,4 @@
-"""Storage: the part of a runtime that saves blocks to files and restores them."""
+"""The class `Storage`: a runtime's methods to save blocks to files and to restore them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvflow.transport.base import TransportError
 
 
 def make_store_thread(config: Config, name: str) -> StoreThread:
-    """Return the store's I/O thread, not opened yet, with the mover for the transport that `config` names.
+    """Return the store's I/O thread, not started yet. Choose by `config.transport` how it copies bytes.
 
     Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`. Ends when no file is moved; then its
     folder is free. If it dies, saves and restores under way fail, and their blocks stay leased or quarantined.
@@ -34,18 +34,19 @@ def make_store_thread(config: Config, name: str) -> StoreThread:
 
 
 class Storage(Part):
-    """Part of a runtime that saves blocks to files and restores them: `Runtime(config, parts=[Storage("blocks")])`.
+    """Optional feature of a runtime that saves blocks to files and restores them.
 
-    Each rank has a subfolder of its own, which one runtime at a time may use.
+    Pass an object of this class to the runtime: `Runtime(config, parts=[Storage("blocks")])`. Each rank uses its own
+    subfolder; only one runtime at a time may use a subfolder.
 
     Args:
-        folder: path of the folder for the files; it is created if it does not exist.
-        bytes_max: most bytes that the files of this rank may take. The least recently used entries are evicted to make
-            room for new ones.
-        files: for tests: function of the config and the agent's name that makes the store's thread.
+        folder: path of the folder for the files of all ranks; it is created if it does not exist.
+        bytes_max: maximum number of bytes that the files of this rank may take. The least recently used files are
+            removed (evicted) to make room.
+        files: only for tests: function that makes the store's I/O thread, from the config and the agent's name.
 
     Raises:
-        ConfigError: `folder` is not a path, or `bytes_max` is not a number of bytes.
+        ConfigError: `folder` is no path, or `bytes_max` is no number of bytes.
     """
 
     name = "storage"
@@ -70,104 +71,118 @@ class Storage(Part):
         return f"<kvflow.storage.Storage {self.folder!r}>"
 
     async def save(self, request: SaveRequest) -> SaveReport:
-        """Save blocks to a file under a key, to be restored later by that key.
+        """Save blocks to a file under a key, from which `restore` can later fill blocks.
 
-        Meanwhile the blocks are leased: they may be read, not written. When this returns, the entry is complete and on
-        disk, and the least recently used entries may have been evicted to make room for it. If cancelled, this returns
-        within Config.cancel_grace_s, and the entry is either complete or not there. If the disk hangs, the blocks may
-        be read for longer; they stay leased until then.
+        During the save the blocks are leased: they may be read, but not written. When `save` returns, the file is
+        complete and on disk; the least recently used files may have been removed to make room. If `save` is cancelled,
+        it returns within Config.cancel_grace_s, and the file is either complete or not found. If the disk hangs, the
+        blocks stay leased after `save` has returned, until they are no longer read.
 
         Args:
             request: the blocks to save, and their key.
 
         Returns:
-            Bytes, blocks and tokens saved, and the time taken.
+            Numbers of bytes, blocks and tokens that were saved, and the seconds of each phase.
 
         Raises:
-            RequestError: the request is invalid, or its file would be larger than `bytes_max`. BlocksBusy if a block is
-                being loaded or restored.
-            StoreFull: the entries that could be evicted are being read or written.
+            RequestError: the request is invalid, or its file would be larger than `bytes_max`; its subclass BlocksBusy:
+                a block is being loaded or restored.
+            StoreFull: there is not enough room, even without all files that are not being read or written.
             StorageFailed: the disk has failed, or is full.
-            DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
-            UsageError: no runtime with a registered cache has this storage, or this is not the runtime's event loop.
+            DeadlineExceeded: the save took longer than the request's `deadline_s`.
+            Overloaded: too many saves and restores are under way (Config.loads_waiting_max).
+            RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
+            RuntimeBroken: a task or thread of the runtime has died.
+            UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
+                runtime's event loop.
         """
         return await self._require("save").save(request)
 
     async def restore(self, request: RestoreRequest) -> RestoreReport:
-        """Fill local blocks with the blocks saved under a key, by this runtime or an earlier one with an equal cache.
+        """Fill local blocks from the file saved under a key, by this runtime or an earlier one with an equal KV cache.
 
-        This returns only if every byte equals the saved one. Meanwhile the blocks are claimed, as by a load. If
-        cancelled, this returns within Config.cancel_grace_s. If bytes may still land after the restore has ended, it is
-        listed in `quarantines`, and it is the `quarantine` of the error that it raised.
+        A restore succeeds only if the digests of the filled blocks equal those of the saved blocks. During the restore
+        the blocks are claimed, as by a load. If `restore` is cancelled, it returns within Config.cancel_grace_s. If
+        bytes may still land in the blocks after `restore` has ended, the restore is in `Storage.quarantines`, and is
+        the `quarantine` of the raised error.
 
         Args:
             request: the key, and the local blocks to fill.
 
         Returns:
-            Bytes, blocks and tokens restored, and the time taken.
+            Numbers of bytes, blocks and tokens that were restored, and the seconds of each phase.
 
         Raises:
-            NotStored: nothing is stored under the key, or its file is gone.
-            EntryDamaged: the file is torn, or its blocks are not those that were saved; it is removed. The local blocks
-                may hold anything.
+            NotStored: nothing is stored under the key, or the file was removed.
+            EntryDamaged: the file is damaged, or its blocks are not those that were saved. The file is removed; the
+                local blocks may hold anything.
             StorageFailed: the disk has failed.
-            RequestError: the request is invalid, or its numbers of tokens or blocks differ from those saved. BlocksBusy
-                if a block is leased or being written.
-            DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
-            UsageError: as for `save`.
+            RequestError: the request is invalid, or its numbers of tokens or blocks differ from the saved ones; its
+                subclass BlocksBusy: a local block is leased, or is being written.
+            DeadlineExceeded: the restore took longer than the request's `deadline_s`.
+            Overloaded: too many saves and restores are under way (Config.loads_waiting_max).
+            RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
+            RuntimeBroken: a task or thread of the runtime has died.
+            UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
+                runtime's event loop.
         """
         return await self._require("restore").restore(request)
 
     def has(self, key: bytes | str) -> bool:
-        """Return whether an entry is stored under a key. Looks in memory, not at the file.
+        """Return whether blocks are stored under a key. Look only at the index in memory, not at the file.
 
         Args:
-            key: as it was given to `save`.
+            key: the key that was given to `save`.
 
         Returns:
-            True if there is such an entry. An entry saved from a cache with another layout does not count.
+            True if blocks are stored under `key`. Blocks that were saved from a KV cache with another layout do not
+                count.
 
         Raises:
-            RequestError: `key` cannot be a key.
-            UsageError: as for `save`.
+            RequestError: `key` is not bytes or text of 1 to 256 bytes.
+            UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
+                runtime's event loop.
+            RuntimeUnavailable: the runtime is closed, or has no KV cache at the moment.
+            RuntimeBroken: a task or thread of the runtime has died.
         """
         return self._require("has", new_work=False).has(key)
 
     async def drop(self, keys: Sequence[bytes | str] | None = None) -> int:
-        """Drop entries: they are not found afterwards, and their files are removed.
+        """Remove stored files, so that their keys are no longer found.
 
-        Restores under way continue, and get the entry that they have begun to read. A save under way becomes an entry
-        when it is complete: if it should not, let it end before you drop. Cancelling stops the waiting; dropped entries
-        stay dropped.
+        Restores under way continue, and read the removed file to its end. A save under way is not affected: its file is
+        stored when it is complete. If you do not want that file, let the save end before you call `drop`. If `drop` is
+        cancelled, the keys are still no longer found.
 
         Args:
-            keys: keys of the entries to drop, as they were given to `save`. None for all entries in this rank's folder,
+            keys: keys of the files to remove, as given to `save`. None removes all files in this rank's folder,
                 including those of earlier caches and of other models and layouts.
 
         Returns:
-            Number of entries dropped; their files are removed.
+            Number of removed files.
 
         Raises:
-            RequestError: `keys` is no list of keys; nothing was dropped.
-            StorageFailed: files could not be removed. Their entries are not found by this runtime, but may be by the
-                next one.
-            UsageError: as for `save`.
-            RuntimeUnavailable, RuntimeBroken: as for loads.
+            RequestError: `keys` is no list of keys; nothing was removed.
+            StorageFailed: a file could not be removed. This runtime no longer finds it, but the next runtime may.
+            UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
+                runtime's event loop.
+            RuntimeUnavailable: the runtime is closed, or has no KV cache at the moment.
+            RuntimeBroken: a task or thread of the runtime has died.
         """
         return await self._require("drop", new_work=False).drop(keys)
 
     @property
     def quarantines(self) -> tuple[StoreTransfer, ...]:
-        """Restores that have ended while bytes may still land in their blocks: await their `settled()`."""
+        """Restores that have ended while bytes may still land in their blocks. Await `settled()` of each."""
         return () if self._store is None else self._store.quarantines
 
     @property
     def statistics(self) -> StoreStatistics | None:
-        """Counts since the cache was registered; None if no cache is registered."""
+        """Contents of the store, and counts since the KV cache was registered; None without a KV cache."""
         return self._store.statistics if self._store is not None and self._owner.registered else None
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
-        """Only for the runtime: see `Part`."""
+        """Only for the runtime: open the store for a KV cache that was just registered. See `Part.registered`."""
         self._owner.begin(runtime)
         store_thread = self._make_thread(cache.config, cache.local.reader)
         try:
@@ -176,7 +191,7 @@ class Storage(Part):
             raise ConfigError(f"{self!r}: the cache cannot be registered with it: {error}") from error
 
     def end(self, why: Ending, wait_s: float = 0.0) -> None:
-        """Only for the runtime: see `Part`."""
+        """Only for the runtime: end all saves and restores soon. See `Part.end`."""
         if self._store is None:
             return
         if why is Ending.ABANDONED:
@@ -186,12 +201,12 @@ class Storage(Part):
             self._store.close(CacheUnregistered if why is Ending.UNREGISTERED else RuntimeClosed)
 
     async def drained(self) -> None:
-        """Only for the runtime: see `Part`."""
+        """Only for the runtime: wait until all saves and restores have ended. See `Part.drained`."""
         if self._store is not None:
             await self._store.drained()
 
     async def release(self, timeout_s: float) -> str:
-        """Only for the runtime: see `Part`."""
+        """Only for the runtime: end the I/O thread. Return a message if that takes more than `timeout_s`, else ""."""
         return "" if self._store is None else await self._store.aclose(timeout_s)
 
     def _require(self, what: str, *, new_work: bool = True) -> BlockStore:

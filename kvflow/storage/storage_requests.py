@@ -31,17 +31,19 @@ class SaveRequest(StoreRequest):
     """Request to save `block_ids`, in prompt order, which hold `num_tokens` tokens, under `key`.
 
     `key` is bytes or text of 1 to 256 bytes, such as a digest of the prompt: the store assumes that equal keys mean
-    equal blocks. If an entry is stored under `key` already, it is replaced. For a cache of several groups, `block_ids`
-    has one list for each group, in order, or is a mapping by the names of the groups. `deadline_s` defaults to
-    Config.load_deadline_s. Where saves, restores and loads wait for each other, a smaller `priority` goes first.
+    equal blocks. If blocks are stored under `key` already, they are replaced. For a cache of several groups,
+    `block_ids` is one list for each group, in the order of the groups, or a mapping from the group's name to its list.
+    `deadline_s` defaults to Config.load_deadline_s. Among waiting saves, restores and loads, those with a smaller
+    `priority` go first.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreRequest(StoreRequest):
-    """Request to fill `block_ids`, in prompt order, with the blocks saved under `key`.
+    """Request to fill the local blocks `block_ids`, in prompt order, with the blocks saved under `key`.
 
-    The numbers of blocks and tokens must equal those that were saved. See `SaveRequest`.
+    `num_tokens` and the number of blocks of each group must equal the saved ones. The fields have the same forms as in
+    `SaveRequest`.
     """
 
 
@@ -58,9 +60,10 @@ class StoreReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(StoreReport):
-    """Report of a save. `bytes` is the size of the file, `evicted` the number of entries evicted to make room for it.
+    """Report of a save. `bytes` is the size of the file, `evicted` the number of files removed to make room for it.
 
-    `seconds` has the time spent in each phase: check, queued, move, sync.
+    `seconds` has the seconds of each phase: "check" (checks and digests), "queued" (waiting to copy), "move" (copying
+    bytes) and "sync" (writing to disk).
     """
 
     evicted: int
@@ -68,32 +71,35 @@ class SaveReport(StoreReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport(StoreReport):
-    """Report of a restore. `seconds` has the time spent in each phase: check, queued, move, sync."""
+    """Report of a restore. `seconds` has the seconds of each phase: "check", "queued", "move" and "sync".
+
+    "check" includes the digests, "queued" is waiting to copy, and "move" is copying bytes.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStatistics(PartStatistics):
-    """Contents of a store now, and counts since the cache was registered.
+    """Contents of a store now, and counts of saves and restores since the KV cache was registered.
 
-    A save or restore counts as open until its file is closed.
+    A save or restore counts as an open request until its file is closed.
     """
 
     entries: int
     bytes: int
-    """Size of all files, including those being written and dropped ones that are still being read."""
+    """Size of all files, including files that are being written, and removed files that are still being read."""
     bytes_max: int
     quarantines: int
     saved: int
     restored: int
     missed: int
-    """Restores of a key under which nothing was stored."""
+    """Number of restores that failed because nothing was stored under the key."""
     damaged: int
-    """Restores that found a torn file, or other bytes than were saved."""
+    """Number of restores that failed because the file was damaged, or did not hold the bytes that were saved."""
     evicted: int
     dropped: int
-    """Entries dropped by `Storage.drop`."""
+    """Number of files that `Storage.drop` has removed."""
     failed: int
-    """Saves and restores that ended in any other way, including cancelled ones."""
+    """Number of saves and restores that failed for other reasons, or were cancelled."""
 
 
 StoreKey: TypeAlias = Annotated[bytes | str, checked_key]

@@ -1,12 +1,13 @@
-"""The store: saves blocks to a file and restores them, each under one deadline and with one outcome.
+"""The store: saves blocks to files and restores them. Each save or restore has one deadline and one outcome.
 
-A save leases its blocks, computes their digests, makes room, moves the bytes, and makes the file an entry. A restore
-claims its blocks as a load does and fills them from the file. It succeeds only if their digests are those that were
-saved. So bytes that were changed anywhere in between, on disk or on the way, are never reported as good.
+A save leases its blocks, computes their digests, makes room for a file, copies the bytes to the file, and adds the file
+to the index (the file is then an entry). A restore claims its blocks as a load does, and fills them from the file. It
+succeeds only if the digests of the filled blocks equal the saved digests. So bytes that were changed on disk or on the
+way are never reported as good.
 
-A transfer (a save or a restore) is over when no byte can land in its blocks and its file is closed. Its caller waits
-for that, but no longer than `cancel_grace_s`: then the transfer outlives the call, and its flight has quarantined its
-blocks if bytes may still land in them.
+A transfer (a save or a restore) is over when no byte can land in its blocks and its file is closed. The caller waits
+for that, but at most `cancel_grace_s`. After that the transfer outlives the call; if bytes may still land in its
+blocks, they are quarantined.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ _OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
 
 
 class BlockStore:
-    """All saves and restores of one registered cache, and the files of the entries."""
+    """Store of one registered KV cache: its saves and restores under way, and its stored files."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class BlockStore:
         self._idle.set()
         self._close_error: type[RuntimeUnavailable] | None = None
         self._outcomes = dict.fromkeys(_OUTCOMES, 0)
-        """Number of ended saves and restores, by outcome."""
+        """Number of ended saves and restores, by the count in `StoreStatistics`, such as "saved"."""
         self._evicted = self._dropped = 0
 
     @property
@@ -105,21 +106,21 @@ class BlockStore:
         return tuple(transfer for transfer in self._transfers if transfer.quarantined)
 
     def has(self, key: object) -> bool:
-        """See `Storage.has`."""
+        """Return True if blocks of this KV cache's layout are stored under `key`: see `Storage.has`."""
         return self._index.find(entry_name(self._stored_cache.fingerprint, checked_key(key, "key"))) is not None
 
     async def drop(self, keys: Sequence[bytes | str] | None) -> int:
-        """See `Storage.drop`."""
+        """Remove the files stored under `keys`, or all files if None. Return how many: see `Storage.drop`."""
         names = None
         if keys is not None:
             checks.count(keys, "keys")
             if (listed := checks.try_call(lambda: tuple(keys))) is None:
                 raise RequestError(f"keys: expected a list, got {checks.short_repr(keys)}")
             names = {entry_name(self._stored_cache.fingerprint, checked_key(key, "keys")) for key in listed}
-        for transfer in self._transfers:  # do not put back an entry under eviction if removing its file fails
+        for transfer in self._transfers:  # if removing the file of an evicted entry fails, do not put the entry back
             for victim in [] if transfer.file is None else list(transfer.file.victims):
                 victim.dropped_by_caller = victim.dropped_by_caller or names is None or victim.name in names
-        # A restore under way continues: its file is open, or is opened by a job before the removal.
+        # A restore under way continues: its file is open, or an earlier job of the I/O thread opens it.
         files = [entry.file for entry in self._index.drop_all(names)]
         self._dropped += len(files)
         if not files:
@@ -136,19 +137,19 @@ class BlockStore:
         return len(files)
 
     async def save(self, request: SaveRequest) -> SaveReport:
-        """See `Storage.save`."""
+        """Save blocks to a file, and return the report: see `Storage.save`."""
         given = checks.instance(request, SaveRequest, "save")
         return await self._carry_out(self._accept(given, Direction.SAVE), self._save)
 
     async def restore(self, request: RestoreRequest) -> RestoreReport:
-        """See `Storage.restore`."""
+        """Fill local blocks from a file, and return the report: see `Storage.restore`."""
         given = checks.instance(request, RestoreRequest, "restore")
         return await self._carry_out(self._accept(given, Direction.RESTORE), self._restore)
 
     def close(self, error: type[RuntimeUnavailable]) -> None:
-        """Make all saves and restores fail soon with `error`, or with the error of the first call.
+        """Make all saves and restores, also later ones, fail soon with `error`: RuntimeClosed or CacheUnregistered.
 
-        `error`: RuntimeClosed or CacheUnregistered.
+        If called again, the `error` of the first call stays in force.
         """
         self._close_error = self._close_error or error
         for transfer in self._transfers:
@@ -159,9 +160,9 @@ class BlockStore:
         await self._idle.wait()
 
     async def aclose(self, timeout_s: float) -> str:
-        """End the I/O thread once no move is under way, within `timeout_s`.
+        """End the I/O thread once it copies no bytes. Return "", or a message if the thread has died or hangs.
 
-        Return a problem in words, or "" for none.
+        The thread counts as hanging if it has not ended within `timeout_s`.
         """
         problem = ""
         try:
@@ -179,13 +180,16 @@ class BlockStore:
         return problem
 
     def abandon(self, wait_s: float) -> None:
-        """Shut down although the event loop no longer runs. Wait for the I/O thread for at most `wait_s`."""
+        """End the I/O thread, and wait at most `wait_s` for its end. For use after the event loop has ended."""
         self._store_thread.abandon(self._close_all, wait_s)
 
     # --- one save or restore
 
     def _accept(self, request: StoreRequest, direction: Direction) -> StoreTransfer:
-        """Check everything about a request that needs no file, claim its blocks, and return its transfer."""
+        """Check a request as far as possible without a file, claim or lease its blocks, and return its StoreTransfer.
+
+        Raise RequestError (also BlocksBusy) or Overloaded.
+        """
         given = checks.normalize_request(request, type(request), "request", self._config.limits.block_ids_max)
         what = f"request {given.request_id!r}"
         tables, entries = self._resources.ledger.find_entries(given.block_ids, f"{what}: block_ids")
@@ -208,9 +212,10 @@ class BlockStore:
         return transfer
 
     async def _carry_out(self, transfer: StoreTransfer, work: Callable[[StoreTransfer], Awaitable[ReportT]]) -> ReportT:
-        """Perform a transfer by `work`, `_save` or `_restore`, within its deadline.
+        """Run `work` (`_save` or `_restore`) for a transfer within its deadline. Return the report of `work`.
 
-        Return its report or raise its error.
+        Raise a KVFlowError if the transfer failed. Before that, or before the return, wait at most `cancel_grace_s`
+        until the transfer is over.
         """
         try:
             try:
@@ -221,7 +226,7 @@ class BlockStore:
                 transfer.flight.land()
                 transfer.outcome = "saved" if transfer.direction is Direction.SAVE else "restored"
             except (OSError, TransportError, CopyFailed) as error:  # TimeoutError is an OSError
-                cause = transfer.error or error  # a lost move ends the transfer before its deadline
+                cause = transfer.error or error  # a move that failed but may still run ends the transfer early
                 if cause is error and transfer.timeout.expired():
                     raise self._early_end_error(transfer) from None
                 self._mark_if_unreadable(transfer, cause)
@@ -240,7 +245,7 @@ class BlockStore:
         return f"request {transfer.request_id!r}: {transfer.direction} in {self._directory.path!r}"
 
     def _early_end_error(self, transfer: StoreTransfer) -> KVFlowError:
-        """Return the error of a transfer that was ended because the store was closed or the deadline has passed."""
+        """Return the error of a transfer that was ended because the store was closed or the deadline passed."""
         what, phase = f"request {transfer.request_id!r}", transfer.phase
         if self._close_error is CacheUnregistered:
             return CacheUnregistered(f"{what}: the cache was unregistered in phase {phase!r}")
@@ -325,7 +330,7 @@ class BlockStore:
         )
 
     def _drop_damaged(self, transfer: StoreTransfer, file: EntryFile, why: str) -> EntryDamaged:
-        """Drop the entry of a damaged file, mark the file for removal, and return the error for the caller to raise."""
+        """Drop the entry of the damaged `file`, and mark the file for removal. Return an EntryDamaged to raise."""
         transfer.outcome = "damaged"
         self._index.drop(file.entry)
         file.remove_when_closed = True
@@ -343,7 +348,7 @@ class BlockStore:
     # --- its end
 
     def _mark_if_unreadable(self, transfer: StoreTransfer, error: BaseException | None) -> None:
-        """If `error` says that a restore could not read its file, mark the entry as unreadable."""
+        """If `error` is a MoveFailed of a restore (its file could not be read), mark the entry as unreadable."""
         file = transfer.file
         if file is None or transfer.direction is Direction.SAVE or not isinstance(error, MoveFailed):
             return
@@ -357,9 +362,9 @@ class BlockStore:
             )
 
     def _close_when_safe(self, transfer: StoreTransfer) -> None:
-        """Callback when all moves of `transfer` have stopped: release the blocks of a save, and close the file.
+        """Callback when no byte of `transfer` is copied any longer: release a save's blocks, and close the file.
 
-        The I/O thread closes the file after all earlier jobs with that file.
+        The I/O thread closes the file after all earlier jobs that use the file.
         """
         self._resources.ledger.release(transfer.leased_entries)
         if transfer.file is None:
@@ -371,14 +376,14 @@ class BlockStore:
             self._end_transfer(transfer)
 
     def _close_all(self) -> None:
-        """Last job of the I/O thread: close the files of all transfers, then the directory."""
+        """Last job of the I/O thread: close the files of all transfers, then release the lock on the directory."""
         for transfer in list(self._transfers):
             if transfer.file is not None:
                 transfer.file.close()
         self._directory.close()
 
     def _end_transfer(self, transfer: StoreTransfer) -> None:
-        """End a transfer after its file was closed: update the index, and wake the tasks that wait for the transfer."""
+        """Update the index after the file of a transfer was closed, and wake the tasks that wait for the transfer."""
         if transfer not in self._transfers:
             return
         del self._transfers[transfer]
@@ -397,13 +402,13 @@ class BlockStore:
             self._idle.set()
 
     def _commit_entry(self, entry: Entry) -> None:
-        """Add a completed entry to the index, and remove the file of the entry that it replaces, if there is one."""
+        """Add the entry of a complete file to the index. If it replaces another entry, remove that one's file."""
         replaced = self._index.commit(entry)
         if replaced is not None:
             self._remove_file(replaced)
 
     def _remove_file(self, entry: Entry) -> None:
-        """Remove the file of `entry`, by a job of the I/O thread; log a failure."""
+        """Have the I/O thread remove the file of `entry`. A failure is only logged."""
 
         def remove() -> None:
             try:
@@ -418,16 +423,16 @@ class BlockStore:
 
 
 async def open_store(cache: RegisteredCache, store_thread: StoreThread, folder: str, bytes_max: int) -> BlockStore:
-    """Open the store of a cache that is being registered. Cancelling leaves nothing open.
+    """Open and return the store of a KV cache that is being registered. If cancelled, nothing stays open.
 
     Args:
-        cache: the registered cache; its blocks are saved and restored.
-        store_thread: the I/O thread, not opened yet.
-        folder: folder for the files of all ranks.
-        bytes_max: most bytes that the files of this rank may take.
+        cache: the KV cache with the blocks to save and restore.
+        store_thread: the store's I/O thread, not started yet.
+        folder: folder for the files of all ranks; this rank's subfolder is named by its DP, PP and TP rank.
+        bytes_max: maximum number of bytes that the files of this rank may take. If there are more, files are removed.
 
     Raises:
-        ConfigError: blocks of this cache cannot be saved, or the memory or the folder cannot be used.
+        ConfigError: blocks of this KV cache cannot be saved, or the memory or the folder cannot be used.
     """
     stored, rank = StoredCache(cache), cache.rank
     directory = StoreDirectory(os.path.join(folder, f"dp{rank.dp}-pp{rank.pp}-tp{rank.tp}"))

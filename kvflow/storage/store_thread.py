@@ -1,11 +1,12 @@
-"""Files: moves of bytes between memory and files, on the store's I/O thread, by a `Mover` that fits the transport.
+"""The store's I/O thread, which copies bytes between memory and files and does all other work with files.
 
-Every operation on files is a job for this one thread, in order: opening, moving, syncing, removing. So a file is closed
-after its last move, and each job sees the results of the jobs before it.
+A *move* copies bytes between memory and one file. A `Mover` carries moves out: by NIXL's POSIX backend or by system
+calls, according to the transport. All work with files is done by jobs on this one thread, in order: opening, moving,
+syncing, removing. So a file is closed after its last move, and each job sees the results of the jobs before it.
 
-A posted move cannot be cancelled. When it has stopped, its `on_end` is called on the loop, once. A move that has failed
-and may still run is *lost*: its `on_loss` is called at once. When no other move is under way, the mover stops the
-lost moves (`Mover.stop_lost_moves`). Moves posted meanwhile begin after that.
+A posted move cannot be cancelled. When it has stopped, its `on_end` is called on the event loop, once. A move that has
+failed and may still run is *lost*: its `on_loss` is called immediately. When no other move is under way, the mover
+stops the lost moves (`Mover.stop_lost_moves`). Moves posted in the meantime begin after that.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _IDLE_S = 3600.0  # between jobs the thread has no work
 
 class Direction(enum.StrEnum):
     SAVE = "save"
-    """From memory to a file."""
+    """Copy bytes from memory to a file."""
     RESTORE = "restore"
-    """From a file to memory."""
+    """Copy bytes from a file to memory."""
 
 
 class LostMoves(enum.Enum):
-    """State of the lost moves after `Mover.stop_lost_moves`."""
+    """Result of `Mover.stop_lost_moves`: the state of the lost moves, which have failed but may still run."""
 
     STOPPED = enum.auto()
     """All lost moves have stopped."""
@@ -51,40 +52,43 @@ class LostMoves(enum.Enum):
 
 
 class MoveFailed(TransportError):
-    """A move, or the reading of a header, has failed: the file cannot be read or written."""
+    """Error: bytes could not be copied to or from a file, or the header of a file could not be read."""
 
 
 class MoveLost(MoveFailed):
-    """A move has failed and may not have stopped: its bytes may still land."""
+    """Error: a copy of bytes to or from a file has failed, but may still run, so its bytes may still land."""
 
 
 class Mover(Protocol):
-    """Moves bytes between memory and files. Made and used on the store's I/O thread only."""
+    """Protocol of objects that copy bytes between memory and files. Created and used only on the store's I/O thread.
+
+    A move is one such copy, between memory and one file.
+    """
 
     def register_file(self, fd: int, size_bytes: int) -> None:
-        """Register the open file `fd`, which moves may touch from then on. Raises TransportError."""
+        """Register the open file `fd` of `size_bytes` bytes, so that moves can use it, or raise TransportError."""
 
     def deregister_file(self, fd: int) -> None:
-        """Forget the file `fd`, which no further move touches and which is about to be closed. Never raises."""
+        """Forget the file `fd` before it is closed. No move may use it afterwards. Raise nothing."""
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
-        """Start a move between memory (local) and a file (remote), and return its handle.
+        """Start a move between memory (the local side) and a file (the remote side), and return a handle of the move.
 
-        On the remote side the addresses are offsets in the file, and the device is the file descriptor. Raises MoveLost
-        if some of the move may run, another TransportError if none of it does.
+        On the remote side the addresses are offsets in the file, and the device number is the file descriptor. If the
+        move failed but may run in part, raise MoveLost; if no part of it runs, raise another TransportError.
         """
 
     def has_ended(self, handle: object) -> bool:
-        """Return whether the move with `handle`, from `begin`, has ended.
+        """Return whether the move with `handle`, a result of `begin`, has ended with success.
 
-        MoveFailed or MoveLost if it has failed.
+        If the move failed, raise MoveFailed or, if it may still run, MoveLost.
         """
 
     def stop_lost_moves(self) -> LostMoves:
-        """Stop the lost moves, and return whether they have stopped. Called only while no other move is under way."""
+        """Stop the lost moves, which failed with MoveLost, and return their state. No other move may be under way."""
 
     def close(self) -> None:
-        """Release everything. Called only while no move is under way."""
+        """Release the registered memory, files and handles. Called only while no move is under way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,17 +102,20 @@ class _Move:
 
 
 class StoreThread:
-    """Runs file jobs and moves of bytes on the store's I/O thread, for callers on the event loop."""
+    """The store's I/O thread: copies bytes between memory and files, and runs jobs, for callers on the event loop."""
 
     def __init__(self, name: str, make_mover: Callable[[Sequence[Span]], Mover]) -> None:
-        """`make_mover` returns the mover; called on the I/O thread, with the spans of memory that moves may touch."""
+        """`name`: name of the thread. `make_mover`: function that creates the `Mover`.
+
+        `make_mover` is called on the I/O thread, with the spans of memory that moves may read and write.
+        """
         self._name = name
         self._make_mover = make_mover
         self._mover: Mover | None = None
         self._keepalive: object = None
         self._thread: OwnerThread | None = None
         self._posted_moves: deque[_Move] = deque()
-        """Moves that have not begun. They begin at once, unless a lost move may still run."""
+        """Moves that have not begun. The thread begins them at its next step, unless a lost move may still run."""
         self._begun_moves: list[_Move] = []
         self._lost_moves: list[_Move] = []
         self._last_active_s = 0.0
@@ -116,7 +123,7 @@ class StoreThread:
         self._last_job: Callable[[], None] | None = None
         self._closing = False
         self.cause: BaseException | None = None
-        """Exception by which a bug ended the thread, else None. After a bug nothing is known about moves under way."""
+        """Exception of a bug that has ended the thread; None if there was none. After a bug moves may still run."""
 
     @property
     def moves_under_way(self) -> int:
@@ -124,32 +131,32 @@ class StoreThread:
 
     @property
     def mover(self) -> Mover:
-        """The mover, once `open` has made it on the thread."""
+        """The object that copies bytes between memory and files. Available only after `open`."""
         assert self._mover is not None, "it is open"
         return self._mover
 
     async def open(self, spans: Sequence[Span], keepalive: object) -> None:
-        """Start the I/O thread and make the mover. `aclose` or `abandon` must follow, also if this fails.
+        """Start the I/O thread, and create the mover on it. Call `aclose` or `abandon` later, even if this fails.
 
         Args:
-            spans: memory that moves may touch.
-            keepalive: owner of that memory; referenced until no move can touch it.
+            spans: memory that moves may read and write.
+            keepalive: owner of that memory, such as tensors. A reference is kept until no move can touch the memory.
 
         Raises:
-            ConfigError: the mover does not start as configured, or cannot move these spans.
+            ConfigError: the mover cannot be created as configured, or cannot use this memory.
         """
         self._keepalive = keepalive
         self._thread = OwnerThread(self._name, self._step, self._on_death)
         self._mover = await self._thread.call(lambda: self._make_mover(spans))
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Run `job` on the I/O thread and return its result. Cancelling stops the waiting, not the job."""
+        """Run `job` on the I/O thread and return its result. If cancelled, stop waiting; the job runs nevertheless."""
         return await self._require_thread().call(job)
 
     def submit(self, job: Callable[[], None], then: Callable[[], None]) -> None:
-        """Run `job` on the I/O thread, then `then` on the event loop. `job` must not raise.
+        """Have the I/O thread run `job`, which must not raise, and then the event loop run `then`. Do not wait.
 
-        Raises TransportBroken if the thread has ended.
+        Raise TransportBroken if the thread has ended.
         """
         thread = self._require_thread()
 
@@ -166,14 +173,14 @@ class StoreThread:
         on_end: Callable[[TransportError | RuntimeBroken | None], None],
         on_loss: Callable[[TransportError], None],
     ) -> None:
-        """Start a move. Raises TransportBroken if the thread has ended.
+        """Have the I/O thread copy bytes between memory and a file. Raise TransportBroken if the thread has ended.
 
         Args:
-            descriptors: the bytes to move, between memory (local) and a file (remote).
-            direction: from memory to the file, or from the file to memory.
-            on_end: called on the loop, once, when the move has stopped: with its error, or None if it succeeded. Called
-                with RuntimeBroken if it will never be known when the move stops.
-            on_loss: called on the loop before `on_end`, if the move has failed and may not have stopped.
+            descriptors: the bytes to copy, between memory (local side) and a file (remote side).
+            direction: SAVE from memory to the file, RESTORE from the file to memory.
+            on_end: called once on the event loop when the move has stopped: with None if it succeeded, else with its
+                error. If it can never be known when the move stops, called with RuntimeBroken.
+            on_loss: called on the event loop before `on_end` if the move has failed but may still run.
         """
         move = _Move(descriptors, direction, on_end, on_loss)
         self._require_thread().submit(partial(self._posted_moves.append, move))
@@ -182,7 +189,7 @@ class StoreThread:
     async def aclose(self, last_job: Callable[[], None]) -> None:
         """Wait until no move is under way, then run `last_job` on the I/O thread, close the mover and end the thread.
 
-        Closing twice is fine.
+        May be called twice.
         """
         self._closing = True
         if self._thread is None:
@@ -192,11 +199,11 @@ class StoreThread:
         await self._thread.ended()
 
     def end_all_moves(self, problem: str) -> None:
-        """Call `on_end` of every move that is under way, because the I/O thread has ended, or hangs.
+        """Call `on_end` of every move that is still under way, because the I/O thread has ended or hangs.
 
         Args:
-            problem: reason why it will never be known when the moves have stopped; "" if the thread has ended in good
-                order, which means that lost moves have stopped, too.
+            problem: "" if the thread has ended normally; then all moves have stopped, also lost ones. Else the reason
+                why it can never be known when they stop, passed to `on_end` as RuntimeBroken.
         """
         for move in list(self._under_way):
             if problem:
@@ -204,7 +211,10 @@ class StoreThread:
             self._end_move(move)
 
     def abandon(self, last_job: Callable[[], None], wait_s: float) -> None:
-        """End the I/O thread although the event loop no longer runs. Wait for its end for at most `wait_s`."""
+        """End the I/O thread after `last_job`, and wait at most `wait_s` for its end.
+
+        For use after the event loop has ended.
+        """
         self._closing = True
         if self._thread is not None:
             self._thread.abandon(partial(setattr, self, "_last_job", last_job), wait_s)
@@ -236,7 +246,7 @@ class StoreThread:
         return None
 
     def _advance(self, move: _Move) -> bool:
-        """Begin `move`, or check it if it has begun. Return True if it has stopped or is lost."""
+        """Begin `move` or, if it has begun, check whether it has ended. Return True if it has stopped or is lost."""
         try:
             if move.handle is None:
                 self._last_active_s = time.monotonic()
@@ -255,7 +265,10 @@ class StoreThread:
         return True
 
     def _stop_lost_moves(self) -> None:
-        """Have the mover stop the lost moves, and report those that have stopped. Called while no other move runs."""
+        """Have the `Mover` stop the lost moves. If these have stopped, call `on_end` of each of these moves.
+
+        No other move may be under way.
+        """
         settled = self.mover.stop_lost_moves()
         if settled is LostMoves.STOPPED:
             for move in self._lost_moves:
@@ -275,14 +288,14 @@ class StoreThread:
             move.on_end(move.error)
 
     def _on_death(self, cause: BaseException) -> None:
-        """Callback when a bug has ended the I/O thread: end all moves with RuntimeBroken."""
+        """Callback when a bug has ended the I/O thread: pass RuntimeBroken to `on_end` of all moves under way."""
         self._closing = True
         self.cause = cause
         self.end_all_moves(f"the store's thread has died: {cause}")
 
 
 class PlainMover:
-    """Moves bytes by system calls, for the in-process transport."""
+    """Implementation of `Mover` that copies bytes by system calls, for the in-process transport."""
 
     def register_file(self, fd: int, size_bytes: int) -> None:
         pass
@@ -311,9 +324,9 @@ class PlainMover:
 
 
 def _move_all(fd: int, memory: ctypes.Array[ctypes.c_char], offset: int, direction: Direction) -> None:
-    """Move all bytes of `memory` to or from the file at `offset`, in as many system calls as it takes.
+    """Copy all bytes of `memory` to file `fd` at `offset` (SAVE) or from there (RESTORE), by several calls if needed.
 
-    Raises OSError if the file ends early.
+    Raise OSError if the file ends early.
     """
     view, done = memoryview(memory).cast("B"), 0
     while done < len(view):

@@ -1,7 +1,8 @@
-"""One save or restore. A flight moves the bytes, like those of a load, but by the store's I/O thread.
+"""One save or restore. A `Flight` controls its reads and writes of the file, as it controls the reads of a load.
 
-A lost move (`storage.store_thread`) makes the transfer fail at once. It counts as under way until it is known to have
-stopped, so the flight keeps its blocks and its permit until then.
+The bytes are copied by the store's I/O thread. If a copy fails but may still run (a lost move, see
+`storage.store_thread`), the save or restore fails immediately. The move counts as under way until it is known to have
+stopped; until then the flight keeps the blocks and the permit of the move.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
     from kvflow.runtime.peers.peer import Source
 
 STORE_AGENT = AgentName("store")
-"""Name by which moves of files take permits, in the queue in which reads have the name of their peer's agent."""
+"""Agent name under which copies to and from files wait for permits; a read waits under the name of its peer's agent."""
 
 
 def file_source() -> Source:
-    """Return a stand-in for the `Source` of a flight, for moves of an open file.
+    """Return an object that stands for an open file where a `Flight` expects the `Source` (peer and lease) of a read.
 
-    An open file cannot go away, so no seal is needed; digests prove the bytes.
+    An open file cannot go away, so its bytes need no seal; digests prove them.
     """
     proof = SealProof(grows=False, quick_read_max_s=0.0)
     proof.note_fetched(0, 0.0)
@@ -42,10 +43,10 @@ def file_source() -> Source:
 
 
 class StoreTransfer:
-    """A save or restore under way. Also the `quarantine` of a restore that has ended while bytes may still land.
+    """One save or restore. If a restore ends while bytes may still land, this object is its `quarantine`.
 
-    The flight claims the blocks of a restore. The blocks of a save are leased until all moves have stopped, and are not
-    written. A transfer is over when its blocks are given back and its file is closed.
+    A restore's blocks are claimed by its flight. A save's blocks are leased until no byte is copied any longer; they
+    are not written. A transfer is over when its blocks were given back and its file was closed.
     """
 
     behind = False
@@ -60,16 +61,16 @@ class StoreTransfer:
         store_thread: StoreThread,
         deadline_s: float,
     ) -> None:
-        """Claim the blocks to fill, or lease the blocks to save. Raises BlocksBusy.
+        """Claim the blocks to fill, or lease the blocks to save. Raise BlocksBusy if a block is in use otherwise.
 
         Args:
-            request: the request, checked.
+            request: the request, already checked.
             direction: save or restore.
             tables: block ids by group.
-            entries: the same blocks, as ledger entries.
-            resources: objects that all flights share.
-            store_thread: the I/O thread that moves the bytes.
-            deadline_s: seconds from now until the transfer fails.
+            entries: numbers of the same blocks in the block ledger.
+            resources: objects that all flights share, such as the ledger.
+            store_thread: the I/O thread that copies the bytes.
+            deadline_s: seconds from now until the deadline.
         """
         loop = asyncio.get_running_loop()
         self.request, self.direction, self.tables = request, direction, tables
@@ -81,11 +82,12 @@ class StoreTransfer:
         self.flight = Flight(request.request_id, written, (), request.priority, replace(resources, poller=self))
         self.phase, self.seconds = PHASES[0], dict.fromkeys(PHASES, 0.0)
         self.outcome = "failed"
-        """Name of the count in `StoreStatistics` to which the transfer is added at its end."""
+        """Name of the count in `StoreStatistics` that the transfer increases at its end, such as "saved"."""
         self.file: EntryFile | None = None
-        """The file to write or read, once known. A save has then reserved room; a restore counts as a reader."""
+        """The file to write or read; None until it is known. From then on a save has room reserved in the index, and a
+        restore counts as a reader of the index entry."""
         self.error: TransportError | None = None
-        """Error of the first move that failed; else None."""
+        """Error of the first copy of bytes that failed; None if none has failed."""
         self._store_thread = store_thread
         self._now_s = resources.clock.now_s
         self._phase_begun_s = self._now_s()
@@ -94,18 +96,21 @@ class StoreTransfer:
         return f"<StoreTransfer {self.direction} {self.flight!r}>"
 
     def begin_phase(self, phase: str) -> None:
-        """Begin `phase`, and add the time since the last call to the phase that ends."""
+        """End the current phase, add its seconds to `seconds`, and begin `phase`, one of `PHASES`."""
         now_s = self._now_s()
         self.seconds[self.phase] += now_s - self._phase_begun_s
         self.phase, self._phase_begun_s = phase, now_s
 
     def expire(self) -> None:
-        """End the transfer soon, as if its deadline had passed."""
+        """Make the transfer fail soon, as if its deadline had passed."""
         with contextlib.suppress(RuntimeError):  # the deadline has passed, or the transfer has its outcome
             self.timeout.reschedule(asyncio.get_running_loop().time())
 
     def post(self, _agent: AgentName, descriptors: Descriptors, on_end: OnReadEnd) -> None:
-        """Start a move for the flight; call `on_end` when it has stopped. TransportBroken if the thread has ended."""
+        """Start a copy of bytes between memory and the file, for the flight. Call `on_end` when it has stopped.
+
+        Raise TransportBroken if the I/O thread has ended.
+        """
         move = PostedRead(descriptors.size_bytes)
 
         def ended(error: TransportError | RuntimeBroken | None) -> None:
@@ -118,7 +123,7 @@ class StoreTransfer:
         self._store_thread.post(descriptors, self.direction, ended, self._on_loss)
 
     async def stop(self, grace_s: float) -> None:
-        """Wait until the transfer is over, for at most `grace_s`: see `Flight.stop`."""
+        """Wait at most `grace_s` until the transfer is over. If bytes may still land then, quarantine its blocks."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + grace_s
         await self.flight.stop(grace_s)
@@ -126,7 +131,7 @@ class StoreTransfer:
             await asyncio.wait([self.ended], timeout=until_s - loop.time())
 
     def _on_loss(self, error: TransportError) -> None:
-        """Callback when a move has failed but may still run: make the transfer fail soon."""
+        """Callback when a copy of bytes has failed but may still run: make the transfer fail soon, with `error`."""
         self.error = self.error or error
         self.expire()
 
@@ -148,17 +153,17 @@ class StoreTransfer:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Block ids of the transfer; if there are several groups, those of the first."""
+        """Block ids of the transfer; if there are several groups, the block ids of the first group."""
         return self.block_tables[0]
 
     @property
     def safe(self) -> bool:
-        """True once no byte can land in the blocks."""
+        """True once no byte can land in the transfer's blocks."""
         return self.flight.safe
 
     async def settled(self) -> None:
-        """Wait until no byte can land in the blocks.
+        """Wait until no byte can land in the transfer's blocks.
 
-        Raises RuntimeBroken if that can never be known, and UsageError off the runtime's loop.
+        Raise RuntimeBroken if that can never be known, and UsageError if this is not the runtime's event loop.
         """
         await self.flight.settled()

@@ -1,8 +1,8 @@
-"""The memory of a cache that the store moves and digests: the cache itself, or host buffers for a cache on a device.
+"""The memory that the store copies to and from files and digests: the KV cache or, if it is on a device, host buffers.
 
-The host buffers are those that peers read, too. Each span of blocks waits for host blocks, as a span of a load does,
-and gives them back when no move or copy can touch them. So a save or restore of any size works with buffers of any
-size.
+Peers read through the same host buffers. A save or restore is cut into spans of consecutive blocks. Each span waits for
+free host blocks, as a span of a load does, and gives them back when no copy can touch them. So a save or restore of any
+size works with host buffers of any size.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from kvflow.verify.cache_digests import DigestedCache, DigestSpec
 
 
 class StoredCache:
-    """Plans the moves of a registered cache's blocks to and from files, and computes the digests of blocks."""
+    """A registered KV cache, for the store: plans copies of its blocks to and from files, and computes digests."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        """Raises ConfigError if blocks of `cache` cannot be saved."""
+        """Find the memory of `cache` that can be copied to files. Raise ConfigError if its blocks cannot be saved."""
         local, memory = cache.local, cache.memory
         where = device_of(named_layers(memory.own_layers))
         through = where != HOST  # a cache on the host needs no host buffers, even if peers read through them
@@ -49,24 +49,27 @@ class StoredCache:
         self._staging = memory.staging if through else ()
         self.groups = local.groups
         self.tensors = named_layers(saved)
-        """The memory that moves may touch, as pairs of a layer's name and its tensors."""
+        """The memory that is copied to and from files, as pairs of a layer's name and its tensors."""
         found = [(one.group, one.regions) for one in saved]
         self.layer_sets = [(group, regions.distinct) for group, regions in found]
-        """Pairs (index of the group, regions) for each layer set; a region that several layers share is listed once."""
+        """For each layer set the index of its group, and its regions. A region of several layers is listed once."""
         self._digested_layers = [regions.distinct_layers for _, regions in found]
-        """Indices of the layers to digest, for each layer set; if layers share all their memory, only the first."""
+        """Indices of the layers to digest, for each layer set. Of layers with the same memory only the first is listed.
+        """
         shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in found]
         shared = [regions.first_at_address for _, regions in found if len(regions.distinct) < len(regions)]
         facts = [local.compatibility, local.cache_shares, local.groups, shapes, *shared]
         self.fingerprint = fingerprint_of(facts)
 
     async def moves(self, transfer: StoreTransfer, fd: int, start: int) -> AsyncGenerator[CopyGroup, None]:
-        """Yield the moves of all blocks of a transfer, span by span. Take a span's host blocks just before yielding it.
+        """Yield the copies to or from the file for all blocks of a transfer, as groups of reads for its flight.
+
+        With host buffers each group is one span of blocks, for which host blocks are taken just before it is yielded.
 
         Args:
             transfer: the save or restore.
-            fd: descriptor of the file.
-            start: offset of the first block in the file.
+            fd: file descriptor of the file.
+            start: offset in bytes of the first block in the file.
         """
         file, copy_to_host = file_source(), transfer.direction is Direction.SAVE
         counts = [len(ids) for ids in transfer.tables]
@@ -90,12 +93,11 @@ class StoredCache:
                 yield CopyGroup([*reads], None if copy_to_host else copy, release)
 
     async def digests(self, tables: Sequence[BlockIds]) -> bytes:
-        """Return the digest of each layer of each layer set, as 8 bytes each, little-endian.
+        """Return the digests of the blocks in `tables` (block ids by group): 8 bytes, little-endian, for each layer.
 
-        Every byte of the blocks in `tables` counts, even after the prompt's end. Layer sets without blocks are left
-        out.
-
-        Raises CopyFailed. Cancelling stops only the waiting.
+        The digests are in the order of layer sets and layers; layer sets without blocks are left out. All bytes of the
+        blocks count, even after the prompt's end. Raise CopyFailed if a copy from the device failed. If cancelled, stop
+        waiting; the copy or computation under way goes on.
         """
         sums = [[0] * len(layers) for layers in self._digested_layers]
         for span in self._spans(tables):
@@ -126,7 +128,10 @@ class StoredCache:
         return np.array([number for numbers in used for number in numbers], dtype="<u8").tobytes()
 
     def _spans(self, tables: Sequence[BlockIds]) -> Iterator[BlockSpan]:
-        """Yield the spans to move or digest: whole groups or, with host buffers, as many blocks as fit in these."""
+        """Yield spans of consecutive blocks that are copied or digested together, for all blocks in `tables`.
+
+        A span is a whole group or, with host buffers, at most as many blocks as fit in them and in one slice.
+        """
         for group, ids in enumerate(tables):
             step = len(ids)
             if self._staging:
@@ -138,13 +143,14 @@ class StoredCache:
     async def _take_host_blocks(
         self, span: BlockSpan, *, copy_to_host: bool
     ) -> tuple[BlockIds, Callable[[], None] | None]:
-        """Wait for host blocks for a span. Return their ids, and a callback that gives them back.
+        """Wait for free host blocks for a span. Return their block ids, and a function that gives them back.
 
-        For a cache on the host, return the ids of the span itself and None. Raises CopyFailed.
+        For a KV cache on the host, return the block ids of the span itself, and None. Raise CopyFailed if the copy to
+        the host blocks failed.
 
         Args:
-            span: blocks of the cache.
-            fetched: whether to copy the blocks from the device to the host blocks first.
+            span: blocks of the KV cache.
+            copy_to_host: True to copy the blocks from the device to the host blocks before returning.
         """
         if not self._staging:
             return span.ids, None
