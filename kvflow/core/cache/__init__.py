@@ -1,1 +1,1 @@
-"""The KV cache of one rank: its layout, its memory and its groups of layers."""
+"""The KV cache of one rank: the layout of its tensors, its memory and its groups of layers."""

@@ -1,12 +1,12 @@
-"""Groups: layers that share a block table, and which tokens of a prompt their blocks hold.
+"""Groups: layers that share a block table, and which tokens of a prompt the blocks of a group hold.
 
 Most models have one group: every layer attends to the whole prompt, so a request needs one list of block ids. If some
 layers attend only to a window, an engine keeps only the window's blocks for these layers, and gives them a block table
-of their own. Groups may take their blocks from one pool, if the engine lays all layers over the same memory, or from
+of their own. Groups take their block ids from one pool, if the engine lays all layers over the same memory, or from
 separate pools.
 
-Layers of one group may differ, for example in their number of heads. Layers of a group that look alike are a
-`LayerSet`: the unit that is registered, compared with a peer's and planned.
+Layers of one group may differ, for example in their number of heads. The layers of a group that have the same layout
+are a `LayerSet`. A set is registered as a unit, compared with a peer's sets, and planned as a unit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ DEFAULT_NAME = "kv"
 
 
 class GroupKind(enum.StrEnum):
-    """Which tokens of a prompt the layers of a group attend to. It decides which blocks are offered and loaded."""
+    """Which tokens of a prompt the layers of a group attend to.
+
+    The kind decides which blocks are offered and loaded.
+    """
 
     FULL = "full"
     """All tokens of the prompt."""
@@ -56,11 +59,14 @@ class GroupKind(enum.StrEnum):
     CHUNKED = "chunked"
     """The tokens since the last multiple of `window`: chunked local attention."""
     STATE = "state"
-    """No tokens: the layers keep a state per request, after the last computed token."""
+    """No tokens: the layers keep one state per request, which is that after the last computed token."""
 
 
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The properties of a group that peers exchange. LayoutError if no group can have these values together."""
+    """The properties of a group that peers send each other.
+
+    The constructor raises LayoutError if no group can have these values together.
+    """
 
     name: Name
     block_size: Count
@@ -83,14 +89,14 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.kind is GroupKind.FULL
 
     def blocks_needed(self, tokens: int) -> int:
-        """Return how many blocks a request needs in this group once `tokens` tokens of its prompt are computed."""
+        """Return how many blocks a request needs in this group when `tokens` tokens of its prompt are computed."""
         return -(-tokens // self.block_size) - self.first_needed(tokens) // self.block_size
 
     def first_needed(self, tokens: int) -> int:
-        """Return the position of the first token that the group's blocks must hold once `tokens` tokens are computed.
+        """Return the position of the first token that the group's blocks must hold when `tokens` tokens are computed.
 
-        The reader may compute the last token again, to get its logits. So the tokens to which the last
-        token attends are needed, too.
+        The reader may compute the last of these tokens again, to get its logits. So the blocks must also hold the
+        tokens to which the last token attends.
         """
         match self.kind:
             case GroupKind.FULL:
@@ -104,9 +110,9 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequence[int], num_tokens: int) -> int:
-    """Return how many tokens of a prompt all groups hold, if group i holds only the first `known[i]` of its blocks.
+    """Return how many tokens of a prompt the first `known[i]` blocks of each group i hold, in all groups.
 
-    `counts`: number of blocks of each group once all `num_tokens` tokens are computed.
+    `counts`: how many blocks each group has when all `num_tokens` tokens of the prompt are computed.
     """
     tokens = num_tokens
     for group, have, count in zip(groups, known, counts, strict=True):
@@ -117,21 +123,21 @@ def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequ
 
 
 class LayerSet(NamedTuple):
-    """The layers of one group that have the same layout; for state per request, one segment of the layers' tensors.
+    """The layers of one group that have the same layout. For state per request: one segment of the layers' tensors.
 
-    A set is the unit that is registered, compared with a peer's set and planned.
+    A set is registered as a unit, compared with a peer's sets, and planned as a unit.
     """
 
     group: int
-    """Index of the group."""
+    """Index of the group that the layers belong to."""
     caches: Mapping[str, LayerCache]
-    """Tensors of the layers, by name."""
+    """Tensors of each layer, by the layer's name."""
     layout: CacheLayout | StatePart
-    """The layout that all these layers have."""
+    """Layout that all these layers have."""
 
     @property
     def regions(self) -> Regions:
-        """The regions of these layers. LayoutError if a tensor does not match the layout."""
+        """Memory regions of these layers. LayoutError if a tensor does not match the layout."""
         if isinstance(self.layout, CacheLayout):
             return map_regions(self.layout, self.caches)
         self.layout.layout.check(self.caches)
@@ -151,7 +157,8 @@ class LayerSet(NamedTuple):
 class CacheGroup:
     """Layers of a cache that share a block table.
 
-    LayoutError names the group if its values contradict each other or the tensors.
+    The constructor raises LayoutError if the arguments contradict each other or the tensors. The message names the
+    group.
 
     Example, for a model with full attention and a sliding window:
 
@@ -163,26 +170,27 @@ class CacheGroup:
     """
 
     name: str
-    """Name of the group, the same on all engines that exchange its blocks."""
+    """Name of the group. All engines that exchange blocks of the group must use the same name."""
     layers: KVCaches = field(repr=False)
-    """Tensors of the layers by name, as `Runtime.register_kv_caches` takes them for a cache of one group."""
+    """Tensors of each layer, by the layer's name: one tensor, a pair (K, V), or a tuple of state tensors."""
     layout: CacheLayout | StateLayout | Sequence[CacheLayout]
-    """Layout of the layers. If they do not all look alike: several layouts, each for some of the layers. With a
-    `StateLayout` the group holds state per request: its blocks are slots, and a request names one slot."""
+    """Layout of the layers. If the layers differ: several layouts, each for some of the layers. With a `StateLayout`
+    the group holds state per request: its blocks are slots, and a request has one slot."""
     window: int | None = None
-    """Tokens of the window that the layers attend to; None for all tokens. Only blocks of the window are offered and
-    loaded."""
+    """Number of tokens of the window that the layers attend to; None if they attend to all tokens. Only blocks of the
+    window are offered and loaded."""
     kind: GroupKind | str | None = None
-    """Which tokens the layers attend to. Default: "state" for a StateLayout, "sliding" with a `window`, else "full".
-    With "chunked" the layers attend to the tokens since the last multiple of `window`."""
+    """Which tokens the layers attend to (`GroupKind`). Default: "state" for a StateLayout, "sliding" with a `window`,
+    else "full". With "chunked" the layers attend to the tokens since the last multiple of `window`."""
     pool: str | None = None
-    """Name of the pool of block ids; by default the group has its own. Groups with the same pool share block ids: a
-    block is in the table of one group at a time, and the groups' tensors may be the same memory."""
+    """Name of the pool from which the group's block ids come; by default the group has a pool of its own. Groups
+    with the same pool share block ids: a block is in the table of one group at a time, and the groups' tensors may
+    be the same memory."""
     num_kv_heads: int | None = None
-    """KV heads of the whole model in these layers, if not `Config.num_kv_heads`."""
+    """Number of KV heads of the whole model in these layers; None if it is `Config.num_kv_heads`."""
     split: int = 1
-    """Number of this group's blocks in one block of the pool, one behind the other. Above 1 if the engine's kernels use
-    smaller blocks than the pool hands out."""
+    """Number of consecutive blocks of this group that form one block of the pool. Above 1 if the engine's kernels use
+    smaller blocks than its allocator."""
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)
@@ -209,18 +217,18 @@ class CacheGroup:
 
     @property
     def layouts(self) -> tuple[CacheLayout | StateLayout, ...]:
-        """The layouts of the group, as a tuple."""
+        """Layouts of the group, as a tuple: the field `layout` after the constructor has checked it."""
         assert isinstance(self.layout, tuple), "settled"
         return self.layout
 
     @property
     def sets(self) -> tuple[tuple[Mapping[str, LayerCache], CacheLayout | StateLayout], ...]:
-        """(tensors by layer name, layout) for each layout of the group."""
+        """For each layout of the group a pair: the tensors of its layers, by the layers' names, and the layout."""
         return tuple(({name: self.layers[name] for name in one.layer_names}, one) for one in self.layouts)
 
     @property
     def facts(self) -> GroupFacts:
-        """The properties of the group that peers exchange."""
+        """The properties of this group that are sent to peers."""
         assert isinstance(self.kind, GroupKind), "settled"
         first = self.layouts[0]
         block_size = first.block_size if isinstance(first, CacheLayout) else 1
@@ -234,7 +242,7 @@ class CacheGroup:
 
     @property
     def block_size_bytes(self) -> int:
-        """Bytes of one block over all layers. A tensor that several layers share counts once."""
+        """Bytes of one block in all layers together. A tensor that several layers share counts once."""
         size = 0
         for caches, layout in self.sets:
             if isinstance(layout, CacheLayout):
@@ -277,10 +285,11 @@ def _layouts(layers: KVCaches, layout: object, what: str) -> tuple[CacheLayout |
 
 
 def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | None) -> tuple[CacheGroup, ...]:
-    """Return a cache as groups: a dict of layers with its `layout` becomes one group of full attention.
+    """Return `kv_caches` as groups. A dict of layers, which needs a `layout`, becomes one group of full attention.
 
     Raises:
-        LayoutError: groups contradict each other, or the tensors do not match `layout`.
+        LayoutError: groups contradict each other, for example because two have the same name or layer; or the tensors
+            do not match `layout`.
     """
     if not isinstance(kv_caches, tuple | list):
         if layout is None:
@@ -311,17 +320,17 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
 
 
 def named_layers(sets: Iterable[LayerSet]) -> list[tuple[str, LayerCache]]:
-    """Return the name and the tensors of every layer in `sets`, set by set."""
+    """Return (name, tensors) of each layer in `sets`, set by set. A layer in several sets is returned several times."""
     return [layer for one in sets for layer in one.caches.items()]
 
 
 def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ...]:
-    """Return the layers of a rank as sets with one layout each (`LayerSet`), group by group.
+    """Divide the layers of a rank into sets with one layout each (`LayerSet`). Return the sets, group by group.
 
     `tp_size`: number of tensor-parallel ranks of the engine.
 
     Raises:
-        LayoutError: the sets are more than a peer accepts (`SETS_MAX`).
+        LayoutError: there are more sets than a peer accepts (`SETS_MAX`).
     """
     found = tuple(one for at, group in enumerate(groups) for one in sets_of(at, group.sets, tp_size))
     if len(found) > SETS_MAX:
@@ -332,9 +341,10 @@ def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ..
 def sets_of(
     group: int, layers: Iterable[tuple[Mapping[str, LayerCache], CacheLayout | StateLayout]], tp_size: int
 ) -> Iterator[LayerSet]:
-    """Yield the sets of layers of the group with index `group`.
+    """Yield a `LayerSet` for each layout of a group or, for state per request, for each segment of its tensors.
 
-    `layers`: (tensors by layer name, layout) for each layout of the group, as in `CacheGroup.sets`.
+    `group`: index of the group. `layers`: (tensors by layer name, layout) for each layout, as in `CacheGroup.sets`.
+    `tp_size`: number of tensor-parallel ranks of the engine.
     """
     for caches, layout in layers:
         for part in (layout,) if isinstance(layout, CacheLayout) else state_parts(layout, tp_size):
@@ -351,11 +361,11 @@ def _check_unique(values: Sequence[object], what: str) -> None:
 
 
 def check_sets_disjoint(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
-    """Raise LayoutError if a load into one set of layers could write into another set.
+    """Raise LayoutError if a load into one set of layers could write into the memory of another set.
 
-    Sets of one group may interleave in the same memory, if no byte within a block of the pool belongs to two sets.
-    Groups of one pool may use the same bytes, since a block belongs to one group at a time. Groups of different pools
-    must not overlap.
+    `sets`: for each set, the group of its layers and its regions. Sets of one group may interleave in the same memory,
+    if no byte within a block of the pool belongs to two sets. Groups of one pool may use the same bytes, since a block
+    belongs to one group at a time. Groups of different pools must not overlap.
     """
     for (ours, regions), (theirs, others) in itertools.combinations(sets, 2):
         for at, where in zip(*np.nonzero(_overlap(_extents(regions), _extents(others))), strict=True):
@@ -376,7 +386,7 @@ def check_sets_disjoint(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
 
 
 def _extents(regions: Regions) -> npt.NDArray[np.int64]:
-    """Return two rows with an entry for each region: the address of its first byte, and of the byte after its last."""
+    """Return two rows: the address of each region's first byte, and the address after each region's last byte."""
     bases = regions.bases.astype(np.int64)
     ends = bases + (regions.num_blocks - 1) * regions.strides.astype(np.int64) + regions.block_size_bytes
     return np.stack((bases, ends))

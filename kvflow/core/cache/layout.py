@@ -5,10 +5,10 @@ and V. The last axes are tokens, heads and head elements, in the order NHD or HN
 So permuted views, padded blocks and layers that share one storage work, if the bytes of a block are dense within a
 region and the elements of a head lie together.
 
-A layout leads to a list of regions (`core.cache.regions`), one for each layer and part. The parts of a layer are K and
-V, or its one latent or fused part. A region is a base address and a block stride; one `BlockShape` says where the
-tokens and heads lie in every block. If K and V are neighbours in a block they are still two regions: `block_map` joins
-neighbours again where both sides allow it.
+From a layout follows a list of regions (`core.cache.regions`): for each layer one for K and one for V, or a single one
+if K and V are fused, or for the latent vectors of MLA. A region is a base address and a block stride; one `BlockShape`
+says where the tokens and heads lie in every block. If K and V are neighbours in a block they are still two regions:
+`block_map` joins neighbours again where both sides allow it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FORMATS_OF_WHOLE_HEADS = frozenset(
 
 
 class KVStyle(enum.StrEnum):
-    """How a layer holds K and V: stacked in one tensor, in two tensors, fused in the last axis, or as one latent.
+    """How a layer holds K and V: stacked in one tensor, in two tensors, fused in the last axis, or as latent vectors.
 
     In the shapes below, B: blocks, N: tokens of a block, H: heads, D: head elements; N and H are in either order.
     """
@@ -54,7 +54,7 @@ class KVStyle(enum.StrEnum):
     BLOCKS_FIRST = "blocks_first"  # one tensor (B, 2, N, H, D)
     APART = "apart"  # a pair of tensors (B, N, H, D)
     FUSED = "fused"  # one tensor (B, N, H, D); the last axis holds K and V of a head together
-    MLA = "mla"  # one tensor (B, N, D): the latent of multi-head latent attention
+    MLA = "mla"  # one tensor (B, N, D): the latent vectors of multi-head latent attention
 
 
 # The axes of each style in front of the axes within a block; axis "kv" has two entries, K and V.
@@ -72,7 +72,7 @@ _MLA_INNER_AXES = ("token", "dim")
 _LAYER_INDEX = re.compile(r"(?:^|[._/])(\d+)(?=[._/]|$)")
 _DRAFT = re.compile(r"(?:^|[._/])(?:draft|eagle|mtp|nextn|speculat)")
 
-# The parts of a layer, in the order of the regions.
+# The names of a layer's regions, in order.
 _PARTS: dict[KVStyle, tuple[str, ...]] = {
     KVStyle.KV_FIRST: ("K", "V"),
     KVStyle.BLOCKS_FIRST: ("K", "V"),
@@ -84,25 +84,25 @@ _PARTS: dict[KVStyle, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """The shape of one rank's KV cache, equal for all its layers; usually made by `CacheLayout.infer`.
+    """The layout that all layers of one rank's KV cache have. Usually made by `CacheLayout.infer`.
 
-    LayoutError names a field with an invalid value.
+    The constructor raises LayoutError, which names a field with an invalid value.
     """
 
     layer_names: LayerNames
     """Names of the layers, in the order of the dict of tensors."""
     layer_indices: WholeNumbers
-    """Index of each layer in the model; a pipeline stage holds some of the model's layers."""
+    """Index of each layer in the whole model. A pipeline stage holds only some of the model's layers."""
     kv_format: PlainName
     """Meaning of the bytes: "plain" for values of `dtype` and nothing else. Other formats have, for example, scales
     inside a block. Both sides of a load must have the same format."""
     style: Style
     order: PlainName
-    """Order of the axes in the tensors' shape: "NHD" or "HND"."""
+    """Order of the axes tokens (N), heads (H) and head elements (D) in the tensors' shape: "NHD" or "HND"."""
     memory_order: PlainName
-    """Order of the axes by the tensors' strides: "NHD" or "HND"."""
+    """Order of the same axes in memory, by the tensors' strides: "NHD" or "HND"."""
     dtype: PlainName
-    """Name of the dtype without a package, such as "float16"."""
+    """Name of the tensors' dtype without a package, such as "float16"."""
     itemsize: Size
     """Bytes of one element."""
     num_blocks: Size
@@ -111,7 +111,7 @@ class CacheLayout:
     num_kv_heads: Size
     """KV heads of this rank; 1 for MLA."""
     head_size: Size
-    """Elements on the last axis: of a head, of K and V of a head together (FUSED), or of the latent (MLA)."""
+    """Size of the last axis: elements of a head, of K and V of a head together (FUSED), or of a latent vector (MLA)."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, LayoutError)
@@ -125,22 +125,22 @@ class CacheLayout:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the regions of each layer: ("K", "V"), ("KV",) if fused, or ("latent",)."""
+        """Names of the regions of each layer, in order: ("K", "V"), ("KV",) if fused, or ("latent",)."""
         return _PARTS[self.style]
 
     @property
     def latent(self) -> bool:
-        """True if a layer has one latent part in place of K and V (MLA)."""
+        """True if a layer has latent vectors in place of K and V (MLA)."""
         return self.style is KVStyle.MLA
 
     @property
     def kv_head_size(self) -> int:
-        """Elements of one head of one token: of K, or of V, or of the latent."""
+        """Number of elements of one head of one token, in K alone or V alone; for MLA, of the latent vector."""
         return self.head_size // 2 if self.style is KVStyle.FUSED else self.head_size
 
     @property
     def block_shape(self) -> BlockShape:
-        """Shape of one block within a region: where its tokens and heads lie."""
+        """Shape of one block within a region: where the tokens and heads lie."""
         run = self.head_size * self.itemsize
         tokens, heads = self.block_size, self.num_kv_heads
         token_stride, head_stride = (heads * run, run) if self.memory_order == "NHD" else (run, tokens * run)
@@ -148,7 +148,7 @@ class CacheLayout:
 
     @property
     def block_size_bytes(self) -> int:
-        """Bytes of one block over all layers and parts."""
+        """Bytes of one block in all layers together, K and V included."""
         return self.block_shape.size_bytes * len(self.parts) * len(self.layer_names)
 
     @classmethod
@@ -162,26 +162,26 @@ class CacheLayout:
         layer_indices: Sequence[int] | None = None,
         kv_format: str = PLAIN,
     ) -> CacheLayout:
-        """Read the layout from the shapes and strides of the tensors.
+        """Return the layout that the shapes and strides of the tensors show.
 
         Args:
             kv_caches: the layers' tensors, by layer name.
             order: order of the axes in the tensors' shape, "NHD" or "HND".
-            block_size: tokens of a block; must equal the tensors' token axis.
+            block_size: tokens of a block; must equal the size of the tensors' token axis.
             style: how layers hold K and V. Needed only for 5-axis tensors whose first two axes both have size 2;
                 other shapes show their style.
-            layer_indices: index of each layer in the model. By default the number in its name
+            layer_indices: index of each layer in the model. By default the number in the layer's name
                 ("model.layers.12.self_attn"), or the layers' positions if a name has no number or several. Layers of a
                 draft model, recognized by "draft", "eagle", "mtp", "nextn" or "speculat..." in their names, count from
                 16384 on; the other side of a load may lack them.
-            kv_format: meaning of the bytes, if they are not plain values of the dtype.
+            kv_format: name of the meaning of the bytes, if they are not plain values of the dtype.
 
         Returns:
             A layout for `Runtime.register_kv_caches`.
 
         Raises:
-            LayoutError: the tensors have no layout that kvflow supports, or not the given one. The message names the
-                layer and both values.
+            LayoutError: kvflow does not support the tensors' layout, or they do not match the arguments. The message
+                names the layer and both values.
         """
         kv_caches = checked_caches(kv_caches)
         block_size = checks.whole(block_size, "block_size", least=1, error=LayoutError)
@@ -225,15 +225,15 @@ class CacheLayout:
 
 
 class BlockShape(NamedTuple):
-    """The shape of one block within a region: its tokens and KV heads, and where they lie. Sizes and strides in bytes.
+    """The shape of one block within a region: where its tokens and KV heads lie. Sizes and strides are in bytes.
 
-    Token t of head h begins at `t * token_stride + h * head_stride` and has `run` bytes.
+    Head h of token t begins `t * token_stride + h * head_stride` bytes after the block's start, and has `run` bytes.
     """
 
     tokens: Count
     heads: Count
     run: Count
-    """Bytes of one head of one token; they are contiguous."""
+    """Bytes of one head of one token. They are contiguous."""
     token_stride: Count
     head_stride: Count
 
@@ -243,9 +243,9 @@ class BlockShape(NamedTuple):
 
 
 def has_separate_heads(kv_format: str, block: BlockShape) -> bool:
-    """Return True if each head of a block is one contiguous piece that has a meaning without the other heads.
+    """Return True if each head of a block is contiguous, and `kv_format` gives it a meaning without the other heads.
 
-    Then blocks of `kv_format` can be read head by head, although their bytes are not plain values.
+    Such blocks can be read head by head, although their bytes are not plain values.
     """
     tokens_in_line = block.tokens == 1 or block.token_stride == block.run
     heads_in_line = block.heads == 1 or block.head_stride == block.tokens * block.run
@@ -332,7 +332,10 @@ def _layout_of_layer(
 
 
 def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> str:
-    """Return the order of the axes by strides, "NHD" or "HND". Axes of size 1 do not matter."""
+    """Return the order of the axes in memory, by the tensor's strides: "NHD" or "HND". Axes of size 1 are ignored.
+
+    LayoutError if the elements of a head are not contiguous.
+    """
     axes = axes_of(style, order)
     stride = dict(zip(axes, tensor.stride(), strict=True))
     size = dict(zip(axes, tensor.shape, strict=True))
@@ -349,14 +352,15 @@ def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> 
 
 
 def is_draft(name: str) -> bool:
-    """Return True if a layer's name has a word for a draft model, such as "draft_model", "eagle" or "mtp"."""
+    """Return True if a layer's name contains a word for a draft model, such as "draft_model", "eagle" or "mtp"."""
     return _DRAFT.search(name) is not None
 
 
 def layer_numbers(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the index of each layer in the model: as `given`, else by the layers' names, else by their positions.
+    """Return the index in the model of each layer in `names`: `given`, if it is not None.
 
-    Layers of a draft model are numbered separately, from FIRST_DRAFT_LAYER on.
+    Otherwise the number in each layer's name, if every name has exactly one number and no two are equal; else the
+    layer's position. Layers of a draft model are numbered separately, from FIRST_DRAFT_LAYER on.
     """
     if given is not None:
         return whole_numbers(given, "layer_indices")

@@ -1,7 +1,8 @@
 """The memory of a cache: its regions, from which plans are made, and the spans to register.
 
-A region is one layer's K, V, fused or latent part: a base address and a block stride. The bytes of a block within a
-region are checked to be dense. The inside of a block is described by the layout's `BlockShape`.
+A region is the memory of one layer's K, of its V, of its fused K and V, or of its latent vectors: a base address and a
+block stride. This module checks that the bytes of a block within a region are dense. The layout's `BlockShape`
+describes the inside of a block.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Device(NamedTuple):
-    """The device of some memory: its kind, such as "cpu" or "cuda", and its number among devices of that kind.
+    """A device with memory: its kind, such as "cpu" or "cuda", and its number among the devices of that kind.
 
     The CPU has number 0.
     """
@@ -34,9 +35,9 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regions:
-    """The regions of a cache: in region i, block b starts at `bases[i] + b * strides[i]`. All in bytes.
+    """The regions of a cache: in region i, block b starts at address `bases[i] + b * strides[i]`. Strides are in bytes.
 
-    Regions are ordered by layer, then by part. All have the same `num_blocks` and the same shape of a block.
+    Regions are ordered by layer, then as in `parts`. All have the same number and the same shape of blocks.
     """
 
     bases: UInt64Array
@@ -52,24 +53,27 @@ class Regions:
 
     @property
     def block_size_bytes(self) -> int:
-        """Bytes of one block in one region; the bytes are dense."""
+        """Bytes of one block in one region. They are contiguous."""
         return self.block.size_bytes
 
     @property
     def first_at_address(self) -> tuple[int, ...]:
-        """For each region, the index of the first region at its address: its own index unless layers share a tensor."""
+        """For each region, the index of the first region with the same base address.
+
+        That is the region's own index unless layers share a tensor.
+        """
         found: dict[int, int] = {}
         return tuple(found.setdefault(base, at) for at, base in enumerate(self.bases.tolist()))
 
     @property
     def distinct(self) -> Regions:
-        """These regions without duplicates: if layers share a tensor, only the first region at its address is kept."""
+        """These regions without duplicates: of several regions with the same base address only the first is kept."""
         kept = [at for at, first in enumerate(self.first_at_address) if at == first]
         return self if len(kept) == len(self) else replace(self, bases=self.bases[kept], strides=self.strides[kept])
 
     @property
     def distinct_layers(self) -> tuple[int, ...]:
-        """Positions of the layers, in order. A layer that shares all its regions with an earlier layer is left out."""
+        """Positions of the layers, from 0. A layer that shares all its regions with an earlier layer is left out."""
         parts, first_of = len(self.parts), self.first_at_address
         found: dict[tuple[int, ...], int] = {}
         for layer in range(len(self) // parts):
@@ -79,14 +83,14 @@ class Regions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A contiguous piece of memory to register: the extent of one tensor, or of several that overlap."""
+    """A contiguous piece of memory to register: the memory of one tensor, or of several tensors that overlap."""
 
     address: int
     size_bytes: int
 
 
 def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
-    """Return the regions of `kv_caches`.
+    """Return the memory regions of `kv_caches`, tensors by layer name, which `layout` describes.
 
     Raises:
         LayoutError: the tensors do not match `layout`, the bytes of a block are not dense, or regions overlap.
@@ -113,9 +117,10 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
 
 
 def _check_owners(regions: Regions, layout: CacheLayout) -> None:
-    """Raise LayoutError if a layer of a draft model comes before a layer of the model in the same memory.
+    """Raise LayoutError if a layer of a draft model comes before a layer of the model that has the same memory.
 
-    Memory that layers share is read for the first of these layers only, and the other side may lack a draft's layers.
+    If layers share memory, a load reads it for the first of these layers only. That must not be a layer of a draft
+    model, which the other side may lack.
     """
     parts, indices = len(regions.parts), layout.layer_indices
     for at, first in enumerate(regions.first_at_address):
@@ -125,9 +130,10 @@ def _check_owners(regions: Regions, layout: CacheLayout) -> None:
 
 
 def map_spans(layers: Iterable[tuple[str, LayerCache]]) -> tuple[Span, ...]:
-    """Return the memory to register: one span for each tensor of the named layers, with overlapping spans joined.
+    """Return the memory to register: a span for each tensor. Spans that overlap are joined.
 
-    Tensors that only touch stay apart: they may be separate allocations, which some devices cannot register as one.
+    `layers`: (name, tensors) of each layer. Spans that only touch stay apart: they may be separate allocations, which
+    some devices cannot register as one.
     """
     pieces = sorted({_extent(name, tensor) for name, layer in layers for tensor in tensors_of(name, layer)})
     joined: list[tuple[int, int]] = []
@@ -140,7 +146,7 @@ def map_spans(layers: Iterable[tuple[str, LayerCache]]) -> tuple[Span, ...]:
 
 
 def device_of(layers: Iterable[tuple[str, LayerCache]]) -> Device:
-    """Return the device that holds all tensors of the named layers. LayoutError if they lie on several devices."""
+    """Return the device of all tensors. LayoutError if they lie on several. `layers`: (name, tensors) of each layer."""
     found = {
         Device(tensor.device.type, tensor.device.index or 0): name
         for name, layer in layers
@@ -153,7 +159,7 @@ def device_of(layers: Iterable[tuple[str, LayerCache]]) -> Device:
 
 
 def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:
-    """Return (tensor, offset within the tensor in bytes) for K and for V, or for a layer's fused or latent part."""
+    """Return (tensor, byte offset in the tensor) of each region of a layer: of K and of V, or of the only region."""
     tensors = tensors_of(name, layer)
     if style not in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST):
         return [(tensor, 0) for tensor in tensors]
@@ -163,9 +169,9 @@ def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[Te
 
 
 def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> int:
-    """Return the bytes from the start of one block to the start of the next.
+    """Return the bytes from the start of one block to the start of the next, in a tensor of layer `name`.
 
-    LayoutError if a block is not dense, or blocks overlap.
+    LayoutError if the bytes of a block are not dense, or blocks overlap.
     """
     axes = axes_of(layout.style, layout.order)
     stride = dict(zip(axes, tensor.stride(), strict=True))
@@ -190,10 +196,10 @@ def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> i
 
 
 def _check_disjoint(regions: Regions, layer_names: tuple[str, ...]) -> None:
-    """Raise LayoutError if two regions share bytes, since a load into one would write into the other.
+    """Raise LayoutError if two regions share bytes, since a load into one region would write into the other.
 
-    Blocks of one region may lie between blocks of another. Several layers may also be the same tensor, as in models
-    that use one layer's KV for several layers: they are read and written as one.
+    Blocks of one region may lie between blocks of another region. Several layers may also have the same tensor, as in
+    models that use one layer's KV for several layers: these layers are read and written as one.
     """
     order = np.argsort(regions.bases, kind="stable")
     bases, strides = regions.bases[order].astype(np.int64), regions.strides[order].astype(np.int64)
@@ -215,7 +221,7 @@ def _check_disjoint(regions: Regions, layer_names: tuple[str, ...]) -> None:
 
 
 def _extent(name: str, tensor: TensorLike) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte and of the byte after its last."""
+    """Return two addresses: of the first byte of a tensor of layer `name`, and after its last byte."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = address_of(name, tensor)
     return (start, start + (reach + 1) * tensor.element_size())

@@ -1,15 +1,15 @@
-"""State per request, which Mamba and linear attention keep in place of a KV cache, in the planner's terms.
+"""State per request, which Mamba and linear attention keep in place of a KV cache, described to the planner as blocks.
 
 Each layer has some tensors of shape (slots, ...), such as the last inputs of a convolution and a recurrent state. A
-request has one slot: the same index in all these tensors. Tensor-parallel ranks slice a tensor along one axis. Its
-entries may be of several kinds, one kind behind the other, and each kind is sliced by itself: Mamba 2's convolution has
-x, then B, then C. The entries of one kind are a *segment*. A segment is to a slot what K or V is to a block. A segment
-has units, each a run of bytes, and each rank holds its share of the model's units.
+request has one slot: the same index in all these tensors. Tensor-parallel ranks slice a tensor along one axis. The
+entries of that axis may be of several kinds, one kind behind the other, and each kind is sliced by itself: Mamba 2's
+convolution has x, then B, then C. The entries of one kind are a *segment*. A segment is to a slot what K or V is to a
+block. A segment consists of units, each a run of bytes, and each rank holds some of the model's units.
 
 The planner knows only blocks of tokens and heads. To the planner a slot is a block of one token, and the units of a
-segment are heads. If the sliced axis is not the outermost axis of a slot, each row in front of it is a region of its
-own. The state after a prompt is the block of the prompt's last token, so a group with state is planned like a group
-with a window of one token.
+segment are heads. If other axes of a slot come before the sliced axis, each combination of indices on these axes is a
+*row*, and each row is a region of its own. The state after a prompt is the block of the prompt's last token, so a group
+with state is planned like a group with a window of one token.
 """
 
 from __future__ import annotations
@@ -44,20 +44,18 @@ ROWS_MAX = 1 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Consecutive entries of one kind on a tensor's sliced axis, such as x, B or C of Mamba 2's convolution.
+    """Consecutive entries of one kind on a state tensor's sliced axis, such as x, B or C of Mamba 2's convolution.
 
-    Each segment is distributed over the tensor-parallel ranks by itself.
-
-    A unit is the smallest piece that a rank holds, such as a head or a group of heads. If the model has fewer units
-    than ranks, neighbouring ranks hold the same unit, as with KV heads. LayoutError if `size` is not a multiple of
-    `units`.
+    Each segment is distributed over the tensor-parallel ranks by itself, in units. A unit, such as a head or a group of
+    heads, is never split. If the model has fewer units than ranks, neighbouring ranks hold the same unit, as with KV
+    heads. The constructor raises LayoutError if `size` is not a multiple of `units`.
     """
 
     name: WireName
     size: Size
-    """Number of entries on this rank."""
+    """Number of entries of the axis on this rank."""
     units: Size
-    """Number of units on this rank."""
+    """Number of units on this rank, each of `size / units` entries."""
     model_units: Size
     """Number of units in the whole model."""
 
@@ -71,15 +69,15 @@ class Segment:
 class StateTensor:
     """One of the state tensors that each layer has, and how tensor-parallel ranks slice it.
 
-    Without segments the tensor is not sliced; then both engines need the same tensor-parallel size.
+    A tensor without segments is not sliced; then both engines need the same tensor-parallel size.
     """
 
     name: WireName
     axis: Count = 0
-    """Index of the sliced axis. The axis after the axis of slots has index 0."""
+    """Index of the sliced axis within a slot, so 0 is the first axis after the axis of slots."""
     segments: Segments = ()
-    """Segments of the sliced axis, in order; each is sliced among the ranks by itself, and their sizes add up to the
-    size of the axis. Empty: the tensor is not sliced."""
+    """Segments of the sliced axis, in order. Their sizes add up to the size of the axis. Empty: the tensor is not
+    sliced."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, LayoutError)
@@ -89,23 +87,23 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """The layout of a group with state per request, equal for all its layers; usually made by `StateLayout.infer`.
+    """The layout that all layers of a group with state per request have. Usually made by `StateLayout.infer`.
 
-    LayoutError names a field with an invalid value.
+    The constructor raises LayoutError, which names a field with an invalid value.
     """
 
     layer_names: LayerNames
     """Names of the layers, in the order of the dict of tensors."""
     layer_indices: WholeNumbers
-    """Index of each layer in the model."""
+    """Index of each layer in the whole model."""
     tensors: StateTensors
-    """The tensors that each layer has, in order."""
+    """Descriptions of the tensors that each layer has, in order."""
     shapes: Shapes
-    """Shape of one slot of each tensor."""
+    """Shape of one slot, for each of the `tensors`."""
     dtypes: LayerNames
-    """Dtype of each tensor, by its name without a package."""
+    """Name of the dtype, without a package, for each of the `tensors`."""
     itemsizes: WholeNumbers
-    """Bytes of an element of each tensor."""
+    """Bytes of an element, for each of the `tensors`."""
     num_slots: Size
     """Number of slots in every tensor."""
 
@@ -129,13 +127,14 @@ class StateLayout:
         *,
         layer_indices: Sequence[int] | None = None,
     ) -> StateLayout:
-        """Read the layout from the shapes and strides of the tensors.
+        """Return the layout that the shapes and strides of the tensors show.
 
         Args:
-            caches: the state by layer name: a tuple of tensors of shape (slots, ...), or one tensor. All layers look
-                alike.
-            tensors: descriptions of the tensors of a layer, in their order.
-            layer_indices: index of each layer in the model; the default is that of `CacheLayout.infer`.
+            caches: the state tensors by layer name: a tuple of tensors of shape (slots, ...), or one tensor. All layers
+                have tensors of the same shapes.
+            tensors: descriptions of the tensors of a layer, in the order of the tensors.
+            layer_indices: index of each layer in the model. By default the number in the layer's name, or the layers'
+                positions if a name has no number or several.
 
         Returns:
             A layout for a `CacheGroup`.
@@ -164,8 +163,8 @@ class StateLayout:
         """Check that tensors match this layout.
 
         Args:
-            caches: the state by layer name, in the layout's order of layers: a tuple of tensors of shape (slots, ...),
-                or one tensor.
+            caches: the state tensors by layer name, in the layout's order of layers: a tuple of tensors of shape
+                (slots, ...), or one tensor.
 
         Raises:
             LayoutError: a tensor does not match, or the bytes of a slot are not dense.
@@ -184,28 +183,28 @@ class StateLayout:
 
     @property
     def slot_size_bytes(self) -> int:
-        """Bytes of one slot over all layers and tensors."""
+        """Bytes of one slot in all tensors of all layers together."""
         sizes = (math.prod(shape) * size for shape, size in zip(self.shapes, self.itemsizes, strict=True))
         return sum(sizes) * len(self.layer_names)
 
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """One segment of one state tensor, in all layers.
+    """One segment of one state tensor, in all layers of a group.
 
-    It has the properties that the planner reads of a `CacheLayout`.
+    The planner treats it like a `CacheLayout`, so it has the properties of a CacheLayout that the planner reads.
     """
 
     layout: StateLayout
     at: int
-    """Index of the tensor among the tensors of a layer."""
+    """Index of the state tensor among the tensors of a layer."""
     segment: Segment
     start: int
-    """Index of the segment's first entry on the sliced axis."""
+    """Index, on the sliced axis, of the segment's first entry."""
     kv_format: ClassVar[str] = PLAIN
     latent: ClassVar[bool] = False
     block_size: ClassVar[int] = 1
-    """Always 1, since a slot is a block of one token to the planner."""
+    """Tokens of a block. Always 1, since to the planner a slot is a block of one token."""
 
     @property
     def name(self) -> str:
@@ -225,29 +224,35 @@ class StatePart:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of units of the segment on this rank. To the planner they are heads."""
+        """Number of units of the segment on this rank. To the planner the units are heads."""
         return self.segment.units
 
     @property
     def rows(self) -> int:
-        """Number of rows in one slot, by the axes in front of the sliced axis. Each row is a region."""
+        """Number of rows in one slot: the product of the sizes of the axes before the sliced axis.
+
+        Each row is a region.
+        """
         return math.prod(self.layout.shapes[self.at][: self.layout.tensors[self.at].axis])
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the regions of each layer, one for each row, such as "conv.x.0"."""
+        """Names of the regions of each layer, in order: one for each row, such as "conv.x.0"."""
         return tuple(f"{self.name}.{row}" for row in range(self.rows))
 
     @property
     def block_shape(self) -> BlockShape:
-        """Shape of one row of the segment, as a block of one token in which the units are contiguous heads."""
+        """Shape of the segment in one row of a slot, as a block of one token with the units as contiguous heads."""
         shape, axis = self.layout.shapes[self.at], self.layout.tensors[self.at].axis
         inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.at]
         run = self.segment.size // self.segment.units * inner
         return BlockShape(1, self.segment.units, run, self.segment.units * run, run)
 
     def region_addresses(self, caches: Mapping[str, LayerCache]) -> list[tuple[int, int]]:
-        """Return (address of slot 0, bytes from one slot to the next) of each region, layer by layer, row by row."""
+        """Return (address of slot 0, bytes from one slot to the next) of each region, layer by layer, row by row.
+
+        `caches`: the state tensors by layer name.
+        """
         shape, axis = self.layout.shapes[self.at], self.layout.tensors[self.at].axis
         inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.at]
         row_bytes = shape[axis] * inner
@@ -276,12 +281,18 @@ def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
 
 
 def _unsliced_segment(shape: tuple[int, ...], axis: int, tp_size: int) -> Segment:
-    """Return the only segment of a tensor that is not sliced: each rank holds one unit, which no other rank holds."""
+    """Return a segment for a tensor that is not sliced: the whole axis is one unit, different on each rank.
+
+    `shape`: shape of one slot.
+    """
     return Segment(name="all", size=shape[axis], units=1, model_units=tp_size)
 
 
 def _checked_tensors(name: str, layer: LayerCache, described: Sequence[StateTensor]) -> tuple[TensorLike, ...]:
-    """Return the tensors of layer `name` as a tuple. LayoutError if they do not match the descriptions `described`."""
+    """Return the tensors of layer `name` as a tuple.
+
+    LayoutError if they do not match `described`, their descriptions.
+    """
     tensors = tensors_of(name, layer)
     if len(tensors) != len(described):
         raise LayoutError(f"layer {name!r}: expected {counted(len(described), 'tensor')}, got {len(tensors)}")

@@ -1,4 +1,4 @@
-"""A KV cache as its engine passes it to kvflow: tensors by layer name. This module checks which tensors can hold one.
+"""A KV cache as its engine passes it to kvflow: tensors by layer name. Checks whether tensors can hold a KV cache.
 
 Tensors are read through `TensorLike`, so nothing here needs torch. A tensor can hold a cache if a transport may read
 and write its bytes in memory: it is dense, and not quantized, nested, complex or part of a gradient's graph. No lazy
@@ -19,10 +19,10 @@ from kvflow.errors import LayoutError
 
 LAYERS_MAX = 1 << 15
 FIRST_DRAFT_LAYER = LAYERS_MAX // 2
-"""Index of the first layer of a draft model. One side of a load may lack layers with this index or a higher one."""
+"""Lowest index of a layer of a draft model. One side of a load may lack layers with this index or a higher index."""
 NAMED_LAYERS_MAX = 1 << 10
-"""Upper bound of the numbers in the names of a model's layers. If several layers have the same number, such as an
-attention and its indexer, the nth of these layers (from 0) has as its index that number plus n times this bound."""
+"""Every number in the name of a layer is below this bound. If several layers have the same number, such as an attention
+and its indexer, the nth of these layers (from 0) gets the index number + n * NAMED_LAYERS_MAX."""
 NAME_CHARS_MAX = 1024
 
 
@@ -75,7 +75,10 @@ def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
 
 
 def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
-    """Return the layers by name, in a new dict. LayoutError if a tensor cannot hold a KV cache."""
+    """Return a copy of `kv_caches`, tensors by layer name, as a dict.
+
+    LayoutError if a tensor cannot hold a KV cache.
+    """
     layers: dict[str, Any] = dict(checks.mapping(kv_caches, "kv_caches", error=LayoutError))
     if not 0 < len(layers) <= LAYERS_MAX:
         raise LayoutError(f"kv_caches: expected at least one layer and at most {LAYERS_MAX}, got {len(layers)}")
@@ -88,9 +91,9 @@ def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
 
 _DENSE_LAYOUT = "torch.strided"
 _ADDRESSED_KINDS = ("cpu", "cuda")
-"""Kinds of devices on which every tensor has an address. On other devices an address is required only where it is
-used: staged blocks need none."""
-# Attributes of torch tensors that have no plain elements in memory which a transport may write.
+"""Kinds of devices on which every tensor must have an address. On other devices an address is required only when it is
+used; blocks that are copied through host buffers need none."""
+# Attributes that are true of torch tensors without plain elements in memory that a transport may write.
 _UNSUPPORTED = ("is_nested", "is_quantized", "is_complex", "is_neg", "requires_grad")
 
 
@@ -108,7 +111,7 @@ def _check_tensor(name: str, tensor: TensorLike) -> None:
 
 
 def address_of(name: str, tensor: TensorLike) -> int:
-    """Return the address of a tensor of layer `name`. LayoutError if it has none, as on some devices."""
+    """Return the memory address of a tensor of layer `name`. LayoutError if the tensor has none, as on some devices."""
     address = try_call(partial(_address, tensor))
     if not address and 0 not in tensor.shape:
         raise LayoutError(f"layer {name!r}: its tensor of shape {tuple(tensor.shape)} has no memory (data_ptr)")
@@ -116,12 +119,12 @@ def address_of(name: str, tensor: TensorLike) -> int:
 
 
 def memory_of(tensor: TensorLike) -> object:
-    """Return a key that is equal for tensors in the same memory: the address, or the object's id if it has none."""
+    """Return a key that is equal for tensors at the same address. A tensor without an address gets a unique key."""
     return try_call(partial(_address, tensor)) or ("tensor", id(tensor))
 
 
 def has_addresses(layers: KVCaches) -> bool:
-    """Return True if all tensors of `layers` have addresses in memory."""
+    """Return True if all tensors of all `layers` have a memory address."""
     tensors = [tensor for name, layer in layers.items() for tensor in tensors_of(name, layer)]
     return all(try_call(partial(_address, tensor)) for tensor in tensors)
 
@@ -131,9 +134,6 @@ def _address(tensor: TensorLike) -> int:
 
 
 def _has_flag(tensor: TensorLike, what: str) -> bool:
-    """Return whether the attribute `what` of a tensor, or its result if it is a method, is true.
-
-    False if there is none.
-    """
+    """Return the truth of the tensor's attribute named `what`. If it is a method, call it. False if it is missing."""
     said = getattr(tensor, what, False)
     return bool(said() if callable(said) else said)
