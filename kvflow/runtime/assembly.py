@@ -1,4 +1,4 @@
-"""A registered KV cache, every object that is made at its registration and ends with it, and its answers to peers."""
+"""A registered KV cache: all objects that are made at its registration and end with it, and the answers to peers."""
 
 from __future__ import annotations
 
@@ -70,15 +70,16 @@ class RegisteredCache:
         local: LocalRank,
         metadata: messages.Metadata,
     ) -> None:
-        """Make every object that lives as long as the registration.
+        """Make every object that exists as long as the cache is registered.
 
-        `config` has the limits for the kind of device that the cache is on. `metadata` describes this rank to readers.
+        `config` has the limits for the kind of device that the cache is on. `local` describes this rank for comparison
+        with peers, `metadata` describes it to readers.
         """
         self.config = config
         self.rank = runtime.rank
         self.incarnation = registration.incarnation
         self.host, self.port = runtime.host, runtime.listener.port
-        """Host and port of the side channel, as in tickets."""
+        """Host and port of this rank's side channel, as its tickets name them."""
         self.clock = runtime.clock
         self.spawn = registration.spawn
         self.observers = runtime.observers
@@ -86,7 +87,7 @@ class RegisteredCache:
         self.side_channel = runtime.side_channel
         self.seals = runtime.seals
         self.token_hex = runtime.world.token_hex
-        """Function that returns the given number of unpredictable random bytes, in hexadecimal."""
+        """Function `token_hex(count)` that returns `count` unpredictable random bytes as hexadecimal digits."""
         self.resources = resources
         self.memory = memory
         self._parts: dict[str, Any] = {}
@@ -98,7 +99,7 @@ class RegisteredCache:
         """True if loads may read small chunks into scratch memory first, and then copy them into the cache."""
         self.throttle = LoadThrottle(resources.poller)
         self.pools = [one.pool for one in memory.staging]
-        """The pool of host blocks of each group and, once scratch memory is in use, the pool of its buffers."""
+        """The pool of host blocks of each group and, once scratch memory is in use, the pool of scratch buffers."""
         stock = stock_part_of(runtime.parts)
         self.lease_notifier = LeaseIdNotifier(self)
         """Sends notifications about leases to producers that run kvflow."""
@@ -114,8 +115,9 @@ class RegisteredCache:
         """The service that answers stock readers (vLLM's own NixlConnector); None if they are not served."""
         self.goodbyes = Goodbyes(self)
         self.begun_parts: list[Part] = []
-        """The runtime's parts (optional features) whose `registered` has returned for this cache. Only these are ended
-        with the cache: a part that refused the cache may belong to another runtime.
+        """The runtime's parts (optional features) that work with this cache, since their `registered` has returned.
+
+        Only these are ended with the cache: a part that refused the cache may belong to another runtime.
         """
         self._answers: dict[type[Any], Callable[[Any], Answered]] = {
             messages.ReleaseRequest: self.serving.release,
@@ -146,7 +148,8 @@ class RegisteredCache:
     def answer(self, header: codec.Header, request: messages.Request, *, draining: bool) -> Answered:
         """Return the answer to a peer's request, or a future of the answer.
 
-        `draining`: give this rank's metadata only to readers of a request that has an open lease.
+        Refuses a request for another engine or rank, and a request from a peer with an incompatible cache, which
+        `header` shows. If `draining`, only readers of a request that has an open lease get this rank's metadata.
         """
         ours = self.local.caller
         theirs = request.target
@@ -177,7 +180,10 @@ class RegisteredCache:
         return messages.Ack(incarnation=self.incarnation)
 
     async def begin_parts(self, runtime: Supervisor) -> None:
-        """Call `registered` of each part of the runtime with this cache, in order. Raises ConfigError."""
+        """Call `registered` of each part (optional feature) of the runtime, in order, with this cache.
+
+        Raises ConfigError if a part cannot work with the cache.
+        """
         for one in runtime.parts:
             await one.registered(runtime, self)
             self.begun_parts.append(one)
@@ -190,11 +196,11 @@ class RegisteredCache:
         return bool(open_now or any(map(_open_requests_of, self.begun_parts)))
 
     async def drain(self, deadline_s: float) -> bool:
-        """Open no further leases, and wait up to `deadline_s` until all leases, loads and work of parts have ended.
+        """Wait up to `deadline_s` seconds until all leases, loads and work of parts (optional features) have ended.
 
-        Then end the remaining work and wait for its end, for at most Limits.seal_hold_s, cancel_grace_s and
-        drain_timeout_s. Return whether everything ended within `deadline_s`. Cancelling stops the waiting. Parts are
-        optional features (`Part`).
+        Questions of readers that wait for a lease are refused. After the deadline, end the remaining work and wait for
+        its end, at most Limits.seal_hold_s, cancel_grace_s and drain_timeout_s in total. Return whether everything
+        ended within `deadline_s`. Cancelling stops the waiting.
         """
         serving, loader, engine_id = self.serving, self.loader, self.config.engine_id
         serving.lease_answers.refuse_questions(f"engine {engine_id!r} is draining")
@@ -214,9 +220,9 @@ class RegisteredCache:
             one.end(why)
 
     async def end(self, *, broken: bool = False) -> None:
-        """Call `stop`, and wait until leases, loads and the work of parts have ended, for a bounded time.
+        """Call `stop`, and wait until leases, loads and the work of parts have ended, at most Config.ending_s.
 
-        `broken`: do not wait for loads, since in a broken runtime the end of their reads may never be known.
+        If `broken`, do not wait for loads: in a broken runtime it may never be known when their reads end.
         """
         self.stop(Ending.CLOSED)
         serving, loader, bound_s = self.serving, self.loader, self.config.ending_s
@@ -228,9 +234,10 @@ class RegisteredCache:
             logger.warning("engine %r: still open after another %s s: %s", self.config.engine_id, bound_s, what)
 
     async def wait_for_copies(self) -> str:
-        """Wait until no copy between the cache and buffers runs.
+        """Wait until no copy between the cache and buffers runs, at most Limits.transport_close_timeout_s.
 
-        Return "" if nothing uses the cache now, else a text for an error that says what still uses it.
+        Return "" if nothing uses the cache now. Else return a text for an error that names the copy, loads, leases or
+        parts that still use the cache.
         """
         bound_s = self.config.limits.transport_close_timeout_s
         try:
@@ -248,7 +255,11 @@ class RegisteredCache:
 async def register(
     runtime: Supervisor, registration: Registration, groups: Sequence[CacheGroup], copy_blocks: BlockCopier | None
 ) -> RegisteredCache:
-    """See `Runtime.register_kv_caches`."""
+    """Check the layers of `groups`, register their memory with the transport, and return the registered cache.
+
+    `copy_blocks`: the engine's function for copies between host blocks and the cache; None for kvflow's own. UsageError
+    if it is not callable, LayoutError if layers do not fit together, ConfigError if the memory cannot be registered.
+    """
     config, transport = runtime.config, registration.transport
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.short_repr(copy_blocks)}")
@@ -291,9 +302,9 @@ async def _prepare_memory(
     staged: bool,
     copy_blocks: BlockCopier | None,
 ) -> RankMemory:
-    """Return the memory of the cache that is being registered.
+    """Return the memory of a cache that is being registered: its layers in `sets`, which are on the device `where`.
 
-    If `staged`, allocate host blocks for it. Otherwise check that peers can read the cache on its device.
+    If `staged`, allocate host blocks through which peers read it. Otherwise check that peers can read the device.
     """
     served = sets
     staging: Sequence[HostBlocks] = ()
@@ -310,7 +321,7 @@ async def _prepare_memory(
 
 
 async def _register(runtime: Supervisor, registration: Registration, memory: RankMemory) -> RegisteredCache:
-    """Register the memory with the transport and return the registered cache."""
+    """Register `memory`, and the memory of seals, with the transport. Return the registered cache."""
     transport, seals, groups, sets = registration.transport, runtime.seals, memory.groups, memory.served_layers
     config = config_for_device(runtime.config, memory.target_device.where.kind)
     resources = FlightResources(
@@ -364,13 +375,13 @@ def _open_requests_of(part: Part) -> int:
 
 
 def _first_few(requests: Sequence[str]) -> str:
-    """Return the first few request ids and the number of the others, as a text for a log line."""
+    """Return a text for a log line: the first few of the request ids, and how many more there are."""
     more = f" and {len(requests) - _NAMED_MAX} more" if len(requests) > _NAMED_MAX else ""
     return f"{list(requests[:_NAMED_MAX])}{more}"
 
 
 async def _wait_for_all(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> bool:
-    """Wait for all of `waits`, for at most `timeout_s`. Return True if all have ended."""
+    """Await all coroutines in `waits` together, for at most `timeout_s` seconds. Return True if all have ended."""
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*waits)

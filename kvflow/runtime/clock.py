@@ -1,4 +1,4 @@
-"""The clock of the machine, as the runtime reads it, and an alarm."""
+"""The clock that the runtime reads, and an alarm, which is a timer that can be set again."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Clock(Protocol):
     """A clock that never goes back. Its values cannot be compared with another machine's."""
 
     def now_s(self) -> float:
-        """Return the clock time: seconds since an arbitrary time in the past."""
+        """Return the time of this clock: seconds since an arbitrary moment in the past."""
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
-        """Call `callback` on the loop after `delay_s` seconds of this clock."""
+        """Call `callback` on the event loop after `delay_s` seconds of this clock. Return its timer, for cancelling."""
 
 
 class SystemClock:
@@ -46,7 +46,10 @@ class Alarm:
         """Clock time at which `ring` will be called; infinity if the alarm is not set."""
 
     def set(self, due_s: float) -> None:
-        """Call `ring` at clock time `due_s`, soon if that is past, never if infinity. Replaces an earlier `set`."""
+        """Call `ring` at the clock time `due_s`: soon if that time has passed, never if it is infinity.
+
+        Replaces the time of an earlier `set`.
+        """
         if due_s == self.due_s:
             return
         if self._timer is not None:

@@ -1,4 +1,6 @@
-"""The copy thread: runs copies between buffers and caches one after another, off the loop, and watches device events.
+"""The copy thread: runs copies between buffers and caches one after another, outside the event loop.
+
+It also watches device events, such as a `torch.cuda.Event`: it polls them until they have happened.
 
 The first copy or event starts the thread. A running copy cannot be stopped, so its flight waits for its end. Events are
 polled between copies.
@@ -23,18 +25,21 @@ _IDLE_S = 3600.0  # nothing to do between jobs
 
 
 class CopyFailed(Exception):
-    """A copy between buffers and the cache failed; `__cause__` is the error."""
+    """Raised if a copy between buffers and the cache failed. `__cause__` is the error of the copy."""
 
 
 class CopyThread:
-    """A thread that runs copies and watches device events, and reports their ends on the loop.
+    """A thread that runs copies and watches device events, and calls callbacks on the event loop when these end.
 
     Thread `kvflow-copy <name>`: begun by the first copy, or event to watch. Ends at closing, once no copy runs.
     The caller that submitted a copy gets its error.
     """
 
     def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] | None = None) -> None:
-        """`make_device`: for tests, a function to call on the copy thread instead of `cache_device.make_device`."""
+        """Make the object; the first copy or event starts the thread `name`.
+
+        `make_device`: for tests, a function to call on the copy thread instead of `cache_device.make_device`.
+        """
         self._name = name
         self._make_device = make_device
         self._thread: OwnerThread | None = None
@@ -42,7 +47,7 @@ class CopyThread:
         self._ending = False
 
     def submit(self, job: Callable[[], object], on_end: OnEnd) -> None:
-        """Run `job` on the copy thread, then call `on_end` on the loop with the error that it raised, or None."""
+        """Run `job` on the copy thread. Then call `on_end` on the event loop with the error of `job`, or None."""
         thread = self._start_thread()
 
         def run() -> None:
@@ -56,16 +61,16 @@ class CopyThread:
         thread.submit(run)
 
     def watch(self, event: DeviceEvent, on_end: OnEnd) -> Watch:
-        """Call `on_end` on the loop with None once `event` has happened, or with the error that querying it raised.
+        """Call `on_end` on the event loop with None once `event` has happened, or with the error of `event.query()`.
 
-        Return the watch; set its `dropped` to prevent the call.
+        Return the watch. To prevent the call, set `dropped` of the watch to True.
         """
         watch = Watch(event, on_end, time.monotonic())
         self._start_thread().submit(lambda: self._watches.add(watch))
         return watch
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Run `job` on the copy thread and return its result. Cancelling stops the wait, not the job."""
+        """Run `job` on the copy thread, and return its result or raise its error. Cancelling does not stop `job`."""
         found: list[T] = []
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.submit(lambda: found.append(job()), partial(_complete, end))
@@ -73,10 +78,10 @@ class CopyThread:
         return found[0]
 
     async def run_into_buffers(self, copy: Callable[[], None], give_back: Callable[[], None]) -> None:
-        """Run `copy`, which writes into buffers, on the copy thread. Raises CopyFailed.
+        """Run `copy`, which writes into buffers, on the copy thread, and wait for its end. Raises CopyFailed.
 
-        `give_back` frees the buffers. It is called if the copy fails; if this coroutine is cancelled, it is called once
-        the copy has ended. After a success the caller keeps the buffers.
+        `give_back` frees the buffers. It is called if the copy fails. If this coroutine is cancelled, `give_back` is
+        called when the copy has ended. After a success the caller keeps the buffers.
         """
         copying = asyncio.ensure_future(self.run(copy))
 
@@ -94,9 +99,10 @@ class CopyThread:
             raise CopyFailed(str(error)) from error
 
     async def cache_device(self, where: Device, *, engine_copies: bool = False) -> CacheDevice:
-        """Return the `CacheDevice` of a cache on `where`, made on the copy thread. Raises ConfigError or RuntimeError.
+        """Make a `CacheDevice` for a cache on the device `where`, on the copy thread, and return it.
 
-        `engine_copies`: the engine's own function, `copy_blocks`, copies blocks, so kvflow needs no streams.
+        `engine_copies`: True if the engine's own function copies blocks, so that kvflow needs no streams. Raises
+        ConfigError, or RuntimeError from torch, if the device cannot be used.
         """
         make = self._make_device or partial(make_device, engine_copies=engine_copies)
         if self._make_device is None and where.kind == "cpu":
@@ -104,7 +110,7 @@ class CopyThread:
         return await self.run(lambda: make(where))
 
     async def wait_for_event(self, event: DeviceEvent) -> None:
-        """Wait until `event` has happened. Raises the error of querying it. If cancelled, stop watching the event."""
+        """Wait until `event` has happened. Raises the error of `event.query()`. If cancelled, stop watching it."""
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watch = self.watch(event, partial(_complete, end))
         try:
@@ -113,7 +119,10 @@ class CopyThread:
             watch.dropped = True
 
     async def aclose(self, timeout_s: float) -> bool:
-        """End the thread. Return False if a copy still runs after `timeout_s`; then the thread ends after the copy."""
+        """End the thread after the copies that were submitted. Return whether it ended within `timeout_s` seconds.
+
+        If not, a copy still runs, and the thread ends after that copy.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wait_ended()
@@ -122,12 +131,12 @@ class CopyThread:
         return True
 
     def abandon(self, wait_s: float) -> None:
-        """End the thread when the event loop no longer runs. Wait up to `wait_s` for a copy that still runs."""
+        """End the thread. For use after the event loop has ended. Wait up to `wait_s` seconds for a running copy."""
         if self._thread is not None:
             self._thread.abandon(self._end, wait_s)
 
     async def _wait_ended(self) -> None:
-        """Let the copy thread end after the jobs that it has, and wait for its end."""
+        """Let the thread end after all jobs that were submitted, and wait for its end."""
         if self._thread is not None and self._thread.alive:
             self._thread.submit(self._end)
             await self._thread.ended()
@@ -157,12 +166,12 @@ class CopyThread:
 
 
 def _complete(end: asyncio.Future[None], error: BaseException | None) -> None:
-    """Complete the future `end` with None, or with `error` if there is one, unless it was cancelled."""
+    """Set the result of the future `end` to None, or its exception to `error`. Do nothing if `end` was cancelled."""
     if not end.cancelled():
         end.set_result(None) if error is None else end.set_exception(error)
 
 
 def run_all(jobs: Sequence[Callable[[], None]]) -> None:
-    """Run `jobs` one after another."""
+    """Call each function in `jobs`, one after another."""
     for job in jobs:
         job()

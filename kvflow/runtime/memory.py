@@ -21,7 +21,7 @@ from kvflow.transport.device.cache_device import CacheDevice
 
 
 async def wait_granted(queue: FairQueue, permit: Permit) -> None:
-    """Wait until `queue` grants `permit`. If cancelled, give up the permit, or its place in the queue."""
+    """Wait until `queue` grants `permit`. If cancelled, end the permit, whether it was granted or still waits."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     permit.on_grant = lambda: None if waiter.done() else waiter.set_result(None)
     try:
@@ -32,7 +32,7 @@ async def wait_granted(queue: FairQueue, permit: Permit) -> None:
 
 
 class Pool:
-    """A pool of `size` equal buffers, known by their numbers 0 to `size` - 1, and given out first come, first served.
+    """Gives out the numbers, 0 to `size` - 1, of equal buffers that are free. First come, first served.
 
     Belongs to one event loop.
     """
@@ -42,14 +42,14 @@ class Pool:
         self._free = list(range(size - 1, -1, -1))
         self._queue = FairQueue((size,))
         self._permits: dict[int, Permit] = {}
-        """The queue's permit for buffers that one call took and that are not given back, by their first number."""
+        """Permit of each call that took buffers and has not given them back, by the first number that the call got."""
 
     @property
     def used(self) -> int:
         return self.size - len(self._free)
 
     def take_nowait(self, count: int) -> BlockIds | None:
-        """Take `count` buffers and return their numbers. Return None if too few are free now, or other callers wait."""
+        """Take `count` buffers and return their numbers. Return None if too few are free, or if other callers wait."""
         permit = self._queue.request_permit((count,)) if count <= len(self._free) else None
         if permit is None or permit.state is PermitState.UNDER_WAY:
             return None if permit is None else self._pop(permit)
@@ -68,10 +68,9 @@ class Pool:
         return self._pop(permit)
 
     def give_back(self, numbers: BlockIds) -> None:
-        """Give back all buffers that one call of `take` or `take_nowait` returned.
+        """Give back the buffers `numbers`: exactly the result of one call of `take` or `take_nowait`.
 
-        They are the first to be given out again: the next call that takes the same `count` gets the same numbers in the
-        same order.
+        The next call that takes the same `count` gets the same numbers in the same order.
         """
         self._free.extend(numbers[::-1].tolist())
         self._queue.end(self._permits.pop(int(numbers[0])))
@@ -103,7 +102,7 @@ class HostBlocks:
     """The pool of host blocks; a host block's id is its number in the pool."""
     block_size_bytes: int
     layers: Sequence[tuple[KVCaches, CacheLayout | StateLayout]]
-    """The host tensors by layer name and their layout, for each layout that layers of the group have."""
+    """(host tensors by layer name, layout of these tensors), for each layout that layers of the group have."""
 
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
         """Copy blocks from the cache to host blocks, or from host blocks to the cache. Called on the copy thread.
@@ -122,7 +121,7 @@ class RankMemory:
 
     groups: Sequence[CacheGroup]
     own_layers: tuple[LayerSet, ...]
-    """The engine's layers, as sets of layers of one group with the same layout."""
+    """The engine's layers, in sets. The layers of a set belong to one group and have the same layout."""
     device: CacheDevice
     """The device that the engine's layers are on."""
     staging: Sequence[HostBlocks]

@@ -42,13 +42,13 @@ _OWN_FILES_DIR = "/proc/self/fd"
 
 
 def limit() -> int:
-    """Return the number of files that this process may have open."""
+    """Return how many files this process may have open at the same time."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _NO_LIMIT if soft == resource.RLIM_INFINITY else soft
 
 
 def left() -> int:
-    """Return the number of files that this process may still open."""
+    """Return how many more files this process may open now."""
     most = limit()
     if most == _NO_LIMIT:
         return most
@@ -71,10 +71,10 @@ def shortage(least: int) -> str:
 
 
 def needed(config: Config) -> int:
-    """Return the number of open files in the worst case that `config` allows.
+    """Return how many files the runtime and its engine may have open in the worst case that `config` allows.
 
-    Then `peers_max` peers are all asked at once, and `readers_max` readers and `side_channel_connections_max` side
-    channel connections are open.
+    In that case questions to all `peers_max` peers are under way, and all `readers_max` readers and
+    `side_channel_connections_max` side channel connections are open.
     """
     limits = config.limits
     peers, readers = limits.peers_max * (PEER_FILES + QUESTION_FILES), limits.readers_max * READER_FILES
@@ -107,9 +107,9 @@ def prepare(config: Config) -> None:
 
 
 def asking_shortage(*, first: bool) -> str:
-    """Return why no socket for a question to a peer can be opened, or "" if one can be opened.
+    """Return "" if a socket for a question to a peer can be opened, else a text for errors that says why not.
 
-    `first`: the question is the first, so it needs a ZeroMQ context, too.
+    `first`: True if the question is the first of this process, and needs a ZeroMQ context too.
     """
     return shortage(QUESTION_FILES + SIDE_CHANNEL_STOPS_AT + (_CONTEXT_FILES if first else 0))
 
@@ -125,10 +125,10 @@ class ReaderAdmission:
         self._admitted_s: deque[float] = deque()
         self._warn_s = 0.0
         self.refused = 0
-        """Number of readers that were refused since too few open files were left."""
+        """Number of readers that were refused because too few files could still be opened."""
 
     def refusal(self, now_s: float) -> str:
-        """Return why no new reader may connect now. If one may, return "" and count it as connecting."""
+        """Return "" if a new reader may connect now, and count that reader as connecting. Else return why not."""
         while self._admitted_s and self._admitted_s[0] <= now_s - _CONNECTING_S:
             self._admitted_s.popleft()
         why = shortage(READERS_STOP_AT + (READER_FILES + QUESTION_FILES) * len(self._admitted_s))

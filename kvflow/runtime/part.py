@@ -45,7 +45,7 @@ class Part:
     """
 
     name: str
-    """Name of the part: its key in `RuntimeStatistics.parts`, also used in logs and errors."""
+    """Name of the part, for logs and errors. It is the key of the part's counts in `RuntimeStatistics.parts`."""
     answers: Mapping[type[messages.ReaderRequest], Callable[[Any], Answered]] = {}
     """Functions that answer peers' requests to this part, by type of request. They must not wait. The side channel
     decodes only these types of requests and those of the core."""
@@ -90,7 +90,7 @@ class Part:
 
 
 class PartOwner:
-    """Remembers, for a part, the runtime that the part belongs to. Once that is closed, the part may get another."""
+    """Remembers the runtime that a part belongs to. After that runtime is closed, the part may belong to another."""
 
     def __init__(self, part: Part) -> None:
         self._part = part
@@ -98,7 +98,7 @@ class PartOwner:
 
     @property
     def registered(self) -> bool:
-        """True while the part's runtime has a cache that is registered or being unregistered."""
+        """True while the part's runtime has a registered cache, or is unregistering it."""
         return self._runtime is not None and self._runtime.registered_cache is not None
 
     @property
@@ -107,14 +107,14 @@ class PartOwner:
         return self._runtime is not None and self._runtime.state is RuntimeState.OPEN
 
     def begin(self, runtime: Supervisor) -> None:
-        """Remember `runtime`, which registers a cache. Raises ConfigError if the part's last runtime is not closed."""
+        """Remember `runtime` as the part's runtime. ConfigError if the part has another runtime that is not closed."""
         before = self._runtime
         if before not in (None, runtime) and before.state is not RuntimeState.CLOSED:
             raise ConfigError(f"{self._part!r}: it is a part of another runtime, {before}")
         self._runtime = runtime
 
     def require(self, what: str, *, new_work: bool = True) -> RegisteredCache:
-        """Return the runtime's registered cache, or raise if the part may not be called now.
+        """Return the registered cache of the part's runtime, or raise if the part may not be called now.
 
         Args:
             what: name of the called method of the part, for the error.
@@ -138,9 +138,9 @@ class StockReaderService(Protocol):
         """Return the frames of the answer to a stock reader's question, or None to send none. Never waits or raises."""
 
     def apply_notification(self, payload: bytes) -> bool:
-        """Handle a notification from a reader with vLLM's own NixlConnector.
+        """Handle a notification from a reader with vLLM's own NixlConnector. Return True.
 
-        Return False, and change nothing, if another sender sent it.
+        Return False, and change nothing, if `payload` is not from such a reader.
         """
 
 
@@ -148,11 +148,11 @@ class StockPart(Part):
     """Base of the part that serves and reads stock peers, which do not run kvflow. This class itself supports none."""
 
     def handshakes(self, cache: RegisteredCache, own: Handshakes) -> HandshakeClient:
-        """Return an object that shakes hands with stock peers, and with kvflow peers by `own`."""
+        """Return an object that performs handshakes with stock peers, and uses `own` for kvflow peers."""
         return own
 
     def resolver(self, cache: RegisteredCache) -> Resolver:
-        """Return a resolver of kvflow tickets and of stock peers' tickets."""
+        """Return a resolver for the tickets of kvflow engines and of stock peers."""
         return cache.kvflow_resolver
 
     def service(self, cache: RegisteredCache) -> StockReaderService | None:

@@ -41,8 +41,8 @@ class Attempt:
     error: str
     """Reason why the producer did not deliver the prompt, or ""."""
     bytes: int
-    """Number of bytes in the reads that were posted to this producer. The load used only those of the one that
-    "loaded"."""
+    """Number of bytes of the reads that were posted to this producer. The load uses only the bytes of the attempt with
+    the outcome "loaded"."""
     seconds: float
     """Seconds from the start of the attempt until no further byte from this producer could land."""
 
@@ -80,8 +80,8 @@ class LoadRecord:
     """How the load proved that its bytes were fresh, as in a `LoadReport`: by "seal" or "deadline". "" if the load read
     no blocks, or ended before its sources were known."""
     landed: Sequence[Moment] = ()
-    """If the lease opened before all tokens were computed: how many tokens had landed when, in seconds from the start
-    of the load."""
+    """If the lease opened before all tokens were computed: how many tokens had landed at which times, in seconds from
+    the start of the load. Else empty."""
     traceparent: str = ""
     """W3C trace context in the ticket, or ""."""
     attempts: Sequence[Attempt] = ()
@@ -111,8 +111,8 @@ class LeaseRecord:
     seconds: Mapping[str, float]
     traceparent: str
     computed: Sequence[Moment] = ()
-    """If the lease opened before all tokens were computed: how many tokens were computed when, in seconds from the
-    opening of the lease."""
+    """If the lease opened before all tokens were computed: how many tokens were computed at which times, in seconds
+    from the opening of the lease. Else empty."""
 
 
 class Observer(Protocol):
@@ -146,7 +146,7 @@ class Observers:
         self._failures = Counter[int]()
         """Number of errors that each observer has raised, by the `id()` of the observer."""
         self._error: Exception | None = None
-        """The first error that an observer raised, for `close` to raise; None if `errors_logged_only`."""
+        """The first error that an observer raised, which `close` raises; None if `errors_logged_only`."""
 
     @contextlib.contextmanager
     def adding(self, observer: Observer) -> Iterator[None]:
@@ -167,7 +167,7 @@ class Observers:
             self._call_observer(observer, observer.lease_ended, record)
 
     def close(self) -> None:
-        """Log how many errors were not logged. Unless `errors_logged_only`, raise the first error, once."""
+        """Log how many errors of observers were not logged. Raise the first error, unless `errors_logged_only`."""
         for observer in list(self._failures):
             self._log_unlogged(observer)
         error, self._error = self._error, None
@@ -194,7 +194,7 @@ class Observers:
 
 
 def _unlogged_count(count: int) -> int:
-    """Return how many of `count` failures came after the last logged failure (the 1st, 2nd, 4th, 8th ...)."""
+    """Return how many of `count` failures of an observer came after the last logged one (1st, 2nd, 4th, 8th ...)."""
     return count - (1 << count.bit_length() >> 1)
 
 

@@ -1,8 +1,8 @@
 """One registration of a rank's cache, from the start of its agent to the end of its last task: an *incarnation*.
 
 If a cache is registered again, the rank gets another incarnation: a new name, new agents and a new poller, as if it had
-restarted at the same address. Peers notice the new name, as after a restart, and drop all that they know of the last
-incarnation (docs/decisions/0017-generations.md).
+restarted at the same address. Peers notice the new name, as after a restart, and drop everything that they know about
+the previous incarnation (docs/decisions/0017-generations.md).
 
 The agent and the poller start before the cache is registered. A registration ends in this order: leases, loads and
 parts begin to end; the supervisor waits until they have; readers get goodbyes; tasks and peers end; the agent closes.
@@ -35,7 +35,7 @@ class Registration:
         self.transport = world.transport(config, self.agent_name)
         self.poller = Poller(self.transport, self._on_notification)
         self.cache: RegisteredCache | None = None
-        """The registered cache until all of its loads and leases have ended; None before the registration is done."""
+        """The registered cache, until all of its loads and leases have ended; None before it is registered."""
         self.early_notifications = 0
         """Number of notifications that came before the cache was registered, when no lease could exist."""
         self._config = config
@@ -44,11 +44,11 @@ class Registration:
         self._ended = False
 
     async def open(self) -> None:
-        """Start the transport. Raises ConfigError. If cancelled, the transport is closed."""
+        """Start the transport. Raises ConfigError if that fails. If cancelled, the transport is closed."""
         await self.transport.open()
 
     def run(self) -> None:
-        """Start the task of the poller, which receives the transport's events. Raises RuntimeClosed."""
+        """Start the task of the poller, which receives the transport's events. RuntimeClosed if the runtime closes."""
         poller = self.spawn(self.poller.run(), name="kvflow-poller")
         self._runtime_tasks.break_if_cancelled(poller, "poller", lambda: self._ended)
 
@@ -67,7 +67,10 @@ class Registration:
         return task
 
     async def aclose(self) -> str:
-        """End the tasks, the peers and the transport, then the parts. Return why that failed, as a text, or ""."""
+        """End the tasks, the peers and the transport, then let the parts release the cache.
+
+        Return "" if all ended, else a text for an error that says why not.
+        """
         bound_s, cache = self._config.limits.transport_close_timeout_s, self.cache
         await self._end_tasks()
         if cache is not None:
@@ -86,14 +89,17 @@ class Registration:
         return problem
 
     def abandon(self, wait_s: float) -> None:
-        """Release the transport and the cache when the event loop no longer runs. Wait up to `wait_s` for threads."""
+        """Release the transport and the cache. For use after the event loop has ended.
+
+        Wait up to `wait_s` seconds for the end of threads.
+        """
         cache, self.cache = self.cache, None
         self.transport.abandon(wait_s)
         for part in cache.begun_parts if cache is not None else ():
             part.end(Ending.ABANDONED, wait_s)
 
     async def _end_tasks(self) -> None:
-        """Cancel the poller and all other tasks, and wait for their end. After this `spawn` raises."""
+        """Cancel the poller and all other tasks of this registration, and wait for their end. Make `spawn` raise."""
         self._ended = True
         for task in list(self._tasks):
             task.cancel()

@@ -226,12 +226,13 @@ class Runtime:
     ) -> None:
         """Announce that a request will not be served, for example since it was rejected or its prefill failed.
 
-        Readers that wait for its offer with a pending ticket (`Ticket.rendezvous`) fail at once: PrefillFailed, with
-        the reason. So do readers that ask later, for a while. A later `serve_blocks` with the same request id revokes
-        that. Allowed while the runtime drains. An engine of several ranks declines on each rank.
+        The loads of readers that wait for its offer with a pending ticket (`Ticket.rendezvous`) fail immediately, with
+        PrefillFailed and the reason. So do the loads of readers that ask later, for a while. A later `serve_blocks`
+        with the same request id takes the announcement back. Allowed while the runtime drains. An engine of several
+        ranks declines on each rank.
 
         A router may send a request to this engine while its readers wait at another engine. Then pass `at`: the ranks
-        of that engine are notified in the background, and nothing is declined here. Do so on one rank of this engine.
+        of that engine are notified in the background, and nothing is declined here. Do this on one rank of this engine.
 
         Args:
             request_id: the request id in the pending ticket.
@@ -370,7 +371,8 @@ class Runtime:
             address: address of one rank; None for all ranks.
 
         Returns:
-            True if the transport dropped the connections within Config.handshake_timeout_s; else it does so later.
+            True if the transport dropped the connections within Config.handshake_timeout_s; if False, it drops them
+            later.
         """
         self._require("forget_peer", new_work=False)
         checks.text(engine_id, "engine_id")
@@ -416,9 +418,10 @@ class Runtime:
         return supervisor.require_cache()
 
     def _require_loader(self, request: LoadRequest, what: str) -> Loader:
-        """Return the loader if the runtime takes new loads, else raise.
+        """Return the loader if the runtime takes new loads, else raise the error that says why not.
 
-        If the runtime is draining, report `request` to the observers as a refused load. `what` names the call.
+        If the runtime is draining, report `request` to the observers as a refused load. `what` names the public method
+        that was called, for the error.
         """
         here = asyncio._get_running_loop() is self._supervisor.loop
         if here and self._supervisor.state is RuntimeState.OPEN and self._supervisor.cache is not None:

@@ -24,9 +24,9 @@ _TRANSPORT_NOTIFICATION_COUNTERS = ("notifications_sent", "notifications_receive
 
 
 class RuntimeState(enum.StrEnum):
-    """State of a runtime. It takes new work when OPEN, and only lets work end when DRAINING or CLOSING.
+    """State of a runtime. An OPEN runtime takes new work; a DRAINING or CLOSING one only lets its work end.
 
-    When NEW, BROKEN or CLOSED it does no work.
+    In the states NEW, BROKEN and CLOSED a runtime does no work.
     """
 
     NEW = "new"
@@ -69,7 +69,7 @@ class RuntimeStatistics:
     listener: ListenerStatistics | None
     transport: TransportStatistics
     readers_refused: int
-    """Number of readers that were refused since too few open files were left."""
+    """Number of readers that were refused because too few files could still be opened."""
     early_notifications: int
     """Number of notifications that came before a cache was registered, when no lease could exist."""
     parts: Mapping[str, PartStatistics] = field(default_factory=dict)
@@ -84,7 +84,7 @@ def totals(
 ) -> tuple[ServingStatistics | None, LoadingStatistics | None, TransportStatistics]:
     """Return the statistics of serving, loading and transport, added up over all registrations.
 
-    `past` has the sums over the earlier registrations; the other arguments are of the current registration.
+    `past` has the sums over all earlier registrations; the other arguments are statistics of the current registration.
     """
     if past is not None:
         serving = _total(serving, past.serving, (*_SERVING_COUNTERS, *_NOTIFICATION_COUNTERS))
@@ -95,7 +95,10 @@ def totals(
 
 
 def _total(now: PartT | None, past: PartT | None, counters: Sequence[str]) -> PartT | None:
-    """Return `now` with the fields `counters` increased by those of `past`. If one is None, return the other."""
+    """Return `now` with each field in `counters` increased by the same field of `past`.
+
+    If `now` or `past` is None, return the other one.
+    """
     if now is None or past is None:
         return past if now is None else now
     return replace(now, **{name: getattr(now, name) + getattr(past, name) for name in counters})

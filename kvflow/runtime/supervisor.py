@@ -64,7 +64,7 @@ class Supervisor:
         self.rank = Rank.of(config)
         self.state = RuntimeState.NEW
         self.cache: RegisteredCache | None = None
-        """The registered cache while it takes new work; None before its registration is done and once it is to end."""
+        """The registered cache while it takes new work; None before it is registered and from when it has to end."""
         self.observers = observers
         self.world = world
         self.parts = tuple(parts)
@@ -76,7 +76,7 @@ class Supervisor:
         self.clock = world.clock()
         self.seals = SealTable(config.limits.leases_max)
         self._past_statistics: RuntimeStatistics | None = None
-        """Statistics at the end of the last registration, added up over all registrations so far; None before."""
+        """Statistics of all ended registrations, added up; None before the first registration has ended."""
         self._registering = False
         self._admission = ReaderAdmission(config.engine_id)
         self._draining_stopped = False
@@ -90,7 +90,7 @@ class Supervisor:
         return f"{self.config.engine_id!r} ({self.rank})"
 
     def forked(self) -> None:
-        """In a forked child, mark the runtime as closed. See `forks`."""
+        """Mark the runtime as closed. Called by `forks` in a forked child, which must not use the parent's runtime."""
         self.in_forked_child = True
         self.state = RuntimeState.CLOSED
         self.tasks.forget()
@@ -135,13 +135,13 @@ class Supervisor:
         logger.info("runtime %s opened at %s: %s", self, self.address, self._describe())
 
     def _start_services(self) -> None:
-        """Start the tasks of the poller, which receives the transport's events, and of the side channel's listener."""
+        """Start two tasks: the poller, which receives the transport's events, and the listener of the side channel."""
         assert self.registration is not None, "made with the supervisor"
         self.registration.run()
         self.tasks.break_if_cancelled(self.tasks.spawn(self.listener.serve(), name="kvflow-listener"), "listener")
 
     async def aclose(self) -> None:
-        """See `Runtime.aclose`."""
+        """Close the runtime and wait until it is closed, for `Runtime.aclose`. In a forked child, do nothing."""
         if self.in_forked_child:
             return
         if self.state is RuntimeState.NEW:
@@ -152,9 +152,9 @@ class Supervisor:
         await self.tasks.wait_for_supervisor()
 
     def abandon(self, wait_s: float = 0.0) -> None:
-        """Release sockets, memory and threads without the event loop, which no longer runs.
+        """Release sockets, memory and threads. For use after the event loop has ended, and its tasks with it.
 
-        A thread ends once no read or copy is under way; wait up to `wait_s` for that. Tasks have ended with the loop.
+        A thread ends when no read or copy is under way; wait up to `wait_s` seconds for that.
         """
         if self.in_forked_child or self.state in (RuntimeState.NEW, RuntimeState.CLOSED):
             self.state = RuntimeState.CLOSED
@@ -170,7 +170,10 @@ class Supervisor:
         self.copy_thread.abandon(wait_s)
 
     async def drain(self, deadline_s: float) -> bool:
-        """See `Runtime.drain`."""
+        """Take no new work. Wait up to `deadline_s` seconds until all leases and loads have ended, then end the others.
+
+        Return whether all ended within `deadline_s`.
+        """
         self.state = RuntimeState.DRAINING
         return self.registered_cache is None or await self.registered_cache.drain(deadline_s)
 
@@ -207,7 +210,7 @@ class Supervisor:
         return None if self.registration is None else self.registration.cache
 
     def require_running(self, *, new_work: bool = False) -> None:
-        """Raise an error unless the runtime is open or draining. `new_work`: raise also if it is draining."""
+        """Raise an error unless the runtime is open or draining. With `new_work`, also raise if it is draining."""
         match self.state:
             case RuntimeState.DRAINING if new_work:
                 raise RuntimeDraining(f"the runtime {self} drains: it takes no new work")
@@ -232,7 +235,7 @@ class Supervisor:
             self.require_running(new_work=True)
 
     def require_cache(self) -> RegisteredCache:
-        """Return the registered cache. Raises CacheUnregistered, or UsageError if no cache was ever registered."""
+        """Return the registered cache. CacheUnregistered if it was unregistered, UsageError if there never was one."""
         if self.cache is not None:
             return self.cache
         if self.registered_cache is not None or (
@@ -247,7 +250,10 @@ class Supervisor:
         layout: CacheLayout | None,
         copy_blocks: BlockCopier | None,
     ) -> None:
-        """See `Runtime.register_kv_caches`. Waits first for the end of an earlier registration."""
+        """Register the cache with the transport and the parts, for `Runtime.register_kv_caches`.
+
+        If an earlier registration is still ending, wait for its end first. UsageError if a cache is registered.
+        """
         if self.cache is not None or self._registering:
             raise UsageError("a KV cache is registered already; a runtime has one: await unregister first")
         groups = groups_of(kv_caches, layout)
@@ -260,7 +266,7 @@ class Supervisor:
             self._registering = False
 
     async def unregister(self) -> None:
-        """See `Runtime.unregister`."""
+        """Stop all work with the cache, unregister it, and wait for that. Do nothing if no cache is registered."""
         if self._registering:
             raise UsageError("a KV cache is being registered: await register_kv_caches first")
         if self.cache is not None:
@@ -289,7 +295,7 @@ class Supervisor:
         return Registration(self.config, self.world, self.tasks)
 
     def _on_break(self) -> None:
-        """Called when a task of the runtime has died: mark the runtime as broken, and end leases and loads."""
+        """Callback of `Tasks` when a task of the runtime has died: mark the runtime as broken, end leases and loads."""
         if self.state in (RuntimeState.OPEN, RuntimeState.DRAINING):
             self.state = RuntimeState.BROKEN
         if self.registered_cache is not None:
@@ -345,10 +351,10 @@ class Supervisor:
         self._draining_stopped = True
 
     async def _end_work(self, *, drained: bool = False) -> None:
-        """End leases and loads, and send goodbyes to readers.
+        """End all leases and loads, and send goodbyes to readers.
 
-        `drained`: give leases and loads `drain_timeout_s` to end by themselves first, unless the runtime is broken or
-        the closing was cancelled.
+        With `drained`, first give leases and loads Config.drain_timeout_s to end by themselves, unless the runtime is
+        broken or the closing was cancelled.
         """
         cache = self.registered_cache
         if cache is None:
@@ -387,7 +393,7 @@ class Supervisor:
         return cache.stock_service.answer(question)
 
     def _reader_refusal(self) -> str:
-        """Return why no new reader may connect to this rank now. If one may, return "" and count it as connecting."""
+        """Return "" if a new reader may connect to this rank now, and count it as connecting. Else return why not."""
         if self.registration is not None and self.registration.transport.statistics.unreachable:
             return "its transport's listener is closed, as when open files run out: register its cache again"
         return self._admission.refusal(self.clock.now_s())

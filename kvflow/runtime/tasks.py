@@ -4,8 +4,8 @@ The supervisor's task holds the group. The task of a service (the listener, a po
 outside the runtime cancels it. Any other task dies if it raises.
 
 Work that must finish even if its caller is cancelled, for example closing, is a task outside the group (`run_to_end`).
-A program that ends cancels all tasks of the loop, also a carried one. So each step of carried work is run again if it
-is cancelled (`retry_if_cancelled`); every step is bounded, and may be run again.
+A program that ends cancels all tasks of the loop, and this task with them. So each step of this work is run again if it
+is cancelled (`retry_if_cancelled`). Every step takes a bounded time, and may be run again.
 
 A runtime, its leases and its loads belong to the event loop that opened the runtime, and to that loop's thread
 (`require_loop`).
@@ -30,8 +30,9 @@ class Tasks:
     """All tasks of a runtime. They belong to the loop on which `start` was called."""
 
     def __init__(self, owner: str, on_break: Callable[[], None], close: Callable[[], Awaitable[None]]) -> None:
-        """`owner` is the runtime's name in logs. `on_break` is called once if a task dies.
+        """Make the object; `start` starts the tasks. `owner`: name of the runtime in logs.
 
+        `on_break` is called once, when a task has died.
         `close` is called if the program cancels the supervisor's task, as it does with all tasks when it ends.
         """
         self._owner = owner
@@ -57,7 +58,7 @@ class Tasks:
         return len(self._tasks) + (self._supervision is not None and not self._supervision.done())
 
     async def start(self, begin: Callable[[], None]) -> None:
-        """Start the supervisor's task, which opens the task group and calls `begin`, and wait for that.
+        """Start the supervisor's task, which opens the task group and calls `begin`. Wait until `begin` has returned.
 
         `begin` spawns the first tasks. If the supervisor's task is cancelled before its first step, `begin` is not
         called and `cause` is set.
@@ -72,7 +73,7 @@ class Tasks:
         await self._ended.wait()
 
     async def wait_for_supervisor(self) -> None:
-        """Wait until the supervisor's task has ended. If that task itself calls this, return at once."""
+        """Wait until the supervisor's task has ended. Return immediately if that task itself calls this."""
         if self._supervision is not None and self._supervision is not asyncio.current_task():
             await asyncio.wait([self._supervision])
 
@@ -122,9 +123,10 @@ class Tasks:
     def break_if_cancelled(
         self, task: asyncio.Task[None], what: str, may_end: Callable[[], bool] = lambda: False
     ) -> None:
-        """Break the runtime if `task`, the task of a service, is cancelled before its time.
+        """Break the runtime if `task`, the task of a service, is cancelled from outside the runtime.
 
-        Its time has come once `stop` was called or `may_end` returns True. `what` is the service's name, for the error.
+        It may be cancelled after `stop` was called, or when `may_end` returns True. `what`: the service's name, for the
+        error.
         """
 
         def ended(task: asyncio.Task[None]) -> None:  # if cancelled early, the body never runs
@@ -146,7 +148,7 @@ class Tasks:
         self._on_break()
 
     def forget(self) -> None:
-        """In a forked child, which does not run the parent's tasks, make `break_down` have no effect."""
+        """Make `break_down` have no effect. Called in a forked child, which does not run the parent's tasks."""
         self._stop.set()
 
     async def _supervise(self, begin: Callable[[], None]) -> None:
@@ -230,7 +232,7 @@ async def for_each(
 async def retry_if_cancelled(
     step: Callable[[], Awaitable[ResultT]], on_cancel: Callable[[], None] = lambda: None
 ) -> ResultT:
-    """Await `step`, a step of work that `Tasks.run_to_end` runs, and return its result even if the task is cancelled.
+    """Call and await `step`, a step of work that `Tasks.run_to_end` runs. Return its result, or raise its error.
 
     Each time the task is cancelled, call `on_cancel` and run the step again.
     """

@@ -21,9 +21,9 @@ from kvflow.transport.base import Transport
 
 
 def make_transport(config: Config, agent_name: str) -> Transport:
-    """Return a new transport of the kind in `config.transport`, not opened yet. Other kinds are not imported.
+    """Return a new transport of the kind that `config.transport` names, not opened yet.
 
-    Raises ConfigError for an unknown name.
+    Imports only the module of that kind. Raises ConfigError for an unknown name.
     """
     match config.transport:
         case "nixl":
@@ -46,12 +46,12 @@ class World:
     """Function that makes a transport from the config and the agent's name."""
     side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
     own_host: Callable[[Config], Awaitable[str]] = own_host
-    """Function that finds the host name or address of this rank for tickets."""
+    """Function that finds the host name or address under which peers reach this rank, for its tickets."""
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
-    """Function that returns the given number of unpredictable random bytes, in hexadecimal.
+    """Function `token_hex(count)` that returns `count` unpredictable random bytes as hexadecimal digits.
 
-    For incarnations, lease ids and random delays.
+    Used for incarnations, lease ids and random delays.
     """
     copy_thread: Callable[[str], CopyThread] = CopyThread
     logs_observer_errors: bool = True
