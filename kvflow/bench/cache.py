@@ -1,4 +1,4 @@
-"""The KV cache of a rank without a model: each 4-byte word of a producer is a number made of its position in the model.
+"""The KV cache of a rank without a model. Each 4-byte word of a producer encodes the word's position in the model.
 
 The position is head, layer, K or V, token and element. The word is the same in every sharding of the model, so a load
 can be checked between any two shardings, and a missing, stale or misplaced byte is found. Tokens are numbered over the
@@ -6,10 +6,10 @@ producer's pool: token t of block b has number b * block_size + t. All pages are
 transfer would pay for the first touch of a page.
 
 The memory is advised to use huge pages. With small pages a process keeps for its lifetime the free pages that the
-kernel happened to have, and the speed of a reader over shm depends on how its producer's pages lie. With raw NIXL
-16 MB took 3.4 ms if the producer's pages were mostly contiguous, 4.1 ms if they were scattered, and 2.1 ms from huge
-pages; so equal processes differed by a quarter. Huge pages make all processes alike. They also give the shortest loads,
-which show best what kvflow adds.
+kernel happened to have, and the speed of a reader over shm depends on how its producer's pages lie. With raw NIXL 16 MB
+took 3.4 ms if the producer's pages were mostly contiguous, 4.1 ms if they were scattered, and 2.1 ms from huge pages;
+so equal processes differed by a quarter. Huge pages make all processes alike. They also give the shortest loads, which
+show best what kvflow adds.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Memory = npt.NDArray[np.uint8]
 
 
 class WrongBytes(RuntimeError):
-    """A load succeeded, but its blocks do not hold the producer's content."""
+    """A load succeeded, but its blocks do not hold the bytes of the producer's blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """Shape of a cache: `layers` fp16 tensors with axes K/V, block, head and token (in either order), element.
+    """Shape of a bench cache: `layers` fp16 tensors with axes K/V, block, head and token (in `order`), element.
 
-    A rank of a sharded model holds the model's heads from `first_head` on.
+    A rank of a sharded model holds `kv_heads` heads, beginning with head `first_head` of the model.
     """
 
     layers: int
@@ -63,7 +63,7 @@ class CacheShape:
 
     @property
     def region_block_size_bytes(self) -> int:
-        """Bytes of K or V of one block in one layer, which one descriptor covers."""
+        """Size in bytes of K (or V) of one block in one layer, which one descriptor covers."""
         return self.kv_heads * self.block_size * self.head_size * ITEMSIZE
 
     @property
@@ -92,13 +92,16 @@ class CacheShape:
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Sizes of a layer's axes, in memory order."""
+        """Sizes of the axes of one layer's tensor, in memory order."""
         heads_and_tokens = (self.kv_heads, self.block_size)
         inner = heads_and_tokens if self.order == "HND" else heads_and_tokens[::-1]
         return (PARTS, self.blocks, *inner, self.head_size)
 
     def checked(self, option: str) -> CacheShape:
-        """Return the shape. Raise SettingsError, naming `option`, if it has too many words to number in 32 bits."""
+        """Return this shape, or raise SettingsError if it has too many words to number in 32 bits.
+
+        The error names `option`, the command-line option that leads to the shape.
+        """
         words = (self.first_head + self.kv_heads) * PARTS * self.layers * self.pool_tokens * self.head_words
         if words >= _WORDS_MAX:
             raise SettingsError(f"{option}: {self.size_bytes >> 20} MB is too large for the test pattern of 32 bits")
@@ -106,13 +109,13 @@ class CacheShape:
 
 
 class BenchCache:
-    """The cache of a rank: one array per layer with axes [K or V, block, head, token, word], whatever `shape.order`."""
+    """The cache of a rank: one array per layer with axes [K or V, block, head, token, word], for any `shape.order`."""
 
     def __init__(self, shape: CacheShape, memory: Memory | None = None, device: str | None = None) -> None:
-        """Make an empty cache in `memory`, or in new memory. Caches that never load at the same time may share memory.
+        """Create an unfilled cache in `memory`, or in new memory.
 
-        With a `device`, the tensors that `tensors` returns are copies on that device. Then `poison` copies to the
-        device afterwards, and `check` copies from the device before it compares.
+        Caches that never load at the same time may share memory. With a `device`, the tensors from `tensors` are copies
+        on that device. Then `poison` also updates the copies, and `check` first copies from the device.
         """
         self.shape = shape
         self._device = device
@@ -124,11 +127,11 @@ class BenchCache:
 
     @property
     def bases(self) -> tuple[int, ...]:
-        """Start address of each layer."""
+        """Start address of each layer's array."""
         return tuple(layer.ctypes.data for layer in self._memory)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the cache as an engine registers it: one fp16 tensor per layer, with axes in memory order."""
+        """Return the cache as an engine registers it: by layer name, one fp16 tensor with axes in memory order."""
         import torch  # imported here, since the bench's parent and the processes on raw NIXL do not need it
 
         layers = [torch.from_numpy(layer.view(np.float16)) for layer in self._memory]
@@ -137,17 +140,17 @@ class BenchCache:
         return {f"layers.{index}": layer for index, layer in enumerate(layers)}
 
     def fill(self) -> None:
-        """Write the producer's pattern into all blocks."""
+        """Write the test pattern of a producer into all blocks."""
         self.write(range(self.shape.blocks))
 
     def write(self, block_ids: Sequence[int]) -> None:
-        """Write the producer's pattern into `block_ids`."""
+        """Write the test pattern of a producer into the blocks `block_ids`."""
         tokens = self._token_numbers(self.shape.block_size)[list(block_ids)]
         for index, layer in enumerate(self.layers):
             layer[:, list(block_ids)] = self._expected_words(index, tokens)
 
     def poison(self, block_ids: Sequence[int], layers: Iterable[int] | None = None) -> None:
-        """Overwrite `block_ids` with a value that no producer has, in `layers` or in all layers."""
+        """Overwrite the blocks `block_ids` with a value that no producer has, in the given layers or in all."""
         for index in self._layer_indices(layers):
             self.layers[index][:, list(block_ids)] = _POISON
         for layer, tensor in zip(self._memory, self._on_device, strict=False):
@@ -161,9 +164,10 @@ class BenchCache:
         remote_block_size: int | None = None,
         layers: Iterable[int] | None = None,
     ) -> int:
-        """Compare every byte of `block_ids` with the producer's pattern for `remote_ids`. Return the number of bytes.
+        """Compare every byte of local blocks with the producer's test pattern. Return the number of bytes compared.
 
-        Raise WrongBytes at the first difference. `remote_block_size` is the producer's block size, if it differs.
+        Block `block_ids[i]` must hold the tokens of the producer's `remote_ids`, in order. `remote_block_size` is the
+        producer's block size, if it differs. Raises WrongBytes at the first difference.
         """
         for layer, tensor in zip(self._memory, self._on_device, strict=False):
             layer.view(np.float16)[:] = tensor.cpu().numpy()
@@ -177,11 +181,11 @@ class BenchCache:
         )
 
     def poison_loads(self, loads: Iterable[PlannedLoad]) -> None:
-        """Overwrite the blocks that `loads` will fill with a value that no producer has."""
+        """Overwrite all blocks that `loads` will fill with a value that no producer has."""
         self.poison([block for load in loads for block in load.local_ids])
 
     def check_loads(self, loads: Sequence[PlannedLoad]) -> int:
-        """Compare every byte that `loads` have filled with the producer's pattern. Return the number of bytes."""
+        """Compare every byte that `loads` have filled with the producer's test pattern. Return the number of bytes."""
         local_ids = [block for load in loads for block in load.local_ids]
         return self.check(local_ids, [block for load in loads for block in load.remote_ids])
 
@@ -197,13 +201,13 @@ class BenchCache:
         return int(found.nbytes)
 
     def _token_numbers(self, block_size: int) -> Words:
-        """Return the numbers of all tokens of a pool that has blocks of `block_size`, as an array [block, token]."""
+        """Return the numbers of all tokens of a pool with blocks of `block_size` tokens, as an array [block, token]."""
         return np.arange(self.shape.pool_tokens, dtype=np.uint32).reshape(-1, block_size)
 
     def _expected_words(self, layer: int, tokens: Words) -> Words:
-        """Return the words of a producer's `layer` for token numbers, an array [block, token].
+        """Return the words that layer `layer` of a producer has for `tokens`, an array [block, token] of token numbers.
 
-        The words are an array [K or V, block, head, token, word].
+        The result is an array [K or V, block, head, token, word].
         """
         shape = self.shape
         heads = np.arange(shape.first_head, shape.first_head + shape.kv_heads, dtype=np.uint32)
@@ -218,7 +222,7 @@ class BenchCache:
 
 
 def allocate_memory(size_bytes: int) -> Memory:
-    """Return new private memory, filled with 0xFF, aligned to a huge page, and in huge pages if the machine has any."""
+    """Return new private memory, filled with 0xFF, aligned to a huge page, and in huge pages if the kernel has any."""
     rounded = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, rounded + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -1,11 +1,11 @@
-"""Child processes of a bench: the parent's side, the child's side, and the calls between them.
+"""Child processes of a bench: the parent's side, the child's side, and the parent's calls over a pipe.
 
 A child holds one object, its rank. Coroutine methods of the rank are the steps that the parent can run:
 `child.run(Producer.offer, loads)` calls `rank.offer(loads)` in the child and returns its result. When the parent closes
 the pipe, the child closes the rank and exits.
 
-Children are spawned, never forked: a forked NIXL agent hangs. The kernel kills them when their parent ends, even while
-they are stopped.
+Children are spawned, never forked: a forked NIXL agent hangs. The kernel kills the children when their parent ends,
+even while they are stopped.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _EXIT_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 Environment: TypeAlias = Mapping[str, str | None]
-"""Environment variables for a child; None removes the variable."""
+"""Environment variables for a child process; the value None removes the variable."""
 QUIET_ENVIRONMENT: Environment = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 
 class BenchError(RuntimeError):
-    """A child failed, died, or did not answer in time. The message names the child."""
+    """A child process failed, died, or did not answer in time. The message names the child."""
 
     @property
     def reason(self) -> str:
-        """Last line of the message. If a step has raised, this is the last line of the child's traceback."""
+        """Last line of the message: if a step has raised, the last line of the child's traceback."""
         return str(self).strip().splitlines()[-1]
 
 
 class RankProcess(NamedTuple):
-    """A rank to start in a child process: its name, and the function `open_rank`, which is called in the child.
+    """Description of a child process: its name, and the function `open_rank`, which the child calls to open its rank.
 
-    `open_rank()` returns an async context manager. It yields the rank and closes it when the child exits.
+    `open_rank()` returns an async context manager that yields the rank, and closes it when the child exits.
     """
 
     name: str
@@ -55,7 +55,10 @@ class RankProcess(NamedTuple):
 
 
 class Child:
-    """A child process and the pipe to it. The parent sends a method's name and arguments, the child its result."""
+    """A child process and the pipe to it.
+
+    The parent sends the name and arguments of a method, the child sends the result.
+    """
 
     def __init__(self, rank: RankProcess, environment: Environment) -> None:
         context = multiprocessing.get_context("spawn")
@@ -74,28 +77,29 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the process, negative for a signal; None while it runs."""
+        """Exit code of the child process, negative for a signal; None while the process runs."""
         return self._process.exitcode
 
     def wait_ready(self) -> None:
-        """Wait until the child has opened its rank. Raise BenchError if that fails."""
+        """Wait until the child has opened its rank. Raises BenchError if that fails."""
         self._receive("setup")
 
     def run(
         self, step: Callable[Concatenate[Any, P], Coroutine[Any, Any, ResultT]], *args: P.args, **kwargs: P.kwargs
     ) -> ResultT:
-        """Run the coroutine method `step` of the rank in the child process, and return its result.
+        """Run `step`, a coroutine method of the rank, in the child process, and return its result.
 
-        Raise BenchError, with the child's traceback, if the step fails.
+        Raises BenchError, with the child's traceback, if the step fails.
         """
         return self.start(step, *args, **kwargs)()
 
     def start(
         self, step: Callable[Concatenate[Any, P], Coroutine[Any, Any, ResultT]], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[], ResultT]:
-        """Start the method `step` of the rank in the child, and return a function that waits for the result as `run`.
+        """Start `step`, a coroutine method of the rank, in the child process.
 
-        A child runs one step at a time.
+        Return a function that waits for its result. The returned function raises BenchError if the step fails. A child
+        runs one step at a time.
         """
         try:
             self._pipe.send((step.__name__, args, kwargs))
@@ -117,7 +121,10 @@ class Child:
         return value
 
     def close(self) -> None:
-        """Close the pipe, which makes the child exit, and wait for its end. Kill it if it does not exit in time."""
+        """Close the pipe, which makes the child exit, and wait for its end.
+
+        Kill the child if it does not exit in time.
+        """
         self._pipe.close()
         self._process.join(_EXIT_TIMEOUT_S)
         if self._process.is_alive():
@@ -127,10 +134,10 @@ class Child:
 
 @contextlib.contextmanager
 def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Iterator[Mapping[str, Child]]:
-    """Start a child for each rank, all at once, and yield the children by name. When the block ends, close them.
+    """Context manager: start a child process for each of `ranks`, all together, and yield the children by name.
 
-    Children are closed in the reverse order of `ranks`, so name producers before their readers: over tcp a producer
-    that makes no progress while its reader leaves may die.
+    At the exit the children are closed in the reverse order of `ranks`, so list producers before their readers: over
+    tcp a producer that makes no progress while its reader leaves may die.
     """
     children: dict[str, Child] = {}
     with contextlib.ExitStack() as stack:
@@ -155,7 +162,10 @@ async def open_caller() -> AsyncIterator[ChildCaller]:
 
 
 def call_in_child(name: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """Call `function` in a new child process and return its result. Raise BenchError if it raises or the child dies."""
+    """Call `function` in a new child process and return its result.
+
+    Raises BenchError if it raises or the child dies.
+    """
     with open_children([RankProcess(name, open_caller)], QUIET_ENVIRONMENT) as children:
         return children[name].run(ChildCaller.call, function, *arguments)
 
@@ -187,7 +197,7 @@ async def _serve(pipe: Connection, rank: RankProcess) -> None:
 
 
 def _die_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when the process `parent_pid` ends, however it ends."""
+    """Make the kernel kill this process when its parent, the process `parent_pid`, ends for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         raise SystemExit(1)

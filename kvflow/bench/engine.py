@@ -33,7 +33,7 @@ def config_of(engine_id: str, backend: str = "UCX") -> kvflow.Config:
 async def open_runtime(
     config: kvflow.Config, cache: BenchCache, parts: Sequence[kvflow.Part] = ()
 ) -> AsyncIterator[kvflow.Runtime]:
-    """Open a runtime, register `cache` with it, and close it when the block ends."""
+    """Context manager: open a runtime, register `cache`, and yield the runtime. At the exit the runtime is closed."""
     kv_caches, shape = cache.tensors(), cache.shape
     layout = kvflow.CacheLayout.infer(
         kv_caches, order=shape.order, block_size=shape.block_size, style=kvflow.KVStyle.KV_FIRST
@@ -56,7 +56,10 @@ async def open_producer(
 
 
 class EngineProducer:
-    """A producer in a child process. The parent runs its methods `offer` and `end_leases` by `Child.run`."""
+    """The rank of a producer, in a child process.
+
+    The parent calls its methods `offer` and `end_leases` through `Child.run`.
+    """
 
     def __init__(self, runtime: kvflow.Runtime, block_size: int) -> None:
         self._runtime = runtime
@@ -64,15 +67,15 @@ class EngineProducer:
         self._leases: list[kvflow.Lease] = []
 
     async def offer(self, loads: Sequence[PlannedLoad]) -> list[Ticket]:
-        """Open a lease for each load, and return the tickets."""
+        """Open a lease for the remote blocks of each load, and return the tickets."""
         leases = [self._serve(load) for load in loads]
         self._leases += leases
         return [dict(lease.ticket.to_params()) for lease in leases]
 
     async def end_leases(self, *, read: bool = True) -> None:
-        """Wait until every lease has ended as read; if not `read`, revoke all leases and wait.
+        """Wait until every lease has ended as read. With `read=False`, revoke all leases and wait for their ends.
 
-        Raise RuntimeError if a lease ended otherwise: a lost notification would falsify the bench.
+        Raises RuntimeError if a lease ended otherwise: a lost notification would falsify the bench.
         """
         if not read:
             self.revoke()
@@ -94,7 +97,10 @@ class EngineProducer:
 
 
 class LoadResult(NamedTuple):
-    """Time and size of one load. `size_bytes` and `descriptors` count all reads, also beyond the requested blocks."""
+    """Time and size of one load.
+
+    `size_bytes` and `descriptors` also count reads of anything but blocks, such as seals.
+    """
 
     seconds: float
     size_bytes: int
@@ -111,14 +117,17 @@ async def open_consumer(
 
 
 class EngineConsumer:
-    """A consumer in a child process. The parent runs its method `load` by `Child.run`."""
+    """The rank of a consumer, in a child process. The parent calls its method `load` through `Child.run`."""
 
     def __init__(self, runtime: kvflow.Runtime, cache: BenchCache) -> None:
         self._runtime = runtime
         self._cache = cache
 
     async def load(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> list[LoadResult]:
-        """Run `loads` one after another by their `tickets`, then compare every byte. Return the result of each load."""
+        """Run `loads` one after another, each with its ticket, then compare every byte.
+
+        Return the result of each load.
+        """
         self._cache.poison_loads(loads)
         results = []
         for load, ticket in zip(loads, tickets, strict=True):
@@ -131,13 +140,13 @@ class EngineConsumer:
 
 
 Pair: TypeAlias = tuple[Child, Child]
-"""The child processes of a producer and a consumer."""
+"""The child process of a producer and that of its consumer."""
 
 
 def pair_ranks(shape: CacheShape, device: str | None = None, backend: str = "UCX") -> tuple[RankProcess, RankProcess]:
-    """Return a producer and a consumer to start in child processes.
+    """Return the descriptions of a producer and a consumer to start in child processes.
 
-    Their caches have the same shape, in host memory or on `device`.
+    Both caches have the shape `shape`, in host memory or on `device`. `backend` is NIXL's backend.
     """
     return (
         RankProcess("producer", partial(open_producer, config_of("producer", backend), shape, device)),
@@ -147,13 +156,13 @@ def pair_ranks(shape: CacheShape, device: str | None = None, backend: str = "UCX
 
 @contextlib.contextmanager
 def open_pair(shape: CacheShape, environment: Environment, device: str | None = None) -> Iterator[Pair]:
-    """Start a producer and a consumer in child processes, and close them when the block ends."""
+    """Context manager: start a producer and a consumer in child processes, and close both at the exit."""
     with open_children(pair_ranks(shape, device), environment) as children:
         yield children["producer"], children["consumer"]
 
 
 def hand_over(pair: Pair, loads: Sequence[PlannedLoad]) -> list[LoadResult]:
-    """Run `loads` one after another from producer to consumer. Return the result of each.
+    """Run `loads` one after another, from the producer of `pair` to its consumer. Return the result of each load.
 
     Every byte is compared, and every lease must have ended as read.
     """

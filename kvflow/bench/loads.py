@@ -1,4 +1,4 @@
-"""Loads of a bench: the fabric that moves the bytes, and the blocks that each load moves. Pure."""
+"""Loads of a bench: the network path that moves the bytes, and the blocks that each load moves. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ticket: TypeAlias = dict[str, object]
 
 
 class SettingsError(ValueError):
-    """An option of a bench has a value that cannot be measured. The message names the option and the value."""
+    """An option of a bench has a value that the bench cannot use. The message names the option and the value."""
 
 
 class Fabric(enum.StrEnum):
@@ -27,13 +27,13 @@ class Fabric(enum.StrEnum):
 
     @property
     def environment(self) -> Mapping[str, str | None]:
-        """Environment variables that make a child's UCX use this fabric. They override the caller's UCX_TLS."""
+        """Environment variables that make UCX in a child process use this path. They override the caller's UCX_TLS."""
         return {**QUIET_ENVIRONMENT, "UCX_TLS": "tcp" if self is Fabric.TCP else None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedLoad:
-    """A load of the producer's blocks `remote_ids` into the reader's blocks `local_ids`, in this order."""
+    """A load that reads block `remote_ids[i]` of the producer into block `local_ids[i]` of the reader, for each i."""
 
     request_id: str
     local_ids: tuple[int, ...]
@@ -41,13 +41,13 @@ class PlannedLoad:
 
 
 def scattered_ids(seed: str, blocks: int, count: int) -> tuple[int, ...]:
-    """Return `count` different block ids below `blocks`, in random order. Equal seeds give equal ids."""
+    """Return `count` different block ids, chosen at random below `blocks`. Equal seeds give equal ids."""
     rng = np.random.default_rng(list(seed.encode()))
     return tuple(rng.permutation(blocks)[:count].tolist())
 
 
 def scattered_loads(name: str, blocks: int, counts: Sequence[int], *, seed: str = "") -> tuple[PlannedLoad, ...]:
-    """Return one load for each number of blocks in `counts`. No two loads share a block.
+    """Return one load for each number in `counts`, the load's number of blocks. No two loads share a block.
 
     The block ids on each side are chosen at random below `blocks`. Equal seeds give equal ids; the default seed is
     `name`.

@@ -2,11 +2,11 @@
 
 Descriptors are prepared once, as strided rows, and a load picks them by index, which lets NIXL merge neighbours. NIXL's
 backends get the same parameters as in kvflow, for instance UCX's frame size over tcp. The producer's progress thread
-sleeps in poll() until something arrives. The reader has no progress thread: it first polls tightly, then sleeps between
-polls, because on a machine with few cores a spinning reader takes CPU time from the tcp stack.
+sleeps in poll() until something arrives. The reader has no progress thread: it first polls without a pause, then sleeps
+between polls, because on a machine with few cores a spinning reader takes CPU time from the tcp stack.
 
 A load starts from the same lists of block ids as kvflow's, and sends the producer a notification. NIXL is imported only
-where an agent is made: the bench's parent has no agent, and the import takes a second.
+where an agent is created: the bench's parent has no agent, and the import takes a second.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Backends: TypeAlias = Mapping[str, Mapping[str, str]]
 
 
 class AgentAddress(NamedTuple):
-    """A producer's data for its reader, sent before the first load: agent name, NIXL metadata, layer addresses."""
+    """What a reader needs to know of its producer before the first load: agent name, NIXL metadata, layer addresses."""
 
     agent: str = ""
     metadata: bytes = b""
@@ -42,7 +42,10 @@ class AgentAddress(NamedTuple):
 
 
 class TunedAgent:
-    """A NIXL agent of one side with its registered cache. Readers call `load`, producers `take_notifications`."""
+    """The NIXL agent of a producer or a reader, with its registered cache.
+
+    Readers call `load`, producers `take_notifications`.
+    """
 
     def __init__(self, name: str, cache: BenchCache, backends: Backends, *, producer: bool) -> None:
         import nixl
@@ -66,9 +69,10 @@ class TunedAgent:
         self._remote_blocks = self._prepare_blocks(address.agent, address.bases)
 
     def _prepare_blocks(self, agent: str, bases: Sequence[int]) -> int:
-        """Prepare descriptors of all blocks of `agent`, one strided row per layer, and return NIXL's handle.
+        """Prepare descriptors for all blocks of the agent `agent`, one strided row per layer, and return NIXL's handle.
 
-        K (part 0) or V (part 1) of a block has index (2 * layer + part) * blocks + block.
+        `bases` are the start addresses of the layers. K (part 0) or V (part 1) of a block has index (2 * layer + part)
+        * blocks + block.
         """
         size, count = self._cache.shape.region_block_size_bytes, 2 * self._cache.shape.blocks
         rows = np.array([(base, size, _DEVICE_ID, size, count) for base in bases], dtype=np.uint64)
@@ -118,9 +122,10 @@ def _agent_config(api: Any, *, producer: bool) -> Any:
 
 
 class RawRank:
-    """A producer or a reader on NIXL alone, in a child process. The parent runs its methods by `Child.run`.
+    """The rank of a producer or a reader on NIXL alone, in a child process.
 
-    The methods of a producer are `address` and `take_notifications`, those of a reader `connect` and `load`.
+    The parent calls its methods through `Child.run`. The methods of a producer are `address` and `take_notifications`,
+    those of a reader `connect` and `load`.
     """
 
     def __init__(self, agent: TunedAgent, cache: BenchCache) -> None:
@@ -133,7 +138,7 @@ class RawRank:
         self._agent.connect(address)
 
     async def load(self, loads: Sequence[PlannedLoad]) -> list[float]:
-        """Run `loads` one after another, then compare every byte. Return the seconds of each load."""
+        """Run `loads` one after another, then compare every byte. Return the seconds that each load took."""
         self._cache.poison_loads(loads)
         seconds = []
         for load in loads:

@@ -1,7 +1,7 @@
 """`kvflow bench transfer`: the same loads through kvflow and through raw NIXL.
 
-Equal processes differ in speed for their whole lives, so the producers and readers of both are started several times.
-In each round kvflow and raw NIXL have one turn each, with the same loads. The blocks of a load are scattered on both
+Equal processes differ in speed as long as they run, so the producers and readers of both are started several times. In
+each round kvflow and raw NIXL have one turn each, with the same loads. The blocks of a load are scattered on both
 sides, as in a pool after a day of use, so descriptors cannot be merged. The first load of a turn wakes sleeping threads
 and is not counted. Every byte is compared.
 
@@ -33,9 +33,9 @@ _TURN_LOADS_MAX = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Result for loads of one size over one fabric.
+    """Measured speed of loads of one size over shared memory or tcp.
 
-    `kvflow_s` and `raw_s` are seconds of one load: the median over all process pairs of the median load of each pair.
+    `kvflow_s` and `raw_s` are seconds of one load: for each process pair the median load, and of these the median.
     `kvflow_p99_s` is the 99th percentile over all loads; with fewer than 100 loads it is the slowest load.
     """
 
@@ -53,9 +53,10 @@ class Speed:
 
 
 def blocks_by_size(sizes: str, layers: int) -> dict[str, int]:
-    """Parse `sizes`, for instance "block,1,16". Return the number of blocks by label ("16 MB"), smallest first.
+    """Parse `sizes`, for instance "block,1,16".
 
-    Raise SettingsError for an entry that is neither "block" nor a number of MB that is a multiple of a block.
+    Return the number of blocks of each size, by label ("16 MB"), smallest first. Raises SettingsError for an entry that
+    is neither "block" nor a number of MB that is a multiple of a block.
     """
     found, block_bytes = dict[str, int](), CacheShape(layers=layers, blocks=1).block_size_bytes
     for word in map(str.strip, sizes.split(",")):
@@ -83,18 +84,18 @@ def measure(
     backend: str,
     note: Callable[[str], None],
 ) -> Iterator[Speed]:
-    """Measure loads of each size over one fabric, and yield the results.
+    """Measure loads of each size through kvflow and through raw NIXL, and yield one result per size.
 
     Raise SettingsError if options cannot be measured, BenchError if a process fails.
 
     Args:
-        transport: Fabric that moves the bytes.
+        transport: Path that moves the bytes: shared memory or tcp.
         sizes: Sizes of a load, as for `blocks_by_size`.
         pairs: Number of times that all processes are started, since equal processes differ in speed.
         rounds: Number of rounds for each process pair and size; in each, kvflow and raw NIXL run the same loads.
-        layers: Layers of the cache.
+        layers: Number of layers of the cache.
         backend: NIXL's backend for kvflow and raw NIXL; several are separated by commas.
-        note: Called with a line of progress for each pair.
+        note: Function that takes a line of progress, called before each process pair.
     """
     blocks, block_bytes = blocks_by_size(sizes, layers), CacheShape(layers=layers, blocks=1).block_size_bytes
     turns = {

@@ -1,4 +1,4 @@
-"""The path that reads take, from the tables that UCX logs with UCX_PROTO_INFO=y.
+"""The path that reads take, found in the tables that UCX logs with UCX_PROTO_INFO=y.
 
 For each operation on a connection UCX logs which transport it uses for which range of sizes:
 
@@ -31,7 +31,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class ReadPath(NamedTuple):
-    """The path of reads of one size, in UCX's words: the method, and the transport with its device."""
+    """How UCX performs reads of one size, in UCX's words: the method, and the transport with its device."""
 
     method: str
     transport: str
@@ -41,7 +41,7 @@ class ReadPath(NamedTuple):
 
 
 class UcxLog:
-    """A folder for UCX's logs of child processes that are started with `environment`.
+    """The folder to which UCX logs in child processes that are started with `environment`.
 
     A log is complete once its child process has ended.
     """
@@ -51,7 +51,7 @@ class UcxLog:
         self.environment = {**QUIET_ENVIRONMENT, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/%p.log"}
 
     def read_path(self, pid: int, size_bytes: int) -> ReadPath | None:
-        """Return the path of reads of `size_bytes` by the ended process `pid`; None if its log does not name a path."""
+        """Return how the ended process `pid` performed reads of `size_bytes`; None if its UCX log does not say."""
         text = "".join(file.read_text(errors="replace") for file in self._folder.glob(f"{pid}.log*"))
         return read_path(text, size_bytes)
 
@@ -63,9 +63,9 @@ def ucx_log() -> Iterator[UcxLog]:
 
 
 def read_path(log: str, size_bytes: int) -> ReadPath | None:
-    """Return the path by which the process that wrote `log` reads `size_bytes` at once from other processes.
+    """Return how the process that wrote `log` performs one read of `size_bytes` from another process.
 
-    Return None if the log does not name a path for this size.
+    Return None if the log does not say that for this size.
     """
     found = None
     owner, reading = "", False
@@ -81,7 +81,7 @@ def read_path(log: str, size_bytes: int) -> ReadPath | None:
 
 
 def _table_rows(log: str) -> Iterator[list[str]]:
-    """Yield the cells of each row of the tables in `log`."""
+    """Yield each row of the tables in `log`, as a list of its cells."""
     for line in log.splitlines():
         _, bar, rest = line.partition("| ")
         if bar and rest.endswith("|"):
@@ -97,6 +97,6 @@ def _range_covers(sizes: str, size_bytes: int) -> bool:
 
 
 def _parse_size(size: str) -> int:
-    """Parse one of UCX's sizes, where K, M, G and T are powers of 1024. Return bytes."""
+    """Return the number of bytes in one of UCX's sizes, for example "8K". K, M, G and T are powers of 1024."""
     unit = _UNITS.get(size[-1])
     return int(size) if unit is None else int(size[:-1]) * unit

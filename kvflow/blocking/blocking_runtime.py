@@ -1,4 +1,4 @@
-"""`blocking.Runtime`: the methods of `kvflow.Runtime` for other threads, which wait for the loop for a bounded time."""
+"""`blocking.Runtime`: the methods of `kvflow.Runtime` for other threads, with bounded waits for the event loop."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from kvflow.runtime.world import World
 class Runtime:
     """A `kvflow.Runtime` on a thread of its own. Use it as `with Runtime(config) as rt`, or with `open` and `close`.
 
-    All methods may be called from any thread. On the loop's own thread, methods that wait raise UsageError. Methods
-    raise RuntimeClosed if the runtime is closed, and RuntimeBroken if its loop has died. If the runtime is dropped
-    without being closed, it is closed in the background, with a ResourceWarning.
+    All methods may be called from any thread. On the thread of the runtime's own event loop, methods that wait raise
+    UsageError. Methods raise RuntimeClosed if the runtime is closed, and RuntimeBroken if its loop has died. If the
+    runtime is dropped without being closed, it is closed in the background, with a ResourceWarning.
 
     Args:
         config: settings of the rank.
         observers: called on the loop's thread when a load or lease has ended, with a record of it.
         world: clock, network and the like, which tests replace.
-        parts: optional capabilities, as for `kvflow.Runtime`; call their methods through `start`.
+        parts: optional features, as for `kvflow.Runtime`; call their methods through `start`.
         call_timeout_s: seconds that a call waits for the loop's thread, in addition to the time that its work may take.
             If the thread is stuck for longer, the call raises TimeoutError.
 
@@ -78,13 +78,13 @@ class Runtime:
 
     @property
     def _ending_s(self) -> float:
-        """Longest time that unregistering may take, in seconds, with the wait for the thread."""
+        """Maximum number of seconds that `unregister` may take, including the wait for the loop's thread."""
         limits, call_s = self.config.limits, self._thread.call_timeout_s
         return self.config.ending_s + limits.goodbye_timeout_s + 2 * limits.transport_close_timeout_s + call_s
 
     @property
     def _closing_s(self) -> float:
-        """Longest time that closing may take, in seconds, with the wait for the thread."""
+        """Maximum number of seconds that `close` may take, including the wait for the loop's thread."""
         return self._ending_s + self.config.drain_timeout_s
 
     def open(self) -> None:
@@ -134,15 +134,21 @@ class Runtime:
         self._thread.call(lambda rt: rt.register_kv_caches(kv_caches, layout, copy_blocks=copy_blocks), timeout_s)
 
     def unregister(self) -> None:
-        """Blocking form of `kvflow.Runtime.unregister`. If it raises TimeoutError, unregistering goes on."""
+        """Blocking form of `kvflow.Runtime.unregister`: make the cache unreachable for peers and loads.
+
+        If it raises TimeoutError, unregistering goes on.
+        """
         self._thread.call(asynchronous.Runtime.unregister, self._ending_s)
 
     def serve_blocks(self, request: ServeRequest) -> Lease:
-        """Blocking form of `kvflow.Runtime.serve_blocks`. The lease's `wait` returns how the lease ended."""
+        """Blocking form of `kvflow.Runtime.serve_blocks`: offer the blocks of a prompt.
+
+        `Lease.wait` returns the lease's outcome.
+        """
         return Lease(self._thread.call_now(lambda rt: rt.serve_blocks(request)), self._thread)
 
     def introduce(self) -> Ticket:
-        """Blocking form of `kvflow.Runtime.introduce`."""
+        """Blocking form of `kvflow.Runtime.introduce`: return a ticket that describes this rank, with no blocks."""
         return self._thread.call_now(asynchronous.Runtime.introduce)
 
     def decline(
@@ -153,13 +159,13 @@ class Runtime:
         at: Ticket | Mapping[str, Any] | None = None,
         instead: Ticket | Mapping[str, Any] | None = None,
     ) -> None:
-        """Blocking form of `kvflow.Runtime.decline`."""
+        """Blocking form of `kvflow.Runtime.decline`: announce to waiting readers that a request will not be served."""
         self._thread.call_now(lambda rt: rt.decline(request_id, reason, at=at, instead=instead))
 
     def start_load(self, request: LoadRequest) -> Load:
-        """Start to read the blocks that a ticket offers. Returns at once.
+        """Start to read the blocks that a ticket offers, and return immediately.
 
-        Never raises: the `result` of the handle raises any error.
+        Never raises: the `result` of the returned handle raises any error.
 
         Args:
             request: the ticket, and the local blocks to fill.
@@ -170,11 +176,11 @@ class Runtime:
         return Load(self._thread, request)
 
     def load_blocks(self, request: LoadRequest) -> LoadReport:
-        """Blocking form of `kvflow.Runtime.load_blocks`. The request's deadline bounds the wait.
+        """Blocking form of `kvflow.Runtime.load_blocks`: read the blocks that a ticket offers, within a deadline.
 
         An interrupt in the calling thread cancels the load, and is raised once the load has ended. Bytes may still land
-        then, so a thread that may be interrupted should use `start_load`: its handle says when the blocks are safe. The
-        `quarantine` of an error is a `Load` of this module.
+        in the blocks then, so a thread that may be interrupted should use `start_load`: the load's handle says when no
+        further byte can land. The `quarantine` of an error is a `Load` of this module.
         """
         ids_max = self.config.limits.block_ids_max
         deadline_s = checks.normalize_request(request, LoadRequest, "load_blocks", ids_max).deadline_s
@@ -190,7 +196,10 @@ class Runtime:
 
     @contextlib.contextmanager
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> Iterator[None]:
-        """Blocking form of `kvflow.Runtime.keep_leases`. Leaving the block never waits."""
+        """Blocking form of `kvflow.Runtime.keep_leases`: renew the leases of a ticket during a `with` body.
+
+        Leaving the body never waits.
+        """
         kept = contextlib.ExitStack()
         self._thread.call_now(lambda rt: kept.enter_context(rt.keep_leases(ticket)))
         try:
@@ -199,14 +208,14 @@ class Runtime:
             self._thread.call_soon(kept.close)
 
     def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
-        """Blocking form of `kvflow.Runtime.release_blocks`."""
+        """Blocking form of `kvflow.Runtime.release_blocks`: release the leases of a ticket without reading them."""
         bound_s = self.config.lease_lifetime_s + self.config.handshake_timeout_s + self._thread.call_timeout_s
         return self._thread.call(lambda rt: rt.release_blocks(ticket), bound_s)
 
     def prewarm(
         self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
     ) -> tuple[KVFlowError | None, ...]:
-        """Connect to engines before the first load from each: see `kvflow.Runtime.prewarm`.
+        """Connect to engines before the first load from each, as `kvflow.Runtime.prewarm` does.
 
         Args:
             engines: for each engine, the address of one rank, or a ticket.
@@ -221,21 +230,23 @@ class Runtime:
         return self._thread.call(lambda rt: rt.prewarm(engines), timeout_s)
 
     def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
-        """Blocking form of `kvflow.Runtime.forget_peer`."""
+        """Blocking form of `kvflow.Runtime.forget_peer`: forget the connections and failures of a remote engine."""
         bound_s = 2 * self.config.handshake_timeout_s + self._thread.call_timeout_s
         return self._thread.call(lambda rt: rt.forget_peer(engine_id, address), bound_s)
 
     def drain(self, deadline_s: float | None = None) -> bool:
-        """Blocking form of `kvflow.Runtime.drain`."""
+        """Blocking form of `kvflow.Runtime.drain`: refuse new work, and wait until all leases and loads have ended."""
         wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
         bound_s = checks.seconds(wanted_s, "drain: deadline_s", error=UsageError) + self._closing_s
         return self._thread.call(lambda rt: rt.drain(deadline_s), bound_s)
 
     def statistics(self) -> RuntimeStatistics:
-        """Return the statistics of the `kvflow.Runtime`, in every state; after the loop's end, the last statistics.
+        """Return the statistics of the `kvflow.Runtime`.
+
+        May be called in every state, also before opening and after closing.
 
         Returns:
-            A frozen copy.
+            A frozen copy; once the loop has ended, the last statistics.
 
         Raises:
             TimeoutError: the loop's thread is stuck.
@@ -247,7 +258,9 @@ class Runtime:
         return self._thread.runtime.statistics()
 
     def start(self, work: Work[ResultT]) -> Future[ResultT]:
-        """Run a coroutine on the runtime's loop, for example a verb of a part. Returns at once.
+        """Run a coroutine on the runtime's event loop, for example a method of an optional feature.
+
+        Returns immediately.
 
             saving = rt.start(lambda _: storage.save(request))
             report = saving.result(60)

@@ -1,4 +1,4 @@
-"""Handles for other threads of leases, loads and quarantined blocks that live on the loop of a blocking runtime."""
+"""Handles, for use on any thread, of leases, loads and quarantined blocks of a blocking runtime."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvflow.runtime.producer.lease import LeaseOutcome
 
 
 class Lease:
-    """A lease of a blocking runtime, for use on any thread: see `kvflow.Lease`.
+    """A lease of a blocking runtime, for use on any thread. Its methods do what those of `kvflow.Lease` do.
 
-    `advance`, `extend`, `complete` and `fail` return once the loop has carried them out. They raise TimeoutError if the
-    loop's thread is stuck for longer than the runtime's `call_timeout_s`, RuntimeClosed or RuntimeBroken if the thread
-    has ended, and UsageError if called on that thread.
+    `advance`, `extend`, `complete` and `fail` return once the event loop has carried them out. They raise TimeoutError
+    if the loop's thread is stuck for longer than the runtime's `call_timeout_s`, RuntimeClosed or RuntimeBroken if the
+    thread has ended, and UsageError if called on that thread.
     """
 
     def __init__(self, lease: AsyncLease, thread: LoopThread) -> None:
@@ -33,26 +33,26 @@ class Lease:
         self._lease = lease
         self._thread = thread
         self.outcome: Future[LeaseOutcome] = thread.submit(lambda _: lease.wait())
-        """Future of the lease's LeaseOutcome. It is done once the blocks may be reused."""
+        """Future of the LeaseOutcome. It is done once the blocks may be reused."""
 
     def __repr__(self) -> str:
         return f"<blocking {self._lease!r}>"
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Ids of the blocks that the lease has so far; with several groups, the blocks of the first group."""
+        """Current block ids of the lease. If the cache has several groups, those of the first group."""
         return self._lease.block_ids
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Ids of the blocks that the lease has so far, for each group of layers."""
+        """Current block ids of the lease: one tuple for each group."""
         return self._lease.block_tables
 
     @property
     def state(self) -> LeaseState:
-        """OFFERED, or how the lease has ended.
+        """State of the lease: OFFERED, or its outcome.
 
-        The blocks may be reused only when the lease is `done`, a moment after its end.
+        The blocks may be reused only once `done` is True, a moment after the lease has ended.
         """
         return self._lease.state
 
@@ -68,7 +68,7 @@ class Lease:
             timeout_s: longest wait in seconds; 0 does not wait, None waits as long as it takes.
 
         Returns:
-            How the lease ended.
+            The outcome of the lease.
 
         Raises:
             TimeoutError: `timeout_s` has passed; the lease goes on.
@@ -78,16 +78,20 @@ class Lease:
         return self._thread.result_of(self.outcome, timeout_s)
 
     def revoke(self) -> Lease:
-        """Withdraw the offer soon: see `kvflow.Lease.revoke`. May be called on any thread, and never waits.
+        """Ask the event loop to end the lease as REVOKED (`kvflow.Lease.revoke`).
+
+        May be called on any thread, and never waits.
 
         Returns:
-            This lease; `lease.revoke().wait()` returns how it ended, once its blocks may be reused.
+            This lease; `lease.revoke().wait()` returns the outcome, once the blocks may be reused.
         """
         self._thread.call_soon(self._lease.revoke)
         return self
 
     def restart(self, ttl_s: float | None = None) -> None:
-        """Restart the lease's time to live: see `kvflow.Lease.restart`. May be called on any thread, and never waits.
+        """Start the lease's time again, as if it were opened now with `ttl_s`.
+
+        May be called on any thread, and never waits.
 
         Args:
             ttl_s: new time to live in seconds; None: Config.lease_ttl_s.
@@ -98,25 +102,25 @@ class Lease:
         self._thread.call_soon(self._lease.restart, None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
 
     def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
-        """Blocking form of `kvflow.Lease.advance`."""
+        """Blocking form of `kvflow.Lease.advance`: announce that the first `num_tokens` tokens are computed."""
         self._thread.call_now(lambda _: self._lease.advance(num_tokens, ready))
 
     def extend(self, block_ids: GivenBlockIds) -> None:
-        """Blocking form of `kvflow.Lease.extend`."""
+        """Blocking form of `kvflow.Lease.extend`: add the next blocks of the prompt to the lease."""
         self._thread.call_now(lambda _: self._lease.extend(block_ids))
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
-        """Blocking form of `kvflow.Lease.complete`."""
+        """Blocking form of `kvflow.Lease.complete`: announce that all tokens are computed, and give loads `payload`."""
         self._thread.call_now(lambda _: self._lease.complete(payload, ready))
 
     def fail(self, reason: str = "") -> Lease:
-        """Blocking form of `kvflow.Lease.fail`."""
+        """Blocking form of `kvflow.Lease.fail`: end the lease as FAILED, since its prompt will never be computed."""
         self._thread.call_now(lambda _: self._lease.fail(reason))
         return self
 
 
 class Load:
-    """A load of a blocking runtime, for use on any thread: see `kvflow.Load`.
+    """A load of a blocking runtime, for use on any thread. Its methods do what those of `kvflow.Load` do.
 
     The load's blocks may be reused once `safe` is True, or `settled` has returned. If the load ends with an error while
     bytes may still land in its blocks, the load is also the `quarantine` of that error.
@@ -149,7 +153,7 @@ class Load:
 
     @property
     def done(self) -> bool:
-        """True once the load has ended, so that `result` returns or raises at once."""
+        """True once the load has ended, so that `result` returns or raises without waiting."""
         return self._report.done()
 
     @property
@@ -158,7 +162,7 @@ class Load:
         return self.done and (self._load is None or self._load.safe)
 
     def result(self, timeout_s: float | None = None) -> LoadReport:
-        """Wait in the calling thread for the load's report.
+        """Wait in the calling thread until the load has ended, and return its report.
 
         Args:
             timeout_s: longest wait in seconds; 0 does not wait, None waits as long as it takes.
@@ -190,9 +194,9 @@ class Load:
         return bool(concurrent.futures.wait([self._report], checked_timeout(timeout_s)).done)
 
     def cancel(self) -> None:
-        """Ask the load to end. It then ends within Config.cancel_grace_s.
+        """Ask the load to end, and return without waiting. The load ends within Config.cancel_grace_s.
 
-        May be called on any thread, and never waits.
+        May be called on any thread.
         """
         self._thread.call_soon(self._cancel)
 
@@ -201,7 +205,7 @@ class Load:
 
         Args:
             callback: function that takes this handle. It is called on the loop's thread, which it must not block. If
-                the load is done already, `callback` is called at once, on the calling thread.
+                the load is done already, `callback` is called immediately, on the calling thread.
         """
         self._report.add_done_callback(lambda _: callback(self))
 
@@ -219,7 +223,7 @@ class Load:
         self._thread.wait_safe(self, self._settled, timeout_s)
 
     def __iter__(self) -> Iterator[Progress]:
-        """Yield the load's progress whenever more tokens have landed, until the load ends; see `kvflow.Load`.
+        """Yield a `Progress` whenever more tokens have landed, until the load ends.
 
         Raises the errors of `result`. Raises TimeoutError if the loop's thread is stuck for longer than the load may
         take plus the runtime's `call_timeout_s`. Each iteration waits for the loop. Several threads may iterate over
@@ -270,9 +274,9 @@ class Load:
 
 
 class QuarantinedBlocks:
-    """Blocks of a restore that has failed while bytes may still land in them.
+    """Blocks of a failed restore, in which bytes may still land.
 
-    This is the `quarantine` of the error that the restore ended with.
+    The restore's error has this object as its `quarantine`.
     """
 
     def __init__(self, held: Quarantine, thread: LoopThread) -> None:
@@ -288,8 +292,8 @@ class QuarantinedBlocks:
     def settled(self, timeout_s: float | None = None) -> None:
         """Wait until no byte can land in the blocks.
 
-        TimeoutError if that takes longer than `timeout_s`. RuntimeBroken if the loop has ended, and the reads were not
-        seen to stop.
+        Raises TimeoutError if that takes longer than `timeout_s`, and RuntimeBroken if the loop has ended before the
+        reads were seen to stop.
         """
         self._thread.wait_safe(self, self._settled, timeout_s)
 

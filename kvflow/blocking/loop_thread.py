@@ -1,4 +1,4 @@
-"""The thread of a blocking runtime, which runs an event loop, and a `kvflow.Runtime` on that loop."""
+"""The thread of a blocking runtime. It runs an event loop, with a `kvflow.Runtime` on that loop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ logger = logger_of(__name__)
 
 ResultT = TypeVar("ResultT")
 Work: TypeAlias = Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]
-"""Function that is called on the loop with the runtime, and returns a coroutine to run there."""
+"""Function that takes the runtime and returns a coroutine.
+
+It is called on the event loop, where the coroutine then runs.
+"""
 
 
 class LoopThread(threading.Thread):
-    """The thread behind a `blocking.Runtime`, with its loop and its `kvflow.Runtime`.
+    """The thread of a `blocking.Runtime`, with its event loop and its `kvflow.Runtime`.
 
     The thread has no reference to the `blocking.Runtime`, so that a dropped one can be collected and noticed.
 
@@ -38,23 +41,23 @@ class LoopThread(threading.Thread):
         super().__init__(name=f"kvflow-loop {runtime.config.engine_id}", daemon=True)
         self.runtime = runtime
         self.call_timeout_s = call_timeout_s
-        """Seconds that a call waits for the loop's thread, in addition to the time that its work may take."""
+        """Seconds that a call waits for this thread, in addition to the time that the call's work may take."""
         self.loop = uvloop.new_event_loop()
         self._closing = asyncio.Event()
         self._opened: Future[None] = Future()
         self._lock = threading.Lock()
-        """Lock that makes it certain that no work is submitted after the end of the loop (`_ended`)."""
+        """Lock for `_ended` and for submitting work, so that no work is submitted after the end of the loop."""
         self._ended = False
         self._cause: BaseException | None = None
         self._futures: set[Future[Any]] = set()
-        """Futures of submitted work that are not done. The end of the thread settles all futures that are left."""
+        """Futures of submitted work that is not done. The end of the thread sets an error on those that are left."""
         self._in_forked_child = False
         """True in a forked child, which has neither the thread nor the loop."""
 
     def open(self, closing_s: float) -> None:
         """Start the thread and wait until the runtime is open.
 
-        `closing_s`: longest time in seconds for closing the runtime when the interpreter exits.
+        `closing_s` is the maximum number of seconds for closing the runtime when the interpreter exits.
         """
         if self.ident is not None or self._ended:
             raise UsageError(f"a Runtime is opened once; this one is {self.runtime.state}")
@@ -70,14 +73,14 @@ class LoopThread(threading.Thread):
         atexit.register(self.close, closing_s)
 
     def forked(self) -> None:
-        """Note that this process is a forked child: see `forks`.
+        """Called in a forked child, which has neither the thread nor the loop: record that, without the lock.
 
-        Does not take the lock, since a thread of the parent process may have held it at the fork.
+        A thread of the parent process may have held the lock at the fork.
         """
         self._in_forked_child = True
 
     def stop(self) -> None:
-        """Begin to close the runtime and to end the thread. Returns at once."""
+        """Ask the loop to close the runtime and to end the thread, and return without waiting."""
         atexit.unregister(self.close)
         if self._in_forked_child:
             return
@@ -87,7 +90,10 @@ class LoopThread(threading.Thread):
         self.call_soon(self._closing.set)
 
     def close(self, timeout_s: float) -> None:
-        """Close the runtime and wait at most `timeout_s` until the thread has ended; see `blocking.Runtime.close`."""
+        """Close the runtime and wait until the thread has ended.
+
+        Raises TimeoutError if that takes longer than `timeout_s`. Raises RuntimeBroken if the loop had died.
+        """
         if self._in_forked_child or self.ident is None:
             self.stop()
             return
@@ -102,9 +108,9 @@ class LoopThread(threading.Thread):
             raise error
 
     def submit(self, work: Work[ResultT]) -> Future[ResultT]:
-        """Run the coroutine that `work` returns on the loop, and return the future of its result.
+        """Call `work` on the event loop, run the coroutine that it returns, and return the future of the result.
 
-        The future is settled in any case, also if the loop dies. A cancelled future is done at once.
+        The future is completed in every case, also if the loop dies. A cancelled future is done immediately.
         """
         if self._in_forked_child:
             raise UsageError("the runtime belongs to the process that this one was forked from")
@@ -119,9 +125,9 @@ class LoopThread(threading.Thread):
         return future
 
     def call(self, work: Work[ResultT], timeout_s: float | None) -> ResultT:
-        """Run the coroutine that `work` returns on the loop, and return its result.
+        """Call `work` on the event loop, run the coroutine that it returns, wait for its result and return it.
 
-        After `timeout_s`, cancel the coroutine and raise TimeoutError.
+        If that takes longer than `timeout_s`, cancel the coroutine and raise TimeoutError.
         """
         self.require_another_thread()
         bound_s = checked_timeout(timeout_s)
@@ -132,12 +138,15 @@ class LoopThread(threading.Thread):
             future.cancel()  # no effect if it is done
 
     def result_of(self, future: Future[ResultT], timeout_s: float | None) -> ResultT:
-        """Return the result of a future that `submit` returned. TimeoutError if it takes longer than `timeout_s`."""
+        """Wait for the result of `future`, which `submit` returned.
+
+        Raises TimeoutError if that takes longer than `timeout_s`.
+        """
         self.require_another_thread(future)
         return future.result(checked_timeout(timeout_s))
 
     def call_now(self, verb: Callable[[asynchronous.Runtime], ResultT]) -> ResultT:
-        """Call `verb` on the loop with the runtime, and return its result. `verb` is a function that never waits."""
+        """Call the function `verb`, which never waits, on the event loop with the runtime, and return its result."""
 
         async def work(runtime: asynchronous.Runtime) -> ResultT:
             return verb(runtime)
@@ -145,17 +154,18 @@ class LoopThread(threading.Thread):
         return self.call(work, self.call_timeout_s)
 
     def call_soon(self, callback: Callable[..., object], *arguments: object) -> None:
-        """Have the loop call `callback` soon, and return at once.
+        """Schedule a call of `callback(*arguments)` on the event loop, and return without waiting.
 
-        On a closed loop, do nothing: all waiting calls are settled.
+        No effect if the loop is closed.
         """
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback, *arguments)
 
     def wait_safe(self, held: Quarantine, work: Work[None], timeout_s: float | None) -> None:
-        """Wait until no byte can land in the blocks of `held`, a load or other quarantine.
+        """Wait until no byte can land in the blocks of `held`, which is a load or other quarantined blocks.
 
-        `work` waits for that on the loop. RuntimeBroken if the loop has ended and the blocks are not safe.
+        `work` is the coroutine function that waits for that on the loop. Raises TimeoutError after `timeout_s`, and
+        RuntimeBroken if the loop has ended before bytes were known to have stopped.
         """
         if held.safe:
             return
@@ -166,12 +176,15 @@ class LoopThread(threading.Thread):
                 raise RuntimeBroken(f"request {held.request_id!r}: its reads were not seen to stop") from None
 
     def require_another_thread(self, future: Future[Any] | None = None) -> None:
-        """Raise UsageError if called on the loop's own thread, unless `future` is done."""
+        """Raise UsageError if the caller runs on this thread, where it would wait for itself.
+
+        If `future` is done, do nothing.
+        """
         if threading.current_thread() is self and not (future is not None and future.done()):
             raise UsageError("called on the loop's own thread, which would wait for itself")
 
     def run(self) -> None:
-        """Run the loop until the runtime is closed, or until the loop dies."""
+        """Run the event loop until the runtime is closed, or until the loop dies. Body of the thread."""
         try:
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 try:
@@ -191,9 +204,9 @@ class LoopThread(threading.Thread):
             await self._closing.wait()
 
     def _end(self, cause: BaseException | None) -> None:
-        """Refuse further work, and note why the loop died, if it did.
+        """Refuse further work. `cause` is the error with which the loop died, or None if the runtime was closed.
 
-        Afterwards asyncio's Runner cancels the work that is still on the loop.
+        After this call asyncio's Runner cancels the work that is still on the loop.
         """
         with self._lock:
             self._ended = True
@@ -205,7 +218,7 @@ class LoopThread(threading.Thread):
             self._opened.set_exception(cause)
 
     async def _carry_out(self, work: Work[ResultT]) -> ResultT:
-        """Run the coroutine that `work` returns, as the body of a call's task.
+        """Run the coroutine that `work` returns. Body of the task of one call.
 
         Task `kvflow-blocking`: one for each call of a `blocking.Runtime`. Ends with its work. The call raises its
         error.
@@ -230,9 +243,9 @@ class LoopThread(threading.Thread):
 
 
 def close_dropped(thread: LoopThread) -> None:
-    """Close the runtime of a handle that was dropped without being closed.
+    """Close a runtime whose `blocking.Runtime` was dropped without being closed. Return without waiting.
 
-    Warn with ResourceWarning if its thread is alive.
+    Give a ResourceWarning if the thread is alive.
     """
     if thread.is_alive():
         warnings.warn(f"{thread.runtime!r} was dropped without being closed", ResourceWarning, stacklevel=2)
@@ -240,6 +253,6 @@ def close_dropped(thread: LoopThread) -> None:
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
-    """Return `timeout_s` in seconds, or None to wait as long as it takes. UsageError if it is not a valid time."""
+    """Return `timeout_s` if it is None (no limit) or a valid number of seconds. Raises UsageError otherwise."""
     found: float | None = checks.checked(timeout_s, "timeout_s", checks.Timeout | None, UsageError)
     return found

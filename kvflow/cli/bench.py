@@ -1,4 +1,4 @@
-"""`kvflow bench`: measure loads on this machine, beside raw NIXL."""
+"""`kvflow bench`: measure loads on this machine, through kvflow and through raw NIXL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from kvflow.bench.transfer_bench import Speed, measure
 
 @contextlib.contextmanager
 def errors_reported(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator[None]:
-    """If the block raises one of `errors`, print it in one line to stderr and exit the command with `exit_code`."""
+    """Context manager: if the body raises one of `errors`, print it in one line to stderr and exit with `exit_code`.
+
+    The line begins with the name of the command, `command`.
+    """
     try:
         yield
     except errors as error:
@@ -32,7 +35,7 @@ def errors_reported(command: str, *errors: type[Exception], exit_code: int = 1) 
 
 
 def describe_machine() -> dict[str, str | int | float]:
-    """Return the facts of the machine and the versions that results depend on.
+    """Return facts of the machine and versions of packages, on which the results of a bench depend, by name.
 
     Call this before the bench: the load average should not include the bench's own work.
     """

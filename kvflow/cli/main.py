@@ -1,7 +1,7 @@
 """Entry point of the `kvflow` command. Says what to install if the extra `kvflow[cli]` is missing.
 
-Modules that need typer or rich are imported after that check, so a kvflow without the extra prints one clear sentence
-and no traceback.
+Modules that need typer or rich are imported after that check. So without the extra the command prints one clear
+sentence and no traceback.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MODULES = ("typer", "rich")
 
 
 def missing_modules() -> tuple[str, ...]:
-    """Return the modules of the extra `kvflow[cli]` that are not installed."""
+    """Return the names of those modules of the extra `kvflow[cli]` that are not installed."""
     return tuple(name for name in _MODULES if find_spec(name) is None)
 
 

@@ -18,9 +18,9 @@ _SHAPE = CacheShape(layers=8, blocks=BLOCKS_MAX, kv_heads=4, head_size=64)
 
 
 def hand_over(blocks: int, transport: Fabric, console: Console) -> None:
-    """Start two engines, hand the blocks of one prompt over, and print a report to `console`.
+    """Start two engines, load `blocks` blocks from one to the other, and print a report to `console`.
 
-    Raise BenchError if a byte differs or a process fails.
+    Raises BenchError if a byte differs or a process fails.
     """
     (load,) = scattered_loads("selftest", BLOCKS_MAX, [blocks])
     with open_pair(_SHAPE, transport.environment) as (prefill, decode):

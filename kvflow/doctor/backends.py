@@ -1,7 +1,7 @@
-"""Check of NIXL's backends: each is started and moves some bytes.
+"""Check of NIXL's backends: each one is started and moves some bytes.
 
 All backends run in one child process. If a backend crashes that process, the finding says so, and the other backends
-run in a new process. A backend for peers hands blocks over between two runtimes in the child. The backend for files
+run in a new process. A backend for memory hands blocks over between two runtimes in the child. The backend for files
 saves and restores blocks with `kvflow.storage`. Every byte is compared.
 """
 
@@ -23,11 +23,11 @@ from kvflow.errors import KVFlowError
 _SHAPE = CacheShape(layers=8, blocks=128)
 _WAIT_S = 30.0
 _FAILURE_MARK = "!"
-"""First character of the result text of a backend that does not work."""
+"""First character of a backend's result text if that backend does not work."""
 
 
 def check_backends(plugins: Sequence[str]) -> Finding:
-    """Move some bytes by each of NIXL's `plugins`, and return one finding about all."""
+    """Move some bytes with each NIXL backend in `plugins`, and return one finding about all of them together."""
     found: dict[str, str] = {}
     left = list(plugins)
     while left:
@@ -45,7 +45,7 @@ def check_backends(plugins: Sequence[str]) -> Finding:
 def judge_backends(found: Mapping[str, str]) -> Finding:
     """Return one finding about all backends.
 
-    `found` has a text for each backend's name: the kind of bytes that it moves and how fast, or `_FAILURE_MARK` and the
+    `found` maps each backend's name to a text: the kind of bytes that it moves and how fast, or `_FAILURE_MARK` and the
     reason why it does not work.
     """
     moving = [f"{name} moves {what}" for name, what in found.items() if not what.startswith(_FAILURE_MARK)]
@@ -58,7 +58,7 @@ def judge_backends(found: Mapping[str, str]) -> Finding:
 
 
 async def _try_backend(name: str) -> str:
-    """Move some bytes by the backend `name`. Return the text for `judge_backends`."""
+    """Move some bytes with the backend `name`, in this process. Return the result text for `judge_backends`."""
     try:
         async with asyncio.timeout(_WAIT_S):
             return await (_save_and_restore() if name == STORE_BACKEND else _hand_over(name))
@@ -67,7 +67,7 @@ async def _try_backend(name: str) -> str:
 
 
 def _discard_output() -> None:
-    """Discard this process's output: some plugins print a greeting, which would break the output of --json."""
+    """Discard all output of this process: some plugins print a greeting, which would break the output of --json."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)

@@ -1,8 +1,8 @@
 """Check whether a running decode engine could load from a running prefill engine (`kvflow doctor --pair`).
 
 The doctor asks rank 0 of both engines for their metadata, as a reader does, and applies the rules of the handshake in
-the decode engine's place. Whether the two engines reach each other (network, CURVE keys, NIXL backends) is not checked:
-only the engines themselves can find out.
+the decode engine's place. The doctor does not check whether the two engines reach each other (network, CURVE keys, NIXL
+backends): only the engines themselves can find out.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _RULE_FIX = "make this equal on both sides, or do not let a router pair these en
 
 
 _EngineFacts: TypeAlias = tuple[Address, Compatibility, messages.Metadata]
-"""Rank 0 of an engine: its address, its compatibility facts, and the metadata that it sends to readers."""
+"""Facts about rank 0 of an engine: its address, the facts that must be equal on both sides, and its metadata."""
 
 
 class _Refused(Exception):
-    """The engine refused to send facts or metadata. The message is its reason."""
+    """An engine refused to send its facts or its metadata. The message is the engine's reason."""
 
 
 async def examine_pair(config: Config, prefill: str, decode: str) -> list[Finding]:
     """Ask two running engines for their metadata, and judge whether `decode` could load blocks from `prefill`.
 
-    Each is given as ENGINE_ID@tcp://host:port. `config` has the timeouts and CURVE keys for the questions.
+    Both are given as ENGINE_ID@tcp://host:port. `config` has the timeouts and CURVE keys for the questions.
     """
     channel, engines, found = ZmqSideChannel(config, SystemClock().now_s), list[_EngineFacts](), list[Finding]()
     try:
@@ -56,7 +56,10 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
 
 
 def _advice(given: str, problem: Exception) -> str:
-    """Return advice after asking the engine `given` (ENGINE_ID@tcp://host:port) for its metadata raised `problem`."""
+    """Return advice for the user after asking the engine `given` for its metadata has raised `problem`.
+
+    `given` has the form ENGINE_ID@tcp://host:port.
+    """
     match problem:
         case ConfigError():
             return "give ENGINE_ID@tcp://host:port as tickets name them"
@@ -72,10 +75,11 @@ def _advice(given: str, problem: Exception) -> str:
 
 
 async def _ask_engine(channel: ZmqSideChannel, given: str) -> _EngineFacts:
-    """Ask an engine twice, and return its compatibility facts and metadata.
+    """Ask the engine `given` twice, and return its address, its compatibility facts and its metadata.
 
-    The first question has an empty fingerprint, so the engine refuses it and shows its facts in the refusal. The second
-    question has the fingerprint of these facts, like that from a compatible reader, and is answered with the metadata.
+    The first question has an empty fingerprint, so the engine refuses it, and the refusal has the engine's
+    compatibility facts. The second question has the fingerprint of these facts, like a question from a compatible
+    reader, and the answer is the metadata.
     """
     engine_id, named, where = given.rpartition("@")
     if not named or not engine_id:
@@ -94,9 +98,10 @@ async def _ask_engine(channel: ZmqSideChannel, given: str) -> _EngineFacts:
 
 
 def judge_pair(prefill: _EngineFacts, decode: _EngineFacts) -> list[Finding]:
-    """Return a finding for each rule of the handshake that forbids the hand-over, or one finding that none does.
+    """Return one finding for each handshake rule that forbids loads from `prefill` to `decode`.
 
-    In the messages "ours" is the decode engine's value, and "theirs" the prefill engine's.
+    If no rule does, return one finding that says so. In the messages "ours" is the decode engine's value, and "theirs"
+    the prefill engine's.
     """
     (at, facts, metadata), (their_at, their_facts, theirs) = decode, prefill
     ours = LocalRank(

@@ -17,7 +17,7 @@ class Status(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check. `fix` is advice for a person; "" if there is nothing to do."""
+    """The result of one check. `fix` is advice for the user; "" if there is nothing to do."""
 
     name: str
     status: Status

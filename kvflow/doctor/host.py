@@ -25,7 +25,7 @@ _VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Facts of the machine and of this process. Unless a field says otherwise, None means unknown or absent."""
+    """Facts of the machine and of this process. Unless a field says otherwise, None means that a fact is unknown."""
 
     locked_bytes_max: int | None
     """Limit of locked memory of a process, in bytes; None for no limit."""
@@ -36,9 +36,9 @@ class Host:
     capabilities: int
     """Effective capabilities of this process, as a bit mask."""
     shared_memory_free_bytes: int | None
-    """Free bytes in /dev/shm."""
+    """Free bytes in /dev/shm; None if it does not exist."""
     ptrace_scope: int | None
-    """Yama's setting ptrace_scope; None if the kernel has no Yama."""
+    """Value of the kernel setting ptrace_scope, by which Yama limits tracing; None if the kernel has no Yama."""
     huge_pages: str | None
     """Setting of transparent huge pages: always, madvise or never."""
     rdma_devices: tuple[str, ...]
@@ -47,7 +47,7 @@ class Host:
     gpus: tuple[str, ...]
     """PCI addresses of the NVIDIA GPUs."""
     environment: Mapping[str, str]
-    """Environment variables that change how kvflow moves bytes, if set."""
+    """Values, by name, of those environment variables that are set and change how kvflow moves bytes."""
 
     def has_capability(self, capability: int) -> bool:
         return bool(self.capabilities >> capability & 1)
@@ -85,7 +85,7 @@ def read_host() -> Host:
 def has_gpus(host: Host) -> bool:
     """Return True if an NVIDIA driver is loaded: `host` lists GPUs, or /dev/nvidiactl exists.
 
-    The control file counts because some containers hide /proc, where the GPUs are listed.
+    The file /dev/nvidiactl counts because some containers hide /proc, where the GPUs are listed.
     """
     return bool(host.gpus) or os.path.exists("/dev/nvidiactl")
 
@@ -99,7 +99,7 @@ def _read(path: str) -> str:
 
 
 def directory_entries(path: str) -> tuple[str, ...]:
-    """Return the names in a folder, sorted; none if it cannot be read."""
+    """Return the sorted names in the folder `path`; an empty tuple if it cannot be read."""
     try:
         return tuple(sorted(os.listdir(path)))
     except OSError:
@@ -117,7 +117,7 @@ def check_devices(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
-    """Check the limit of locked memory. Only RDMA needs it: registering memory with an RDMA device pins the memory."""
+    """Check the limit of locked memory. Only RDMA needs it: registering memory with an RDMA device locks the memory."""
     if host.locked_bytes_max is None:
         return ok(name, "no limit")
     if host.has_capability(_CAP_IPC_LOCK):
@@ -130,7 +130,7 @@ def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_open_files(name: str, host: Host, config: Config) -> Finding:
-    """Check this process's limit of open files. An engine that is started in the same way has the same limit.
+    """Check this process's limit of open files. An engine started in the same way has the same limit.
 
     Only the hard limit counts: a runtime raises its soft limit to the hard limit when it opens.
     """
@@ -165,9 +165,9 @@ def check_shared_memory(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_process_reading(name: str, host: Host, _: Config) -> Finding:
-    """Check the permission to trace other processes: UCX needs it to read memory of a process on the same machine.
+    """Check whether engines may trace other processes, which UCX needs to read another process's memory directly.
 
-    UCX reads it by the system call process_vm_readv.
+    UCX reads with the system call process_vm_readv.
     """
     scope = host.ptrace_scope
     if host.has_capability(_CAP_SYS_PTRACE):

@@ -1,6 +1,6 @@
-"""Checks of NIXL, and of a hand-over between two processes of `kvflow bench` with a small cache.
+"""Checks of NIXL, and of loads between two processes of `kvflow bench` with a small cache.
 
-Everything runs in child processes, so a library that crashes is only a finding.
+Everything runs in child processes, so a library that crashes only leads to a finding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REPEATS = 3
 
 
 def check_nixl() -> tuple[Finding, Sequence[str]]:
-    """Check that a NIXL agent starts in a child process, and that the process ends without an error.
+    """Start a NIXL agent in a child process, and check that the agent starts and the process ends without an error.
 
     Returns:
         The finding about NIXL, and the names of NIXL's plugins.
@@ -45,7 +45,7 @@ def check_nixl() -> tuple[Finding, Sequence[str]]:
 def judge_plugins(
     installed: str, plugins: Sequence[str], problem: str = "", *, verbs: bool = False, exit_code: int | None = 0
 ) -> Finding:
-    """Return the finding about a child process in which a NIXL agent was started.
+    """Return the finding about a child process that has tried to start a NIXL agent.
 
     Args:
         installed: Version of NIXL.
@@ -53,6 +53,9 @@ def judge_plugins(
         problem: Why no agent started; "" if one did.
         verbs: True if the system's libibverbs was loaded before NIXL.
         exit_code: Exit code of the process, as of `multiprocessing.Process.exitcode`.
+
+    Returns:
+        The finding, with advice if something failed.
     """
     if problem:
         fix = f"unset UCX_ variables that do not fit this host, or reinstall it: {_INSTALL} --force-reinstall"
@@ -78,7 +81,7 @@ def check_self_transfer(
     where: str = "",
     device: str | None = None,
 ) -> Iterator[Finding]:
-    """Hand blocks over between two processes of this machine. Yield findings about the speed and about UCX's path.
+    """Load blocks between two processes of this machine. Yield a finding about the speed, and one about UCX's path.
 
     `judge_path(name, path)` returns the finding about the path. The caches are in host memory, or on `device`. UCX runs
     with the settings of the environment, except for its log. `where` is appended to the names of the findings.
@@ -103,15 +106,19 @@ def check_self_transfer(
 
 
 def _median_s(pair: Pair, count: int) -> float:
-    """Return the median seconds of a load of `count` blocks. The first load, which connects, is not counted."""
+    """Return the median number of seconds of a load of `count` blocks.
+
+    The first load, which connects, is not counted.
+    """
     turns = [scattered_loads(f"doctor {count} {turn}", _SHAPE.blocks, [count]) for turn in range(_REPEATS + 1)]
     return statistics.median([hand_over(pair, loads)[0].seconds for loads in turns][1:])
 
 
 def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Finding:
-    """Return the finding about the path of reads between two local processes, which should be shared memory.
+    """Return the finding about `path`, the UCX path of reads between two local processes. It should be shared memory.
 
-    tcp is fine if `ucx_tls`, the value of UCX_TLS, is set. `path` is None if UCX did not log it.
+    tcp is accepted if UCX_TLS is set; `ucx_tls` is its value or None. `path` is None if UCX did not log it. `name` is
+    the name of the finding.
     """
     if path is None:
         return path_not_logged(name)
@@ -126,5 +133,5 @@ def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Fi
 
 
 def path_not_logged(name: str) -> Finding:
-    """Return the finding that UCX did not log which path reads take."""
+    """Return the finding `name` that UCX did not log which path reads take."""
     return warn(name, "UCX did not log the path", "look at UCX's log: UCX_PROTO_INFO=y UCX_LOG_LEVEL=info")

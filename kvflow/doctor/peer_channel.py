@@ -22,9 +22,9 @@ _NO_FINGERPRINT = bytes(16)
 
 
 async def examine_peer(config: Config, address: str, engine_id: str) -> list[Finding]:
-    """Check the side channel at `address`. Return the findings up to the first step that fails.
+    """Check the side channel at `address` in three steps. Return the findings up to the first step that fails.
 
-    `engine_id` is the engine expected there; "" for any.
+    `engine_id` is the engine expected there; "" accepts any.
     """
     try:
         host, port = split_address(address, what="--peer")
@@ -59,9 +59,10 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
 
 
 def judge_answer(reply: messages.Reply, engine_id: str) -> Finding:
-    """Judge the peer's answer to a metadata request with an empty fingerprint.
+    """Return the finding about `reply`, the peer's answer to a metadata request with an empty fingerprint.
 
-    A kvflow rank is expected to refuse it; the refusal shows the rank's protocol version and cache facts.
+    A kvflow rank refuses that request; its refusal has the rank's protocol version and facts about its cache.
+    `engine_id` is the engine expected there; "" accepts any.
     """
     name = "peer's answer"
     if not isinstance(reply, messages.Refusal):

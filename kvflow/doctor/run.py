@@ -1,4 +1,4 @@
-"""Runs all checks of `kvflow doctor`. Later checks may depend on the findings of earlier ones."""
+"""Runs all checks of `kvflow doctor`. Later checks may depend on the findings of earlier checks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def examine(
         config: Timeouts and CURVE keys for asking peers; also the limits that decide how many open files are needed.
         peer: Address of a peer's side channel to check; None for none.
         peer_engine: Engine id expected at `peer`; "" for any.
-        transfer: True to move bytes: by each NIXL backend, between two processes, and on GPUs.
-        note: Called with a line of progress before each slow check.
+        transfer: True to move bytes: with each NIXL backend, between two processes, and on GPUs.
+        note: Function that takes a line of progress, called before each slow check.
         stock: Address of a vLLM engine with its own NixlConnector; None for none.
         pair: A prefill and a decode engine to compare, each as ENGINE_ID@tcp://host:port; None for none.
     """
@@ -66,14 +66,20 @@ def examine(
 
 
 def _examine_stock(config: Config, address: str) -> Iterator[Finding]:
-    """Check the vLLM engine at `address`, which runs vLLM's own NixlConnector. Its modules are imported only here."""
+    """Check the vLLM engine at `address`, which runs vLLM's own NixlConnector.
+
+    The modules for this check are imported only in this function.
+    """
     from kvflow.doctor.stock_engine import examine_stock
 
     yield from asyncio.run(examine_stock(address, config.handshake_timeout_s))
 
 
 def _examine_gpus(host: Host, transfer: bool, note: Callable[[str], None]) -> Iterator[Finding]:
-    """Check the GPUs. The modules for GPUs are imported only here."""
+    """Check the GPUs and, with `transfer`, loads between caches on GPUs.
+
+    The modules for GPUs are imported only in this function.
+    """
     from kvflow.doctor.cuda.cuda_checks import check_cuda, judge_gpu_path
     from kvflow.doctor.cuda.facts import read_cuda
 

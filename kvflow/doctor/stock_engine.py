@@ -15,9 +15,9 @@ _ENGINE, _CACHE, _READ = "stock engine", "stock cache", "reading it"
 
 
 async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
-    """Ask a vLLM engine with its own NixlConnector, at `address`, for its metadata, and judge the answer.
+    """Ask the stock engine at `address` (vLLM with its own NixlConnector) for its metadata, and return the findings.
 
-    Ask for rank 0 only: every engine has rank 0, and a question for a missing rank kills vLLM's listener.
+    Only rank 0 is asked: every engine has rank 0, and a question for a missing rank kills vLLM's listener.
     """
     try:
         answer = await ask_rank(address, timeout_s=timeout_s)
@@ -28,7 +28,10 @@ async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
 
 
 def judge_stock(answer: StockAnswer) -> list[Finding]:
-    """Return findings about a vLLM engine's version, compatibility hash and cache, and whether kvflow can read it."""
+    """Return findings about the version, compatibility hash and cache of a stock engine, from its `answer`.
+
+    The last finding says whether kvflow can read from it.
+    """
     metadata, lines = answer.metadata, [line.version for line in LINES]
     same_metadata = [line.version for line in LINES if line.metadata == line_of_metadata(answer.fields).metadata]
     try:
@@ -55,7 +58,7 @@ def judge_stock(answer: StockAnswer) -> list[Finding]:
 
 
 def describe_cache(metadata: StockMetadata) -> str:
-    """Return one line that describes a vLLM engine's cache."""
+    """Return one line that describes the cache of a stock engine (vLLM with its own NixlConnector)."""
     split = metadata.physical_blocks_per_logical_kv_block
     blocks = f"{counted(metadata.num_blocks, 'block')} of {counted(metadata.block_size, 'token')}"
     kernel = f" ({split} are one block of vLLM's)" if split > 1 else ""

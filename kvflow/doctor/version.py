@@ -9,7 +9,7 @@ import kvflow
 
 
 def installed(package: str) -> str:
-    """Return the installed version of a distribution package, or "not installed"."""
+    """Return the installed version of the distribution `package`, or "not installed"."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -17,7 +17,7 @@ def installed(package: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of kvflow, nixl, torch and Python by name."""
+    """Return the versions of kvflow, nixl, torch and Python, by name."""
     packages = {package: installed(package) for package in ("nixl", "torch")}
     return {"kvflow": kvflow.__version__, **packages, "python": platform.python_version()}
 

@@ -1,1 +1,1 @@
-"""Observers that export loads and leases: Prometheus metrics, OpenTelemetry spans, and timelines from files."""
+"""Observers that export loads and leases: Prometheus metrics, OpenTelemetry spans, and timelines from record files."""

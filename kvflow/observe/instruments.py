@@ -1,7 +1,7 @@
-"""The metrics of a runtime for any collector: names, help texts, labels, buckets, and where each value comes from.
+"""The metrics of a runtime, for any collector: names, help texts, labels, buckets, and where each value comes from.
 
-Prometheus and Ray Serve each have their own classes for instruments; `prometheus` and `kvflow.ray.ray_metrics` make
-them from the tables here.
+Prometheus and Ray Serve have their own classes for counters, gauges and histograms; `prometheus` and
+`kvflow.ray.ray_metrics` create these objects from the tables in this module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ReadValues: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
 
 
 def _statistics_of(now: RuntimeStatistics, part: str) -> Any:
-    """Return the statistics of the runtime's optional feature named `part`, or the field of `now` with that name.
+    """Return the statistics of the runtime's optional feature `part`, or the field `part` of `now` if there is one.
 
     "prefix.sharing" means the field `sharing` of the feature `prefix`. Return None if the runtime has no such feature.
     """
@@ -33,11 +33,11 @@ def _statistics_of(now: RuntimeStatistics, part: str) -> Any:
 
 
 def _values_of(part: str, *fields: str, without: float | None = None, **named: str) -> ReadValues:
-    """Return a function that takes a runtime's statistics and returns values of one metric, by label value.
+    """Return a function that takes a runtime's statistics and returns the values of one metric, by label value.
 
     The values are `fields` of the statistics that `_statistics_of` finds for `part`. The label value of a single field
     is "". The label values of several fields are their own names, or the names in `named` (label value=field). If the
-    runtime has no statistics for `part`, each value is `without`; if `without` is None, there are no values.
+    runtime has no statistics for `part`, each value is `without`; if `without` is None, the mapping is empty.
     """
     labels = named or ({"": fields[0]} if len(fields) == 1 else {field: field for field in fields})
 
@@ -123,7 +123,7 @@ RECORD_COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("kvflow_loads_vouched", "Loads that have read, by what proves their bytes fresh.", ("freshness", "outcome")),
     ("kvflow_leases", "Leases that have ended.", ("outcome",)),
 )
-"""Counters that records of ended loads and leases increase: name, help text, labels in addition to `LABELS`."""
+"""Counters that each record of an ended load or lease increases: name, help text, labels in addition to `LABELS`."""
 HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("kvflow_load_seconds", "Duration of successful loads.", (), _SECONDS_BUCKETS),
     ("kvflow_load_phase_seconds", "Time that successful loads spent in each phase.", ("phase",), _SECONDS_BUCKETS),
@@ -132,13 +132,13 @@ HISTOGRAMS: tuple[tuple[str, str, tuple[str, ...], tuple[float, ...]], ...] = (
     ("kvflow_lease_grow_seconds", "Time that leases grew, until the last token.", (), _SECONDS_BUCKETS),
     ("kvflow_load_grow_seconds", _LOAD_GROW_HELP, (), _SECONDS_BUCKETS),
 )
-"""Histograms of ended loads and leases: name, help text, labels in addition to `LABELS`, upper bounds of buckets."""
+"""Histograms over ended loads and leases: name, help text, labels in addition to `LABELS`, upper bounds of buckets."""
 Amount: TypeAlias = tuple[str, tuple[str, ...], float]
-"""An amount to add to one counter or histogram: name of the metric, values of all its labels, amount."""
+"""An amount to add to a counter or histogram: name of the metric, values of all its labels, amount."""
 
 
 def amounts_of(record: LoadRecord | LeaseRecord) -> Iterator[Amount]:
-    """Return the amounts to add to counters and histograms for an ended load or lease."""
+    """Yield the amounts that the record of an ended load or lease adds to counters and histograms."""
     where = (record.engine_id, *map(str, record.rank))
     details = _amounts_of_load(record) if isinstance(record, LoadRecord) else _amounts_of_lease(record)
     return ((name, (*where, *labels), amount) for name, labels, amount in details)

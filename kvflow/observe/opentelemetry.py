@@ -4,8 +4,8 @@
     async with kvflow.Runtime(config, observers=[OpenTelemetrySpans()]) as runtime: ...      # both sides
 
 The producer's "kvflow.lease" span and the consumer's "kvflow.load" span are children of the span named in the ticket,
-so both engines appear in one trace. A span is made when its load or lease has ended, from its record, with start and
-end times in the past. A load span also links to the span that was current where the load was awaited.
+so both engines appear in one trace. A span is created after its load or lease has ended, from the record, with start
+and end times in the past. A load span also links to the span that was current where the load was awaited.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def current_traceparent() -> str:
 
 
 def _attributes(record: LoadRecord | LeaseRecord, *names: str) -> dict[str, str | int]:
-    """Return a span's attributes: engine id, rank numbers, request id, outcome, blocks, and the fields `names`
-    of the record.
+    """Return the attributes of the span of `record`.
+
+    They are engine id, rank numbers, request id, outcome, number of blocks, and the fields `names` of the record.
     """
     return {
         "kvflow.engine": record.engine_id,
@@ -54,17 +55,17 @@ def _attributes(record: LoadRecord | LeaseRecord, *names: str) -> dict[str, str 
 
 
 class OpenTelemetrySpans:
-    """A `kvflow.Observer` that makes an OpenTelemetry span for each ended load and lease.
+    """A `kvflow.Observer` that creates an OpenTelemetry span for each ended load and lease.
 
     Args:
-        tracer: Makes the spans; None for a tracer of the global provider.
+        tracer: Creates the spans; None for a tracer of the global provider.
     """
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         self._tracer = tracer or trace.get_tracer("kvflow")
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Make the span of a load, with a child span for each phase.
+        """Create the span of an ended load, with a child span for each phase.
 
         Args:
             record: Record of the load that has just ended.
@@ -77,7 +78,7 @@ class OpenTelemetrySpans:
         self._make_span(record, attributes, SpanKind.CLIENT, span_links, error, landed=record.landed)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Make the span of a lease, with a child span for each phase.
+        """Create the span of an ended lease, with a child span for each phase.
 
         Args:
             record: Record of the lease that has just ended.
@@ -93,10 +94,10 @@ class OpenTelemetrySpans:
         error: str = "",
         **growth: Sequence[Moment],
     ) -> None:
-        """Make a span that ends now, with a child span for each phase that took time. `error`: its error, or "".
+        """Create a span that ends now, with a child span for each phase of the record that took time.
 
-        `growth` is `landed` or `computed`, a list of moments with a token count each. Each moment becomes an event on
-        the span, "kvflow.landed" or "kvflow.computed".
+        `error` is the span's error text, or "". `growth` is `landed` or `computed`, a list of moments with a token
+        count each; each moment becomes an event on the span, "kvflow.landed" or "kvflow.computed".
         """
         name = "kvflow.load" if isinstance(record, LoadRecord) else "kvflow.lease"
         end_ns = time.time_ns()

@@ -34,7 +34,7 @@ class PrometheusMetrics(Collector):
     """A `kvflow.Observer` that is also a prometheus_client collector. Two objects in a process need two registries.
 
     Args:
-        registry: Registry of prometheus_client to add all metrics to.
+        registry: Registry of prometheus_client to which all metrics are added.
 
     Raises:
         ValueError: The registry already has metrics of these names.
@@ -52,7 +52,7 @@ class PrometheusMetrics(Collector):
         registry.register(self)
 
     def watch(self, runtime: Runtime) -> None:
-        """Add the metrics of `runtime.statistics()` to each scrape. Call this on the runtime's event loop.
+        """Export `runtime.statistics()` at each scrape from now on. Call this on the runtime's event loop.
 
         Args:
             runtime: An open runtime.
@@ -63,7 +63,7 @@ class PrometheusMetrics(Collector):
         self._watched.append(_WatchedRuntime(runtime, asyncio.get_running_loop()))
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Add an ended load to counters and histograms.
+        """Add the record of an ended load to counters and histograms. The runtime calls this.
 
         Args:
             record: Record of the load that has just ended.
@@ -71,7 +71,7 @@ class PrometheusMetrics(Collector):
         self._add_record(record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Add an ended lease to counters and histograms.
+        """Add the record of an ended lease to counters and histograms. The runtime calls this.
 
         Args:
             record: Record of the lease that has just ended.
@@ -86,7 +86,7 @@ class PrometheusMetrics(Collector):
                 self._histograms[name].labels(*labels).observe(amount)
 
     def describe(self) -> list[Metric]:
-        """Return no metric families: none is known before a runtime is watched. The registry calls this.
+        """Return no metric families, since none is known before a runtime is watched. The registry calls this.
 
         Returns:
             An empty list.
@@ -94,7 +94,7 @@ class PrometheusMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Return the metrics of all watched runtimes. The registry calls this at each scrape, from any thread.
+        """Yield the metrics of all watched runtimes. The registry calls this at each scrape, from any thread.
 
         Returns:
             Gauges and counters with their present values. If a runtime's event loop does not answer within a second,
@@ -111,7 +111,7 @@ class PrometheusMetrics(Collector):
 
 
 class _WatchedRuntime:
-    """A watched runtime, with a way to take its statistics from any thread."""
+    """A watched runtime and its event loop, to take the runtime's statistics from any thread."""
 
     def __init__(self, runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
         self.labels = [runtime.config.engine_id, *map(str, Rank.of(runtime.config))]
@@ -120,7 +120,10 @@ class _WatchedRuntime:
         self._last_statistics = runtime.statistics()
 
     def statistics(self) -> RuntimeStatistics:
-        """Return the runtime's statistics, taken on its loop. If the loop does not answer, return the previous ones."""
+        """Return the runtime's statistics, taken on its event loop.
+
+        If the loop does not answer, return the previous statistics.
+        """
         if _running_loop() is self._loop:
             self._last_statistics = self._runtime.statistics()
         elif self._loop.is_running():

@@ -33,10 +33,13 @@ _US_PER_S = 1e6
 
 
 class RecordLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a record file: an ended load or lease. `details` has the fields that only its kind has, by name."""
+    """One line of a record file: an ended load or lease.
+
+    `details` has the fields that only loads or only leases have, by name.
+    """
 
     kind: str
-    """"load" or "lease"."""
+    """Kind of the record: "load" or "lease"."""
     ended_s: float
     """Unix time at which the load or lease ended."""
     engine_id: str
@@ -48,14 +51,14 @@ class RecordLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadRecords(InvalidInput):
-    """A line of a record file cannot be decoded. The message names file and line."""
+    """A line of a record file cannot be decoded. The message names the file and the line."""
 
 
 class RecordFile:
     """A `kvflow.Observer` that appends each ended load and lease to a file. Writes are buffered; `close` flushes them.
 
-    Meant for diagnosis, not for constant use: the event loop does the writing, some microseconds per record and now and
-    then a write to the file.
+    Meant for diagnosis, not for constant use: the event loop does the writing, which takes some microseconds per record
+    and now and then a write to the file.
 
     Args:
         path: Path of the file, which is created if it does not exist.
@@ -78,7 +81,7 @@ class RecordFile:
         self._file.close()
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Append a load.
+        """Append the record of an ended load to the file. The runtime calls this.
 
         Args:
             record: Record of the load that has just ended.
@@ -86,7 +89,7 @@ class RecordFile:
         self._write("load", record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Append a lease.
+        """Append the record of an ended lease to the file. The runtime calls this.
 
         Args:
             record: Record of the lease that has just ended.
@@ -103,7 +106,7 @@ class RecordFile:
 
 
 def read_records(path: Path) -> Iterator[RecordLine]:
-    """Read a file written by `RecordFile`.
+    """Read the records in a file written by `RecordFile`.
 
     Args:
         path: Path of the file.
@@ -112,7 +115,7 @@ def read_records(path: Path) -> Iterator[RecordLine]:
         An iterator over the records, which reads the file line by line.
 
     Raises:
-        BadRecords: A line is not a record. The message names its number.
+        BadRecords: A line is not a record. The message has the line number.
         OSError: The file cannot be read.
     """
     with path.open("rb") as file:
@@ -125,8 +128,10 @@ def read_records(path: Path) -> Iterator[RecordLine]:
 
 TraceEvent: TypeAlias = dict[str, Any]
 _GROWTH = {"lease": "computed", "load": "landed"}
-"""For each kind of record, the key in `details` of its progress: when tokens of the lease were computed, or when
-tokens of the load had landed."""
+"""For each kind of record, the key in `details` of the list of moments that shows its progress.
+
+"computed" says when tokens of a lease were computed, "landed" when tokens of a load had landed.
+"""
 _OfferKey: TypeAlias = tuple[str, str]  # producer's engine id, producer's request id
 _Begin: TypeAlias = tuple[int, float]  # process number in the timeline, Unix time
 
@@ -163,9 +168,9 @@ def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
 
 
 def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
-    """Yield the trace events for one record: a slice from begin to end, and one inside for each phase that took time.
+    """Yield the trace events of one record: a slice for its whole time, and one inside for each phase that took time.
 
-    `number` identifies the record in the timeline.
+    `process` is the process number of the rank in the timeline, `number` identifies the record there.
     """
     common: TraceEvent = {"cat": line.kind, "id": number, "pid": process, "tid": process}
     name, details = f"{line.kind} {line.request_id}", dict(line.details)
@@ -183,7 +188,8 @@ def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iter
 def _growth(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
     """Yield the trace events of a row that shows when tokens of a lease were computed, or tokens of a load landed.
 
-    A slice lasts from one moment in the record to the next, and names the tokens that were added.
+    A slice lasts from one moment in the record to the next, and names the tokens that were added. `process` is the
+    process number of the rank in the timeline, `number` identifies the record there.
     """
     what, before_s, before = _GROWTH.get(line.kind, ""), 0.0, 0
     common: TraceEvent = {"cat": what, "id": number, "pid": process, "tid": process}
@@ -206,7 +212,7 @@ def _moments(line: RecordLine) -> list[Moment]:
 
 
 def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
-    """Return for each load how much of the prompt had landed when the producer computed the prompt's last token.
+    """Return, for each load, the share of the prompt that had landed when the producer had computed the last token.
 
     Only loads of leases that were opened before their prompt was computed count, and only if the lease is in the files.
     The times of two machines are compared by their wall clocks.
@@ -238,10 +244,11 @@ def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
 def _arrows(
     leases: dict[_OfferKey, list[_Begin]], loads: list[tuple[_OfferKey, _Begin, float]]
 ) -> Iterator[TraceEvent]:
-    """Yield an arrow to each load, from the latest lease of its offer that began before the load ended.
+    """Yield the trace events of an arrow to each load from its lease.
 
-    The end of the load is compared, not its beginning: a load of a pending ticket may begin before the lease, and the
-    time at which a record was written is less exact than its phases.
+    If an engine has opened several leases for the request, the arrow comes from the latest that began before the load
+    ended. The end of the load is compared, not its beginning: a load of a pending ticket may begin before the lease,
+    and the time at which a record was written is less exact than its phases.
     """
     for number, (offer, (process, begin_s), ended_s) in enumerate(loads, 1):
         before = [moment for moment in leases.get(offer, []) if moment[1] <= ended_s]

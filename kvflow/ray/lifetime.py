@@ -1,7 +1,7 @@
 """Lifetime: enters and leaves an async context manager in one task, for hosts that call each method in another task.
 
-A task group or a runtime must be left by the task that entered it. Ray Serve runs a replica's `__init__`, its requests
-and its `__del__` in different tasks.
+A task group or a runtime must be exited by the task that entered it. Ray Serve runs a replica's `__init__`, its
+requests and its `__del__` in different tasks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OpenedT = TypeVar("OpenedT")
 
 
 class Lifetime(Generic[OpenedT]):
-    """An async context manager that one task enters at `start` and leaves at `stop`.
+    """An async context manager that one task of its own enters at `start` and exits at `stop`.
 
     The module docstring of `kvflow.ray.replica` has an example.
 
@@ -32,9 +32,9 @@ class Lifetime(Generic[OpenedT]):
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> OpenedT:
-        """Enter the context in a task of its own.
+        """Start a task that enters the context, and wait until it has been entered.
 
-        If the call is cancelled, the context is left first.
+        If the call is cancelled, the task exits the context before the call ends.
 
         Returns:
             The value that the context manager gives to `async with ... as`.
@@ -58,19 +58,20 @@ class Lifetime(Generic[OpenedT]):
         return opened.result()
 
     async def stop(self) -> None:
-        """Leave the context, and wait until it is left. If it was never entered, or is left already, do nothing.
+        """Make the task exit the context, and wait for that.
 
-        Cancelling ends only the wait: the context is left all the same.
+        No effect if the context was never entered or has been exited. If cancelled, stop waiting: the context is exited
+        in any case.
 
         Raises:
-            Exception: any error of leaving the context, or the error that had ended the context before.
+            Exception: any error of exiting the context, or the error that had ended the context before.
         """
         self._stopping.set()
         if self._task is not None:
             await asyncio.shield(self._task)
 
     def check(self) -> None:
-        """Raise if the context has ended, for example because one of its background tasks failed.
+        """Raise an error if the context has ended, for example because one of its background tasks failed.
 
         Raises:
             Exception: the error that ended the context.

@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, workers: int) -> dict[str, Any]:
-    """Return `given`, the settings of a replica's vLLM workers, with a `listen` address if it has none.
+    """Return a copy of `given`, with an address at which the replica's vLLM workers listen if `given` has none.
 
     Args:
         given: the user's `kv_connector_extra_config`.
@@ -44,6 +44,9 @@ def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, worker
         head: address of the cluster's head node, to which all nodes have a route.
         workers: number of workers. A single worker is on the replica's node. Several workers may be on other nodes, so
             each finds its own address by its route to `head`.
+
+    Returns:
+        The settings for `kv_connector_extra_config`.
     """
     if "listen" in given:
         return dict(given)
@@ -54,7 +57,7 @@ def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, worker
 
 @cache
 def _backend() -> Any:
-    """Return kvflow's backend class for Ray Serve LLM, made on first use, since its base classes are Ray's."""
+    """Return kvflow's backend class for Ray Serve LLM. The first call creates it, since its base classes are Ray's."""
     base = _ray_internal("base", "BaseConnectorBackend", ("setup", "kv_transfer_config"))
     protocol = _ray_internal("base", "DefaultPDProtocolMixin", ("prepare_prefill_request", "prepare_decode_request"))
 
@@ -62,9 +65,9 @@ def _backend() -> Any:
 
 
 def _setup(backend: Any) -> None:
-    """Set the address at which the workers of a replica listen.
+    """Write into the backend's settings the address at which the vLLM workers of a replica listen.
 
-    vLLM makes the engine id, and tickets carry the ports, so nothing else is needed.
+    vLLM makes the engine id, and tickets carry the ports, so no other setting is needed.
     """
     import ray
 

@@ -1,7 +1,7 @@
-"""Keeps a runtime connected to the replicas behind a deployment's handle, as replicas start and stop.
+"""Keeps a runtime connected to the replicas of a Ray Serve deployment, as replicas start and stop.
 
-Loads work without this, since a ticket says where its blocks are. An open connection saves the first load from each
-replica a handshake.
+Loads work without this, since a ticket has the addresses of its ranks. An open connection saves the first load from
+each replica a handshake.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ LookupError."""
 async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, *, period_s: float = 10.0) -> None:
     """Keep `runtime` connected to all replicas of a deployment, until cancelled or until `runtime` drains or closes.
 
-    Replicas that have stopped are forgotten. A failed connection or an invalid answer is logged and tried again.
+    Connections to stopped replicas are dropped. A failed connection or an invalid answer is logged and tried again.
 
     Args:
         runtime: the runtime that will load from the replicas.
         peers: the deployment's handle, if its replicas have a method `metadata` (`ReplicaRuntime.metadata`). Or a
             coroutine function that returns the metadata of all replicas, and raises LookupError if it cannot.
-        period_s: seconds between two looks at the replicas: a new replica is connected at most this much later.
+        period_s: seconds between two listings of the replicas: a new replica is connected at most this much later.
     """
     list_peers = peers if callable(peers) and not hasattr(peers, "broadcast") else partial(list_replicas, peers)
     known: frozenset[PeerAddress] = frozenset()
@@ -64,9 +64,9 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
 async def _update_connections(
     runtime: Runtime, known: frozenset[PeerAddress], listed: Sequence[Mapping[str, Any]]
 ) -> frozenset[PeerAddress]:
-    """Forget replicas that have stopped, and connect to new ones. Return the replicas that are connected now.
+    """Forget replicas that have stopped, connect to new replicas, and return all replicas that are connected now.
 
-    `known` are the replicas that were connected, `listed` the metadata of all present replicas.
+    `known` are the replicas that were connected before, `listed` the metadata of all running replicas.
     """
     now = frozenset(_address_of(entry) for entry in listed)
     for gone in known - now:
@@ -83,7 +83,7 @@ def _address_of(entry: Mapping[str, Any]) -> PeerAddress:
 
 
 async def list_replicas(handle: Any) -> Sequence[Mapping[str, Any]]:
-    """Ask all replicas of a deployment for their metadata. Leave out replicas that stop meanwhile.
+    """Ask all replicas of a deployment for their metadata. Leave out replicas that stop before they answer.
 
     Args:
         handle: handle of the deployment. Its replicas need a method `metadata`.

@@ -5,7 +5,7 @@
         tasks.create_task(metrics.watch(replica.runtime))
 
 Names and labels are the same as in `kvflow.observe`, with Ray's prefix `ray_`. Ray adds labels for the deployment and
-the replica. Ray does not export a prometheus_client registry of a replica.
+the replica. Ray does not export the prometheus_client metrics of a replica's process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvflow.runtime.statistics import RuntimeStatistics
 
 
 class RayMetrics:
-    """A `kvflow.Observer` that exports the records and statistics of one runtime. Make it inside the replica.
+    """A `kvflow.Observer` that exports the records and statistics of one runtime. Create it inside the replica.
 
     Args:
         period_s: seconds between two exports of statistics.

@@ -1,10 +1,10 @@
 """ReplicaRuntime: the runtime of one replica of Ray Serve.
 
-Serve stops a replica in three steps. It waits until the replica has no running request, looking every
-`graceful_shutdown_wait_loop_s`. It awaits `__del__`. It kills the process `graceful_shutdown_timeout_s` after the
-beginning. Serve does not know about a replica's open leases, so `__del__` has to drain them (`drain`), with a deadline
-that leaves time to close. Serve calls a replica's methods in different tasks, so a replica keeps its ReplicaRuntime in
-a `Lifetime`:
+Serve stops a replica in three steps. First it waits until the replica has no running request, checking every
+`graceful_shutdown_wait_loop_s`. Then it awaits `__del__`. At last it kills the process, `graceful_shutdown_timeout_s`
+after the first step began. Serve does not know about a replica's open leases, so `__del__` has to drain them (`drain`),
+with a deadline that leaves time to close. Serve calls a replica's methods in different tasks, so a replica keeps its
+ReplicaRuntime in a `Lifetime`:
 
     @asynccontextmanager
     async def opened():
@@ -47,16 +47,19 @@ from kvflow.runtime.world import World
 
 _SHORTEST_S = 1e-3
 SETTLE_S = 1.0
-"""Default of Config.drain_timeout_s in a replica, in seconds. A replica drains by `ReplicaRuntime.drain`, so closing
-has to wait only for leases and loads that `drain` has ended."""
+"""Default of Config.drain_timeout_s in a replica, in seconds.
+
+It is short because a replica calls `ReplicaRuntime.drain` first, so closing waits only for leases and loads that
+`drain` has already ended.
+"""
 
 DRAIN_LEAST_S = 1.0
-"""Least time for a drain, in seconds, that a deployment's settings must leave if no `drain_deadline_s` is given."""
+"""Minimum number of seconds that a deployment's settings must leave for a drain if no `drain_deadline_s` is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlace:
-    """Names, address and time limits of a replica, as Ray Serve has them. Times are in seconds."""
+    """Names, address and time limits of a replica as Ray Serve has them."""
 
     app: str
     deployment: str
@@ -70,7 +73,7 @@ class ReplicaPlace:
 
     @property
     def engine_id(self) -> str:
-        """Engine id for the replica's runtime. A restarted replica counts as another engine."""
+        """Engine id for the replica's runtime. A restarted replica has another one, and so counts as another engine."""
         return f"{self.deployment}-{self.unique_id}"
 
     def config(self, settings: dict[str, Any]) -> Config:
@@ -89,7 +92,7 @@ class ReplicaPlace:
         return Config(**{**own, **settings})
 
     def drain_deadline_s(self, config: Config, wanted_s: float | None = None) -> float:
-        """Return how many seconds the replica's leases and loads may take to end.
+        """Return how many seconds the replica's leases and loads may take to end when the replica stops.
 
         Args:
             config: the runtime's Config, which bounds the time from the drain's deadline until the runtime is closed.
@@ -99,7 +102,7 @@ class ReplicaPlace:
             `wanted_s`, or `time_to_drain_s(config)` if it is None.
 
         Raises:
-            ConfigError: the time is too short: Serve would kill the replica while it drains or closes.
+            ConfigError: the deployment leaves too little time: Serve would kill the replica while it drains or closes.
         """
         left_s = self.time_to_drain_s(config)
         least_s = DRAIN_LEAST_S if wanted_s is None else checks.seconds(wanted_s, "drain_deadline_s", error=ConfigError)
@@ -113,7 +116,7 @@ class ReplicaPlace:
         return left_s if wanted_s is None else wanted_s
 
     def time_to_drain_s(self, config: Config) -> float:
-        """Return how many seconds the deployment's settings leave for a drain.
+        """Return how many seconds the deployment's settings leave for a drain when the replica stops.
 
         Args:
             config: the runtime's Config, which bounds the time from the drain's deadline until the runtime is closed.
@@ -125,14 +128,14 @@ class ReplicaPlace:
 
 
 def _closing_s(config: Config) -> float:
-    """Return the longest time from a drain's deadline until the runtime is closed, in seconds."""
+    """Return the maximum number of seconds from a drain's deadline until the runtime is closed."""
     return config.ending_s + config.limits.goodbye_timeout_s + config.limits.transport_close_timeout_s
 
 
 class ReplicaRuntime:
-    """A runtime that is configured from its replica of Ray Serve. Use it as `async with`; the runtime is `runtime`.
+    """A `kvflow.Runtime` configured from its Ray Serve replica.
 
-    The module docstring has an example.
+    Use it as `async with`; `runtime` is the `kvflow.Runtime`. The module docstring has an example.
 
     Args:
         place: names and limits of the replica; None asks Serve for them, which works only inside a replica.
@@ -140,7 +143,7 @@ class ReplicaRuntime:
             that the deployment's `graceful_shutdown_timeout_s` leaves.
         observers: receive the records of ended loads and leases, as for Runtime.
         world: for tests, as for Runtime.
-        parts: optional capabilities, as for Runtime.
+        parts: optional features, as for Runtime.
         settings: fields of `kvflow.Config`, such as `model` and ranks. The default of `engine_id` is made of the
             deployment and the replica's unique id. The default of `listen` is a free port at the node's address.
 
@@ -175,16 +178,16 @@ class ReplicaRuntime:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the runtime. Leases and loads that were not drained get Config.drain_timeout_s to end."""
+        """Close the runtime. Leases and loads that are still open get Config.drain_timeout_s to end."""
         await self.runtime.aclose()
 
     async def drain(self) -> bool:
-        """Refuse new work, and wait until all leases and loads have ended; at the deadline end those that are left.
+        """Refuse new work and wait until all leases and loads have ended. At the deadline, end those that are left.
 
         Call this when the replica stops, before it ends the tasks that hold the leases' blocks. The deadline is
-        `drain_deadline_s`, or earlier if the deployment's time was shortened meanwhile, which Serve does without
-        restarting replicas. `Runtime.drain` says how long ending may take after the deadline. Cancelling ends the wait:
-        the runtime stays draining, and nothing is revoked.
+        `drain_deadline_s`, or less if Serve has shortened the deployment's time meanwhile, which Serve does without
+        restarting replicas. `Runtime.drain` says how long ending may take after the deadline. If cancelled, stop
+        waiting: the runtime stays draining, and no lease is revoked.
 
         Returns:
             True if all leases and loads ended before the deadline. False if not, or if the runtime was not open.
@@ -195,7 +198,7 @@ class ReplicaRuntime:
         return await self.runtime.drain(max(min(self.drain_deadline_s, left_s), _SHORTEST_S))
 
     def metadata(self) -> dict[str, Any]:
-        """Return the replica's engine and address, for `record_replica_metadata` and `kvflow.ray.keep_prewarmed`.
+        """Return the replica's engine id and address, for `record_replica_metadata` and `kvflow.ray.keep_prewarmed`.
 
         Returns:
             Engine id, address of the side channel, node and rank, in JSON types.
@@ -214,7 +217,7 @@ class ReplicaRuntime:
         }
 
     def routing_stats(self) -> dict[str, Any]:
-        """Return how busy the runtime is at this moment, for `record_routing_stats`.
+        """Return how busy the runtime is now, for `record_routing_stats`.
 
         Returns:
             The runtime's state, and the counts of free blocks, open leases and open loads, in JSON types.
@@ -229,7 +232,9 @@ class ReplicaRuntime:
         }
 
     def check(self) -> None:
-        """Raise if the runtime can no longer work, so that Serve replaces the replica. Call it in `check_health`.
+        """Raise RuntimeBroken if the runtime can no longer work, so that Serve replaces the replica.
+
+        Call it in `check_health`.
 
         Raises:
             RuntimeBroken: a service of the runtime died, the runtime was closed although Serve has not stopped the
@@ -243,7 +248,7 @@ class ReplicaRuntime:
 
 
 def this_replica() -> ReplicaPlace:
-    """Return the replica that this process is.
+    """Return names, address and time limits of the replica in which this process runs.
 
     Raises:
         ConfigError: this process is no replica, or Ray is not installed.

@@ -51,7 +51,10 @@ def major_minor(version: str) -> tuple[int, int]:
 
 
 def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check compute mode and MIG. Compute mode may keep engines off a shared GPU; MIG instances have no cuda_ipc."""
+    """Check compute mode and MIG of the GPUs.
+
+    Compute mode may keep two engines off one GPU. MIG instances have no cuda_ipc.
+    """
     gpus = cuda.gpus
     found = "; ".join(
         f"{number}: {gpu.name}, {gpu.memory_mib} MiB, {counted(cuda.nvlinks.get(number, 0), 'NVLink')}"
@@ -69,7 +72,7 @@ def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def check_allocator(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check that torch's allocator makes no expandable segments.
+    """Check that torch's CUDA allocator is not set to expandable segments.
 
     cuda_ipc cannot open expandable segments, and memory by which a segment grows later is not registered with NIXL.
     """
@@ -85,7 +88,7 @@ def check_allocator(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check the environment for UCX settings that keep UCX from GPU memory, or make it slow there."""
+    """Check the environment for UCX settings with which UCX cannot reach GPU memory, or only slowly."""
     given = {key: value for key, value in cuda.environment.items() if key.startswith("UCX_")}
     found = ", ".join(f"{key}={value}" for key, value in given.items()) or "none is set"
     lacking = left_out_transports(given.get("UCX_TLS", ""))
@@ -103,7 +106,10 @@ def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def left_out_transports(tls: str) -> tuple[str, ...]:
-    """Return which of cuda_copy and cuda_ipc the UCX_TLS value `tls` leaves out. `cuda` and `all` include both."""
+    """Return those of cuda_copy and cuda_ipc that `tls`, a value of UCX_TLS, leaves out.
+
+    `cuda` and `all` include both.
+    """
     if not tls:
         return ()
     words = [word.strip() for word in tls.lstrip("^").split(",")]
@@ -114,7 +120,7 @@ def left_out_transports(tls: str) -> tuple[str, ...]:
 
 
 def check_registration(name: str, host: Host, cuda: Cuda) -> Finding:
-    """Check that RDMA can register GPU memory, by nvidia_peermem or by dma-buf.
+    """Check that RDMA can register GPU memory, through nvidia_peermem or dma-buf.
 
     gdrcopy is not checked: the UCX in NIXL's wheels is built without gdr_copy, and a read does not need it.
     """
@@ -132,7 +138,7 @@ def check_registration(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_bar1(name: str, host: Host, cuda: Cuda) -> Finding:
-    """Check the size of BAR1, the window through which RDMA reaches GPU memory.
+    """Check that BAR1, the PCIe window through which RDMA reaches GPU memory, is large enough.
 
     kvflow registers a cache twice; with some drivers both registrations take space in BAR1.
     """
@@ -151,7 +157,7 @@ def check_bar1(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_nic_distances(name: str, host: Host, cuda: Cuda) -> Finding:
-    """Check that each GPU has an RDMA device reached through PCIe switches only, and that no IOMMU is in the way."""
+    """Check that each GPU reaches an RDMA device through PCIe switches only, and that no IOMMU is on."""
     if not host.rdma_devices:
         return ok(name, "no RDMA devices")
     best = {gpu: [f"{nic} {how}" for nic, how in nics.items()] for gpu, nics in cuda.nic_distances.items()}
@@ -170,7 +176,7 @@ def check_nic_distances(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_ordering(name: str, host: Host, cuda: Cuda) -> Finding:
-    """Check the order of RDMA writes: once the host sees that a read has ended, GPU kernels must see its bytes.
+    """Check that GPU kernels see the bytes of an RDMA read once the host has seen the end of the read.
 
     A load ends when the host sees the end of its last read.
     """
@@ -186,7 +192,10 @@ def check_ordering(name: str, host: Host, cuda: Cuda) -> Finding:
 
 
 def check_sharing(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check whether engines in different containers can use cuda_ipc: a shared PID namespace, or an IMEX channel."""
+    """Check whether this engine can use cuda_ipc with engines in other containers.
+
+    That needs a shared PID namespace or an IMEX channel.
+    """
     where = "the machine's own" if cuda.pid_namespace == HOST_PID_NAMESPACE else "a container's"
     found = f"PID namespace: {where}; IMEX channels: {cuda.imex_channels}"
     if cuda.pid_namespace == HOST_PID_NAMESPACE or cuda.imex_channels:
@@ -216,9 +225,9 @@ def check_cuda(host: Host, cuda: Cuda) -> Iterator[Finding]:
 
 
 def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
-    """Return the finding about the path of reads between two processes with caches on one GPU.
+    """Return the finding about `path`, the UCX path of reads between two processes with caches on GPUs.
 
-    If the path is slow, the advice is that of `slow_path_advice`. `path` is None if UCX did not log it.
+    If the path is slow, the advice is from `slow_path_advice`. `path` is None if UCX did not log it.
     """
     if path is None:
         return path_not_logged(name)
@@ -228,9 +237,9 @@ def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
 
 
 def slow_path_advice(cuda: Cuda) -> list[str]:
-    """Return advice for each fact that may keep two processes in one container from using cuda_ipc, the surest first.
+    """Return advice for each fact that may keep two processes of one container from using cuda_ipc, the surest first.
 
-    The last entry is a way around (staging in host memory) if the other advice does not help.
+    The last entry is the fallback if no other advice helps: staging in host memory.
     """
     found = []
     if any("expandable_segments:true" in value.lower() for value in cuda.environment.values()):

@@ -1,6 +1,6 @@
 """Facts of a CUDA machine: from nvidia-smi, /proc and /sys, and from a child process that loads torch and NIXL.
 
-Everything that calls the driver runs in another process, so a driver that hangs or crashes is only a finding.
+Everything that calls the driver runs in another process, so a driver that hangs or crashes only leads to a finding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Facts from a child process that has loaded torch, NIXL and the CUDA driver."""
+    """Facts found by a child process that has loaded torch, NIXL and the CUDA driver."""
 
     torch: str = ""
     torch_cuda: str | None = None
@@ -49,38 +49,38 @@ class Probe:
     nixl: str = ""
     """Build of NIXL that was loaded, for instance "nixl_cu13"."""
     attributes: Mapping[str, int | None] = field(default_factory=dict)
-    """Attributes of the GPU as the driver reports them, by the attribute's name."""
+    """Values of the GPU's attributes as the driver reports them, by the attribute's name."""
     problem: str = ""
     """Reason why the child process failed, or why the driver could not be loaded; "" if both went well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuda:
-    """Facts of a CUDA machine. A field is None if its fact is not known."""
+    """Facts of a CUDA machine. A field is None if its fact is unknown."""
 
     driver: str | None
-    """Version of the driver."""
+    """Version of the NVIDIA driver."""
     driver_cuda: tuple[int, int] | None
     """Newest CUDA version that the driver supports."""
     gpus: tuple[Gpu, ...]
     nvlinks: Mapping[int, int]
     """Number of active NVLinks by GPU number."""
     nic_distances: Mapping[str, Mapping[str, str]]
-    """Distance between GPU and NIC as nvidia-smi names it (PIX, PXB, ...), by the GPU's name, then by the NIC's."""
+    """Distance between GPU and NIC as nvidia-smi calls it (PIX, PXB, ...), by GPU name, then by NIC name."""
     peermem: bool
     """True if the kernel module nvidia_peermem is loaded."""
     kernel: tuple[int, int] | None
-    """Version of the kernel."""
+    """Major and minor version of the Linux kernel."""
     iommu: bool
-    """True if an IOMMU is on."""
+    """True if an IOMMU is active on this machine."""
     pid_namespace: str
-    """Target of this process's link /proc/self/ns/pid; compare it with `HOST_PID_NAMESPACE`."""
+    """Target of this process's link /proc/self/ns/pid. `HOST_PID_NAMESPACE` is the value outside of containers."""
     imex_channels: int
-    """Number of IMEX channels that this process sees."""
+    """Number of IMEX channels (NVIDIA's memory sharing between containers and nodes) that this process sees."""
     nixl_builds: tuple[str, ...]
-    """Installed NIXL packages for CUDA."""
+    """Names of the installed NIXL packages for CUDA, for instance "nixl-cu13"."""
     environment: Mapping[str, str]
-    """Values of those `VARIABLES` that are set, by name."""
+    """Values, by name, of those variables in `VARIABLES` that are set."""
     probe: Probe
 
     @property
@@ -89,7 +89,7 @@ class Cuda:
 
     @property
     def dmabuf(self) -> bool:
-        """True if RDMA can register GPU memory by dma-buf, without nvidia_peermem.
+        """True if RDMA can register GPU memory through dma-buf, without nvidia_peermem.
 
         The driver has to report support, and Linux has to be 5.12 or newer.
         """
@@ -122,7 +122,7 @@ def kernel_version(release: str) -> tuple[int, int] | None:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """Return the output of `nvidia-smi` with these arguments; "" if it cannot be run or hangs."""
+    """Run `nvidia-smi` with `arguments` and return its output; "" if it cannot be run or hangs."""
     command = ["nvidia-smi", *arguments]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False).stdout

@@ -16,26 +16,29 @@ _ACTIVE_LINK = re.compile(r"Link \d+: [\d.]+ GB/s")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _NIC_NAME = re.compile(r"(NIC\d+): (\S+)")
 NEAR_DISTANCES = ("PIX", "PXB")
-"""Distances with only PCIe switches between GPU and NIC. PHB, NODE and SYS cross a host bridge or a socket."""
+"""Distances with only PCIe switches between GPU and NIC.
+
+The others (PHB, NODE, SYS) cross a host bridge or a socket.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU. `mig` is True if MIG is enabled, and None if the GPU has no MIG mode."""
+    """One GPU as nvidia-smi describes it. `mig` is True if MIG is enabled, and None if the GPU has no MIG mode."""
 
     name: str
     memory_mib: int | None
     bar1_mib: int | None
-    """Size of BAR1, the PCIe window through which NICs and peer GPUs reach the GPU's memory."""
+    """Size in MiB of BAR1, the PCIe window through which NICs and peer GPUs reach the GPU's memory."""
     mig: bool | None
     compute_mode: str
 
 
 def read_devices(xml: str) -> tuple[str | None, tuple[int, int] | None, tuple[Gpu, ...]]:
-    """Parse a report of `nvidia-smi -q -x`.
+    """Parse `xml`, the output of `nvidia-smi -q -x`.
 
-    Return the driver's version, the newest CUDA version that the driver supports, and the GPUs. If `xml` is not a
-    report, the driver's version is None.
+    Return the driver's version, the newest CUDA version that the driver supports, and the GPUs. If `xml` is not that
+    output, the driver's version is None.
     """
     try:
         root = ElementTree.fromstring(xml)
@@ -75,7 +78,7 @@ def _parse_cuda_version(text: str) -> tuple[int, int] | None:
 
 
 def read_nvlinks(text: str) -> dict[int, int]:
-    """Parse `nvidia-smi nvlink --status`. Return the number of active NVLinks (0 or more) by GPU number."""
+    """Parse the output of `nvidia-smi nvlink --status`. Return the number of active NVLinks, maybe 0, by GPU number."""
     found: dict[int, int] = {}
     device = -1
     for line in text.splitlines():
@@ -88,7 +91,10 @@ def read_nvlinks(text: str) -> dict[int, int]:
 
 
 def read_nic_distances(text: str) -> dict[str, dict[str, str]]:
-    """Parse the matrix of `nvidia-smi topo -m`. Return the distance (PIX, PXB, ...) by GPU name, then by NIC name."""
+    """Parse the matrix that `nvidia-smi topo -m` prints.
+
+    Return distances (PIX, PXB, ...) by GPU name, then by NIC name.
+    """
     text = _ESCAPES.sub("", text)
     names = dict(_NIC_NAME.findall(text))
     rows = [line.split("\t") for line in text.splitlines()]
