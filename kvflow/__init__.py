@@ -1,7 +1,7 @@
 """kvflow: an asyncio-native runtime that moves paged KV cache between LLM engines.
 
-Public are the names in `__all__` of this package and of the modules in `__public_modules__`. Everything else may
-change without notice.
+The names in `__all__` of this package and of the modules in `__public_modules__` are public. Everything else may change
+without notice.
 """
 
 from kvflow import errors

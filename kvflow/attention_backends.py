@@ -1,10 +1,10 @@
 """The cache layouts of attention backends, as a table. Each row names the source file that it was read from.
 
-An engine names its attention backend, such as vLLM's FLASH_ATTN. If all backends of an engine share an allocator, the
-table has the allocator's class: SGLang's pools, TensorRT-LLM's manager. A name alone does not determine the shape,
-since vLLM has changed most shapes twice. So a name may have several rows. The tensors decide which row applies; if they
-fit two rows, the engine's version decides. A row has what shapes cannot show: the order of the axes, the orders that
-strides may give, and whether the bytes are plain values.
+A row has the name of an attention backend, such as vLLM's FLASH_ATTN. If all backends of an engine share an allocator,
+the row has the name of the allocator's class: SGLang's pools, TensorRT-LLM's manager. A name alone does not determine
+the shape, since vLLM has changed most shapes twice. So a name may have several rows. The tensors decide which row
+applies; if they fit two rows, the engine's version decides. A row also has facts that shapes cannot show: the order of
+the axes in the shape, the possible orders by strides, and whether the bytes are plain values.
 
 For a backend without a row use `CacheLayout.infer`.
 
@@ -34,37 +34,37 @@ _VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})(?!\d)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLayout:
-    """A row of the table: the layout of the cache that `backend` allocates in some versions of its project."""
+    """A row of the table: the layout of the KV cache that `backend` allocates in some versions of its project."""
 
     backend: str
-    """Name of the backend, or of the class that allocates the cache."""
+    """Name of the attention backend, or of the class that allocates the cache."""
     style: KVStyle
     """How a layer holds K and V, as in `CacheLayout.style`."""
     project: str
-    """Project of the backend, such as "vLLM"."""
+    """Name of the project that the backend belongs to, such as "vLLM"."""
     source_version: str
-    """Version or commit of the source that was read."""
+    """Version or commit of the project's source from which this row was read."""
     file: str
-    """File in the project's repository that defines the shape."""
+    """Path, in the project's repository, of the file that defines the shape."""
     order: str
-    """Order of the axes, as in `CacheLayout`."""
+    """Order of the axes in the tensors' shape, "NHD" or "HND", as in `CacheLayout.order`."""
     memory_orders: tuple[str, ...]
-    """Orders that the tensors' strides may give."""
+    """Possible orders of the axes in memory, by the tensors' strides: "NHD", "HND" or both."""
     kv_formats: tuple[str, ...]
-    """Possible formats of the bytes. If there are several, the caller of `layout_for_backend` has to choose. Bytes of
-    another format than "plain" are copied unchanged between caches of the same format, in whole blocks or in whole
-    heads of a block."""
+    """Possible values of `CacheLayout.kv_format`. If there are several, the caller of `layout_for_backend` has to
+    choose. Bytes of another format than "plain" are copied unchanged between caches of the same format, in whole
+    blocks or in whole heads of a block."""
     byte_formats: tuple[str, ...]
-    """Possible formats of tensors of dtype uint8 or int8; if empty, `kv_formats` applies to these dtypes too."""
+    """The same for tensors of dtype uint8 or int8. If empty, `kv_formats` applies to these dtypes, too."""
     since: Version | None
-    """First version of the project with this layout; None if only the commit in `source_version` is known."""
+    """First version of the project with this layout; None if only the commit `source_version` is known to have it."""
     until: Version | None
-    """Last version with this layout; None: all later versions."""
+    """Last version of the project with this layout; None if all later versions have it."""
     view: str
-    """How to view the engine's tensor so that it has this layout, as text for a message; "" if it needs no view."""
+    """Text for a message: which view of the engine's tensor has this layout; "" if the tensor itself has it."""
     needs_num_kv_heads: bool
-    """True if a tensor's shape does not show whether the caller has made `view`. Then the caller must pass
-    `num_kv_heads`."""
+    """True if a tensor's shape does not show whether it is the view that `view` describes. Then `layout_for_backend`
+    has to be called with `num_kv_heads`."""
 
     @property
     def versions(self) -> str:
@@ -99,7 +99,7 @@ _FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cpu_fused": (tuple(f"cpu_fused_{isa}" for isa in CPU_ISAS), ()),
 }
 
-# Views to make of the engine's tensor first, in words.
+# Texts for `BackendLayout.view`, by the name in the table.
 _VIEWS = {
     "-": "",
     "heads": "tensor.view(2, num_blocks, num_kv_heads, block_size, head_size)",
@@ -114,9 +114,10 @@ _NEEDS_NUM_KV_HEADS = "pairs"
 
 
 def _rows(project: str, folder: str, text: str) -> Iterator[BackendLayout]:
-    """Parse `text`, one row per line, and yield the rows of `project`.
+    """Parse `text`, which has one row of the table per line, and yield the rows, all of `project`.
 
-    `folder`: the path of the files within the repository. A file that begins with "/" lies in the repository's root.
+    `folder`: path, in the project's repository, of the files that the lines name. If the name of a file begins with
+    "/", it is the whole path in the repository.
     """
     for line in text.strip().splitlines():
         backend, versions, style, order, strides, formats, view, source_version, file = line.split()
@@ -235,20 +236,18 @@ KVCacheManager - blocks_first HND HND plain - 001541bad83b84ae4c5c4a279e464572d5
 """,
     ),
 )
-"""The table: the rows of all backends."""
+"""All rows of the table."""
 
 
 def known_backends() -> tuple[str, ...]:
-    """Return every backend in the table, spelled as its engine spells it."""
+    """Return the names of all backends in the table, once each and spelled as the engine spells them."""
     return tuple(dict.fromkeys(row.backend for row in BACKEND_LAYOUTS))
 
 
 def rows_of(backend: str, engine_version: str | None = None) -> tuple[BackendLayout, ...]:
-    """Return the rows of `backend`, a name in any case.
+    """Return the table's rows for `backend`, a name in upper or lower case.
 
-    If `engine_version` is given, return only rows for that version.
-
-    LayoutError if the table has no matching row.
+    If `engine_version` is given, return only the rows for that version of the engine. LayoutError if there is no row.
     """
     backend = checks.text(backend, "backend", error=LayoutError)
     rows = tuple(row for row in BACKEND_LAYOUTS if row.backend.casefold() == backend.casefold())
@@ -283,19 +282,22 @@ def layout_for_backend(
 
     Args:
         kv_caches: the layers' tensors, by layer name.
-        backend: name of the attention backend, in any case.
-        block_size: tokens of a block in the tensors. If the engine's kernels split its blocks, the smaller size.
+        backend: name of the attention backend, in upper or lower case.
+        block_size: tokens of a block in the tensors. If the engine's kernels split the engine's blocks, the size of the
+            smaller blocks.
         engine_version: version of the engine, such as "0.33.0". Needed only if the tensors fit the shapes of two
             versions.
         num_kv_heads: KV heads of this rank, to check the tensors against.
-        kv_format: format of the bytes. Needed only if the backend has several for this dtype.
-        layer_indices: see `CacheLayout.infer`.
+        kv_format: format of the bytes, as in `CacheLayout.kv_format`. Needed only if the backend has several formats
+            for the tensors' dtype.
+        layer_indices: index of each layer in the model. By default the number in the layer's name, as in
+            `CacheLayout.infer`.
 
     Returns:
         A layout for `Runtime.register_kv_caches`.
 
     Raises:
-        LayoutError: the backend is not known, or it does not allocate tensors like these.
+        LayoutError: the table has no row for the backend, or no row matches the tensors.
     """
     kv_caches = checked_caches(kv_caches)
     if num_kv_heads is not None:
@@ -328,7 +330,10 @@ def _layout_by_row(
     num_kv_heads: int | None,
     layer_indices: Sequence[int] | None,
 ) -> CacheLayout:
-    """Return the layout of `kv_caches` as `row` describes it. LayoutError if the tensors do not match the row."""
+    """Return the layout of `kv_caches`, tensors by layer name, by one row.
+
+    LayoutError if the row does not match them.
+    """
     layout = CacheLayout.infer(
         kv_caches, order=row.order, style=row.style, block_size=block_size, layer_indices=layer_indices
     )

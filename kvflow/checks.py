@@ -1,11 +1,11 @@
 """Checks of values from callers, configurations and tickets, before kvflow uses them.
 
-Each check takes any object and returns it in Python's own type. If the value is invalid it raises the given error
-class, with the name of the field and the shortened value. A bool is not a number, and a float is not a whole number.
-Numbers of other packages, such as numpy's, are accepted. Whole numbers have 64 bits, as in messages; seconds have an
-upper bound, as timers do.
+Each check takes any object and returns it as an object of a built-in type, such as int or str. If the value is invalid
+the check raises the given error class, with the name of the field and the shortened value. A bool is not a number, and
+a float is not a whole number. Numbers of other packages, such as numpy's, are accepted. Whole numbers have 64 bits, as
+in messages; seconds have an upper bound, as timers do.
 
-A value may run its own code when it is inspected. If that code raises, the value is invalid.
+A value may run its own code when a check inspects it. If that code raises, the value is invalid.
 """
 
 from __future__ import annotations
@@ -96,9 +96,10 @@ def error_text(error: BaseException) -> str:
 
 
 def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError) -> Any:
-    """Return `value` in Python's own type, after checking that it is of type `kind`.
+    """Return `value` as an object of a built-in type, after checking that it is of type `kind`.
 
-    `kind` may have bounds (`msgspec.Meta`). `what` names the value in the error.
+    `kind`: any type that msgspec converts to, with or without bounds (`msgspec.Meta`). `what` names the value in the
+    error.
 
     Raises:
         InvalidInput: of class `error`, if the value is not of that type or out of bounds.
@@ -118,7 +119,10 @@ def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError
 
 @lru_cache
 def _struct_with(kind: Any) -> Any:
-    """Return a struct type with one field of type `kind`. msgspec caches its analysis of a type only for structs."""
+    """Return a msgspec struct type with one field of type `kind`.
+
+    msgspec caches its analysis of a type only if the type is a struct.
+    """
     return defstruct("Held", [("value", kind)])
 
 
@@ -127,14 +131,17 @@ _PLAIN_TYPE_OF: tuple[tuple[Any, Any], ...] = ((numbers.Integral, int), (numbers
 
 
 def _plain(value: Any) -> object:
-    """Return a number or text of any class as int, float or str. For others return an object that fits no type."""
+    """Return a number or text of any class as int, float or str.
+
+    For any other value return an object that fits no type, so that the check of the type fails.
+    """
     own = next((own for kind, own in _PLAIN_TYPE_OF if isinstance(value, kind)), None)
     found = None if own is None else try_call(partial(own, value))
     return object() if found is None else found
 
 
 def _expected(refused: Exception) -> str:
-    """Return the part of msgspec's message that says what was expected. The caller appends the value that was found."""
+    """Return from `refused`, an error of msgspec, what was expected. The caller appends the value that was found."""
     words, _, place = str(refused).partition(" - at `$.value")
     words = words.partition(", got ")[0]
     return f"{words[:1].lower()}{words[1:]}{f' at {place[:-1]}' if place[:-1] else ''}"
@@ -157,11 +164,10 @@ _DEPTH_MAX = 8
 
 
 def without_doubles(value: Any, depth: int = _DEPTH_MAX) -> Any:
-    """Return JSON data with an int in place of each float that is whole.
+    """Return a copy of JSON data with an int in place of each float that is a whole number.
 
-    Gateways that keep JSON in protobuf turn all numbers into doubles.
-
-    Values nested deeper than `depth`, which is more than a ticket needs, stay unchanged.
+    Gateways that keep JSON in protobuf turn all numbers into doubles. Values nested deeper than `depth`, which is more
+    than a ticket needs, stay unchanged.
     """
     if type(value) is float:
         return int(value) if value.is_integer() and abs(value) <= _EXACT_MAX else value
@@ -173,9 +179,9 @@ def without_doubles(value: Any, depth: int = _DEPTH_MAX) -> Any:
 
 
 def seconds(value: object, what: str, *, error: ErrorKind = RequestError) -> float:
-    """Return `value` as float.
+    """Return `value` as float. Raise `error` unless it is a number above 0 and up to SECONDS_MAX.
 
-    Raise `error` unless it is above 0 and at most SECONDS_MAX, the longest time of a timer.
+    That is the longest time for which a timer can be set.
     """
     return float(checked(value, what, Seconds, error))
 
@@ -199,7 +205,10 @@ def is_utf8(value: str) -> bool:
 
 
 def is_name(value: object, chars_max: int) -> bool:
-    """Return True if a value can be a name in messages, logs and tickets: printable text without spaces."""
+    """Return True if `value` can be a name in messages, logs and tickets.
+
+    A name is printable text without spaces, of 1 to `chars_max` characters.
+    """
     return isinstance(value, str) and 0 < len(value) <= chars_max and _is_printable(value)
 
 
@@ -225,7 +234,7 @@ def instance(value: object, kind: type[ValueT], what: str, *, error: ErrorKind =
 
 
 def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Mapping[str, object]:
-    """Return a copy of `value` as a dict. Raise `error` unless it is a mapping with texts as keys."""
+    """Return a copy of `value` as a dict. Raise `error` unless it is a mapping with only str keys."""
     items = try_call(lambda: dict(value)) if isinstance(value, Mapping) else None
     if items is None or not all(isinstance(key, str) for key in items):
         raise error(f"{what}: expected a dict with texts as keys, got {short_repr(value)}")
@@ -235,7 +244,7 @@ def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Map
 def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> int:
     """Return the length of `values`.
 
-    Raise `error` unless it is a list or similar collection of at most `most` entries.
+    Raise `error` if `values` has no length, is a str, bytes or mapping, or has more than `most` entries.
     """
     plain = type(values) is list or type(values) is tuple
     found = len(values) if plain else try_call(lambda: len(values))  # type: ignore[arg-type]
@@ -247,7 +256,10 @@ def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind 
 
 
 def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
-    """Return the number of block ids in a request. RequestError if they cannot be counted, or are more than `most`."""
+    """Return the number of block ids in `given`, the block ids of a request, over all groups.
+
+    RequestError if they cannot be counted, or are more than `most`.
+    """
     if isinstance(given, Mapping):
         tables = list(mapping(given, what).values())
     else:
@@ -261,7 +273,10 @@ def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
 
 
 def whole_numbers(values: object, what: str, *, error: ErrorKind = RequestError) -> npt.NDArray[np.int64]:
-    """Return `values`, a flat list of whole numbers or an array of any package, as a new int64 array."""
+    """Return `values` as a new int64 array. Raise `error` unless it is a flat list or array of 64-bit whole numbers.
+
+    The array may be of any package that numpy can convert.
+    """
     array = try_call(lambda: _array_of(values))
     if array is not None and array.ndim == 1 and not isinstance(values, bytearray):
         if not len(array):
@@ -291,15 +306,18 @@ def one_of(value: object, what: str, *, known: Iterable[str], error: ErrorKind =
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?", to append to a message, with a known word close to `given`; "" if none is close."""
+    """Return "; did you mean ...?" with the word in `known` that is most similar to `given`; "" if none is similar.
+
+    The caller appends the result to a message.
+    """
     close = difflib.get_close_matches(given[:_REPR_CHARS_MAX], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint: str = "") -> None:
-    """Raise ConfigError if `given` has names that are not in `known`. The message suggests a similar known name.
+    """Raise ConfigError if `given` has names that are not in `known`. The message suggests a similar name in `known`.
 
-    `where` begins the message; `hint` follows the unknown names.
+    `where` begins the message; `hint` is put behind the unknown names.
     """
     names = sorted(known)
     if unknown := sorted({*given} - {*names}):
@@ -312,8 +330,10 @@ def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint:
 
 
 def refused_value_text(error: Exception, given: object) -> str:
-    """Return the message of a msgspec error with the refused value, looked up in `given`. Lease ids, which are secret,
-    are left out.
+    """Return the message of a msgspec error, followed by the value that msgspec has refused.
+
+    `given`: the object that was decoded or converted, in which the value is looked up. A lease id, which is secret, is
+    left out.
     """
     steps = _STEP.findall(str(error).rpartition("`$")[2])
     if any("lease_id" in name for name, _ in steps):
@@ -335,15 +355,19 @@ Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 
 
 def normalize_fields(given: object, error: ErrorKind, where: str = "") -> None:
-    """Check each field of `given`, a frozen dataclass, and set the field to the value in Python's own type."""
+    """Check each field of `given`, a frozen dataclass, and set the field to the checked value of a built-in type.
+
+    `where` begins the name of each field in an error.
+    """
     for name, _, check in _fields_of(type(given), error):  # type: ignore[arg-type]
         object.__setattr__(given, name, check(getattr(given, name), f"{where}{name}"))
 
 
 def normalize_request(given: object, kind: type[DataT], verb: str, block_ids_max: int) -> DataT:
-    """Check all fields of the request `given`. Return it with values in Python's own types.
+    """Check all fields of the request `given`, a dataclass of type `kind`. Return it with values of built-in types.
 
-    RequestError names the request and the invalid field.
+    RequestError names the request and the invalid field, or says that there are more than `block_ids_max` block ids.
+    If `given` is not of type `kind`, the error names `verb`, the called method.
     """
     known: Any = given if type(given) is kind else instance(given, kind, verb)
     name, ids, changes = known.request_id, known.block_ids, dict[str, Any]()
@@ -367,16 +391,20 @@ def normalize_request(given: object, kind: type[DataT], verb: str, block_ids_max
 
 @lru_cache(maxsize=64)
 def _fields_of(kind: Hashable, error: Hashable) -> tuple[tuple[str, object, Check], ...]:
-    """Return (name, default, check) of each field of dataclass `kind` with a check in its annotation."""
+    """Return (name, default, check) of each field of dataclass `kind` for which `_check_of` finds a check.
+
+    `error`: error class that the checks raise.
+    """
     hints = get_type_hints(kind.__init__, include_extras=True)  # type: ignore[misc]
     found = ((entry, _check_of(hints[entry.name], error)) for entry in fields(kind))  # type: ignore[arg-type]
     return tuple((entry.name, entry.default, check) for entry, check in found if check is not None)
 
 
 def _check_of(hint: Any, error: Any) -> Check | None:
-    """Return the check for a field with annotation `hint`: the function in `Annotated`, or a check of the type.
+    """Return the check for a field with the type annotation `hint`.
 
-    None if the annotation has neither.
+    That is the function in an `Annotated[...]`, if there is one, else a check of the type that raises `error`. Return
+    None if the type cannot be checked.
     """
     one, *others = [arg for arg in get_args(hint) if arg is not NoneType] if NoneType in get_args(hint) else [hint]
     kind, *marks = get_args(one) if get_origin(one) is Annotated else (one,)
@@ -389,7 +417,7 @@ def _check_of(hint: Any, error: Any) -> Check | None:
 
 
 def refuse_unknown_arguments(kind: type[ValueT]) -> type[ValueT]:
-    """Decorate a dataclass: its constructor raises ConfigError for an unknown argument, and suggests a similar name."""
+    """Decorate dataclass `kind`: its constructor raises ConfigError for an unknown argument, with a similar name."""
     made, known = kind.__init__, [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
 
     @wraps(made)

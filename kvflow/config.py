@@ -26,30 +26,30 @@ RANKS_MAX = 1 << 10
 _KEY_NAME = re.compile(r"[A-Za-z0-9_:\[][A-Za-z0-9_.@:+=%\[\]-]{0,99}")
 _BACKEND = re.compile(r"[A-Za-z0-9_]{1,64}")
 STORE_BACKEND = "POSIX"
-"""NIXL's backend for files, which the store uses."""
+"""Name of NIXL's backend for files, which `kvflow.storage` uses."""
 NIXL_BACKENDS = (
     *("UCX", "LIBFABRIC", "MOONCAKE", "UCCL", "GPUNETIO", "GDS", "GDS_MT", STORE_BACKEND, "OBJ", "AZURE_BLOB"),
     *("HF3FS", "GUSLI", "INFINIA"),
 )
-"""The backends that NIXL ships. Other names are accepted: NIXL reports at its start whether it has them."""
+"""Names of the backends that NIXL ships. Other names are accepted: when NIXL starts it reports whether it has them."""
 _AUTO = re.compile(r"auto(?::(.+))?", re.DOTALL)
 
 
 def is_key_name(text: str) -> bool:
-    """Return True if `text` is an engine id that can be part of the name of a key file."""
+    """Return True if `text` can be an engine id and also part of the name of a CURVE key file."""
     return is_name(text, ENGINE_ID_CHARS_MAX) and _KEY_NAME.fullmatch(text) is not None
 
 
 def auto_target(advertise_host: str | None) -> str | None:
-    """Return HOST if `advertise_host` is "auto:HOST", "" if it is "auto", None if it is anything else."""
+    """Return HOST from "auto:HOST", "" from "auto", and None from any other value of `Config.advertise_host`."""
     found = _AUTO.fullmatch(advertise_host or "")
     return None if found is None else found.group(1) or ""
 
 
 def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_size: int) -> int:
-    """Return the offset of a rank's port from its engine's base port.
+    """Return a rank's number within its engine, from 0: the offset of its port from the engine's base port.
 
-    Ports are in the order of dp_rank, then pp_rank, then tp_rank.
+    Ranks are numbered by dp_rank first, then by pp_rank, then by tp_rank.
     """
     return (dp_rank * pp_size + pp_rank) * tp_size + tp_rank
 
@@ -59,92 +59,97 @@ def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_si
 class Config:
     """Settings of one rank of an engine.
 
-    The Configs of an engine's ranks differ only in dp_rank, pp_rank and tp_rank. ConfigError names an unknown or
-    invalid setting. Each setting is described in docs/reference/config, and below it in the source, which `help()` does
-    not show.
+    The Configs of an engine's ranks differ only in dp_rank, pp_rank and tp_rank. The constructor raises ConfigError,
+    which names an unknown or invalid setting. Each setting is described in docs/reference/config, and in the source
+    below the setting, which `help()` does not show.
     """
 
     engine_id: EngineId
     """Name of the engine, the same for all its ranks: printable, without spaces."""
     listen: ListenAddress = "tcp://127.0.0.1:5600"
-    """Base address of the side channel, tcp://host:port; an IPv6 host with or without brackets. A rank listens at the
-    port plus its number within the engine. With port 0 the system chooses a free port, which tickets name. The
-    wildcards `*` and `[::]` listen on IPv4 and IPv6, 0.0.0.0 on IPv4."""
+    """Base address of the side channel, tcp://host:port; an IPv6 host with or without brackets. Each rank listens at
+    the port plus the rank's number within the engine. With port 0 the system chooses a free port, which tickets
+    name. The wildcards `*` and `[::]` listen on all IPv4 and IPv6 addresses, 0.0.0.0 on all IPv4 addresses."""
     advertise_host: AdvertisedHost | None = None
-    """Host that tickets name; required when `listen` binds a wildcard such as 0.0.0.0. "auto" is this host's source
-    address of the default route when the runtime opens. "auto:HOST" is its source address of the route to HOST, such as
-    a peer or a head node. If `listen` binds one address, both mean that address."""
+    """Host of this rank that tickets name; required when `listen` binds a wildcard such as 0.0.0.0. With "auto" tickets
+    name the source address of this host's default route, at the time when the runtime opens. With "auto:HOST" they name
+    the source address of the route to HOST, such as a peer or a head node. If `listen` binds one address, "auto" and
+    "auto:HOST" mean that address."""
 
     model: ModelName = ""
-    """Name of the model; both sides must set the same name."""
+    """Name of the model. Both sides of a load must set the same name."""
 
     tp_rank: Count = 0
-    """Tensor-parallel rank, from 0."""
+    """Index of this tensor-parallel rank, from 0."""
     tp_size: RankCount = 1
-    """Tensor-parallel ranks of a pipeline stage."""
+    """Number of tensor-parallel ranks of each pipeline stage."""
     dp_rank: Count = 0
-    """Data-parallel replica, from 0; each replica has its own ports."""
+    """Index of this rank's data-parallel replica, from 0. Each replica has its own ports."""
     pp_rank: Count = 0
-    """Pipeline stage, from 0."""
+    """Index of this rank's pipeline stage, from 0."""
     pp_size: RankCount = 1
-    """Pipeline stages of the engine."""
+    """Number of pipeline stages of the engine."""
     num_kv_heads: Size | None = None
-    """KV heads of the whole model; required if tp_size may exceed it. None infers it from this rank and the peer."""
+    """Number of KV heads of the whole model. Required if tp_size may exceed it. None: the number is inferred from the
+    heads of this rank and of the peer."""
 
     curve_secret_key_file: Path | None = None
-    """File with this engine's key, made by `kvflow keys new`. It encrypts and authenticates the side channel by ZeroMQ
-    CURVE."""
+    """File with this engine's secret key, made by `kvflow keys new`. With the key the side channel is encrypted and
+    authenticated by ZeroMQ CURVE."""
     curve_peers_dir: Path | None = None
     """Folder with the public keys of peers, each in a file `<engine_id>.public`."""
 
     role: Role = "both"
-    """Role of the engine: "producer" (serves blocks), "consumer" (loads blocks) or "both". Memory is registered only
-    for this role."""
+    """Role of the engine: "producer" (serves blocks), "consumer" (loads blocks) or "both". Memory is registered with
+    the transport only for this role."""
 
     transport: TransportName = "nixl"
     """Transport of the bytes: "nixl", or "inproc" between runtimes of one process, for tests."""
     nixl_backend: BackendNames = "UCX"
-    """NIXL's backend between engines. Several are separated by commas, such as "UCX,LIBFABRIC": NIXL takes the first
-    backend that can reach the memory of both sides."""
+    """Name of the NIXL backend for transfers between engines. Several names are separated by commas, such as
+    "UCX,LIBFABRIC": NIXL takes the first backend that can reach the memory of both sides."""
     nixl_backend_params: Texts = field(default_factory=dict)
-    """Parameters of the backends. A plain "key" is for each backend in `nixl_backend`, "NAME.key" for the backend NAME
-    alone, such as "POSIX.use_uring" for the store."""
+    """Parameters of NIXL's backends. The parameter "key" is passed to each backend in `nixl_backend`, "NAME.key" to the
+    backend NAME alone, such as "POSIX.use_uring" for `kvflow.storage`."""
 
     lease_ttl_s: Seconds = 30.0
-    """Time for which a lease keeps blocks for its readers; a reader renews the lease while it loads."""
+    """Time for which a lease keeps blocks for its readers, unless it is renewed. A reader renews the lease while it
+    loads."""
     lease_lifetime_s: Seconds = 600.0
-    """Time after an offer during which readers can renew the lease. Does not shorten a lease with a longer `ttl_s`."""
+    """Time after the opening of a lease during which readers can renew it. Does not shorten a lease with a longer
+    `ttl_s`."""
     load_deadline_s: Seconds = 30.0
     """Longest time that a load may take if its request sets no deadline."""
     handshake_timeout_s: Seconds = 5.0
     """Time within which a peer has to answer a question on the side channel."""
     cancel_grace_s: Seconds = 1.0
-    """Time for which a cancelled or late load waits for bytes in flight before its blocks are quarantined."""
+    """Time for which a load that is cancelled, or has missed its deadline, waits for bytes in flight. If bytes are
+    still in flight after that, its blocks are quarantined."""
     drain_timeout_s: Seconds = 10.0
-    """Time for which closing waits for open loads and leases."""
+    """Time for which closing the runtime waits for open loads and leases to end."""
 
     verify_share: Share = 0.0
     """Share of loads, chosen at random, that compare checksums of local and remote bytes: 0 is no load, 1 is all loads.
-    `LoadRequest.verify` decides for one load."""
+    `LoadRequest.verify` decides for a single load."""
 
     loads_waiting_max: Size = 1 << 12
-    """Maximum number of waiting loads; one more raises `Overloaded`."""
+    """Maximum number of loads that wait to begin. Any further load raises `Overloaded`."""
     in_flight_bytes_max: ByDevice = 0
-    """Maximum bytes in flight over all loads. A larger read is posted alone. 0: 256 MiB for a cache in host memory, 1
-    GiB on CUDA."""
+    """Maximum bytes in flight, summed over all loads. A read that is larger is posted alone. 0: 256 MiB for a cache in
+    host memory, 1 GiB on CUDA."""
 
     scratch: Mode = "auto"
     """When to read blocks whole into scratch memory and permute them there, if they would land in the cache as many
     small pieces: "auto" (if that is faster), "always" or "never"."""
     staging: Mode = "auto"
     """When to copy blocks through host buffers: "auto" (if the transport cannot reach the cache's device), "always" or
-    "never". With "never" registering a cache that needs host buffers raises ConfigError."""
+    "never". With "never" the registration of a cache that needs host buffers raises ConfigError."""
     host_buffer_bytes_max: ByDevice = 0
-    """Bytes of host memory for staged blocks of offers and loads. 0: a quarter of the cache, at least 256 MiB and at
-    most an eighth of the host's or container's memory, divided among the engine's ranks."""
+    """Bytes of host memory for the host buffers of offers and loads (`staging`). 0: a quarter of the cache's size, but
+    at least 256 MiB, and at most an eighth of the host's or container's memory, divided among the engine's ranks."""
 
     limits: GivenLimits = field(default_factory=Limits)
-    """Bounds that are seldom changed: a `Limits`, or a dict of its fields."""
+    """Bounds that are seldom changed: a `Limits`, or a dict with fields of `Limits`."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, ConfigError)
@@ -152,52 +157,59 @@ class Config:
 
     @property
     def nixl_backends(self) -> Mapping[str, Mapping[str, str]]:
-        """The parameters of each backend in `nixl_backend`, by the backend's name."""
+        """Parameters for each backend in `nixl_backend`, by the backend's name (`params_of`)."""
         return {name: params_of(self, name) for name in self.nixl_backend.split(",")}
 
     @property
     def ending_s(self) -> float:
-        """Longest time from a drain's deadline until all leases and loads have ended."""
+        """Longest time from the deadline of `drain` until all leases and loads have ended, in seconds."""
         return self.limits.seal_hold_s + self.cancel_grace_s + self.drain_timeout_s
 
     @property
     def listen_port_offset(self) -> int:
-        """Offset of this rank's port from the port in `listen` (`rank_offset`)."""
+        """Number to add to the port in `listen` for this rank's port (`rank_offset`)."""
         return rank_offset(self.dp_rank, self.pp_rank, self.tp_rank, tp_size=self.tp_size, pp_size=self.pp_size)
 
     @property
     def listen_host(self) -> str:
-        """Host at which this rank listens."""
+        """Host in `listen`, at which this rank listens; may be a wildcard."""
         return split_address(self.listen)[0]
 
     @property
     def listens_everywhere(self) -> bool:
-        """True if `listen` binds a wildcard, so that tickets cannot name its host."""
+        """True if the host in `listen` is a wildcard, which tickets cannot name."""
         return self.listen_host in WILDCARDS
 
     @property
     def advertise_toward(self) -> str | None:
-        """Target of the route that gives the advertised address: HOST of "auto:HOST", "" for "auto", else None."""
+        """HOST if `advertise_host` is "auto:HOST", "" if it is "auto", else None.
+
+        The source address of the route to HOST, or of the default route, is advertised.
+        """
         return auto_target(self.advertise_host)
 
     @property
     def listen_port(self) -> int:
-        """Port at which this rank listens; 0 for any free port."""
+        """Port at which this rank listens: the port in `listen` plus the rank's offset; 0 for any free port."""
         port = split_address(self.listen)[1]
         return port + self.listen_port_offset if port else 0
 
 
 def config_for_device(config: Config, kind: str) -> Config:
-    """Return `config` with the defaults for a device of `kind`, such as "cuda", in place of bounds that are 0.
+    """Return a copy of `config` with the defaults of a device in place of bounds that are 0.
 
-    Only bounds in `limits.BY_DEVICE` are replaced.
+    `kind`: kind of the device, such as "cuda". Only the bounds in `limits.BY_DEVICE` are replaced, of `config` and of
+    its `limits`.
     """
     return replace(with_device_defaults(config, kind), limits=with_device_defaults(config.limits, kind))
 
 
 def params_of(config: Config, backend: str) -> Mapping[str, str]:
-    """Return the parameters for `backend` from `nixl_backend_params`: the keys "NAME.key" with its name, and, if
-    `nixl_backend` names it, also the keys without a name. A key with a name takes precedence."""
+    """Return the parameters for `backend` from `config.nixl_backend_params`.
+
+    These are the values of the keys "NAME.key" with NAME equal to `backend` and, if `config.nixl_backend` names the
+    backend, also of the keys without a name. A key with a name takes precedence.
+    """
     named = backend in config.nixl_backend.split(",")
     given = config.nixl_backend_params.items()
     common = {key: value for key, value in given if named and "." not in key}
@@ -220,7 +232,7 @@ def _advertised(value: object, name: str) -> str:
 def _backends(value: object, name: str) -> str:
     """Return `value` as str: names of backends, separated by commas.
 
-    ConfigError if a name looks like a misspelled backend of NIXL, or if the only name is that of the store's backend.
+    ConfigError if a name looks like a misspelled backend of NIXL, or if the only name is that of the backend for files.
     """
     plain = checks.text(value, name, error=ConfigError)
     names = plain.split(",")
@@ -236,7 +248,7 @@ def _backends(value: object, name: str) -> str:
 
 
 def _path(value: object, name: str) -> object:
-    """Return a path unchanged. ConfigError if the system cannot use it as a path."""
+    """Return `value`, a str or os.PathLike, unchanged. ConfigError if the system cannot use it as a path."""
     path = checks.try_call(lambda: fspath(cast("PathLike[str]", value)))
     plain = checks.text(path, name, error=ConfigError) if isinstance(path, str) else "\0"
     if "\0" in plain:
@@ -250,7 +262,7 @@ def _texts(value: object, name: str) -> Mapping[str, str]:
 
 
 def _limits(value: object, name: str) -> Limits:
-    """Return `value` as `Limits`. A dict, as in configuration files, is converted."""
+    """Return `value` if it is a `Limits`; convert a dict, as in configuration files. ConfigError for anything else."""
     if not isinstance(value, Mapping):
         return checks.instance(value, Limits, name, error=ConfigError)
     given = checks.mapping(value, name, error=ConfigError)
@@ -261,7 +273,7 @@ def _limits(value: object, name: str) -> Limits:
 
 
 def _check_together(config: Config) -> None:
-    """Raise ConfigError for settings that contradict each other."""
+    """Raise ConfigError if settings that are valid alone contradict each other."""
     for rank_name, size_name in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
         rank, size = getattr(config, rank_name), getattr(config, size_name)
         if rank >= size:

@@ -55,15 +55,15 @@ ERROR_CHARS_MAX = 2000
 """Maximum length of an error message, in characters. Messages may contain text from peers, tickets and packages."""
 _END_CHARS, _NOTE_CHARS = 500, 500
 COMPUTE = "compute"
-"""The phase of a load that waits for its producer to compute the prompt."""
+"""Name of the phase in which a load waits for its producer to compute the prompt (`DeadlineExceeded.phase`)."""
 TOKENS = ("tokens",)
-"""`PromptMismatch.parts` for prompts with different tokens."""
+"""Value of `PromptMismatch.parts` if the prompts have different tokens."""
 
 
 def shortened(text: str, chars_max: int = ERROR_CHARS_MAX) -> str:
-    """Return `text`. If it is longer than `chars_max`, leave out its middle.
+    """Return `text`, without its middle if it is longer than `chars_max` characters.
 
-    The beginning of a message names the request, and the end names the remedy.
+    The beginning of a message names the request, and the end names the remedy, so both are kept.
     """
     if len(text) <= chars_max:
         return text
@@ -73,22 +73,22 @@ def shortened(text: str, chars_max: int = ERROR_CHARS_MAX) -> str:
 
 
 class Blame(enum.StrEnum):
-    """Party at fault for an error."""
+    """The party that is at fault for an error (`KVFlowError.blame`)."""
 
     CALLER = "caller"
-    """The caller of kvflow: its input is invalid."""
+    """The code that calls kvflow: it has passed invalid input."""
     ENGINE = "engine"
     """This engine: it is shutting down, or overloaded."""
     PEER = "peer"
-    """The other engine, or the network between."""
+    """The other engine, or the network to it."""
     KVFLOW = "kvflow"
-    """kvflow, or the software below it on this machine."""
+    """kvflow, or the software that kvflow uses on this machine."""
     NOBODY = "nobody"
-    """No party: time ran out."""
+    """No party, such as when time ran out."""
 
 
 class Quarantine(Protocol):
-    """Local blocks in which bytes may still land after their load has ended."""
+    """A load that has ended while bytes may still land in its local blocks."""
 
     @property
     def request_id(self) -> str:
@@ -97,7 +97,7 @@ class Quarantine(Protocol):
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Local block ids of the load."""
+        """Ids of the local blocks that the load was to fill."""
         ...
 
     @property
@@ -107,17 +107,18 @@ class Quarantine(Protocol):
     def settled(self) -> Any:
         """Wait until no further byte can land in the blocks.
 
-        In asyncio await the result; in `kvflow.blocking` the call waits.
+        In asyncio await the result of the call; in `kvflow.blocking` the call itself waits.
 
-        Raises RuntimeBroken if that can never be known, because the transport died during the reads.
+        Raises RuntimeBroken if it can never be known whether bytes still land, because the transport died during the
+        reads.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineNotice:
-    """The stand-in for an error's `quarantine` in another process, to which the error was sent by pickle.
+    """Replacement for an error's `quarantine` in a process that got the error by pickle.
 
-    `safe` has the value at the time of pickling.
+    `safe` has the value at the time when the error was pickled.
     """
 
     request_id: str
@@ -130,8 +131,10 @@ class QuarantineNotice:
 
 
 class _MemorySafe:
-    """The descriptor of `memory_safe`. Read from an error class, it is True if all errors of the class are memory safe;
-    read from an error, it is True if the error has no `quarantine`.
+    """Descriptor of the attribute `memory_safe`.
+
+    Read from an error class the attribute is True if all errors of the class are memory safe. Read from an error it is
+    True if the error has no `quarantine`.
     """
 
     def __init__(self, always: bool) -> None:
@@ -148,17 +151,17 @@ class KVFlowError(Exception):
     retryable: ClassVar[bool] = False
     """True if the same call with the same ticket may succeed later or on another engine."""
     memory_safe = _MemorySafe(False)
-    """True if the load's local blocks may be reused at once. Read from a class: True if that holds for all its
-    errors."""
+    """True if the local blocks of the failed load may be reused immediately. Read from a class: True if that holds for
+    all errors of the class."""
 
     quarantine: Quarantine | None = None
-    """The ended load, if bytes may still land in its blocks; await its `settled()`."""
+    """The failed load, if bytes may still land in its local blocks: await `quarantine.settled()`. Else None."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(shortened(message))
 
     def add_note(self, note: str) -> None:
-        """Add `note` to the error. If the note is too long, its middle is left out."""
+        """Add `note` to the error, without its middle if it is too long."""
         super().add_note(shortened(note, _NOTE_CHARS))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -169,7 +172,7 @@ class KVFlowError(Exception):
         return _unpickled, (type(self), self.args), state
 
     def __copy__(self) -> Self:
-        """Return a copy with the same `quarantine`; a pickled copy gets a `QuarantineNotice` instead."""
+        """Return a copy with the same `quarantine`. (Only a pickled copy gets a `QuarantineNotice` in its place.)"""
         error = _unpickled(type(self), self.args)
         error.__dict__.update(self.__dict__)
         if hasattr(self, "__notes__"):
@@ -180,7 +183,7 @@ class KVFlowError(Exception):
         return self.__copy__()
 
     def _with_message(self, message: str, **attributes: str) -> Self:
-        """Return a copy of this error with another `message` and other `attributes`. Its `__cause__` is this error."""
+        """Return a copy with another `message` and the given `attributes`. The copy's `__cause__` is this error."""
         error = self.__copy__()
         error.args = (shortened(message),)
         error.__dict__.update(attributes)
@@ -189,7 +192,7 @@ class KVFlowError(Exception):
 
 
 def _unpickled(kind: type[ErrorT], arguments: tuple[Any, ...]) -> ErrorT:
-    """Return a new error without calling its constructor. The caller sets its attributes."""
+    """Return a new error of class `kind` without calling the constructor. The caller sets the attributes."""
     error = kind.__new__(kind)
     error.args = arguments
     return error
@@ -223,21 +226,21 @@ class RequestError(InvalidInput):
     """
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """Return this error if its message names the request or a ticket field, else a copy that names the request."""
+        """Return this error if the message names the request or a ticket's field, else a copy that does."""
         what = f"request {request_id!r}"
         names_it = str(self).startswith((what, "ticket: "))
         return self if names_it else self._with_message(f"{what} from {engine_id!r}: {self}")
 
 
 class BlocksBusy(RequestError):
-    """Blocks are in use by another request, in a way that excludes this request.
+    """Blocks of the request are leased, being loaded or quarantined, so this request cannot use them.
 
     Look for blocks that the engine freed before their load had settled or their lease had ended.
     """
 
 
 class HostBlocksBusy(RequestError):
-    """A lease needs more host blocks than are free.
+    """A lease needs more host blocks (blocks in host buffers, `Config.staging`) than are free.
 
     Serve the request once other leases have ended, or raise `host_buffer_bytes_max`.
     """
@@ -253,15 +256,14 @@ class PromptMismatch(RequestError):
     def __init__(self, message: str, *, parts: tuple[str, ...] = TOKENS) -> None:
         super().__init__(message)
         self.parts = parts
-        """Parts that differ: ("tokens",); or, if the tokens are equal, marks of the prompts, such as "pictures" or
-        "adapter". The request may then have lost its marks on the way: do not compute its prompt either."""
+        """Inputs that differ: ("tokens",); or, if the tokens are equal, others, such as "pictures" or
+        "adapter". The request may then have lost these on the way: do not compute its prompt either."""
 
 
 class UsageError(InvalidInput):
-    """A method was called in the wrong state (such as before registration, or twice), on the wrong loop or thread, or
-    with an invalid argument.
+    """A method was called wrongly: in the wrong state, on the wrong event loop or thread, or with an invalid argument.
 
-    Correct the call.
+    Wrong states are, for example, before registration, or for the second time. Correct the call.
     """
 
 
@@ -280,9 +282,9 @@ class RuntimeDraining(RuntimeUnavailable):
 
 
 class CacheUnregistered(RuntimeUnavailable):
-    """The runtime's cache was unregistered, and no other is registered yet.
+    """The runtime's cache was unregistered, and no other cache is registered yet.
 
-    Use another engine, or wake this engine: register a cache.
+    Use another engine, or register a cache with this runtime again.
     """
 
 
@@ -310,16 +312,19 @@ class PeerError(KVFlowError):
     ) -> None:
         super().__init__(message)
         self.peer = peer
-        """Address of the peer."""
+        """Address of the peer's side channel."""
         self.engine_id = engine_id
-        """Engine id of the peer, if known."""
+        """Engine id of the peer; "" if it is not known."""
         self.request_id = request_id
-        """Request id of the load that needed the peer; "" without a load."""
+        """Request id of the load that needed the peer; "" if no load did."""
         self.retry_after_s = retry_after_s
-        """Seconds for which loads from the peer fail at once; None if the next load asks the peer."""
+        """Seconds for which loads from the peer fail without contacting it; None if the next load contacts it."""
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """Return a copy of this error for one request: loads that share a handshake each raise their own error."""
+        """Return a copy of this error that names the request.
+
+        Loads that share a handshake each raise their own copy.
+        """
         known = "" if self.engine_id else f" from {engine_id!r}"  # if the error has the id, its message has it
         return self._with_message(f"request {request_id!r}{known}: {self}", request_id=request_id, engine_id=engine_id)
 
@@ -336,7 +341,7 @@ class PeerUnreachable(PeerError):
 class PeerNotReady(PeerError):
     """The peer runs, but has no cache yet, or refuses new readers.
 
-    Use another peer, or retry soon: this peer starts, sleeps or drains.
+    Use another peer, or retry soon: this peer is starting, sleeping (its cache is unregistered) or draining.
     """
 
     retryable = True
@@ -345,14 +350,15 @@ class PeerNotReady(PeerError):
 class PeerRefused(PeerError):
     """The peer answered the handshake with a refusal.
 
-    Correct the configuration that the message names; with CURVE, add the key that it names.
+    Correct the configuration that the message names. With CURVE, add the key that the message names.
     """
 
 
 class PeerIncompatible(PeerError):
     """The peer's protocol or cache is incompatible with this engine's.
 
-    Correct the configuration: the message has both values. The log warns once for each address and reason.
+    Correct the configuration: the message has the values of both sides. A warning is logged once for each address and
+    reason.
     """
 
 
@@ -374,20 +380,20 @@ class LoadError(KVFlowError):
         self.peer = peer
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """Return this error if it is about the request, else a copy that names the request."""
+        """Return this error if it is about request `request_id`, else a copy that names the request."""
         what = f"request {request_id!r}"
         return self if self.request_id == request_id else self._with_message(f"{what}: {self}", request_id=request_id)
 
 
 class LeaseExpired(LoadError):
-    """The lease did not provably cover the whole read: it expired, was revoked, or other readers had ended it.
+    """No proof that the lease covered the whole read: it expired, was revoked, or ended because other readers had read.
 
     Prefill again. If this is frequent, raise `lease_ttl_s`, or let fewer requests wait.
     """
 
 
 class PrefillFailed(LoadError):
-    """The producer has reported that it will not compute the prompt, or has not offered its blocks in time.
+    """The producer has reported that it will not compute the prompt, or has not offered the blocks in time.
 
     Have another engine compute the prompt.
     """
@@ -399,8 +405,8 @@ class PrefillFailed(LoadError):
 class Overloaded(LoadError):
     """This engine is at a limit: of waiting loads, of peers in use, or of first contacts to peers. Nothing was read.
 
-    Send fewer loads (`loads_waiting_max`). If you have that many peers, raise `limits.peers_max` or
-    `limits.first_contacts_max`; else look for forged tickets.
+    If too many loads wait (`loads_waiting_max`), send fewer loads. If there are too many peers, raise
+    `limits.peers_max` or `limits.first_contacts_max`, or, if there are not that many engines, look for forged tickets.
     """
 
     blame = Blame.ENGINE
@@ -418,17 +424,17 @@ class TransferFailed(LoadError):
 
 
 class ChecksumMismatch(LoadError):
-    """The bytes read differ from the producer's, also after a second read.
+    """The bytes that were read differ from the producer's bytes, also after a second read.
 
-    Compute the prompt again, and check the network and the memory of both machines: bytes change between the caches,
-    or leased blocks are written.
+    Compute the prompt again, and check the network and the memory of both machines: bytes change on the way, or an
+    engine writes to leased blocks.
     """
 
     blame = Blame.PEER
 
 
 class DeadlineExceeded(LoadError):
-    """The request's deadline passed in `phase`. In phase "compute" the peer has not computed the prompt.
+    """The load's deadline passed in `phase`. In phase "compute" the producer has not yet computed the prompt.
 
     Retry with more time; in phase "compute" have another engine compute the prompt.
     """
@@ -453,9 +459,9 @@ class StoreError(KVFlowError):
 
 
 class NotStored(StoreError):
-    """The store has no entry under the key, or the entry was evicted.
+    """The store (`kvflow.storage`) has no entry under the key, or the entry was evicted.
 
-    Compute the prompt, or load it.
+    Compute the prompt, or load it from a producer.
     """
 
     blame = Blame.NOBODY
@@ -463,7 +469,7 @@ class NotStored(StoreError):
 
 
 class EntryDamaged(StoreError):
-    """The store's entry is incomplete, of another cache or key, or differs from the saved bytes. Its file is removed.
+    """The store's entry is incomplete, of another cache or key, or differs from the saved bytes. The file is removed.
 
     Compute the prompt. If it happens again, check the disk.
     """

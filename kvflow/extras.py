@@ -1,4 +1,4 @@
-"""Extras of the package: the command that installs the packages of an extra, for errors about a missing package."""
+"""Extras of the kvflow package: the command that installs the packages of an extra, for errors if one is missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from importlib.metadata import PackageNotFoundError, requires
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs the packages of `extra`, without kvflow, which may be on no index."""
+    """Return the pip command that installs the packages of an extra of kvflow.
+
+    The command does not install kvflow itself, which may be on no package index.
+    """
     try:
         needed = [one.partition(";") for one in requires("kvflow") or ()]
     except PackageNotFoundError:  # kvflow runs from a checkout that is not installed

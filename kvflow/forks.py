@@ -1,8 +1,8 @@
 """Forked child processes: they inherit memory and file descriptors, but neither threads nor the event loop.
 
 In a child, a call of ZeroMQ or NIXL on an object of the parent may never return, and a file descriptor that is removed
-from the inherited loop is removed from the parent's loop, too. So objects with threads, sockets or a loop register
-here. In a child their `forked` is called before any other code runs.
+from the inherited event loop is removed from the parent's loop, too. So objects with threads, sockets or a loop call
+`register`. In a child the method `forked` of each registered object is called before any other code runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 
 class ForkAware(Protocol):
-    """An object that a forked child must not use, because it has threads, sockets or a loop of the parent."""
+    """An object that a forked child must not use, because it has threads, sockets or an event loop of the parent."""
 
     def forked(self) -> None:
         """Make this object unusable. Called in the child, on its only thread.
@@ -26,12 +26,15 @@ _REGISTERED: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
 def register(one: ForkAware) -> None:
-    """Arrange that `one.forked()` is called in each forked child while `one` exists. Keep only a weak reference."""
+    """Have `one.forked()` called in each child that is forked while `one` exists.
+
+    Only a weak reference to `one` is kept.
+    """
     _REGISTERED.add(one)
 
 
 class _NoEvents:
-    """Stands in for a socket's own view of itself: nothing has arrived, and there is no timeout."""
+    """Replacement for the plain ZeroMQ socket inside an asyncio socket: no message has arrived, no timeout is set."""
 
     rcvtimeo = sndtimeo = -1
 
@@ -40,10 +43,10 @@ class _NoEvents:
 
 
 def ignore_events(socket: Any) -> None:
-    """Make an asyncio socket of ZeroMQ ignore all events in this process, and wait forever in receives and sends.
+    """Make `socket`, an asyncio socket of pyzmq, ignore all events in this process; its receives and sends never end.
 
-    A call of the socket that is due at the fork, such as the next receive of a task, runs in the child. libzmq answers
-    every call there with EINTR, and pyzmq repeats such a call forever.
+    A method call of the socket that the event loop is about to make at the fork, such as the next receive of a task, is
+    made in the child. There libzmq answers every call with EINTR, and pyzmq repeats a call with that answer forever.
     """
     socket._shadow_sock = _NoEvents()
     socket._handle_events = lambda *_: None

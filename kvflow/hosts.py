@@ -1,7 +1,7 @@
 """Hosts and addresses as texts: DNS names, IPv4 and IPv6 addresses, and `tcp://host:port`.
 
-Every host is kept in one canonical form: an IPv6 host is compressed and has no brackets, such as `fd00::2`. Only
-addresses, in which a port follows, have brackets. Wherever a host is given both forms are accepted: Kubernetes
+kvflow keeps every host in one form, the *canonical form*: an IPv6 host is compressed and has no brackets, such as
+`fd00::2`. Only in addresses, where a port follows, an IPv6 host has brackets. Input may have both forms: Kubernetes
 (`status.podIP`), routers and vLLM write IPv6 hosts without brackets.
 """
 
@@ -18,7 +18,7 @@ PORT_MAX = 65535
 HOST_CHARS_MAX = 253
 
 ANY, ANY_V4, ANY_V6 = "*", "0.0.0.0", "::"
-"""Wildcards: `*` and `::` stand for all IPv4 and IPv6 addresses, `0.0.0.0` for all IPv4 addresses."""
+"""Wildcards in an address to listen at: `*` and `::` are all IPv4 and IPv6 addresses, `0.0.0.0` all IPv4 addresses."""
 WILDCARDS = (ANY, ANY_V4, ANY_V6)
 
 _NAME = re.compile(r"([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}")
@@ -27,7 +27,10 @@ _PORT = re.compile(r"[0-9]{1,5}")
 
 
 def plain_host(text: str) -> str | None:
-    """Return host `text` in canonical form: IPv6 compressed, without brackets. None if it is no host or wildcard."""
+    """Return the host or wildcard `text` as kvflow keeps it: an IPv6 host is compressed and has no brackets.
+
+    None if `text` is neither a host nor a wildcard.
+    """
     return _plain(text) if len(text) <= HOST_CHARS_MAX else None
 
 
@@ -46,13 +49,13 @@ def _plain(text: str) -> str | None:
 
 
 def is_host(text: str) -> bool:
-    """Return True if `text` can be resolved or connected to; wildcards cannot."""
+    """Return True if `text` has the form of a host to connect to: a DNS name or an IP address, but no wildcard."""
     host = plain_host(text)
     return host is not None and host not in WILDCARDS
 
 
 def is_v6(host: str) -> bool:
-    """Return True if `host`, in canonical form, is an IPv6 address."""
+    """Return True if `host`, a result of `plain_host`, is an IPv6 address."""
     return ":" in host
 
 
@@ -63,15 +66,15 @@ def address_at(host: str, port: int | str) -> str:
 
 
 def host_in_url(host: str) -> str:
-    """Return `host` as it stands in a URL: an IPv6 host gets brackets."""
+    """Return `host` as it is written in a URL: an IPv6 host gets brackets, unless it has them."""
     return f"[{host}]" if is_v6(host) and not host.startswith("[") else host
 
 
 def split_address(address: str, *, what: str = "listen", error: type[InvalidInput] = ConfigError) -> tuple[str, int]:
-    """Split `tcp://host:port` into host and port. The port follows the last colon.
+    """Split `tcp://host:port` into host and port. The port follows the last colon; an IPv6 host loses its brackets.
 
     Raises:
-        InvalidInput: of class `error`, if the address has another form.
+        InvalidInput: of class `error`, if the address has another form. `what` begins the message.
     """
     scheme, separator, rest = checks.text(address, what, error=error).partition("://")
     given, _, port = rest.rpartition(":")
@@ -84,9 +87,9 @@ def split_address(address: str, *, what: str = "listen", error: type[InvalidInpu
 
 
 def address_suggestion(given: str) -> str:
-    """Return "; did you mean 'tcp://...'?", to append to a message, if only the scheme of `given` is missing or wrong.
+    """Return "; did you mean 'tcp://...'?" if `given` is host:port with a missing or another scheme; else "".
 
-    Return "" for any other text.
+    The caller appends the result to a message.
     """
     rest = given.rpartition("://")[2]
     host, _, port = rest.rpartition(":")
@@ -95,7 +98,10 @@ def address_suggestion(given: str) -> str:
 
 
 def loopback_hint(address: str, setting: str = "advertise_host") -> str:
-    """Return a hint to append to a message if `address` is a loopback address, which no other host can use; else ""."""
+    """Return a hint if `address` is a loopback address, to which no other host can connect; else "".
+
+    The caller appends the hint to a message. `setting`: the setting that the hint names.
+    """
     host = plain_host(address.removeprefix("tcp://").rpartition(":")[0]) or ""
     if host != "localhost" and not checks.try_call(lambda: ip_address(host).is_loopback):
         return ""
@@ -103,7 +109,11 @@ def loopback_hint(address: str, setting: str = "advertise_host") -> str:
 
 
 def plain_address(address: str, *, what: str, error: type[InvalidInput] = ConfigError) -> str:
-    """Return `address`, a text `tcp://host:port`, with the host in canonical form. Raise as `split_address` does."""
+    """Return `address`, a text `tcp://host:port`, with an IPv6 host compressed and in brackets.
+
+    Raises:
+        InvalidInput: of class `error`, if the address has another form. `what` begins the message.
+    """
     return address_at(*split_address(address, what=what, error=error))
 
 

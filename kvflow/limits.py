@@ -1,4 +1,4 @@
-"""`Limits`: bounds of a runtime that few users change, with units in their names. `Config` has the other settings."""
+"""`Limits`: bounds of a runtime that few users change, with the unit in each name. `Config` has the other settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BY_DEVICE: Mapping[str, Mapping[str, int]] = {
         "in_flight_bytes_max": 1024 * _MIB,
     },
 }
-"""Default limits by kind of device ("cpu", "cuda") of the memory that reads land in, then by field name."""
+"""Default limits: for each kind of device ("cpu", "cuda") on which the cache lies, the values by field name."""
 
 REQUEST_ID_CHARS_MAX = 1024
 """Maximum length of a request id from a peer, in characters. Ids from local callers are shorter
@@ -44,24 +44,25 @@ SEALS_MAX = 1 << 24
 SEAL_HOLD_S_MAX = 60.0
 WAIT_S_MAX = 3600.0
 PAYLOAD_BYTES_MAX = 1 << 16
-"""Maximum bytes of a payload (`Lease.complete`) in the protocol. This version accepts only
-`GIVEN_PAYLOAD_BYTES_MAX`."""
+"""Maximum bytes of a payload (the bytes that `Lease.complete` passes to readers) in any version of the protocol. This
+version accepts only `GIVEN_PAYLOAD_BYTES_MAX`."""
 GIVEN_PAYLOAD_BYTES_MAX = 1 << 12
-"""Maximum bytes that this version accepts as payload (`Lease.complete`), from a local caller or from a peer."""
+"""Maximum bytes of a payload (`Lease.complete`) that this version accepts, from a local caller or from a peer."""
 QUESTION_WAIT_S = 10.0
-"""Longest time after which a producer answers a reader's question about a lease, even if nothing has changed. Then the
-reader asks again."""
+"""Seconds after which a producer answers a reader's question about a lease at the latest, even if nothing has changed.
+Then the reader asks again."""
 
 SealCount: TypeAlias = Annotated[int, Meta(ge=1, le=SEALS_MAX)]
 SealHold: TypeAlias = Annotated[float, Meta(gt=0, le=SEAL_HOLD_S_MAX)]
 ByDevice: TypeAlias = Count
-"""Type of a bound for which 0 means the default of the cache's device (`BY_DEVICE`)."""
+"""Type of a bound for which 0 stands for the default of the device that holds the cache (`BY_DEVICE`)."""
 
 
 def with_device_defaults(given: T, kind: str) -> T:
-    """Return `given`, Limits or a Config, with the defaults for a device of `kind` in place of bounds that are 0.
+    """Return a copy of `given`, a Limits or a Config, with the defaults of a device in place of bounds that are 0.
 
-    Caches on a device that is not in `BY_DEVICE` are copied through the host, so they get the defaults of "cpu".
+    `kind`: kind of the device, such as "cuda". Caches on a device that is not in `BY_DEVICE` are copied through host
+    memory, so they get the defaults of "cpu".
     """
     defaults = BY_DEVICE.get(kind, BY_DEVICE["cpu"])
     return replace(given, **{name: value for name, value in defaults.items() if getattr(given, name, None) == 0})
@@ -70,48 +71,51 @@ def with_device_defaults(given: T, kind: str) -> T:
 @checks.refuse_unknown_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds that are seldom changed. ConfigError names an unknown or invalid limit."""
+    """Bounds of a runtime that are seldom changed.
+
+    The constructor raises ConfigError for an unknown or invalid limit.
+    """
 
     lease_wait_s: Seconds = 1.0
     """Longest time that a reader waits for a rank to open a lease, if the ticket does not name that rank's lease."""
     seal_hold_s: SealHold = 0.05
-    """Time for which blocks are kept after their lease has ended. A load that takes less than half of it saves a round
-    trip."""
+    """Time for which a producer keeps blocks after their lease has ended. A load that takes less than half of this time
+    saves a round trip."""
     leases_max: SealCount = 1 << 14
-    """Maximum number of leases open at once; each has a 16-byte seal that readers check."""
+    """Maximum number of leases that are open at the same time. Each has a 16-byte seal that readers check."""
     source_ranks_max: SealCount = 1 << 12
-    """Maximum number of ranks read from at once, summed over all loads, including quarantined loads. Further loads
+    """Maximum sum, over all loads in progress or in quarantine, of the ranks that each load reads from. Further loads
     wait."""
     load_ranks_max: Size = 256
-    """Maximum number of ranks of one engine in a load. A ticket that needs more is refused before any rank is
-    contacted."""
+    """Maximum number of a producer's ranks that one load reads from or reports to. A ticket that needs more ranks is
+    refused before any rank is contacted."""
     block_ids_max: Size = 1 << 18
-    """Maximum number of block ids in a request, and in a ticket over all its ranks. The event loop checks them in one
-    turn."""
+    """Maximum number of block ids in a request, and in a ticket over all its ranks. All of them are checked in one turn
+    of the event loop."""
 
     peer_backoff_first_s: Seconds = 0.2
-    """Time for which a peer is not contacted after a failure; each further failure in a row doubles this time."""
+    """Time for which a peer is not contacted after it has failed. Each further failure in a row doubles the time."""
     peer_backoff_max_s: Seconds = 10.0
-    """Longest time for which a peer is not contacted after failures."""
+    """Longest time for which a peer is not contacted, however many times it has failed in a row."""
     peer_idle_s: Seconds = 600.0
-    """Time after which an unused connection is closed. Do not set it low: the next load needs a handshake, and NIXL
-    keeps one or two file descriptors of each closed connection."""
+    """Time after which an unused connection to a peer is closed. Do not set a short time: the next load then needs a
+    handshake, and NIXL keeps one or two file descriptors of each closed connection."""
     peers_max: Size = 1024
-    """Maximum number of remote ranks to remember; ranks that have never answered are evicted first."""
+    """Maximum number of peers (remote ranks) to remember. Peers that have never answered are evicted first."""
     first_contacts_max: Size = 16
-    """Maximum number of peers that have never answered and are contacted at once. Further new peers wait, and the
-    latest is contacted first. While new peers wait, a contacted peer that is silent for a tenth of
+    """Maximum number of peers without any answer yet that are contacted at the same time. Further new peers wait, and
+    the latest is contacted first. While new peers wait, a contacted peer that has not answered within a tenth of
     Config.handshake_timeout_s is given up."""
     readers_max: Size = 1024
-    """Maximum number of readers to remember; these are notified when this rank closes."""
+    """Maximum number of readers to remember. When this rank closes, it notifies the readers that it remembers."""
     goodbye_timeout_s: Seconds = 1.0
-    """Longest time that draining and closing take to notify readers."""
+    """Longest time for which draining and closing wait until all readers are notified."""
     transport_close_timeout_s: Seconds = 10.0
-    """Longest time for which closing waits until reads have stopped, and after that, again at most this time, until a
-    running copy has ended."""
+    """Longest time for which closing waits until reads have stopped. Afterwards it waits for a running copy, again at
+    most this time."""
 
     slice_bytes_max: ByDevice = 0
-    """Maximum bytes of one slice. Loads take turns by slices, so a small load waits for one slice of a huge one. 0: 8
+    """Maximum bytes of one slice. Loads take turns by slices, so a small load waits for one slice of a huge load. 0: 8
     MiB for a cache in host memory, 32 MiB on CUDA."""
     slice_descriptors_max: Size = 8192
     """Maximum number of descriptors in one slice."""
@@ -119,24 +123,25 @@ class Limits:
     """Maximum number of slices of one load in flight; a second slice hides the completion latency of the first. 0: 2
     for a cache in host memory, 32 on CUDA."""
     peer_in_flight_bytes_max: ByDevice = 0
-    """Maximum bytes in flight from one rank; the default leaves room for small reads beside full slices. 0: 20 MiB for
-    a cache in host memory, 160 MiB on CUDA, or what the rank delivers in a millisecond if that is more."""
+    """Maximum bytes in flight from one rank. 0: 20 MiB for a cache in host memory, 160 MiB on CUDA, which leaves room
+    for small reads beside full slices; or the bytes that the rank delivers in a millisecond, if they are more."""
     scratch_slot_bytes_max: Size = 32 * _MIB
     """Size of one scratch buffer, in bytes."""
     scratch_slots_max: Size = 3
-    """Maximum number of scratch buffers; each is allocated when first needed."""
+    """Maximum number of scratch buffers. Each is allocated when it is first needed."""
 
     side_channel_requests_per_s_max: Size = 1000
-    """Maximum number of requests per second from one peer (with CURVE an engine, else an IP address). Further requests
-    get no answer."""
+    """Maximum number of side-channel requests per second from one peer. With CURVE a peer is an engine, else an IP
+    address. Further requests get no answer."""
     side_channel_connections_max: Size = 2048
-    """Maximum number of connections to the side channel at once. One more drops all connections. Keep it well above
-    `readers_max`: after a restart each reader opens a connection and keeps it for some seconds."""
+    """Maximum number of connections to this rank's side channel at the same time. If one more is opened, all
+    connections are dropped. Keep the maximum well above `readers_max`: after a restart of this rank each reader
+    opens a connection and keeps it for some seconds."""
     digests_max: Size = 64
-    """Maximum number of requests for checksums of leased blocks that are answered at once. Further requests are refused
-    as not ready."""
+    """Maximum number of readers' requests for checksums of leased blocks that are processed at the same time. Further
+    requests are refused as not ready."""
     notification_poll_interval_s: Seconds = 0.005
-    """Interval between polls for readers' notifications; ten times longer after a while without any."""
+    """Interval between polls for readers' notifications. Ten times longer after a while without notifications."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, ConfigError)

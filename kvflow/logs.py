@@ -1,9 +1,9 @@
-"""kvflow's loggers: the arguments of a log line become printable and bounded text, so that none can forge a line.
+"""kvflow's loggers: the arguments of a log line become printable, bounded text, so that no argument can forge a line.
 
-Request ids, reasons, file names and errors contain text of callers, peers and routers. An unfiltered line break in one
-would begin a line that looks like another record. Each logger of kvflow has a filter, which sees each record before the
-handlers do. Numbers stay unchanged; all else becomes text of one line. The lines of a traceback are indented, so that
-none looks like a record. Records below the logger's level cost nothing.
+Request ids, reasons, file names and errors contain text of callers, peers and routers. A line break in such a text
+would begin a line that looks like another log record. So each logger of kvflow has a filter, which changes each record
+before the handlers get it. Numbers stay unchanged; every other argument becomes text of one line. The lines of a
+traceback are indented, so that no line looks like a record. Records below the logger's level are not filtered.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from kvflow.checks import counted, printable, try_call
 from kvflow.errors import ERROR_CHARS_MAX, shortened
 
 _CHARS_MAX = ERROR_CHARS_MAX - 100  # leaves room for the time, level and logger that a handler adds
-"""Maximum length in characters of an argument, of a log line, and of each line of a traceback."""
+"""Maximum length, in characters, of an argument, of a log line, and of each line of a traceback."""
 _ARGUMENTS_CHARS = 1000  # with fewer characters in its arguments a line is short enough: kvflow's own words are few
 _TRACEBACK_LINES_MAX = 200
 _INDENT = "    "
 
 
 def logger_of(name: str) -> logging.Logger:
-    """Return the logger of the kvflow module `name`, with the filter that makes arguments printable."""
+    """Return the logger of module `name`, with the filter that makes the arguments of log lines printable."""
     logger = logging.getLogger(name)
     logger.addFilter(_make_plain)
     return logger
 
 
 def _make_plain(record: logging.LogRecord) -> bool:
-    """Make a record's arguments and traceback printable. Always return True: no record is filtered out."""
+    """Make the arguments and the traceback of a log record printable. A filter of all kvflow's loggers.
+
+    Always return True, so that no record is left out.
+    """
     if isinstance(record.args, tuple):
         record.args = tuple(map(_plain, record.args))
         if sum(len(one) for one in record.args if isinstance(one, str)) > _ARGUMENTS_CHARS:
@@ -41,7 +44,7 @@ def _make_plain(record: logging.LogRecord) -> bool:
 
 
 def _plain(value: object) -> object:
-    """Return a number unchanged, and any other argument as text of one line."""
+    """Return an argument of a log line: a number unchanged, anything else as text of one line."""
     if type(value) in (int, float, bool):
         return value
     text = try_call(lambda: str(value))
@@ -49,7 +52,10 @@ def _plain(value: object) -> object:
 
 
 def _traceback(error: BaseException, where: TracebackType | None) -> str:
-    """Return the traceback of `error` as text, for a record's `exc_text`. A Formatter uses that text if it is set."""
+    """Return the traceback of `error` as printable text. `where`: the traceback object.
+
+    The text is for a log record's `exc_text`: if that is set, a `logging.Formatter` uses it.
+    """
     lines = "".join(traceback.format_exception(type(error), error, where)).splitlines()
     if len(lines) > _TRACEBACK_LINES_MAX:
         left_out = f"... {counted(len(lines) - _TRACEBACK_LINES_MAX, 'line')} ..."

@@ -1,8 +1,9 @@
 """The optional features ("parts") that a request or a device may need.
 
-The core does not import them: each is imported at its first use. A part is complete in its folder. If its folder, its
-tests and its row in `PARTS` are deleted, everything else works, and a request that needs the part fails with an error
-that names it. Parts with settings or state of their own have no row: users pass them to `Runtime(parts=[...])`.
+The core does not import these parts: each is imported at its first use. A part is complete in its folder. If the
+folder, its tests and its row in `PARTS` are deleted, everything else works, and a request that needs the part fails
+with an error that names the part. Parts with settings or state of their own have no row: users pass them to
+`Runtime(parts=[...])`.
 
 A part that keeps state for a registered cache has a function `begin(cache)` in its module, which returns that state.
 """
@@ -22,7 +23,7 @@ PARTS: Mapping[str, str] = {
     "staging": "kvflow.staging.buffered",  # caches that peers cannot read, and blocks in small pieces
     "verify": "kvflow.verify.verifying",  # loads that compare digests, and the producer's answers to them
 }
-"""Module of each optional part, by the name of the part's folder in kvflow/."""
+"""Full name of each optional part's module, by the name of the part's folder in kvflow/."""
 
 
 def import_part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> ModuleType:
@@ -37,7 +38,7 @@ def import_part(name: str, what: str, kind: type[KVFlowError] = RequestError) ->
         The part's module in `PARTS`.
 
     Raises:
-        RequestError: the part is missing; of class `kind` if that is another class.
+        KVFlowError: of class `kind`, RequestError by default, if the part is missing.
     """
     with importing_part(name, what, kind):
         return importlib.import_module(PARTS[name])
@@ -45,9 +46,9 @@ def import_part(name: str, what: str, kind: type[KVFlowError] = RequestError) ->
 
 @contextlib.contextmanager
 def importing_part(name: str, what: str, kind: type[KVFlowError]) -> Iterator[None]:
-    """Context manager for imports from the part `name`.
+    """Context manager around imports from the optional part `name`.
 
-    If the part is missing, raise an error of class `kind`, which says that `what` needs the part.
+    If the part is missing, raise an error of class `kind`, which says that `what`, a request or device, needs the part.
     """
     try:
         yield
