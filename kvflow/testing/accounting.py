@@ -1,4 +1,4 @@
-"""Assertions about a runtime's counts of blocks, leases and loads (invariant I5): at work, idle, and closed."""
+"""Assertions about a runtime's counts of blocks, leases and loads, for a runtime at work, idle, or closed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from kvflow.runtime.statistics import RuntimeStatistics
 
 
 def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
-    """Assert that free, leased, in-flight and quarantined blocks add up to all blocks, and that each has an owner.
+    """Assert that a runtime's free, leased, in-flight and quarantined blocks add up to all blocks of the KV cache.
 
-    May be called at any time, also while loads are under way.
+    Each leased block must belong to one of `leases`, and each quarantined block to one of `Runtime.quarantines`. May be
+    called at any time, even while loads are under way.
 
     Args:
         runtime: The runtime to check.
-        leases: Every lease of the runtime that may still be open; leases that are done are ignored.
+        leases: All leases of the runtime that may still be open; leases that are done are ignored.
 
     Raises:
-        AssertionError: A count is wrong. The message names the count and both numbers.
+        AssertionError: A count is wrong. The message has the count, and what it should be.
     """
     statistics = runtime.statistics()
     blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
@@ -42,27 +43,27 @@ def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
 
 
 class _Holder(Protocol):
-    """An object that holds blocks: a lease, a load or a restore."""
+    """Protocol of objects that hold blocks: leases, loads and restores."""
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]: ...
 
 
 def _entries(runtime: Runtime, holders: Collection[_Holder]) -> set[int]:
-    """Return the entries in the runtime's ledger of all blocks that `holders` hold."""
+    """Return the entry numbers, in the runtime's block ledger, of all blocks that `holders` hold."""
     cache = runtime._supervisor.registered_cache
     assert cache is not None, "there are statistics of blocks"
     return {entry for holder in holders for entry in cache.ledger.entries(holder.block_tables).tolist()}
 
 
 def assert_quiet(statistics: RuntimeStatistics) -> None:
-    """Assert that a runtime is idle: all blocks free, no load, lease, quarantine or read (invariant I5).
+    """Assert that a runtime is idle: all blocks are free, and there is no load, lease, quarantine or read.
 
     Args:
         statistics: The result of `Runtime.statistics()`.
 
     Raises:
-        AssertionError: The runtime is not idle. The message names what is open.
+        AssertionError: The runtime is not idle. The message names the loads, leases, blocks or reads that are open.
     """
     assert statistics.buffers_used == 0, f"buffers in use: {statistics.buffers_used}"
     blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
@@ -85,7 +86,7 @@ def assert_closed(statistics: RuntimeStatistics) -> None:
         statistics: The result of `Runtime.statistics()` after closing.
 
     Raises:
-        AssertionError: Something is left, or `assert_quiet` fails. The message names it.
+        AssertionError: Something was left behind, or the runtime is not idle (`assert_quiet`). The message says what.
     """
     assert_quiet(statistics)
     transport = statistics.transport

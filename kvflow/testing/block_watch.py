@@ -1,4 +1,4 @@
-"""Test tool that watches an engine's block allocator, and knows for each taken block the line of code that took it."""
+"""Test tool that watches an engine's block allocator, and records the line of code that took each block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from kvflow.testing.watch import calling_line, checked_at_end, raise_first
 
 
 class BlockWatch:
-    """Blocks that an engine's allocator has given out, with the line of code that took each. See `watch_blocks`."""
+    """Watches an engine's block allocator: records the blocks that it gives out, with the line of code that took each.
+
+    `watch_blocks` creates it.
+    """
 
     def __init__(self, runtime: Runtime, free_blocks: Callable[[], Collection[int]]) -> None:
         self._runtime = runtime
@@ -24,10 +27,10 @@ class BlockWatch:
         self._found: list[str] = []
 
     def take(self, block_ids: Iterable[int]) -> None:
-        """Record that the allocator gives out `block_ids`. `watch_blocks` calls this after the method named `take`.
+        """Record that the allocator has given out blocks. `watch_blocks` calls this after the allocator has done so.
 
         Args:
-            block_ids: The blocks given out.
+            block_ids: Ids of the blocks that were given out.
 
         Raises:
             AssertionError: A block is already taken, in use by the runtime, or was not free when the watch began.
@@ -43,13 +46,13 @@ class BlockWatch:
             self._taken[block] = where
 
     def give_back(self, block_ids: Iterable[int]) -> None:
-        """Record that the allocator gets `block_ids` back. `watch_blocks` calls this before the method named `free`.
+        """Record that blocks are given back. `watch_blocks` calls this before the allocator takes them back.
 
         Args:
-            block_ids: The freed blocks.
+            block_ids: Ids of the blocks that are given back.
 
         Raises:
-            AssertionError: A block is already free, or in use by the runtime; or an earlier call found a fault.
+            AssertionError: A block is already free, or in use by the runtime; or an earlier call has found a fault.
         """
         where = calling_line(__file__)
         for block in block_ids:
@@ -64,18 +67,18 @@ class BlockWatch:
         """Assert that no call of `take` or `give_back` has found a fault so far.
 
         Raises:
-            AssertionError: A call has found a fault. The message describes the first one.
+            AssertionError: A call has found a fault. The message describes the first fault.
         """
         raise_first(self._found)
 
     def assert_conserved(self) -> None:
-        """Assert that each block is either free or taken, and that the runtime uses only taken blocks.
+        """Assert that each watched block is either free or taken, and that the runtime uses only taken blocks.
 
         May be called at any time.
 
         Raises:
-            AssertionError: A block is neither free nor taken, is both, or is free while the runtime uses it; or an
-                earlier call found a fault.
+            AssertionError: A block is neither free nor taken, or both, or is free while the runtime uses it; or an
+                earlier call has found a fault.
         """
         raise_first(self._found)
         free = sorted(self._free_blocks())
@@ -88,10 +91,11 @@ class BlockWatch:
                 self._fail(block, f"is free, but {use}")
 
     def assert_all_free(self) -> None:
-        """Assert that every taken block has been freed, after the checks of `assert_conserved`.
+        """Make the checks of `assert_conserved`, then assert that every taken block has been given back.
 
         Raises:
-            AssertionError: A block was not freed; the message names the line that took it. Or `assert_conserved` fails.
+            AssertionError: A block was not given back: the message names the line that took it. Or a check of
+                `assert_conserved` has failed.
         """
         self.assert_conserved()
         for block, where in sorted(self._taken.items()):
@@ -111,26 +115,26 @@ class BlockWatch:
 def watch_blocks(
     runtime: Runtime, allocator: object, *, take: str, free: str, free_blocks: Callable[[], Collection[int]]
 ) -> Iterator[BlockWatch]:
-    """Watch an engine's block allocator for double use, double frees, leaks, and blocks freed while kvflow uses them.
+    """Watch an engine's block allocator for blocks that are given out twice, freed twice, freed in use, or never freed.
 
         with watch_blocks(runtime, pool, take="allocate", free="release", free_blocks=lambda: pool.free):
             ...  # run the engine; at the end every block must be free again
 
     Args:
-        runtime: The engine's runtime. A block in one of its leases, loads or quarantines is in use.
+        runtime: The engine's runtime. Blocks in its leases, loads and quarantines are in use.
         allocator: The object that gives out blocks.
-        take: Name of the allocator's method that returns the ids of the blocks it gives out.
-        free: Name of the allocator's method that takes ids back, as its first argument.
-        free_blocks: Returns the free block ids. Only blocks that are free when the watch begins are watched, so begin
-            it while all are.
+        take: Name of the allocator's method that gives out blocks, and returns their ids.
+        free: Name of the allocator's method that takes blocks back; its first argument is their ids.
+        free_blocks: Function that returns the ids of the free blocks. Only blocks that are free when the watch begins
+            are watched, so begin when all are free.
 
     Returns:
-        A context manager that yields the watch. The allocator is watched until its block ends.
+        A context manager that yields the watch. The allocator is watched until the `with` block ends.
 
     Raises:
-        AssertionError: A block is given out twice, freed twice, or freed while the runtime uses it: raised in the
-            faulty call, and again when the `with` block ends. Also raised there if a block was not freed. The message
-            names the block and the lines that took and freed it.
+        AssertionError: A block was given out twice, freed twice, or freed while the runtime used it: raised by the
+            faulty call, and again when the `with` block ends. At that end also raised if a block was not freed. The
+            message names the block and the lines of code that took and freed it.
     """
     watch = BlockWatch(runtime, free_blocks)
     give_out, get_back = getattr(allocator, take), getattr(allocator, free)

@@ -1,9 +1,9 @@
-"""Test caches filled with a pattern, in which the value of each element depends on its block, slot, layer and head.
+"""Views of test caches that fill them with a pattern, in which each element depends on its block, slot, layer and head.
 
-A *slot* is the place of one token in a block. The pattern of an element is a hash of its engine, model layer, K or V,
-block, slot, model head and index within the head, truncated to the dtype's size and finite in every float format. The
-pattern is therefore the same in every layout, order and sharding of a model, and missing, stale or misplaced bytes are
-found. Everything is done by torch indexing over the tensors' shapes and on integer views, so NaN needs no special care.
+A *slot* is the position of one token in a block. The pattern of an element is a hash of its engine, model layer, K or
+V, block, slot, model head and index within the head, truncated to the dtype's size and finite in every float format. So
+the pattern is the same in every layout, axis order and sharding of a model, and missing, stale or misplaced bytes are
+found. All work is done by torch indexing over the tensors' shapes and on integer views, so NaN needs no special care.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PRIMES = (2654435761, 40503, 2246822519, 3266489917, 668265263, 374761393, 3367
 
 
 class PatternCache:
-    """The KV cache of one rank, addressed slot by slot in any layout, with a pattern to fill in and check.
+    """View of the KV cache of one rank, slot by slot in any layout, that fills blocks with a pattern and checks them.
 
     Args:
-        engine_id: Name of the engine; part of the pattern and of messages.
+        engine_id: Name of the engine. The pattern depends on it, and messages contain it.
         kv_caches: The registered tensors.
-        layout: Layout of `kv_caches`. The pattern's model layers are `layout.layer_indices`.
-        first_head: Index in the model of the rank's first KV head.
+        layout: Layout of `kv_caches`. `layout.layer_indices` are the layers' indices in the model.
+        first_head: Index in the model of this rank's first KV head.
     """
 
     def __init__(self, engine_id: str, kv_caches: KVCaches, layout: CacheLayout, *, first_head: int = 0) -> None:
@@ -44,14 +44,14 @@ class PatternCache:
         return ("latent",) if self.layout.latent else ("K", "V")
 
     def slots(self, layer: int, part: int) -> torch.Tensor:
-        """Return K or V of one layer with the same axes in every layout.
+        """Return all slots of one layer's K or V as a tensor, with the same axes for every layout.
 
         Args:
-            layer: Index of the registered layer.
-            part: 0 for K or the latent, 1 for V.
+            layer: Index of the layer among the registered layers.
+            part: 0 for K or the MLA latent, 1 for V.
 
         Returns:
-            A view of shape (block, slot, head, element), as integers of the dtype's size.
+            A view of the cache with shape (block, slot, head, element), as integers of the dtype's size.
         """
         layout, tensors = self.layout, self._layers[layer]
         whole, axes = tensors[part % len(tensors)], axes_of(layout.style, layout.order)
@@ -66,10 +66,10 @@ class PatternCache:
         return whole.view(_INTEGERS[layout.itemsize])
 
     def fill(self, block_ids: Sequence[int] | None = None) -> None:
-        """Write the pattern into blocks.
+        """Write the pattern into all slots of blocks.
 
         Args:
-            block_ids: Blocks to fill; None for all.
+            block_ids: Ids of the blocks to fill; None for all blocks.
         """
         for layer, part in self._regions():
             ids = self._ids(block_ids)
@@ -79,11 +79,11 @@ class PatternCache:
         """Assert that blocks still hold the pattern that `fill` wrote.
 
         Args:
-            block_ids: Blocks to check; None for all.
-            first_slot: Slots of each block before this index are not checked.
+            block_ids: Ids of the blocks to check; None for all blocks.
+            first_slot: Index of the first slot to check in each block.
 
         Raises:
-            AssertionError: An element differs. The message names the block and slot of the first one.
+            AssertionError: An element differs. The message names the block and slot of the first such element.
         """
         ids = self._ids(block_ids)
         for layer, part in self._regions():
@@ -95,10 +95,10 @@ class PatternCache:
                 raise AssertionError(f"{place} was written to, and {counted(len(wrong) - 1, 'element')} more")
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return a digest of each slot. A change of any single element changes the digest.
+        """Return a digest (an integer) of the content of each slot. A change of any single element changes the digest.
 
         Args:
-            block_ids: Blocks to read.
+            block_ids: Ids of the blocks to read.
 
         Returns:
             An int64 tensor of shape (layer, K or V, block, slot), with blocks in the order of `block_ids`.
@@ -114,30 +114,30 @@ class PatternCache:
         return torch.stack(rows).view(len(self._layers), len(self.parts), len(ids), layout.block_size)
 
     def name_of(self, layer: int, part: int, block: int, slot: int, head: int | None = None) -> str:
-        """Return the name of a slot in one layer, or of one head in the slot, for messages.
+        """Return a text that names one slot of a layer, or one head in this slot, for messages.
 
         Args:
-            layer: Index of the registered layer.
-            part: 0 for K or the latent, 1 for V.
+            layer: Index of the layer among the registered layers.
+            part: 0 for K or the MLA latent, 1 for V.
             block: Block id.
             slot: Index of the slot in the block.
-            head: Index of the head in this rank; None to name no head.
+            head: Index of the head in this rank; None if the text should name no head.
 
         Returns:
-            Engine, layer name, K or V, block and slot, and the head by its index in the model.
+            Text with engine, layer name, K or V, block, slot, and the index of the head in the model.
         """
         of_head = "" if head is None else f" head {self.heads[head]}"
         name = self.layout.layer_names[layer]
         return f"engine {self.engine_id!r}, layer {name!r}, {self.parts[part]}, block {block}, slot {slot}{of_head}"
 
     def find(self, elements: torch.Tensor) -> str | None:
-        """Find the slot and head that hold the given content.
+        """Find the first slot and head in the whole cache with given content.
 
         Args:
-            elements: The content to look for: one row of `slots`, of shape (element,).
+            elements: The content to look for, of shape (element,): one head in one slot, as `slots` has them.
 
         Returns:
-            The name, as by `name_of`, of the first slot and head with this content; None if there is none.
+            Text of `name_of` for this slot and head; None if no slot has this content.
         """
         for layer, part in self._regions():
             held = (self.slots(layer, part).cpu() == elements.cpu()).all(-1).nonzero().tolist()
@@ -153,7 +153,7 @@ class PatternCache:
         return torch.tensor([int(block) for block in chosen], dtype=torch.int64, device=self._layers[0][0].device)
 
     def _pattern(self, layer: int, part: int, ids: torch.Tensor) -> torch.Tensor:
-        """Return the pattern of blocks `ids` as integers, with shape (block, slot, head, element)."""
+        """Return the pattern for one layer's K or V in blocks `ids`: integers of shape (block, slot, head, element)."""
         layout = self.layout
         axes = [ids, *(torch.arange(size) for size in (layout.block_size, layout.num_kv_heads, layout.kv_head_size))]
         axes[2] = axes[2] + self.heads.start
@@ -170,13 +170,13 @@ class PatternCache:
 
 
 class StateCache:
-    """The cache of one rank for recurrent state (Mamba and the like). A block holds one request's state, as one slot.
+    """View of one rank's cache for recurrent state (Mamba and the like), for `watch_offers`. It has no pattern.
 
-    It has only the methods that `watch_offers` calls, and no pattern.
+    Each block is one slot, with the state of one request.
 
     Args:
         engine_id: Name of the engine, for messages.
-        kv_caches: The registered tensors, by layer.
+        kv_caches: The registered state tensors, by layer name.
         layout: Layout of `kv_caches`.
     """
 
@@ -186,10 +186,10 @@ class StateCache:
         self._layers = [cast("tuple[torch.Tensor, ...]", tensors_of(*layer)) for layer in kv_caches.items()]
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return a digest of each block. A change of any single byte changes the digest.
+        """Return a digest (an integer) of each state tensor in each block. A change of any single byte changes it.
 
         Args:
-            block_ids: Blocks to read, each with one request's state.
+            block_ids: Ids of the blocks to read, each with one request's state.
 
         Returns:
             An int64 tensor of shape (layer, tensor, block, 1), with blocks in the order of `block_ids`.
@@ -203,16 +203,16 @@ class StateCache:
         return torch.stack(rows).view(len(self._layers), -1, len(block_ids), 1)
 
     def name_of(self, layer: int, part: int, block: int, slot: int) -> str:
-        """Return the name of one request's state in one tensor, for messages.
+        """Return a text that names one block's content in one state tensor, for messages.
 
         Args:
-            layer: Index of the registered layer.
+            layer: Index of the layer among the registered layers.
             part: Index of the state tensor in the layer.
             block: Block id.
             slot: 0, the only slot of a block.
 
         Returns:
-            Engine, layer name, tensor name, block and slot.
+            Text with engine, layer name, tensor name, block and slot.
         """
         name, tensor = self.layout.layer_names[layer], self.layout.tensors[part].name
         return f"engine {self.engine_id!r}, layer {name!r}, {tensor}, block {block}, slot {slot}"

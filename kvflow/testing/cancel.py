@@ -1,9 +1,9 @@
-"""Cancels a coroutine at every point at which cancelling can make a difference: one run per point, in virtual time.
+"""Test tool that cancels a coroutine at every point where cancelling can make a difference: one run for each point.
 
-Each point is called a *moment*. A moment follows each step of the coroutine, of the tasks that it has started (its
-loads, for example), and of the scenario's other tasks. A further moment is when one of the coroutine's tasks has been
-woken but has not yet run, once for each line at which the task waits. A step of an engine's background task makes no
-moment, because the coroutine cannot see its effect before the next moment.
+The runs are in virtual time. The points are called *moments*. There is a moment after each step of the coroutine, of
+the tasks that it has started (its loads, for example), and of the scenario's other tasks. There is another moment when
+a task of the coroutine has been woken but has not run yet, once for each line at which the task waits. After a step of
+an engine's background task there is none, because the coroutine cannot see its effect before the next moment.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _UNDER_TEST: ContextVar[bool] = ContextVar("kvflow_cancelled_everywhere", defaul
 
 
 def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int:
-    """Run a coroutine again and again, and cancel it at its first moment, at its second, and so on up to its last.
+    """Run a coroutine many times, and cancel it at its first moment, then at its second, and so on up to its last.
 
     A moment is a point at which a task of the scenario has just run, or a task of the coroutine has been woken and is
-    about to run. A first run without cancellation counts the moments. Log lines of kvflow are written only for a run
-    that fails. Progress is logged by `kvflow.testing.cancel` at INFO.
+    about to run. A first run without cancellation counts the moments. kvflow's log lines are written only for a run
+    that fails. The logger `kvflow.testing.cancel` logs the progress at INFO.
 
         @contextlib.asynccontextmanager
         async def scenario():
@@ -49,17 +49,18 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
         cancel_everywhere(scenario)
 
     Args:
-        make_scenario: Returns an async context manager for one run, which opens engines and yields the coroutine, not
-            started. The code after its `yield` checks the engines once the coroutine has ended, cancelled or not.
-        runs_max: Maximum number of moments, for a coroutine that never ends.
+        make_scenario: Function that returns an async context manager for one run. The context manager opens engines and
+            yields the coroutine, not started. The code after the `yield` checks the engines; it runs once the coroutine
+            has ended, whether it was cancelled or not.
+        runs_max: Maximum number of moments, a bound in case that the coroutine never ends.
 
     Returns:
-        The number of runs that were cancelled.
+        Number of runs in which the coroutine was cancelled.
 
     Raises:
         AssertionError: The coroutine has more than `runs_max` moments.
-        Exception: Any error of the coroutine except its cancellation, or of the checks. A note on it says at which
-            moment the coroutine was cancelled, and at which line it waited then.
+        Exception: Any error of the coroutine, except its cancellation, or of the checks. A note added to the error says
+            at which moment the coroutine was cancelled, and at which line it waited.
     """
     moments = _run(make_scenario, runs_max + 1, "not cancelled").count
     if moments > runs_max:
@@ -74,20 +75,26 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
 
 
 class _Moments:
-    """Counts the moments of one run, cancels the coroutine at number `last`, and keeps the line at which it waited."""
+    """Counts the moments of one run, and cancels the coroutine `body` at moment number `last`.
+
+    `place` is then the line at which the coroutine waited.
+    """
 
     def __init__(self, loop: VirtualLoop, body: Coroutine[Any, Any, object], last: int) -> None:
         self.count = 0
         self.place = ""
         self._loop, self._body, self._last = loop, body, last
         self._woken = {""}
-        """Lines at which a task of the coroutine has waited and been woken, as `_place` returns them."""
+        """Lines, in the form of `_place`, at which a task of the coroutine has waited and was woken."""
         context = copy_context()
         context.run(_UNDER_TEST.set, True)
         self.task = loop.create_task(body, name="cancelled everywhere", context=context)
 
     def count_step(self) -> None:
-        """Called after each step of the loop: count it if it is a moment, and cancel the coroutine at the last one."""
+        """Count a moment if the last step of the loop was followed by one. At moment `last`, cancel the coroutine.
+
+        The loop calls this after each step.
+        """
         if self.place or self.task.done() or inspect.getcoroutinestate(self._body) == inspect.CORO_CREATED:
             return
         ran, follows = self._loop.ran, self._loop.follows
@@ -100,12 +107,12 @@ class _Moments:
 
 
 def _is_coroutine_step(call: asyncio.Handle | None) -> bool:
-    """Return True if `call` is a step of the coroutine under test, or of a task that it has started."""
+    """Return True if `call` is a step of the coroutine under test, or of a task that this coroutine has started."""
     return task_of(call) is not None and call._context.get(_UNDER_TEST, False)  # type: ignore[union-attr]
 
 
 def _is_scenario_step(call: asyncio.Handle | None) -> bool:
-    """Return True if `call` is a step of any task except the engines' background tasks."""
+    """Return True if `call` is a step of a task that is no background task of an engine."""
     task = task_of(call)
     return _is_coroutine_step(call) or (task is not None and not task.get_name().startswith(_ENGINE_TASK_PREFIX))
 
@@ -116,9 +123,9 @@ def _run(make_scenario: Scenario, last: int, what: str) -> _Moments:
 
 
 async def _cancel_at(make_scenario: Scenario, last: int, what: str) -> _Moments:
-    """Run the scenario once, and cancel its coroutine at moment number `last`, unless it ends earlier.
+    """Run the scenario once, and cancel its coroutine at moment number `last`, unless the coroutine ends earlier.
 
-    Return the counter of its moments.
+    `what`: text about the cancellation, for a note on an error. Return the counter of the run's moments.
     """
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
@@ -142,7 +149,10 @@ async def _cancel_at(make_scenario: Scenario, last: int, what: str) -> _Moments:
 
 @contextmanager
 def _hold_back_logs(root: logging.Logger) -> Iterator[None]:
-    """Hold back the log lines of `root` and its children. Write them if the block raises, else drop them."""
+    """Hold back the log lines of logger `root` and its children during the `with` block.
+
+    If the block raises an error, write them at its end, else drop them.
+    """
     kept = MemoryHandler(_LINES_MAX, flushLevel=logging.CRITICAL + 1)
     before, root.handlers, propagate, root.propagate = root.handlers, [kept], root.propagate, False
     failed = True
@@ -156,7 +166,7 @@ def _hold_back_logs(root: logging.Logger) -> Iterator[None]:
 
 
 def _place(task: asyncio.Task[Any] | None) -> str:
-    """Return the line at which `task` waits, in each coroutine of its await chain, outermost first; "" if done."""
+    """Return where `task` waits: the line in each coroutine that it awaits, outermost first; "" if it is done."""
     lines = []
     inner: Any = None if task is None else task.get_coro()
     while (frame := getattr(inner, "cr_frame", None)) is not None:

@@ -1,8 +1,8 @@
 """Several engines in one process, without NIXL, sockets or threads: on any event loop, in real or virtual time.
 
-Connect your own engine to the cluster by `Runtime(config, world=cluster.world())`, or open a ready-made engine with
-`cluster.engine`. A test scripts faults on each rank's in-process transport (`cluster.transport`), or has random faults
-from a seed, in virtual time: `InprocCluster(seed=7)`.
+Connect your own engine to the cluster by `Runtime(config, world=cluster.world())`, or open a ready-made engine by
+`cluster.engine`. A test scripts faults on each rank's in-process transport (`cluster.transport`). With a seed, as in
+`InprocCluster(seed=7)`, the cluster makes random faults instead; this needs virtual time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SMALL = CacheSize(layers=1)
 
 
 class InprocCluster:
-    """A network and a side channel inside one process, for any number of runtimes.
+    """A network and a side channel inside one process, which connect any number of runtimes.
 
         cluster = InprocCluster()
         async with cluster.engine("prefill") as prefill, cluster.engine("decode") as decode:
@@ -48,9 +48,9 @@ class InprocCluster:
 
     Args:
         seed: Seed of a simulated network with random faults: slow, torn and failed reads, lost, repeated and late
-            notifications, unanswered questions, garbled answers. A seed gives the same faults in every run. Needs
-            virtual time (`run_virtual`). None for a network without random faults.
-        conditions: Delays and rates of those faults; None to draw them from the seed.
+            notifications, unanswered questions, garbled answers. The same seed gives the same faults in every run, and
+            needs virtual time (`run_virtual`). None for a network without random faults.
+        conditions: Delays of the simulated network and rates of its faults; None to draw them at random by the seed.
     """
 
     def __init__(self, seed: int | None = None, *, conditions: NetworkConditions | None = None) -> None:
@@ -64,12 +64,12 @@ class InprocCluster:
         self._transports: dict[tuple[str, Rank], InprocTransport] = {}
 
     def world(self, *, clock: Callable[[], Clock] = LoopClock) -> World:
-        """Return the `World` (transport, side channel, clock) with which a runtime becomes an engine of the cluster.
+        """Return a `World` (transport, side channel, clock) that connects a runtime to the cluster.
 
-        Copies of blocks run on the event loop, so keep caches small.
+        Pass it to `Runtime(config, world=...)`. Copies of blocks run on the event loop, so keep caches small.
 
         Args:
-            clock: Makes the runtime's clock; called on the runtime's event loop.
+            clock: Function that makes the runtime's clock; it is called on the runtime's event loop.
 
         Returns:
             A `World`, which several runtimes may share.
@@ -87,14 +87,14 @@ class InprocCluster:
         )
 
     def transport(self, engine_id: str, rank: Rank = _FIRST_RANK) -> InprocTransport:
-        """Return the transport of a rank, on which a test holds and performs reads and scripts `faults`.
+        """Return the transport of a rank, by which a test holds back and performs reads, and scripts faults.
 
         Args:
-            engine_id: The engine.
-            rank: The engine's rank; by default its first.
+            engine_id: Name of the rank's engine.
+            rank: Rank in the engine; by default its first rank.
 
         Returns:
-            The rank's newest transport. Each registration of a KV cache makes a new transport.
+            Transport of the rank's last registration of a KV cache. Each registration makes a new transport.
         """
         return self._transports[engine_id, rank]
 
@@ -107,16 +107,16 @@ class InprocCluster:
         size: CacheSize = _SMALL,
         parts: Sequence[Part] = (),
     ) -> AsyncIterator[TestEngine]:
-        """Open a runtime with a small registered cache, filled with its pattern (`TestEngine.cache`).
+        """Open a runtime with a small registered KV cache, filled with the engine's pattern (`TestEngine.cache`).
 
         Args:
             engine_id: Name of the engine.
-            config: Limits and timeouts. Name and address are replaced, and the transport is the cluster's.
-            size: Size of the cache; by default one layer.
+            config: Limits and timeouts. Its engine id, address and transport are replaced.
+            size: Size of the KV cache; by default one layer.
             parts: Optional features of the runtime, as for `Runtime(config, parts=...)`.
 
         Returns:
-            A context manager that yields the engine, and closes the runtime when its block ends.
+            An async context manager that yields the engine, and closes the runtime when the `async with` block ends.
 
         Raises:
             AssertionError: The block ended without an error, but the closed runtime left something behind
@@ -135,20 +135,20 @@ class InprocCluster:
         crashes: int = 1,
         within_s: float = 0.1,
     ) -> ResultT:
-        """Run an engine as a process that crashes and restarts at random moments, drawn from the seed.
+        """Run an engine as a simulated process that crashes and restarts at random times, drawn from the seed.
 
-        Cancelling cancels the running `body`, waits for its end and runs no further one.
+        If cancelled, this cancels the running `body`, waits for its end, and restarts nothing.
 
         Args:
             engine_id: Name of every runtime that `body` opens.
-            body: Coroutine function that is one run of the process: it opens the engine and does its work. A crash
-                stops the run for good: none of its code runs again, not even a `finally`, and peers can no longer read
-                its memory.
+            body: Coroutine function that is one run of the process: it opens the engine and does the engine's work.
+                After a crash no code of the run is executed again, not even a `finally`, and peers can no longer read
+                the run's memory.
             crashes: Maximum number of crashes.
-            within_s: Upper bound of the time from a start to its crash, and from a crash to the restart.
+            within_s: Maximum virtual seconds from a start to the crash, and from a crash to the restart.
 
         Returns:
-            The result of the last run, which was not killed.
+            The result of the last run, which has not crashed.
 
         Raises:
             UsageError: The cluster has no seed.
@@ -175,7 +175,7 @@ class InprocCluster:
         return task.result()
 
     def _simulation(self) -> Network:
-        """Return the simulated network. The first call makes it, on the running loop."""
+        """Return the simulated network. The first call creates it on the running event loop."""
         if self._simulated is None:
             loop = asyncio.get_running_loop()
             if not isinstance(loop, VirtualLoop):
@@ -185,7 +185,7 @@ class InprocCluster:
         return self._simulated
 
     def _host(self, engine_id: str) -> SimHost:
-        """Return the simulated host of an engine's ranks, making it at the first call."""
+        """Return the simulated host of all ranks of an engine. The first call for the engine creates it."""
         if engine_id not in self._hosts:
             life = SimProcess(self._simulation().loop, engine_id)
             self._hosts[engine_id] = SimHost(engine_id, f"host of {engine_id}", life)

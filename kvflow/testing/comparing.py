@@ -1,4 +1,4 @@
-"""Comparison of loaded blocks with the offered blocks. The first differing block and slot is reported."""
+"""Comparison of the blocks that a reader has loaded with the producer's blocks; names the first difference."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def compare_blocks(
     num_tokens: int | None = None,
     windowed: bool = False,
 ) -> str | None:
-    """Compare loaded blocks with the offered blocks, token by token.
+    """Compare the blocks that a consumer has loaded with the producer's blocks, token by token.
 
-    Only layers and heads that both ranks have are compared. The two block sizes may differ.
+    Only layers and heads that both ranks have are compared. The block sizes of the two caches may differ.
 
     Args:
         ours: The consumer's cache.
-        our_ids: The loaded blocks, in prompt order. If they do not cover the prompt, they are its last blocks.
+        our_ids: Ids of the loaded blocks, in prompt order. If they do not cover the prompt, they are its last blocks.
         theirs: The producer's cache.
-        their_ids: The offered blocks, in prompt order.
-        num_tokens: Length of the prompt; None if every offered block is full.
-        windowed: True if the offered blocks are the last blocks of the prompt, as in a group with a sliding window.
-            Needs `num_tokens`. Tokens before the offered blocks are not compared.
+        their_ids: Ids of the offered blocks, in prompt order.
+        num_tokens: Length of the prompt in tokens; None if every offered block is full.
+        windowed: True if the offered blocks are only the last blocks of the prompt, as in a group with a sliding
+            window. Needs `num_tokens`. Tokens before the offered blocks are not compared.
 
     Returns:
-        None if every element is equal. Otherwise a sentence about the first difference: engine, layer, block and slot
-        on both sides, and the block and slot of the producer that have the content found in the consumer's cache.
+        None if every element is equal. Otherwise a sentence about the first difference. It names the engine, layer,
+        block and slot on both sides, and the producer's block and slot whose content the consumer's cache has instead.
     """
     size, their_size = ours.layout.block_size, theirs.layout.block_size
     full = len(their_ids) * their_size
@@ -77,13 +77,13 @@ def assert_blocks_equal(
 
     Args:
         ours: The consumer's cache.
-        our_ids: The loaded blocks, in prompt order. If they do not cover the prompt, they are its last blocks.
+        our_ids: Ids of the loaded blocks, in prompt order. If they do not cover the prompt, they are its last blocks.
         theirs: The producer's cache.
-        their_ids: The offered blocks, in prompt order.
-        num_tokens: Length of the prompt; None if every offered block is full.
+        their_ids: Ids of the offered blocks, in prompt order.
+        num_tokens: Length of the prompt in tokens; None if every offered block is full.
 
     Raises:
-        AssertionError: An element differs. The message is the sentence of `compare_blocks`.
+        AssertionError: An element differs. The message is the sentence that `compare_blocks` returns.
     """
     problem = compare_blocks(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
     assert problem is None, problem
@@ -97,19 +97,19 @@ def assert_loaded(
     *,
     num_tokens: int | None = None,
 ) -> None:
-    """Assert that a load wrote the offered content into `our_ids` and nothing anywhere else in `ours`.
+    """Assert that a load has written the offered content into the blocks `our_ids`, and nothing else into `ours`.
 
     Args:
         ours: The consumer's cache, filled with its pattern before the load.
-        our_ids: The loaded blocks, in prompt order. If they do not cover the prompt, they are its last blocks.
+        our_ids: Ids of the loaded blocks, in prompt order. If they do not cover the prompt, they are its last blocks.
         theirs: The producer's cache.
-        their_ids: The offered blocks, in prompt order.
-        num_tokens: Length of the prompt; None if every offered block is full. Slots of the last block past the prompt
-            must still hold the pattern of `ours`.
+        their_ids: Ids of the offered blocks, in prompt order.
+        num_tokens: Length of the prompt in tokens; None if every offered block is full. In the last block, the slots
+            after the prompt must still hold the pattern of `ours`.
 
     Raises:
         AssertionError: A loaded element differs, or an element outside the load was written to. The message names the
-            block and slot of the first one.
+            block and slot of the first such element.
     """
     assert_blocks_equal(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
     wanted = set(our_ids)

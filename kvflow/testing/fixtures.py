@@ -1,7 +1,7 @@
-"""Pytest fixtures. Enable them with `pytest_plugins = ["kvflow.testing.fixtures"]` in a conftest.py.
+"""Pytest fixtures with runtimes. Enable them by `pytest_plugins = ["kvflow.testing.fixtures"]` in a conftest.py.
 
-They need pytest-asyncio (`kvflow[testing]`). A fixture that opens runtimes closes them, and fails the test if a closed
-runtime left anything behind.
+They need pytest-asyncio (`kvflow[testing]`). A fixture that opens runtimes closes them, and makes the test fail if a
+closed runtime has left a task, thread, peer, registered memory or read behind.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from kvflow.testing.pair import InprocPair, NixlPair, inproc_pair, nixl_pair
 
 @pytest_asyncio.fixture
 async def kvflow_pair() -> AsyncIterator[InprocPair]:
-    """A producer and a consumer over the in-process transport and the real side channel (`inproc_pair`)."""
+    """Pytest fixture: a producer and a consumer over the in-process transport and the real side channel."""
     async with inproc_pair() as pair:
         yield pair
 
 
 @pytest.fixture
 def kvflow_cluster() -> InprocCluster:
-    """A cluster for any number of engines in this process, also in virtual time (`InprocCluster`)."""
+    """Pytest fixture: an `InprocCluster` for any number of engines in this process, in real or virtual time."""
     return InprocCluster()
 
 
 @pytest_asyncio.fixture
 async def kvflow_nixl_pair() -> AsyncIterator[NixlPair]:
-    """A producer and a consumer over real NIXL (`nixl_pair`)."""
+    """Pytest fixture: a producer and a consumer over real NIXL."""
     async with nixl_pair() as pair:
         yield pair

@@ -1,4 +1,7 @@
-"""Test tool that finds forgotten loads: a load that is neither awaited nor cancelled holds blocks of both engines."""
+"""Test tool that finds forgotten loads, which an engine has started but neither awaits nor cancels.
+
+A forgotten load holds blocks of both engines.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from kvflow.testing.watch import calling_line, checked_at_end
 
 
 class _WatchedLoad(Load):
-    """A `Load` that counts the tasks that await it. `LoadWatch.begun` sets the class of each started load to this."""
+    """A `Load` that counts the tasks that await it. `LoadWatch.begun` changes the class of started loads to this."""
 
     begun_at = ""
     waiting = 0
-    """Number of tasks that await the load or its next progress."""
+    """Number of tasks that await the load or its next `Progress` now."""
     awaited_or_cancelled = False
-    """True once the load was cancelled, ended while awaited, or was awaited after its end."""
+    """True once the load was cancelled, has ended while a task awaited it, or was awaited after its end."""
 
     def __await__(self) -> Generator[Any, None, LoadReport]:
         self.waiting += 1
@@ -55,17 +58,17 @@ class _WatchedLoad(Load):
 
 
 class LoadWatch:
-    """The loads that a runtime has started, and whether each is awaited or cancelled. See `watch_loads`."""
+    """Watches whether each load that a runtime has started is awaited or cancelled. `watch_loads` creates it."""
 
     def __init__(self) -> None:
         self._begun: list[_WatchedLoad] = []
 
     def begun(self, load: Load, where: str) -> None:
-        """Watch a started load. Ignore a load that is done already, for example refused: it holds no blocks.
+        """Watch a started load. If the load is done already, for example refused, ignore it, since it holds no blocks.
 
         Args:
-            load: The load that `start_load` returned.
-            where: The line of code that started the load, for messages.
+            load: The load that `start_load` has returned.
+            where: The line of code that has started the load, for messages.
         """
         if not load.done:
             load.__class__ = _WatchedLoad
@@ -75,9 +78,9 @@ class LoadWatch:
 
     @property
     def forgotten(self) -> tuple[Load, ...]:
-        """Loads that were neither cancelled nor awaited when they ended, or that are under way and not awaited now.
+        """Ended loads that were neither cancelled nor awaited, and loads under way that no task awaits now.
 
-        May be called at any time. A load that has just been started is included until a task awaits it.
+        May be read at any time. A load that was just started is included until a task awaits it.
         """
         return tuple(load for load in self._begun if not (load.awaited_or_cancelled or load.waiting))
 
@@ -85,7 +88,7 @@ class LoadWatch:
         """Assert that no load is in `forgotten`.
 
         Raises:
-            AssertionError: A load is forgotten. The message names the first, and the line of code that started it.
+            AssertionError: A load is forgotten. The message names the first such load, and the line that started it.
         """
         for load in self._begun:
             if load in self.forgotten:
@@ -99,22 +102,22 @@ class LoadWatch:
 
 @contextlib.contextmanager
 def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
-    """Check that every load that a runtime starts is awaited to its end or cancelled.
+    """Check that each load that a runtime starts is awaited to its end, or cancelled.
 
-    To await the load or its next progress counts; to await `Load.settled()` does not, since that does not end the load.
-    If a task that iterates over the load by `async for` is cancelled in the loop's body, the load goes on, so it must
-    be cancelled. An engine that polls `Load.done` has to await the load afterwards, for its report.
+    Awaiting the load or its next `Progress` counts. Awaiting `Load.settled()` does not, since that does not end the
+    load. If a task iterates over a load by `async for`, and is cancelled in the body of the loop, the load goes on, so
+    the load must be cancelled, too. An engine that polls `Load.done` must await the load afterwards, for its report.
 
     Args:
-        runtime: The reader's runtime. Its `start_load` is replaced inside the `with` block; a reference to the method
-            taken before is not watched.
+        runtime: The reader's runtime. Its `start_load` is replaced inside the `with` block. Loads that are started by a
+            reference to the method from before the block are not watched.
 
     Returns:
-        A context manager that yields the watch. Loads are watched until its block ends.
+        A context manager that yields the watch. Loads are watched until the `with` block ends.
 
     Raises:
-        AssertionError: A load was forgotten. Raised when the `with` block ends, in place of an error that comes out of
-            it. The message names the request and the line that started the load.
+        AssertionError: A load was forgotten. Raised when the `with` block ends, in place of an error that the block has
+            raised. The message names the request and the line that started the load.
     """
     watch, start = LoadWatch(), runtime.start_load
 

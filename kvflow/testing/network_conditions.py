@@ -1,4 +1,4 @@
-"""`NetworkConditions`: how often reads and messages of a simulated network are slow, late, lost or garbled."""
+"""`NetworkConditions`: delays of a simulated network, and how often reads and messages are slow, lost or garbled."""
 
 from __future__ import annotations
 
@@ -8,41 +8,45 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkConditions:
-    """Delays and fault rates of a simulated network. Shares are probabilities, 0 to 1; times are virtual seconds."""
+    """Delays and fault rates of a simulated network. Probabilities are from 0 to 1, times in virtual seconds."""
 
     latency_s: float = 1e-4
-    """Mean time of a message from one host to another."""
+    """Mean time that a message takes from one host to another."""
     read_s: float = 2e-4
-    """Mean time of a read."""
+    """Mean time that a read takes, except for slow reads."""
     slow_share: float = 0.0
-    """Share of slow reads: each takes a random time between 0 and `slow_s`, whatever `read_s` is."""
+    """Probability that a read is slow: then the read takes a random time between 0 and `slow_s`."""
     slow_s: float = 0.0
-    """Upper bound of the time of a slow read."""
+    """Maximum time that a slow read takes."""
     torn_share: float = 0.0
-    """Share of reads that are torn: their bytes land in portions, at different times and in any order."""
+    """Probability that a read is torn: its bytes land in portions, at different times and in any order."""
     failed_share: float = 0.0
-    """Share of reads that fail, perhaps after some of their bytes have landed."""
+    """Probability that a read fails, perhaps after some of its bytes have landed."""
     lost_share: float = 0.0
-    """Share of notifications that never arrive."""
+    """Probability that a notification never arrives."""
     repeated_share: float = 0.0
-    """Share of notifications that are sent twice."""
+    """Probability that a notification is sent twice."""
     late_share: float = 0.0
-    """Share of notifications that arrive up to `late_s` later, and so may be overtaken by newer ones."""
+    """Probability that a notification is late: it then takes up to `late_s` longer, so newer ones may arrive first."""
     late_s: float = 0.0
-    """Upper bound of the additional delay of a late notification."""
+    """Maximum additional delay of a late notification."""
     unanswered_share: float = 0.0
-    """Probability that a question on the side channel is lost, and separately that its answer is lost."""
+    """Probability that a question on the side channel is lost; also the probability that an answer is lost."""
     garbled_share: float = 0.0
-    """Share of answers that cannot be decoded, or are of another kind than the question asks for."""
+    """Probability that an answer on the side channel cannot be decoded, or is of a kind that does not fit the question.
+    """
     poll_s: float = 0.0
-    """Upper bound of the time until an engine's poller sees that a read has ended or a notification has arrived."""
+    """Maximum time until an engine's poller sees that a read has ended, or that a notification has arrived."""
 
 
 CALM = NetworkConditions()
 
 
 def draw_conditions(rng: random.Random) -> NetworkConditions:
-    """Return a `NetworkConditions` with random rates. In 30 % of the draws the only possible fault is torn reads."""
+    """Return `NetworkConditions` with random delays and fault rates.
+
+    In 30 % of all draws the only fault that can occur is torn reads.
+    """
 
     def share(*choices: float) -> float:
         return rng.choice((0.0, *choices))

@@ -1,6 +1,7 @@
-"""Test tool that watches offered blocks: their bytes must not change until their lease has ended and its hold is over.
+"""Test tool that watches offered blocks: their bytes must not change until the lease has ended and its hold is over.
 
-The hold is the time after a lease in which a read that began earlier may still end.
+The hold is the time after the end of a lease in which the blocks stay unchanged, because reads that began before may
+still run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvflow.testing.watch import checked_at_end, raise_first
 
 
 class _NotifyingHistory(History):
-    """The history of a lease. Calls `more(lease)` each time that the engine has computed more tokens of the lease."""
+    """The `History` of a growing lease. It calls `more(lease)` each time the engine has computed more of its tokens."""
 
     def __init__(self, lease: Lease, known: History, more: Callable[[Lease], None]) -> None:
         self._lease, self._known, self._more = lease, known, more
@@ -39,7 +40,7 @@ class _NotifyingHistory(History):
 
 
 class _Slots:
-    """Digests of the slots (tokens) of one lease in one group of layers, as far as they have been computed."""
+    """Digests of the slots (one token each) of one lease in one group of layers, for the tokens computed so far."""
 
     def __init__(self, cache: PatternCache | StateCache, first_token: int) -> None:
         self.cache = cache
@@ -49,15 +50,18 @@ class _Slots:
         self._digests: torch.Tensor | None = None
 
     def tokens(self, blocks: range) -> torch.Tensor:
-        """Return the prompt's token indices in the given blocks, with shape (block, slot).
+        """Return the index in the prompt of the token in each slot of `blocks`, with shape (block, slot).
 
-        `blocks` are positions in the block table of the lease, not block ids.
+        `blocks`: range of positions in the block table of the lease, not block ids.
         """
         start, stop = (self._first + block * self.size for block in (blocks.start, blocks.stop))
         return torch.arange(start, stop).view(-1, self.size)
 
     def remember(self, block_ids: Sequence[int], tokens: int) -> None:
-        """Store digests of the slots computed since the last call. By now the first `tokens` tokens are computed."""
+        """Store digests of the slots that were computed since the last call, up to token `tokens` of the prompt.
+
+        `block_ids`: block ids of the lease in this group of layers.
+        """
         old, upto = self._digests, self._upto
         blocks = range(max(upto - self._first, 0) // self.size, max(-(-(tokens - self._first) // self.size), 0))
         self._upto = max(tokens, upto)
@@ -73,9 +77,10 @@ class _Slots:
         self._digests = now
 
     def changed(self, block_ids: Sequence[int]) -> tuple[int, str] | None:
-        """Return the index of the first overwritten token and the name of its slot, or None if nothing has changed.
+        """Return the prompt index of the first overwritten token and a text that names its slot; None if there is none.
 
-        Take new digests of the changed slots, so that each change is reported once.
+        Replace the digests of changed slots by new ones, so that each change is reported once. `block_ids`: block ids
+        of the lease in this group of layers.
         """
         if self._digests is None:
             return None
@@ -91,7 +96,7 @@ class _Slots:
 
 
 class OfferWatch:
-    """Checks that offered blocks do not change while they are leased. `watch_offers` makes one for a runtime."""
+    """Checks that offered blocks do not change while they are leased. `watch_offers` creates it."""
 
     def __init__(self, caches: Sequence[PatternCache | StateCache]) -> None:
         self._caches = caches
@@ -109,13 +114,14 @@ class OfferWatch:
         raise_first(self._found)
 
     def offer(self, lease: Lease) -> None:
-        """Watch the blocks of a new lease. `watch_offers` calls this for every lease.
+        """Watch the blocks of a new lease. `watch_offers` calls this for each lease.
 
         Args:
-            lease: A lease from `serve_blocks` of the watched runtime.
+            lease: A lease that `serve_blocks` of the watched runtime has returned.
 
         Raises:
-            UsageError: The lease and this watch differ in their number of groups of layers. The lease is revoked.
+            UsageError: The lease has another number of groups of layers than this watch has caches. The lease was
+                revoked.
         """
         tables = lease.block_tables
         if len(tables) != len(self._caches):
@@ -133,10 +139,10 @@ class OfferWatch:
             self._remember(lease)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        """Compare the blocks of ended leases one last time. The runtime calls this before other code sees the end.
+        """Compare the blocks of ended leases a last time. The runtime calls this before other code sees the end.
 
         Args:
-            record: How the lease ended. The message about a change names the outcome.
+            record: Record of the lease that ended; a message about a change contains its outcome.
         """
         for lease in [lease for lease in self._offered if lease.done]:
             try:
@@ -146,7 +152,7 @@ class OfferWatch:
             del self._offered[lease]
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Do nothing, since a load changes no offered block. The runtime calls this for its observers.
+        """Do nothing, since a load changes no offered block. The runtime calls this method of each observer.
 
         Args:
             record: Ignored.
@@ -171,9 +177,9 @@ def _held(lease: Lease) -> HeldBlocks:
 
 
 def _first_tokens(lease: Lease, caches: Sequence[PatternCache | StateCache]) -> Iterator[int]:
-    """Yield for each group the prompt's token index in the first slot of the lease's blocks.
+    """Yield, for each group of layers, the prompt index of the token in the first slot of the lease's first block.
 
-    That is 0, except in a windowed group, which offers only the last blocks of the prompt.
+    The index is 0, except for a group with a window, which offers only the last blocks of the prompt.
     """
     held, facts = _held(lease), lease.ticket.groups
     for group, cache in enumerate(caches):
@@ -186,24 +192,24 @@ def _first_tokens(lease: Lease, caches: Sequence[PatternCache | StateCache]) -> 
 def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache | StateCache]) -> Iterator[OfferWatch]:
     """Check that blocks offered by a runtime do not change until their lease has ended and its hold is over.
 
-    The watch takes a digest of each slot once its token is computed: when `serve_blocks` returns, when `Lease.advance`
-    covers the token, or, if a device event was given, when that event has happened. Digests are compared when the
-    lease's blocks are given back, when the `with` block ends, and in `OfferWatch.assert_unchanged`. Slots not computed
-    yet, and slots past the prompt's last token, may change. Works with every transport. Each comparison reads the
-    offered blocks once.
+    The watch takes a digest of each slot (one token) once the token is computed: when `serve_blocks` returns, when
+    `Lease.advance` covers the token, or, if a device event was given, when that event has happened. Digests are
+    compared when the lease's blocks are given back, when the `with` block ends, and in `OfferWatch.assert_unchanged`.
+    Slots with tokens that are not computed yet, and slots after the prompt's last token, may change. The watch works
+    with every transport. Each comparison reads the offered blocks once.
 
     Args:
-        runtime: The producer's runtime. Its `serve_blocks` is replaced inside the `with` block; a reference to the
-            method taken before is not watched.
-        cache: A `PatternCache` over the registered cache; for several groups, a sequence in the order of the groups,
-            with a `StateCache` for state. The content need not be the pattern.
+        runtime: The producer's runtime. Its `serve_blocks` is replaced inside the `with` block. Leases from a reference
+            to the method from before the block are not watched.
+        cache: A `PatternCache` over the registered KV cache. For several groups of layers, a sequence in the order of
+            the groups, with a `StateCache` for recurrent state. The content need not be the pattern.
 
     Returns:
-        A context manager that yields the watch. Offers are watched until its block ends.
+        A context manager that yields the watch. Offers are watched until the `with` block ends.
 
     Raises:
-        AssertionError: An offered block has changed. Raised when the `with` block ends, in place of an error that comes
-            out of it. The message names engine, layer, block, slot, token and request.
+        AssertionError: An offered block has changed. Raised when the `with` block ends, in place of an error that the
+            block has raised. The message names engine, layer, block, slot, token and request.
     """
     watch = OfferWatch([cache] if isinstance(cache, PatternCache) else list(cache))
     serve = runtime.serve_blocks

@@ -1,4 +1,7 @@
-"""A producer and a consumer in one process, with caches to check byte by byte: in-process, or over real NIXL."""
+"""A producer and a consumer for tests, in one process, over the in-process transport or over real NIXL.
+
+The content of their KV caches can be checked byte by byte.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ TransportT = TypeVar("TransportT", bound=Transport)
 
 
 class CacheSize(NamedTuple):
-    """Size and axis order of a test cache. Each layer is one tensor with K and V on its first axis."""
+    """Size and axis order of a KV cache for tests. Each layer is one tensor with K and V on the first axis."""
 
     layers: int = 2
     num_blocks: int = 16
@@ -37,15 +40,15 @@ class CacheSize(NamedTuple):
     head_size: int = 8
 
     def make(self, engine_id: str) -> tuple[dict[str, torch.Tensor], PatternCache]:
-        """Make the tensors of a cache and fill them with the engine's pattern.
+        """Create the tensors of a KV cache, and fill them with the pattern of an engine.
 
         Args:
-            engine_id: Name of the engine, which the pattern depends on.
+            engine_id: Name of the engine; the pattern depends on it.
 
         Returns:
-            The tensors by layer name, in torch's default dtype, and the `PatternCache` over them. A tensor has shape
-            (2, num_blocks, kv_heads, block_size, head_size) in order HND, and (2, num_blocks, block_size, kv_heads,
-            head_size) in order NHD.
+            The tensors by layer name, in torch's default dtype, and a `PatternCache` over them. Each tensor has shape
+            (2, num_blocks, kv_heads, block_size, head_size) for order HND, and (2, num_blocks, block_size, kv_heads,
+            head_size) for order NHD.
         """
         inner = (self.block_size, self.kv_heads) if self.order == "NHD" else (self.kv_heads, self.block_size)
         shape = (2, self.num_blocks, *inner, self.head_size)
@@ -58,15 +61,15 @@ class CacheSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(Generic[TransportT]):
-    """One engine of a test: its runtime, the runtime's transport, and its cache."""
+    """One engine of a test: a runtime with its transport and its registered KV cache."""
 
     runtime: Runtime
     transports: Sequence[TransportT]
-    """Transports of the runtime, one for each registration of a cache; the last one is in use."""
+    """Transports of the runtime: one for each registration of a KV cache. The last one is in use."""
     kv_caches: dict[str, torch.Tensor]
     layout: CacheLayout
     cache: PatternCache
-    """View of the registered tensors that checks contents slot by slot; filled with this engine's pattern at first."""
+    """View of the registered tensors, to check their content slot by slot. At first they hold the engine's pattern."""
 
     @property
     def transport(self) -> TransportT:
@@ -75,7 +78,7 @@ class Engine(Generic[TransportT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair(Generic[TransportT]):
-    """A producer and a consumer engine of a test. The cache of each is filled with its engine's pattern."""
+    """A producer engine and a consumer engine of a test. Each KV cache is filled with the pattern of its engine."""
 
     producer: Engine[TransportT]
     consumer: Engine[TransportT]
@@ -86,16 +89,17 @@ class Pair(Generic[TransportT]):
         """Offer full blocks of the producer by `Runtime.serve_blocks`.
 
         Args:
-            block_ids: Blocks of the producer, in prompt order.
+            block_ids: Ids of the producer's blocks, in prompt order. All of their tokens are offered.
             request_id: Id of the request.
-            ttl_s: As in `ServeRequest`.
-            reader_count: As in `ServeRequest`.
+            ttl_s: Time to live of the lease, as in `ServeRequest`.
+            reader_count: Number of engines that will read the blocks, as in `ServeRequest`.
 
         Returns:
-            The lease.
+            The lease of the offer.
 
         Raises:
-            RequestError, RuntimeUnavailable: As `Runtime.serve_blocks`.
+            RequestError: A block id or another argument is invalid.
+            RuntimeUnavailable: The producer's runtime drains, is closed, or has no KV cache.
         """
         request = ServeRequest(
             request_id,
@@ -110,16 +114,16 @@ class Pair(Generic[TransportT]):
     def wanted(
         lease: Lease, block_ids: Sequence[int], *, deadline_s: float | None = None, cached_tokens: int = 0
     ) -> LoadRequest:
-        """Make the request by which the consumer loads the blocks of `lease`.
+        """Return a request by which the consumer can load the blocks of `lease`.
 
         Args:
             lease: Lease of the producer.
-            block_ids: Blocks of the consumer, to fill.
-            deadline_s: As in `LoadRequest`.
-            cached_tokens: As in `LoadRequest`.
+            block_ids: Ids of the consumer's blocks to fill, in prompt order.
+            deadline_s: Seconds that the load may take, as in `LoadRequest`.
+            cached_tokens: Number of leading tokens that are not loaded, as in `LoadRequest`.
 
         Returns:
-            The request, with the ticket as a dict of JSON types, as it comes through a router.
+            The request. Its ticket is a dict of JSON types, in the form that a router carries.
         """
         return LoadRequest(
             lease.request_id,
@@ -133,27 +137,27 @@ class Pair(Generic[TransportT]):
         """Assert that loaded blocks equal the offered blocks, and that no other block of the consumer was written to.
 
         Args:
-            local_ids: Loaded blocks of the consumer.
-            remote_ids: Offered blocks of the producer, all full.
+            local_ids: Ids of the consumer's loaded blocks, in prompt order.
+            remote_ids: Ids of the producer's offered blocks, in prompt order; all of them are full.
 
         Raises:
-            AssertionError: An element is wrong. The message names the block and slot of the first one.
+            AssertionError: An element is wrong. The message names the block and slot of the first such element.
         """
         assert_loaded(self.consumer.cache, local_ids, self.producer.cache, remote_ids)
 
 
 def block_by_block(config: Config) -> Config:
-    """Return a config with which a load of a lease that is still being computed reads each block once it is computed.
+    """Return a config with which a consumer reads each block of a growing lease as soon as the block is computed.
 
-    Normally a load waits until enough blocks are computed for a read: 128 KiB, or a slice if that is less. The whole
-    cache of a test is smaller, so it would be read at once at the end, with a single `Progress`. With this config every
-    block is read, and reported as progress, when it is computed; blocks computed together may share a read.
+    Normally a load posts a read once enough blocks are computed: 128 KiB, or a slice if that is less. The whole KV
+    cache of a test is smaller, so it would be read in one read at the end, with one `Progress`. With this config each
+    block is read, and reported as progress, when it is computed. Blocks that are computed together may share a read.
 
     Args:
         config: Config of the consumer.
 
     Returns:
-        A copy with `Limits.slice_bytes_max` 1.
+        A copy of `config` with 1 as `Limits.slice_bytes_max`.
     """
     return replace(config, limits=replace(config.limits, slice_bytes_max=1))
 
@@ -161,11 +165,11 @@ def block_by_block(config: Config) -> Config:
 _QUICK, _WORLD, _SIZE = Config(engine_id="any", drain_timeout_s=1.0), World(), CacheSize()
 
 TestEngine: TypeAlias = Engine[InprocTransport]
-"""One engine of a test on the in-process transport, on which a test can script faults."""
+"""An `Engine` over the in-process transport, on which a test can script faults."""
 InprocPair: TypeAlias = Pair[InprocTransport]
-"""The `Pair` that `inproc_pair` yields. A test can script faults on its transports."""
+"""A `Pair` over the in-process transport, on which a test can script faults. `inproc_pair` yields it."""
 NixlPair: TypeAlias = Pair[Transport]
-"""The `Pair` that `nixl_pair` yields."""
+"""A `Pair` over real NIXL. `nixl_pair` yields it."""
 
 
 @contextlib.asynccontextmanager
@@ -181,7 +185,7 @@ async def inproc_pair(
     producer_parts: Sequence[Part] = (),
     consumer_parts: Sequence[Part] = (),
 ) -> AsyncIterator[InprocPair]:
-    """Open a producer and a consumer over the in-process transport, each with a registered cache.
+    """Open a producer and a consumer over the in-process transport, each with a registered KV cache.
 
         async with inproc_pair() as pair:
             lease = pair.offer([1, 2])
@@ -189,18 +193,18 @@ async def inproc_pair(
             pair.assert_loaded([5, 6], [1, 2])
 
     Args:
-        num_blocks: Blocks in each cache.
-        block_size: Tokens in a block.
-        layers: Layers in each cache.
-        config: Limits and timeouts. Engine ids, addresses and transport are replaced.
+        num_blocks: Number of blocks in each KV cache.
+        block_size: Number of tokens in a block.
+        layers: Number of layers in each KV cache.
+        config: Limits and timeouts of both runtimes. Engine id, address and transport are replaced.
         observers: Observers of both runtimes.
-        producer_world: `World` of the producer, for instance with a `ManualClock`. Its transport is replaced.
-        consumer_world: `World` of the consumer. Its transport is replaced.
+        producer_world: `World` of the producer's runtime, for example with a `ManualClock`. Its transport is replaced.
+        consumer_world: `World` of the consumer's runtime. Its transport is replaced.
         producer_parts: Optional features of the producer's runtime, as for `Runtime(config, parts=...)`.
         consumer_parts: Optional features of the consumer's runtime.
 
     Returns:
-        A context manager that yields the pair, and closes both runtimes when its block ends.
+        An async context manager that yields the pair, and closes both runtimes when the `async with` block ends.
 
     Raises:
         AssertionError: The block ended without an error, but a closed runtime left something behind (`assert_closed`).
@@ -227,20 +231,20 @@ async def nixl_pair(
     producer_parts: Sequence[Part] = (),
     consumer_parts: Sequence[Part] = (),
 ) -> AsyncIterator[NixlPair]:
-    """Open a producer and a consumer over real NIXL, each with a registered cache.
+    """Open a producer and a consumer over real NIXL, each with a registered KV cache.
 
     Args:
-        config: Limits and timeouts. Engine ids, addresses and transport are replaced.
-        size: Size of each cache.
+        config: Limits and timeouts of both runtimes. Engine id, address and transport are replaced.
+        size: Size of each KV cache.
         producer_parts: Optional features of the producer's runtime, as for `Runtime(config, parts=...)`.
         consumer_parts: Optional features of the consumer's runtime.
 
     Returns:
-        A context manager that yields the pair, and closes both runtimes when its block ends.
+        An async context manager that yields the pair, and closes both runtimes when the `async with` block ends.
 
     Raises:
         ConfigError: NIXL is not installed.
-        AssertionError: As `inproc_pair`.
+        AssertionError: The block ended without an error, but a closed runtime left something behind (`assert_closed`).
     """
     base = replace(config, transport="nixl")
     async with (
@@ -261,9 +265,10 @@ async def open_engine(
     size: CacheSize = _SIZE,
     parts: Sequence[Part] = (),
 ) -> AsyncIterator[Engine[TransportT]]:
-    """Open a runtime and register a cache filled with the engine's pattern. `make(config, name)` makes its transport.
+    """Open a runtime, and register a KV cache filled with the engine's pattern. Yield both as an `Engine`.
 
-    Close the runtime when the `with` block ends. If the block ended without an error, call `assert_closed` then.
+    `make(config, name)` creates the transport of the runtime. When the `async with` block ends, close the runtime. If
+    the block ended without an error, assert that the closed runtime left nothing behind (`assert_closed`).
     """
     config = replace(base, engine_id=engine_id, listen="tcp://127.0.0.1:0")
     kv_caches, cache = size.make(engine_id)

@@ -1,4 +1,4 @@
-"""A side channel inside one process, without sockets. Questions and answers are encoded as on the wire."""
+"""A side channel inside one process, without sockets. Requests and replies are encoded as on the real side channel."""
 
 from __future__ import annotations
 
@@ -23,27 +23,30 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_of(config: Config) -> str:
-    """Return the host name that tickets of this rank contain. If `config` does not name one, return LOOPBACK."""
+    """Return the host name or address that this rank's tickets contain, by its `config`; LOOPBACK by default."""
     if config.advertise_toward is None:
         return config.advertise_host or config.listen_host
     return LOOPBACK if config.listens_everywhere else config.listen_host
 
 
 async def own_host(config: Config) -> str:
-    """Return `host_of(config)`, as a coroutine for `World.own_host`."""
+    """Return the host name or address that this rank's tickets contain. Implements `World.own_host`."""
     return host_of(config)
 
 
 class Exchange:
-    """All side-channel listeners in one process, by their addresses."""
+    """All in-process side-channel listeners of a test, by their addresses."""
 
     def __init__(self) -> None:
         self.listeners: dict[str, InprocListener] = {}
         self._ports = itertools.count(20000)
-        """Ports for listeners configured with port 0."""
+        """Port numbers for listeners that are configured with port 0."""
 
     def listen(self, config: Config, answer: Answer, request_types: Any = messages.CoreRequest) -> InprocListener:
-        """Bind a rank's address and return its listener. Raise ConfigError if the address is in use."""
+        """Create and return a listener at the address that `config` names. Raise ConfigError if the address is in use.
+
+        `answer`: function that answers a request. `request_types`: message types that the listener decodes.
+        """
         host = host_of(config)
         free = (port for port in self._ports if address_at(host, port) not in self.listeners)
         port = config.listen_port or next(free)
@@ -55,14 +58,14 @@ class Exchange:
 
 
 class InprocListener:
-    """A `runtime.channel.protocol.Listener` without a socket. Questions that arrive before `serve` runs are queued."""
+    """Implementation of `runtime.channel.protocol.Listener` without a socket. Requests wait in a queue for `serve`."""
 
     def __init__(self, exchange: Exchange, address: str, port: int, answer: Answer, request_types: Any) -> None:
         self.port = port
         self.answer_stock: AnswerStock | None = None
         self.context = copy_context()
-        """Context in which the listener was made. Questions arrive in it, so they belong to the same simulated process
-        (`SimProcess`)."""
+        """Context in which the listener was created. Requests arrive in this context, so that the code that answers
+        belongs to the listener's simulated process (`SimProcess`)."""
         self._exchange = exchange
         self._address = address
         self._answer = answer
@@ -75,7 +78,7 @@ class InprocListener:
         return ListenerStatistics(**self._counts)
 
     def arrive(self, frames: Frames, reply: Reply) -> None:
-        """Queue a question for `serve`, which answers it by a call of `reply`."""
+        """Queue a request for `serve`, which later calls `reply` with the answer. `frames`: header and body."""
         self._inbox.put_nowait((frames, reply))
 
     async def serve(self) -> None:
@@ -113,10 +116,11 @@ class InprocListener:
 
 
 class InprocSideChannel:
-    """A `runtime.channel.protocol.SideChannel` without sockets.
+    """Implementation of `runtime.channel.protocol.SideChannel` without sockets.
 
-    The argument `send` is a function `send(address, frames, answered)`, which delivers a question to the listener at
-    `address` and later sets the answer as the result of `answered`. The default delivers at once.
+    The argument `send` is a function `send(address, frames, answered)`. It delivers a request to the listener at
+    `address`, and later sets the frames of the answer as the result of the future `answered`. The default function
+    delivers immediately.
     """
 
     def __init__(
@@ -170,9 +174,9 @@ class InprocSideChannel:
 
 
 def set_reply(answered: asyncio.Future[Frames], reply: Frames | None) -> None:
-    """Set `reply` as the result of `answered`, or an error if `reply` is None, since no listener has the address.
+    """Set the result of the future `answered` to `reply`, the frames of the answer. If `answered` is done, do nothing.
 
-    If `answered` is done, do nothing.
+    If `reply` is None (there is no listener at the address), set a ConnectionRefusedError instead.
     """
     if answered.done():
         return

@@ -1,9 +1,9 @@
 """A simulated network between engines: delays, losses, and the times at which bytes land.
 
-A posted read is a `SimFlight`. Its bytes are copied out of the producer's memory at random times between its post and
-its end, in several portions if the read is torn, so memory that is reused too early gives some reader wrong bytes. A
-posted read cannot be cancelled: it goes on after the load that posted it has ended. Its end is reported once to the
-reader's transport, or not at all if the reader's process dies.
+A `SimFlight` is a posted read. The bytes are copied out of the producer's memory at random times between the post and
+the end of the read, in several portions if the read is torn. So if memory is reused too early, some reader gets wrong
+bytes. A posted read cannot be cancelled: it goes on after the load that posted it has ended. The end of the read is
+reported once to the reader's transport, or not at all if the reader's process dies.
 """
 
 from __future__ import annotations
@@ -24,26 +24,30 @@ from kvflow.transport.base import AgentName, PeerGone, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, Row
 
 LOAD: ContextVar[object] = ContextVar("kvflow_simulated_load", default=None)
-"""The load that the running code works for. A simulated engine sets it for each load; `SimFlight.load` stores it."""
+"""The load that the running code belongs to. A simulated engine sets this variable for each load, so that a read that
+is posted by that code knows its load (`SimFlight.load`)."""
 
 
 @dataclass(slots=True, eq=False)
 class SimHost:
-    """A simulated host of one engine: its address, its present process, and the agents of that process."""
+    """A simulated host of one engine: its address, its running process, and the agents of that process."""
 
     name: str
     address: str
-    """Address of the host's listeners without the port."""
+    """Address of the host's side-channel listeners, without the port."""
     process: SimProcess
     agents: list[InprocTransport] = field(default_factory=list)
     poller_stalled_until_s: float = 0.0
     agent_lost: bool = False
-    """True if the simulation has killed an agent of the present process."""
+    """True if the simulation has killed an agent of the running process."""
 
 
 @dataclass(slots=True, eq=False)
 class SimFlight:
-    """A simulated read under way. Its `portions` are copied one after the other, `pause_s` apart on average."""
+    """A simulated read under way. Its `portions` are copied one after another, at intervals of `pause_s` on average.
+
+    `target` is the transport that the bytes are read from. `hosts` and `processes` are pairs of reader and target.
+    """
 
     reader: InprocTransport
     target: InprocTransport
@@ -52,17 +56,17 @@ class SimFlight:
     load: object
     portions: deque[list[Row]]
     fails_after: int | None
-    """Number of portions that still land before the read fails; None if the read does not fail."""
+    """Number of portions that will still land before the read fails; None if the read does not fail."""
     pause_s: float
     processes: tuple[SimProcess, SimProcess]
     posted_s: float
 
 
 class Network:
-    """A simulated network, which decides when, and whether, each read, notification and question arrives.
+    """A simulated network. Decides when and whether each read is performed, and each notification and request arrives.
 
-    All random choices come from `rng`, at the rates of `conditions`. `note(event, *facts)` is called for the
-    simulation's log. `on_landing` and `on_landed` are called before and after bytes of a read are copied.
+    Random choices are made by `rng`, with the delays and fault rates of `conditions`. `note(event, *facts)` is called
+    for the simulation's log. `on_landing` and `on_landed` are called before and after each portion of a read is copied.
     """
 
     def __init__(
@@ -88,13 +92,13 @@ class Network:
         self._cut: dict[frozenset[str], None] = {}
         self._stalled: list[SimFlight] = []
         self._ended: asyncio.Future[None] = loop.create_future()
-        """Done when the next read has ended; `_landed` makes a new future for each wait."""
+        """Future that is done once another read has ended. `_landed` creates a new future for each wait."""
         self._context = copy_context()
 
     # --- hosts
 
     def attach(self, host: SimHost, name: str) -> InprocTransport:
-        """Make the transport of a new agent `name` on `host`."""
+        """Create an agent called `name` on `host`, and return its transport."""
         self._addresses[host.address] = host
         ways = partial(self._post, host), partial(self._notify, host), partial(self._wake, host), self._landed
         transport = InprocTransport(name, self.agents, link=_NetworkLink(*ways))
@@ -103,7 +107,7 @@ class Network:
         return transport
 
     def detach(self, host: SimHost) -> None:
-        """Remove the agents and listeners of a host after its process died. Peers can no longer read the memory."""
+        """Remove all agents and listeners of a host whose process died. Peers can then no longer read its memory."""
         for agent in host.agents:
             self.agents.agents.pop(agent.name, None)
             self.agents.closed.pop(agent.name, None)
@@ -114,7 +118,7 @@ class Network:
             del listeners[address]
 
     def host_at(self, address: str) -> SimHost | None:
-        """Return the simulated host with this side-channel address, or None."""
+        """Return the simulated host with a side-channel listener at `address` ("tcp://host:port"); None if unknown."""
         return self._addresses.get(address.rpartition(":")[0])
 
     # --- links
@@ -123,7 +127,7 @@ class Network:
         self._cut[frozenset((one.name, other.name))] = None
 
     def heal(self) -> None:
-        """Repair all cut links. Reads that stalled on them go on."""
+        """Repair all cut links between hosts. Reads that were stalled by a cut link go on."""
         self._cut.clear()
         stalled, self._stalled = self._stalled, []
         for flight in stalled:
@@ -135,11 +139,11 @@ class Network:
     # --- time
 
     def later(self, delay_s: float, callback: Callable[..., None], *args: object) -> None:
-        """Call `callback(*args)` after `delay_s` virtual seconds, also if engines are frozen or dead by then."""
+        """Call `callback(*args)` after `delay_s` virtual seconds, even if simulated processes are frozen or dead."""
         self.loop.call_later(delay_s, callback, *args, context=self._context)
 
     def delay_s(self) -> float:
-        """Return a random time for a small message from one host to another, in seconds."""
+        """Return a random number of seconds that a small message takes from one host to another."""
         return self.conditions.latency_s * (0.5 + self.rng.random())
 
     def chance(self, share: float) -> bool:
@@ -175,11 +179,11 @@ class Network:
         self._next(flight)
 
     def _readable(self, name: AgentName) -> InprocTransport | None:
-        """Return the agent with this name if its memory can still be read, even if the agent is closed; else None."""
+        """Return the transport of agent `name` if its memory can still be read, even if it is closed; else None."""
         return self.agents.agents.get(name) or self.agents.closed.get(name)
 
     async def _landed(self, reader: InprocTransport) -> None:
-        """Wait until no read of `reader` is under way, so that no further byte can land."""
+        """Wait until no read that `reader` has posted is under way, so that no byte can land."""
         while any(flight.reader is reader for flight in self._flights):
             self._ended = self.loop.create_future()
             await asyncio.shield(self._ended)
@@ -188,7 +192,11 @@ class Network:
         self.later(flight.pause_s * 2 * self.rng.random(), self._land, flight)
 
     def _land(self, flight: SimFlight) -> None:
-        """Copy the next portion of a read. End the read if no portion is left or it fails; stall it on a cut link."""
+        """Copy the next portion of a read, or end the read if no portion is left.
+
+        If the read must fail now, or its target is gone, end the read with an error. If the link is cut, stall it until
+        `heal`. If the reader's process is dead, forget the read.
+        """
         reader, target = flight.reader, flight.target
         if flight.processes[0].state is SimProcessState.DEAD:
             self._forget(flight)
@@ -220,7 +228,10 @@ class Network:
             self._ended.set_result(None)
 
     def _tear(self, rows: list[Row]) -> deque[list[Row]]:
-        """Split the rows of a read into up to three portions, in random order, with some rows cut in two."""
+        """Divide the rows (local address, remote address, size) of a read at random into up to three portions.
+
+        Some rows are cut in two, and all are put in random order.
+        """
         rng = self.rng
         pieces: list[Row] = []
         for local, remote, size in rows:
@@ -254,7 +265,7 @@ class Network:
     # --- polling
 
     def _wake(self, host: SimHost, callback: Callable[[], None]) -> None:
-        """Call `callback` when the host's poller next looks for ended reads and notifications."""
+        """Call `callback` when the poller of the host's engine next looks for ended reads and notifications."""
         when_s = self.loop.time()
         if self.conditions.poll_s:
             when_s += self.rng.uniform(0.0, self.conditions.poll_s)
@@ -263,7 +274,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class _NetworkLink:
-    """The `transport.inproc.SimulatedLink` of one agent, which passes its traffic to the simulated network."""
+    """Implementation of `transport.inproc.SimulatedLink` for one agent, by four functions of the simulated network."""
 
     take_read: Callable[[InprocTransport, InprocRead], None]
     send: Callable[[InprocTransport, bytes], None]

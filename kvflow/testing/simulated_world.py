@@ -1,4 +1,4 @@
-"""A simulated `World` for runtimes: transport, side channel, clock, copy thread and random bytes, all simulated."""
+"""A simulated `World` for runtimes: transport, side channel, clock, copy thread and random bytes are all simulated."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvflow.testing.simulated_network import Network, SimHost
 
 
 def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyncio.Future[Frames]], None]:
-    """Return the function `send(address, frames, answered)` of the side channel of `host`.
+    """Return a function `send(address, frames, answered)` for the `InprocSideChannel` of the simulated host `host`.
 
-    It sends a question over the simulated network, where question and answer take time and may be lost or garbled. It
-    settles the future `answered` with the answer.
+    The function sends a request over the simulated network, and sets the result of the future `answered` to the answer.
+    Request and answer take time, and may be lost; the answer may also be garbled.
     """
 
     def reaches(address: str) -> bool:
-        """Return at random whether one message between `host` and the host at `address` arrives.
+        """Return True if one message between `host` and the host at `address` arrives, by chance.
 
-        On a cut link no message arrives.
+        If the link between the two hosts is cut, return False.
         """
         if network.chance(network.conditions.unanswered_share):
             return False
@@ -56,9 +56,9 @@ def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyn
 
 
 def garbled(network: Network, frames: Frames) -> Frames:
-    """Return the `frames` of an answer, or garbled frames instead, with probability `NetworkConditions.garbled_share`.
+    """Return the `frames` of an answer or, with probability `NetworkConditions.garbled_share`, garbled frames.
 
-    A garbled answer has a truncated body, a random header, another message as its body, or a frame too many.
+    Garbled frames have a truncated body, a random header, another message as the body, or an additional frame.
     """
     if not network.chance(network.conditions.garbled_share):
         return frames
@@ -79,8 +79,8 @@ def garbled(network: Network, frames: Frames) -> Frames:
 def make_world(network: Callable[[], Network], host: Callable[[Config], SimHost], clock: Callable[[], Clock]) -> World:
     """Return a simulated `World` for runtimes.
 
-    `network()` returns the simulated network, `host(config)` the simulated host of the engine with this config, and
-    `clock()` the clock of a runtime.
+    `network()` must return the simulated network, `host(config)` the simulated host of the engine with this config, and
+    `clock()` a clock for a runtime.
     """
 
     return World(

@@ -1,4 +1,4 @@
-"""Clocks for tests: a clock that moves only when a test says so, and a clock that shows the event loop's time."""
+"""Clocks for tests: one that moves only when a test advances it, and one that shows the event loop's time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class ManualTimer:
-    """A timer of `ManualClock`. `callback` is None once the timer is cancelled."""
+    """A timer of `ManualClock`. `callback` becomes None when the timer is cancelled."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.callback: Callable[[], None] | None = callback
@@ -21,8 +21,8 @@ class ManualTimer:
 class ManualClock:
     """A clock that moves only when a test calls `advance`.
 
-    Pass it to a runtime in a `World`. It then drives lease expiry, holds and renewals. Load deadlines and side-channel
-    timeouts go by the event loop's own time.
+    Pass it to a runtime in a `World`. The expiry of leases, holds and renewals then follow this clock. Load deadlines
+    and side-channel timeouts still follow the event loop's time.
 
         clock = ManualClock()
         async with Runtime(config, world=World(clock=lambda: clock)) as runtime:
@@ -30,7 +30,7 @@ class ManualClock:
             clock.advance(30.0)
 
     Args:
-        now_s: Initial time, in seconds.
+        now_s: Time at the beginning, in seconds.
     """
 
     def __init__(self, now_s: float = 0.0) -> None:
@@ -39,22 +39,22 @@ class ManualClock:
         self._counter = itertools.count()
 
     def now_s(self) -> float:
-        """Return the present time.
+        """Return the clock's time.
 
         Returns:
-            The initial time plus everything advanced since, in seconds.
+            The time at the beginning plus all seconds advanced since.
         """
         return self._now_s
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> ManualTimer:
-        """Call `callback` when the clock has advanced by `delay_s`.
+        """Call `callback` once `advance` has moved the clock by `delay_s`.
 
         Args:
             delay_s: Delay in seconds; a negative delay counts as 0.
-            callback: Function to call.
+            callback: Function to call without arguments.
 
         Returns:
-            The timer; `cancel()` stops it.
+            The timer. Its `cancel()` prevents the call.
         """
         timer = ManualTimer(callback)
         heapq.heappush(self._timers, (self._now_s + max(delay_s, 0.0), next(self._counter), timer))
@@ -62,14 +62,16 @@ class ManualClock:
 
     @property
     def pending(self) -> int:
-        """Number of timers that have neither fired nor been cancelled."""
+        """Number of timers that were neither due yet nor cancelled."""
         return sum(timer.callback is not None for _, _, timer in self._timers)
 
     def advance(self, seconds: float) -> None:
-        """Move the clock forward. Call the callbacks of timers that become due, in order; each sees its own due time.
+        """Move the clock forward, and call the callbacks of timers that become due, in order of their due times.
+
+        While a callback runs, the clock shows the due time of its timer.
 
         Args:
-            seconds: How far to move the clock.
+            seconds: Number of seconds to move the clock.
         """
         end_s = self._now_s + seconds
         while self._timers and self._timers[0][0] <= end_s:
@@ -91,21 +93,21 @@ class LoopClock:
         self._loop = asyncio.get_running_loop()
 
     def now_s(self) -> float:
-        """Return the loop's time.
+        """Return the event loop's time.
 
         Returns:
-            `loop.time()`, in seconds.
+            `loop.time()` of the event loop, in seconds.
         """
         return self._loop.time()
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        """Call `callback` after `delay_s` of the loop's time.
+        """Call `callback` once `delay_s` of the event loop's time have passed.
 
         Args:
             delay_s: Delay in seconds.
-            callback: Function to call.
+            callback: Function to call without arguments.
 
         Returns:
-            The timer; `cancel()` stops it.
+            The timer. Its `cancel()` prevents the call.
         """
         return self._loop.call_later(delay_s, callback)

@@ -1,13 +1,13 @@
-"""An event loop in virtual time: when no callback is ready, the loop's time jumps to the next timer.
+"""An event loop in virtual time: when no callback is ready, the loop's time jumps to the time of the next timer.
 
-Everything runs in one thread and in a fixed order, so a test that waits for ten seconds takes microseconds and runs the
-same way every time. The loop has no threads and no sockets: a call that needs one raises NotImplementedError at once.
-Where an ordinary loop would wait forever, because no callback is ready and no timer is set, this loop raises `Deadlock`
-and names the waiting tasks.
+All code runs in one thread and in a fixed order, so a test that waits for ten seconds takes microseconds and runs the
+same way every time. The loop has no threads and no sockets: a call that needs one raises NotImplementedError. Where an
+ordinary loop would wait forever, because no callback is ready and no timer is set, this loop raises `Deadlock`, which
+names the waiting tasks.
 
-A `SimProcess` is one simulated process; several may run on the loop. All tasks and callbacks started in its context can
-be frozen and thawed, as by SIGSTOP and SIGCONT, or killed. After a kill none of its code runs again, not even a
-`finally`.
+A `SimProcess` is a simulated process; several may run on one loop. All tasks and callbacks that are started in the
+context of a simulated process can be frozen and thawed, as by SIGSTOP and SIGCONT, or killed. After a kill no code of
+the process runs again, not even a `finally`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PROCESS: ContextVar[SimProcess | None] = ContextVar("kvflow_life", default=None
 
 
 class Deadlock(AssertionError):
-    """The loop would wait forever: no callback is ready, no timer is set, and the main coroutine is not done."""
+    """Error: the loop would wait forever. No callback is ready, no timer is set, and the main coroutine is not done."""
 
 
 class SimProcessState(enum.StrEnum):
@@ -49,38 +49,38 @@ class SimProcessState(enum.StrEnum):
 
 
 class SimProcess:
-    """A simulated process: callbacks, tasks and timers that are frozen, thawed and killed together.
+    """A simulated process: callbacks, tasks and timers on a `VirtualLoop` that are frozen, thawed and killed together.
 
-    Start a task by `life.task`, or pass `context=life.context()` to asyncio. All that this code starts belongs to the
-    process, too.
+    Start a task by `process.task(...)`, or pass `context=process.context()` to asyncio. Tasks and callbacks started by
+    this code belong to the process, too.
     """
 
     def __init__(self, loop: VirtualLoop, name: str) -> None:
         self.name = name
         self.state = SimProcessState.RUNNING
         self.frozen_s = 0.0
-        """Total virtual seconds for which the process was frozen. A freeze counts once it has ended."""
+        """Total virtual seconds for which the process was frozen. A freeze is added when it ends."""
         self._loop = loop
         self._since_s = 0.0
         self._context = copy_context()
         self._context.run(_PROCESS.set, self)
         self._waiting: deque[asyncio.Handle] = deque()
-        """Callbacks that became due while the process was frozen or dead."""
+        """Callbacks that became ready while the process was frozen or dead."""
         self._kept_tasks: list[asyncio.Task[Any]] = []
 
     def __repr__(self) -> str:
         return f"<SimProcess {self.name} {self.state}>"
 
     def context(self) -> Context:
-        """Return a new context; code that runs in it belongs to this process. Each task needs its own context."""
+        """Return a new `contextvars.Context`, in which code belongs to this process. Use each context for one task."""
         return self._context.copy()
 
     def task(self, body: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a task that belongs to this process."""
+        """Start and return a task that belongs to this process and runs `body`."""
         return self._loop.create_task(body, name=name, context=self.context())
 
     def freeze(self) -> None:
-        """Run no callback of this process until `thaw`. Timers that become due before fire after `thaw`."""
+        """Run no callback of this process until `thaw`. Timers that become due in the meantime fire after `thaw`."""
         if self.state is SimProcessState.RUNNING:
             self.state = SimProcessState.FROZEN
             self._since_s = self._loop.time()
@@ -93,16 +93,19 @@ class SimProcess:
             self._resume()
 
     def kill(self) -> None:
-        """Run no callback of this process again, and keep references to its tasks.
+        """Run no callback of this process again, but keep references to its tasks.
 
-        A task without a reference would be destroyed, which would run its `finally`.
+        Without a reference a task would be destroyed, and Python would run its `finally` blocks.
         """
         self._kept_tasks = self._loop.tasks(self)
         self.state = SimProcessState.DEAD
         self._loop.stopped[self] = None
 
     def cancel_dead(self) -> list[asyncio.Task[Any]]:
-        """Cancel and return the tasks of a stopped process after a test, so that none is destroyed while pending."""
+        """Cancel and return the tasks of a frozen or dead process, after a test, so that all of them can end.
+
+        Otherwise asyncio would warn about tasks that were destroyed while pending.
+        """
         self.state = SimProcessState.RUNNING
         tasks = self._loop.tasks(self)
         for task in tasks:
@@ -119,18 +122,18 @@ class SimProcess:
 
 
 def process_of(context: Context) -> SimProcess | None:
-    """Return the simulated process that code in `context` belongs to, or None."""
+    """Return the simulated process that code in `context` belongs to; None if it belongs to none."""
     return context.get(_PROCESS)
 
 
 def task_of(call: asyncio.Handle | None) -> asyncio.Task[Any] | None:
-    """Return the task that the callback `call` runs one step of; None if `call` is None or no step of a task."""
+    """Return the task if the callback `call` is a step of a task; None if it is another callback, or None."""
     owner = None if call is None else getattr(call._callback, "__self__", None)  # type: ignore[attr-defined]
     return owner if isinstance(owner, asyncio.Task) else None
 
 
 class _Task(asyncio.Task[T]):
-    """A task with its serial number as hash, so that asyncio's sets of tasks have the same order in every run."""
+    """An asyncio task with its serial number as its hash, so that sets of tasks have the same order in every run."""
 
     def __init__(self, body: Awaited[T], loop: VirtualLoop, name: object, context: Context) -> None:
         self._number = next(loop._numbers)
@@ -143,10 +146,10 @@ class _Task(asyncio.Task[T]):
 
 
 class VirtualLoop(BaseEventLoop):
-    """An event loop in virtual time. Use it by `run_virtual`, or as `asyncio.Runner(loop_factory=new_virtual_loop)`.
+    """An event loop in virtual time. Use it by `run_virtual`, or by `asyncio.Runner(loop_factory=new_virtual_loop)`.
 
-    When no callback is ready, time jumps to the next timer; if no timer is set, the loop raises `Deadlock`. The loop
-    has no threads and no sockets: a call that needs one raises NotImplementedError at once.
+    When no callback is ready, the loop's time jumps to the time of the next timer; if no timer is set, the loop raises
+    `Deadlock`. The loop has no threads and no sockets: a call that needs one raises NotImplementedError.
     """
 
     _ready: deque[asyncio.Handle]
@@ -154,13 +157,13 @@ class VirtualLoop(BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self.steps = 0
-        """Number of callbacks run so far."""
+        """Number of callbacks that the loop has run so far."""
         self.after_step: Callable[[], None] | None = None
-        """Function called after every callback; must not raise."""
+        """Function that the loop calls after each callback; it must not raise."""
         self.ran: asyncio.Handle | None = None
-        """The callback that ran last, for `after_step`."""
+        """The callback that ran last before a call of `after_step`."""
         self.stopped: dict[SimProcess, None] = {}
-        """Frozen and dead processes, which add and remove themselves. A dict, since a set has no fixed order."""
+        """Frozen and dead simulated processes, as keys. A dict, because the order of a set is not fixed."""
         self._now_s = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = itertools.count()
@@ -171,26 +174,26 @@ class VirtualLoop(BaseEventLoop):
         return f"<VirtualLoop at {self._now_s:.6f} s, {len(self._ready)} ready, {counted(len(self._timers), 'timer')}>"
 
     def time(self) -> float:
-        """Return the virtual time.
+        """Return the virtual time of the loop.
 
         Returns:
-            Virtual seconds since the loop was made.
+            Virtual seconds since the loop was created.
         """
         return self._now_s
 
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """Call `callback` at a virtual time, as asyncio's `call_at`.
+        """Call `callback` at a virtual time, like asyncio's `call_at`.
 
         Args:
-            when: Virtual time as of `time()`. A time in the past is due at once.
+            when: Virtual time of the call, on the scale of `time()`. If it has passed, the call is due immediately.
             callback: Function to call.
             args: Arguments of `callback`.
             context: Context to run `callback` in, which decides its `SimProcess`; None for the current context.
 
         Returns:
-            The timer; `cancel()` stops it.
+            The timer. Its `cancel()` prevents the call.
         """
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
@@ -199,7 +202,7 @@ class VirtualLoop(BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Call `callback` in the next turn of the loop. Allowed only in the loop's own thread.
+        """Call `callback` soon, like asyncio's `call_soon`. Allowed only in the loop's own thread.
 
         Args:
             callback: Function to call.
@@ -207,7 +210,7 @@ class VirtualLoop(BaseEventLoop):
             context: Context to run `callback` in, which decides its `SimProcess`; None for the current context.
 
         Returns:
-            The scheduled call; `cancel()` stops it.
+            The scheduled call. Its `cancel()` prevents it.
 
         Raises:
             RuntimeError: Called from another thread.
@@ -217,7 +220,7 @@ class VirtualLoop(BaseEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     def run_in_executor(self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
-        """Refuse: a virtual loop has no threads.
+        """Raise NotImplementedError, since a virtual loop has no threads.
 
         Args:
             executor: Ignored.
@@ -235,16 +238,16 @@ class VirtualLoop(BaseEventLoop):
     def create_task(
         self, coro: Awaited[T], *, name: object = None, context: Context | None = None, eager_start: bool | None = None
     ) -> asyncio.Task[T]:
-        """Start a task, as asyncio's `create_task`.
+        """Start a task, like asyncio's `create_task`.
 
         Args:
             coro: Coroutine to run.
             name: Name of the task; None for `task-` and its number.
             context: Context to run `coro` in, which decides its `SimProcess`; None for a copy of the current one.
-            eager_start: Ignored: a task always starts in a later turn. Python 3.14 and later may pass it.
+            eager_start: Ignored: a task always starts in a later turn of the loop. Python 3.14 and later may pass it.
 
         Returns:
-            The task. Its hash is its serial number, so that sets of tasks have the same order in every run.
+            The task. Its hash is a serial number, so that sets of tasks have the same order in every run.
         """
         task = _Task(coro, self, name, copy_context() if context is None else context)
         self._tasks.add(task)
@@ -264,11 +267,11 @@ class VirtualLoop(BaseEventLoop):
 
     @property
     def follows(self) -> asyncio.Handle | None:
-        """The callback that will run next; None if no callback is ready, so that time has to jump first."""
+        """The callback that will run next; None if no callback is ready, so that the loop's time must jump first."""
         return self._ready[0] if self._ready else None
 
     def end_all(self) -> None:
-        """After a test, cancel every task that is not done, also of dead processes, and ignore the tasks' errors."""
+        """After a test, cancel all tasks that are not done, even those of dead processes. Ignore the tasks' errors."""
         self.after_step = None
         self.set_exception_handler(lambda *_: None)
         for life in list(self.stopped):
@@ -289,7 +292,7 @@ class VirtualLoop(BaseEventLoop):
     # --- called by the base class
 
     def _run_once(self) -> None:
-        """Run one callback. If no callback is ready, jump to the next timer first."""
+        """Run one callback. If no callback is ready, first jump to the time of the next timer."""
         if not self._ready:
             self._advance()
         call = self._ready.popleft()
@@ -307,14 +310,15 @@ class VirtualLoop(BaseEventLoop):
             self.after_step()
 
     def _asyncgen_firstiter_hook(self, generator: object) -> None:
-        """Do not finalize async generators: their users close them, and generators of a dead process never end."""
+        """Do not finalize async generators: their users close them, and those of a dead process must never end."""
 
     _asyncgen_finalizer_hook = _asyncgen_firstiter_hook
 
     def _advance(self) -> None:
-        """Jump to the time of the next timer, and make all timers that are due by then ready.
+        """Jump to the time of the next timer, and make the callbacks of all timers that are due then ready.
 
-        Timers become ready in the order of their times; timers of the same time in the order in which they were set.
+        Callbacks become ready in the order of the timers' times and, for equal times, in the order in which the timers
+        were set. If no timer is set, raise `Deadlock`.
         """
         timers = self._timers
         while timers and timers[0][2].cancelled():
@@ -331,13 +335,13 @@ def new_virtual_loop() -> VirtualLoop:
     """Return a new `VirtualLoop`, for `asyncio.Runner(loop_factory=new_virtual_loop)`.
 
     Returns:
-        The loop, at time 0.
+        The loop; its time is 0.
     """
     return VirtualLoop()
 
 
 def run_virtual(body: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end on a new `VirtualLoop`, as `asyncio.run` does in real time.
+    """Run a coroutine to its end on a new `VirtualLoop`, in virtual time. For real time use `asyncio.run`.
 
         def test_hand_over() -> None:
             run_virtual(hand_over())  # ten seconds of waiting take microseconds

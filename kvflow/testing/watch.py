@@ -1,6 +1,6 @@
-"""Functions that `watch_blocks`, `watch_loads` and `watch_offers` share: how they name and raise the faults they find.
+"""Functions by which `watch_blocks`, `watch_loads` and `watch_offers` name the faults that they find, and raise errors.
 
-Each of these context managers raises its first fault again when its `with` block ends, because a background task of the
+Each of these context managers raises its first fault again when the `with` block ends, because a background task of the
 engine may have swallowed the error that was raised at the fault itself.
 """
 
@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 
 def raise_first(found: Sequence[str | Exception]) -> None:
-    """Raise the first exception in `found`, else the first text as an AssertionError. If `found` is empty, return."""
+    """Raise the first exception in `found` or, if it has only texts, an AssertionError with the first text.
+
+    `found`: the faults found so far. If there are none, do nothing.
+    """
     for error in found:
         if isinstance(error, Exception):
             raise error
@@ -21,7 +24,7 @@ def raise_first(found: Sequence[str | Exception]) -> None:
 
 
 def calling_line(file: str) -> str:
-    """Return the nearest line outside `file` in the call stack, as `path:line (function)`."""
+    """Return the line of code outside `file` that has called into `file`, in the form `path:line (function)`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == file:
         frame = frame.f_back
@@ -32,8 +35,8 @@ def calling_line(file: str) -> str:
 def checked_at_end(check: Callable[[], None], after_error: Callable[[], None] | None = None) -> Iterator[None]:
     """Call `check` when the `with` block ends.
 
-    If the block raises and `after_error` is given, call `after_error` instead, since `check` may rightly fail then. An
-    AssertionError of this call replaces the block's error, which becomes its cause.
+    If the block raises an error, and `after_error` is given, call `after_error` instead of `check`, which may rightly
+    fail after an error. If this call raises AssertionError, that error replaces the block's error, which is its cause.
     """
     try:
         yield
