@@ -73,7 +73,7 @@ class Attempts:
         self._attempts: list[Attempt] = []
         self._begun_s = cache.clock.now_s()
         self._renewals = contextlib.ExitStack()
-        """Contexts that renew the leases of waiting tickets, until closed; empty until the load takes long."""
+        """Context managers that renew the leases of the waiting tickets; empty until the load takes long."""
         load.attempts = self._attempts
 
     async def perform(self) -> LoadReport:
@@ -104,9 +104,9 @@ class Attempts:
             ledger.end_claim(load.entries, safe=load.flight is None or load.flight.safe)
 
     async def _try_next(self) -> LoadReport | None:
-        """Read from the next producer, and return the report. Return None if it failed and another producer is left.
+        """Read from the next producer, and return the report.
 
-        Raises an error that ends the load.
+        Return None if that producer failed and another one can be read. Raises an error that ends the load.
         """
         self._load.ticket = self._next_ticket()
         self._begun_s, self._reading = self._cache.clock.now_s(), True
@@ -125,7 +125,7 @@ class Attempts:
         return None
 
     def _next_ticket(self) -> Ticket:
-        """Remove the best of the waiting tickets, and return it. Tickets of peers in back-off come last."""
+        """Remove the best of the waiting tickets, and return it. Tickets of peers that failed lately come last."""
         ticket = min(self._waiting_tickets, key=self._cache.peers.in_back_off)
         self._waiting_tickets.remove(ticket)
         return ticket

@@ -65,7 +65,8 @@ class GrowingLoads:
     def ask_about_leases(self, load: Load, sources: Sequence[Source], matched: MatchedChunks) -> None:
         """Begin to ask the ranks of `sources` for facts that seals do not have: more block ids, payload, a lease's end.
 
-        Sets `load.lease_questions`. Raises RuntimeUnavailable if the runtime is closed.
+        Sets `load.lease_questions`. `matched`: chunks of the load with positions in block tables (`Plan.matched`), by
+        which answers fill in block ids. Raises RuntimeUnavailable if the runtime is closed.
         """
         load.lease_questions = LeaseQuestions(load, sources, self.cache)
         for one in load.lease_questions.followed:
@@ -134,10 +135,10 @@ class _GrowingRead:
         self._alarm.set(math.inf)
 
     async def copy_groups(self) -> AsyncGenerator[CopyGroup, None]:
-        """Yield groups of reads while the prompt is being computed, each when enough tokens are readable. End with all.
+        """Yield groups of reads while the prompt is being computed, each when enough tokens are readable.
 
         If all tokens are readable before the first read, and go straight into the cache, they are read in the same way
-        as from a lease that does not grow. Ends early if a lease has ended.
+        as from a lease that does not grow. Ends when all tokens are read, or when a lease has ended.
         """
         sources, load = self._load.sources, self._load
         queues = self._spans.span_queues(sources, load.tables)
@@ -181,7 +182,10 @@ class _GrowingRead:
         frontier.note_landed(one, now_s)
 
     def _readable_tokens(self, source: Source) -> int:
-        """Return how many of the prompt's first tokens may be read from `source` now: computed, in known blocks."""
+        """Return how many of the prompt's first tokens can be read from `source` now.
+
+        These tokens are computed, and the ids of their blocks are known.
+        """
         readable, followed = source.proof.readable_tokens(self._tokens), self._followed.get(source)
         return readable if followed is None else min(readable, followed.known_tokens)
 

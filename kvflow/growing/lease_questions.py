@@ -48,7 +48,7 @@ class FollowedLease:
     problem: KVFlowError | None = None
     """Error of the rank after which block ids that the load still needs can never be known; None without that error."""
     missing_max: int = -1
-    """The rank is asked to answer when at most this many tokens are not computed yet; -1: only when the lease ends."""
+    """The rank is asked to answer when at most this many tokens cannot be read yet; -1: only when the lease ends."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
     """Event that is set when `missing_max` was lowered, so that the rank is asked again immediately."""
     ids_to_fill: list[tuple[BlockIds, BlockIds, BlockIds]] = field(default_factory=list)
@@ -72,7 +72,10 @@ class FollowedLease:
                 self.ids_to_fill.append((some.remote_ids, places.remote_ids, table))
 
     def set_missing_max(self, missing_max: int) -> None:
-        """Ask the rank for its next answer when at most `missing_max` tokens are missing; -1: when the lease ends."""
+        """Have the rank answer later questions once at most `missing_max` tokens are missing; -1: at the lease's end.
+
+        A lower number than before also makes the pause before the next question shorter.
+        """
         if missing_max < self.missing_max:
             self.lowered.set()
         self.missing_max = missing_max
@@ -141,7 +144,10 @@ class LeaseQuestions:
     """Asks the ranks of one load about their leases, from the creation of this object until `close`."""
 
     def __init__(self, load: Load, sources: Sequence[Source], cache: RegisteredCache) -> None:
-        """Start a task for each of `sources` that asks its rank about the lease. RuntimeUnavailable after closing."""
+        """Start a task for each of `sources`, which asks the source's rank about the lease.
+
+        Raises RuntimeUnavailable if the runtime is closed.
+        """
         loop, ticket = asyncio.get_running_loop(), load.ticket
         self.followed = [
             FollowedLease(

@@ -75,8 +75,8 @@ class PendingTickets:
     async def await_offer_of(self, load: Load) -> None:
         """Wait for the offer of the load's pending ticket, and replace `load.ticket` by a ticket with that offer.
 
-        Its leases are renewed for the load. Raises PrefillFailed, LeaseExpired, a PeerError or RequestError if there is
-        no offer (`await_offers`), and PromptMismatch or RequestError if the offer does not fit the request.
+        The leases of the offer are renewed for the load. Raises PrefillFailed, LeaseExpired, a PeerError or
+        RequestError if there is no offer, and PromptMismatch or RequestError if the offer does not fit the request.
         """
         load.enter_phase("handshake")
 
@@ -120,7 +120,7 @@ class PendingTickets:
         """Notify the ranks of the pending ticket `awaited` that its request came to this engine, or will not be served.
 
         Starts a task that sends the notifications. With `instead`, a pending ticket for this engine, readers that wait
-        at those ranks go on with that ticket. Without it, their loads fail with the text `reason`.
+        at those ranks go on with that ticket. Without it, the loads of these readers fail with the text `reason`.
         """
         params = b"" if instead is None else msgspec.msgpack.encode(instead.to_params())
         fits = params if len(params) <= messages.REDIRECT_BYTES_MAX else b""
@@ -128,7 +128,7 @@ class PendingTickets:
             self._spawn(self._send_redirects(awaited, reason, fits), name=f"kvflow-send-on {awaited.request_id}")
 
     async def _send_redirects(self, awaited: Ticket, reason: str, instead: bytes) -> None:
-        """Notify each rank of the pending ticket `awaited`. `instead`: the encoded ticket for its readers, or empty.
+        """Notify each rank of the pending ticket `awaited`. `instead`: encoded ticket for waiting readers, or empty.
 
         If a rank cannot be reached, the readers that wait there find out late.
 
@@ -178,7 +178,7 @@ class PendingTickets:
         """Wait for the offers of the pending ticket, until the time `give_up_s`. Return a ticket with these offers.
 
         If a rank redirects its readers, append (rank's address, new pending ticket) to `redirects` and raise
-        PrefillFailed. Other errors: see `await_offers`.
+        PrefillFailed. Also raises the errors that `await_offers` lists.
         """
         room: dict[Address, tuple[int, ...]] = {}
 

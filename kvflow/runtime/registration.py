@@ -27,7 +27,7 @@ from kvflow.transport.base import TransportError
 
 
 class Registration:
-    """One incarnation of a rank: its name, transport, poller, tasks and cache. Not used for another registration."""
+    """One incarnation of a rank: its name, transport, poller, tasks and cache. Each registration has its own object."""
 
     def __init__(self, config: Config, world: World, tasks: Tasks) -> None:
         self.incarnation: str = world.token_hex(8)

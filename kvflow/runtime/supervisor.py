@@ -81,9 +81,9 @@ class Supervisor:
         self._admission = ReaderAdmission(config.engine_id)
         self._draining_stopped = False
         self.in_forked_child = False
-        """True in a forked child of the process that opened the runtime: threads and their objects are the parent's."""
+        """True in a forked child of the process that opened the runtime. Threads and sockets belong to the parent."""
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The loop that opened the runtime; None before that."""
+        """The event loop that opened the runtime; None before the opening."""
 
     def __str__(self) -> str:
         """Return the engine id and rank of the runtime, for logs and errors."""

@@ -84,7 +84,7 @@ def _style_of(layout: CacheLayout | StateLayout) -> KVStyle | None:
 
 
 def _byte_view(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """Return a view of a tensor's memory as bytes, from its first element on. Sizes and strides are in bytes.
+    """Return a view of a tensor's memory as bytes, from its first element on. `shape` and `strides` count bytes.
 
     `Tensor.view` cannot be used: it wants a stride of 1 even for an axis with one entry.
     """

@@ -39,7 +39,7 @@ _BYTES_LEAST = 256 << 20
 
 
 class HostBuffers(HostBlocks):
-    """The host blocks of one group: their memory, the pool of free ones, and the copies to and from them."""
+    """The host blocks of one group of layers: memory, the pool of free blocks, and copies to and from the device."""
 
     def __init__(self, group: CacheGroup, count: int, copier: BlockCopier | None, device: CacheDevice) -> None:
         self.block_size_bytes = group.block_size_bytes

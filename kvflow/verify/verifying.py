@@ -42,7 +42,8 @@ REQUESTS_OF_READER_MAX = 8
 """Largest number of requests for digests from one reader that are answered at the same time."""
 
 PartToCompare: TypeAlias = tuple[messages.DigestPart, DigestSpec]
-"""(part of a request for digests, as sent to the producer; the local layers, heads and blocks with equal digests)."""
+"""A part of a request for digests, as sent to the producer, and the local layers, heads and blocks of the same bytes,
+which must have the same digests."""
 
 
 class NotCompared(Exception):
@@ -83,8 +84,9 @@ class LoadVerifier:
     def answer(self, question: messages.DigestRequest) -> Answered:
         """Answer a reader's request for digests of leased blocks. Return a refusal, or a future of the reply.
 
-        The request names the lease by its secret id, so its reader must have the ticket. The digests are sent only if
-        the lease is still open when they have been computed: then the blocks belonged to the lease all the time.
+        The request names the lease by its secret id, which only a reader with the ticket knows. The digests are sent
+        only if the lease is still open when they have been computed: then the blocks belonged to the lease all the
+        time.
         Refuses the request if the lease has ended, the tokens cannot be read yet, the request is invalid, or too many
         requests are under way.
         """

@@ -49,7 +49,10 @@ class Read(NamedTuple):
 
 
 class CopyGroup(NamedTuple):
-    """Reads into buffers, and the copy from these to the cache once all have landed. Without `copy`: into the cache."""
+    """Reads into buffers, with the copy from these buffers to the cache that follows when all reads have landed.
+
+    If `copy` is None, the reads go straight into the cache.
+    """
 
     reads: Sequence[Read]
     copy: Callable[[], None] | None = None
@@ -105,7 +108,7 @@ class Flight:
         self.state = TransferState.PENDING
         self.post_s = self.queued_s = 0.0
         self.last_read_s = 0.0
-        """Time at which a read last ended, or at which a read began while none was under way."""
+        """Time when a read last ended, or when a read was posted while none was under way, whichever is later."""
         self.descriptor_count = self.size_bytes = 0
         self.waits_for_permit = False
         """True while a read waits for its permit. Stays True if that wait was cancelled."""
@@ -302,9 +305,9 @@ class Flight:
         await self._post_when_permitted(source, seal, None, fetches_seal=True)
 
     def _judge_proofs(self) -> tuple[bool, list[Source]]:
-        """Return (fresh, unproven): False if a proof says that the read is stale, and the sources not proven yet.
+        """Return (fresh, unproven). `fresh`: no proof says that the read is stale.
 
-        An unproven source is proven by fetching its seal once more.
+        `unproven`: the sources with a seal that has to be fetched once more before their proofs can decide.
         """
         now_s = self._resources.clock.now_s()
         fresh, unproven = True, []
@@ -460,7 +463,7 @@ class Flight:
         return cancelled
 
     def _group_step_ended(self, group_state: _GroupState, *, intact: bool) -> None:
-        """Record that one read of a copy group, or the posting of all its reads, has ended; `intact`: without failure.
+        """Record that one read of a copy group, or the posting of all its reads, has ended. `intact`: it succeeded.
 
         At the end of the last one, start the group's copy. If there is nothing to copy, or the group or the flight has
         failed, free the group's buffers instead.

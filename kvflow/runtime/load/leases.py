@@ -149,7 +149,7 @@ class RemoteLeases:
             self.stop_renewing(owner)
 
     def notify_finished(self, sources: Sequence[Source]) -> None:
-        """Notify the rank of each of `sources` that this rank no longer needs its lease, whether read or not."""
+        """Notify the producer's rank of each of `sources` that this rank no longer needs the lease, read or not."""
         for source in sources:
             source.connection.lease_notifier.notify_read(source)
 

@@ -110,10 +110,10 @@ class Load:
         self.entries = entries
         self.begun_s = self._phase_begun_s = begun_s
         self.deadline_at_s = math.inf
-        """Deadline, by the loop's clock."""
+        """Time of the load's deadline, by the clock of the event loop."""
         self.phase = "queued"
         self.waits_for: Callable[[], str] | None = None
-        """Function that returns what the current phase waits for, in words, for errors; None if its name says it."""
+        """Function that returns, for errors, what the current phase waits for; None if the phase's name says it."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.performing_task: asyncio.Task[Any] | None = None
         """The task that performs the load; None before the load has begun."""
@@ -163,7 +163,7 @@ class Load:
 
     @property
     def done(self) -> bool:
-        """True once the load has ended: awaiting it then returns or raises at once."""
+        """True once the load has ended. Awaiting the load then returns or raises without waiting."""
         return self._outcome is not None or (self._task is not None and self._task.done())
 
     @property

@@ -125,8 +125,8 @@ class LoadReport:
     seconds: Mapping[str, float]
     verification: Verification = Verification.OFF
     freshness: str = "seal"
-    """Proof of the bytes: "seal", by the seal of each producer's lease; or "deadline", by arithmetic alone, for a load
-    from an engine that keeps no seals (`kvflow.stock`)."""
+    """Proof that the bytes are fresh. "seal": by the seal of each producer's lease. "deadline": the read ended before a
+    computed time until which the producer holds the blocks, for an engine that keeps no seals (`kvflow.stock`)."""
     payload: builtins.bytes = b""
     """Extra bytes that the producer gave to `Lease.complete`; empty if the lease promised no payload."""
     attempts: Sequence[Attempt] = ()
@@ -148,8 +148,8 @@ class Progress:
     """State of a load under way, as `async for` over the load yields it."""
 
     tokens: int
-    """Number of loaded tokens, from the first one on, that are in the local blocks of all groups. At the end equal to
-    `LoadReport.tokens`."""
+    """Number of loaded tokens, from the first one on, that are in the local blocks of all groups. At the end of a load
+    this is `LoadReport.tokens`."""
     tokens_in_all: int
     """Number of tokens that the load reads."""
 

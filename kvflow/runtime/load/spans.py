@@ -33,8 +33,8 @@ class SourcePart(NamedTuple):
 class PromptSpan:
     """Consecutive local blocks of one group of layers, which a load fills in one step.
 
-    It holds the tokens from position `start_token` to before `stop_token`. Of the load's first and last block, the load
-    may write only some tokens.
+    The blocks hold the tokens from position `start_token` to before `stop_token`. In the first and the last block of a
+    load only some of these tokens may be written.
     """
 
     queue: SpanQueue
@@ -117,7 +117,7 @@ class SpanQueue:
         self._next_token = self.landed_upto = self.tokens.start // size * size
         """`_next_token`: position after all taken spans. `landed_upto`: position up to which all spans have landed."""
         self._landed: dict[int, int] = {}
-        """Landed spans that come after one not landed yet: their `stop_token` by their `start_token`."""
+        """Spans that have landed although an earlier span of the prompt has not: `stop_token` by `start_token`."""
 
     @property
     def done(self) -> bool:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
 
 ReadBlocks: TypeAlias = Callable[[Load, Flight, Plan], Awaitable[bool]]
-"""A function that reads a load's bytes into its blocks: directly, through buffers, while they are computed, or with a
-comparison of digests. It returns True if the leases covered the whole read (`Flight.read_all`)."""
+"""A function that reads a load's blocks: directly, through buffers, while they are computed, or with a comparison of
+digests. Awaiting its result gives True if the leases covered the whole read (`Flight.read_all`)."""
 
 _LEASE_ENDED = "the lease has ended (expired, revoked, or read by all its readers): compute the prompt again"
 _PAST_DEADLINE = "the read ended later than the producer surely holds the blocks: compute the prompt again"
@@ -85,7 +85,7 @@ async def perform(cache: RegisteredCache, load: Load) -> LoadReport:
 
 
 async def _perform_empty(cache: RegisteredCache, load: Load) -> LoadReport:
-    """Perform a load that reads no block: wait for the payload, if one is promised, then notify the producer.
+    """Perform a load that reads no block: wait for the payload (extra bytes), if promised, then notify the producer.
 
     If the producer cannot be notified, its lease expires, so nothing is lost.
     """
@@ -116,7 +116,7 @@ def _plan(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> Plan
 
 
 def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None:
-    """Return the plan of a load of a few whole blocks that one slice from one rank can read; None for other loads."""
+    """Return the plan of a small load: a few whole blocks from one rank, in one slice. Return None for other loads."""
     connection, lease, ticket, count = source.connection, source.lease, load.ticket, len(load.entries)
     limits, pairs = cache.config.limits, connection.region_map
     if pairs is None or count > FEW_BLOCKS or source.proof.grows or ticket.extends or lease.payload:
