@@ -166,8 +166,8 @@ class BenchCache:
     ) -> int:
         """Compare every byte of local blocks with the producer's test pattern. Return the number of bytes compared.
 
-        Block `block_ids[i]` must hold the tokens of the producer's `remote_ids`, in order. `remote_block_size` is the
-        producer's block size, if it differs. Raises WrongBytes at the first difference.
+        The local blocks `block_ids` must hold the tokens of the producer's blocks `remote_ids`, in order.
+        `remote_block_size` is the producer's block size, if it differs. Raises WrongBytes at the first difference.
         """
         for layer, tensor in zip(self._memory, self._on_device, strict=False):
             layer.view(np.float16)[:] = tensor.cpu().numpy()

@@ -99,7 +99,8 @@ class EngineProducer:
 class LoadResult(NamedTuple):
     """Time and size of one load.
 
-    `size_bytes` and `descriptors` also count reads of anything but blocks, such as seals.
+    `size_bytes` and `descriptors` count everything read except seals, also parts of remote blocks that the load did not
+    ask for.
     """
 
     seconds: float

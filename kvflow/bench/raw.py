@@ -34,7 +34,10 @@ Backends: TypeAlias = Mapping[str, Mapping[str, str]]
 
 
 class AgentAddress(NamedTuple):
-    """What a reader needs to know of its producer before the first load: agent name, NIXL metadata, layer addresses."""
+    """Facts about a producer that its reader needs before the first load: agent name, NIXL metadata, layer bases.
+
+    `bases` are the start addresses of the layers.
+    """
 
     agent: str = ""
     metadata: bytes = b""
@@ -71,8 +74,8 @@ class TunedAgent:
     def _prepare_blocks(self, agent: str, bases: Sequence[int]) -> int:
         """Prepare descriptors for all blocks of the agent `agent`, one strided row per layer, and return NIXL's handle.
 
-        `bases` are the start addresses of the layers. K (part 0) or V (part 1) of a block has index (2 * layer + part)
-        * blocks + block.
+        `bases` are the start addresses of the layers. With part 0 for K and 1 for V, a block's descriptor has the index
+        `(2 * layer + part) * blocks + block`.
         """
         size, count = self._cache.shape.region_block_size_bytes, 2 * self._cache.shape.blocks
         rows = np.array([(base, size, _DEVICE_ID, size, count) for base in bases], dtype=np.uint64)

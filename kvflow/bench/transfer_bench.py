@@ -90,7 +90,7 @@ def measure(
 
     Args:
         transport: Path that moves the bytes: shared memory or tcp.
-        sizes: Sizes of a load, as for `blocks_by_size`.
+        sizes: Sizes of a load, for instance "block,1,16": one block, 1 MB and 16 MB.
         pairs: Number of times that all processes are started, since equal processes differ in speed.
         rounds: Number of rounds for each process pair and size; in each, kvflow and raw NIXL run the same loads.
         layers: Number of layers of the cache.

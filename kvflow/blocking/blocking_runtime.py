@@ -97,7 +97,7 @@ class Runtime:
         self._thread.open(self._closing_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Close the runtime (see `kvflow.Runtime.aclose`) and end the thread. Closing twice is fine.
+        """Close the runtime as `kvflow.Runtime.aclose` does, and end the thread. Closing twice is fine.
 
         Args:
             timeout_s: longest wait in seconds; None: the time that Config allows for closing, plus `call_timeout_s`.
@@ -119,7 +119,7 @@ class Runtime:
         copy_blocks: BlockCopier | None = None,
         timeout_s: float = 120.0,
     ) -> None:
-        """Make the cache readable by peers and writable by loads: see `kvflow.Runtime.register_kv_caches`.
+        """Make the cache readable by peers and writable by loads, as `kvflow.Runtime.register_kv_caches` does.
 
         Args:
             kv_caches: a dict of tensors by layer name, or a list of `CacheGroup`s.

@@ -182,13 +182,13 @@ class Load:
         """Wait in the calling thread until the load is done, successfully or not.
 
         Args:
-            timeout_s: longest wait, as for `result`.
+            timeout_s: longest wait in seconds; 0 does not wait, None waits as long as it takes.
 
         Returns:
             True once the load is done; False if `timeout_s` has passed.
 
         Raises:
-            UsageError: as for `result`.
+            UsageError: called on the loop's own thread before the load is done, or `timeout_s` is not a valid time.
         """
         self._thread.require_another_thread(self._report)
         return bool(concurrent.futures.wait([self._report], checked_timeout(timeout_s)).done)
@@ -213,12 +213,12 @@ class Load:
         """Wait until the load has ended, successfully or not, and no byte can land in its blocks.
 
         Args:
-            timeout_s: longest wait, as for `result`.
+            timeout_s: longest wait in seconds; 0 does not wait, None waits as long as it takes.
 
         Raises:
             TimeoutError: `timeout_s` has passed.
-            RuntimeBroken: the loop has ended, and the load's reads were not seen to stop.
-            UsageError: as for `result`, unless the load is `safe`.
+            RuntimeBroken: the loop has ended before the load's reads were known to have stopped.
+            UsageError: called on the loop's own thread, or `timeout_s` is not a valid time, and the load is not `safe`.
         """
         self._thread.wait_safe(self, self._settled, timeout_s)
 
@@ -293,7 +293,7 @@ class QuarantinedBlocks:
         """Wait until no byte can land in the blocks.
 
         Raises TimeoutError if that takes longer than `timeout_s`, and RuntimeBroken if the loop has ended before the
-        reads were seen to stop.
+        reads were known to have stopped.
         """
         self._thread.wait_safe(self, self._settled, timeout_s)
 

@@ -31,7 +31,9 @@ _SCRAPE_WAIT_S = 1.0
 
 
 class PrometheusMetrics(Collector):
-    """A `kvflow.Observer` that is also a prometheus_client collector. Two objects in a process need two registries.
+    """A `kvflow.Observer` that is also a prometheus_client collector.
+
+    Two of these objects in a process need two registries.
 
     Args:
         registry: Registry of prometheus_client to which all metrics are added.
@@ -52,7 +54,7 @@ class PrometheusMetrics(Collector):
         registry.register(self)
 
     def watch(self, runtime: Runtime) -> None:
-        """Export `runtime.statistics()` at each scrape from now on. Call this on the runtime's event loop.
+        """Add the metrics of `runtime.statistics()` to each later scrape. Call this on the runtime's event loop.
 
         Args:
             runtime: An open runtime.

@@ -5,8 +5,8 @@
     kvflow.ray.llm.register()  # before the application is built
     app = build_pd_openai_app({"prefill_config": ..., "decode_config": ...})  # kv_connector: "KVFlowConnector"
 
-The backend's base class and registry are internals of Ray, which only this module uses. It is written for ray 2.60; if
-they differ in another Ray, it raises a ConfigError that says so.
+The backend's base class and registry are internals of Ray, which only this module uses. The module is written for
+ray 2.60; if they differ in another Ray, it raises a ConfigError that says so.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class ReplicaRuntime:
             Engine id, address of the side channel, node and rank, in JSON types.
 
         Raises:
-            RuntimeBroken, RuntimeClosed: as for `Runtime.address`.
+            RuntimeBroken, RuntimeClosed: the runtime has broken, or is not open.
         """
         rank = Rank.of(self.runtime.config)
         return {

@@ -22,7 +22,7 @@ DEVICES: Mapping[str, bool] = {"cpu": True, "cuda": True}
 """Whether NIXL can read memory of a kind of device, by kind.
 
 False for every kind that is not listed, for example hpu, npu, tpu, xla, neuron and privateuseone. The transport in use
-decides: see `Transport.reaches`.
+decides, by its method `reaches`.
 """
 BY_SOME_BUILDS = ("xpu",)
 """Kinds of devices with memory that only some builds of NIXL can read.

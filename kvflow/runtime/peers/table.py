@@ -427,8 +427,8 @@ class Peers:
     def _set_connection(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
         """Make `connection` the current connection of `peer`, after a handshake.
 
-        `incarnation` is what the ticket named that led to the handshake. That incarnation, and the incarnation of the
-        last connection, count as past ones from here, unless they equal the incarnation of `connection`.
+        `incarnation` is the one named by the ticket that led to the handshake. That incarnation, and the incarnation of
+        the last connection, count as past ones from here, unless they equal the incarnation of `connection`.
         """
         before, past = peer.connection, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}

@@ -84,7 +84,7 @@ class HeldBlocks:
     history: History | None = None
     """Record of how many tokens were computed when; None if all were computed when the lease was opened."""
     on_error: OnError | None = None
-    """Callback that takes the error because of which some tokens will never be readable. It fails the lease."""
+    """Callback for an error after which missing tokens can never be read. It takes the error and fails the lease."""
     on_readable: Callable[[], None] | None = None
     """Callback for each time that peers can read more tokens than before."""
     on_free: Callable[[], None] | None = None
@@ -209,8 +209,8 @@ class OfferedBlocks:
     def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
         """Raise RequestError if a group of the cache, or its host buffers, has fewer blocks than `counts` says.
 
-        `counts` has the number of blocks of each group that a lease of `tokens` tokens needs. It could never be
-        completed.
+        `counts` has the number of blocks of each group that a lease of `tokens` tokens needs. If there are fewer, the
+        lease could never be completed.
         """
         self._ledger.check_enough_blocks(counts, f"{what}: num_tokens {tokens}")
         for group, count, buffers in zip(self._groups, counts, self._staging, strict=False):
@@ -424,10 +424,10 @@ def _lacks_blocks(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
 
 
 def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) -> slice:
-    """Return the slice of a group's block table with the blocks that the token positions `tokens` complete.
+    """Return the slice of a group's block table with the blocks that hold the token positions `tokens`.
 
-    The table has `count` blocks, the last of which holds the last of `num_tokens` tokens. With a window it may begin
-    after the first token.
+    `tokens` begin at a block boundary. The table has `count` blocks, the last of which holds the last of `num_tokens`
+    tokens. With a window the table may begin after the first token.
     """
     first = 0 if group.whole else max(-(-num_tokens // group.block_size) - count, 0)
     begin, end = (min(max(-(-edge // group.block_size) - first, 0), count) for edge in (tokens.start, tokens.stop))

@@ -223,13 +223,15 @@ class Lease:
         return len(self._entry.readers)
 
     async def wait(self) -> LeaseOutcome:
-        """Wait until the blocks may be reused. The same as awaiting the lease; cancelling it does not change the lease.
+        """Wait until the blocks may be reused. The same as awaiting the lease.
+
+        If cancelled, stop waiting; the lease does not change.
 
         Returns:
             The outcome of the lease.
 
         Raises:
-            UsageError: off the runtime's loop.
+            UsageError: not called on the runtime's event loop.
         """
         return await self
 
@@ -239,21 +241,22 @@ class Lease:
         A load that is reading the blocks now fails with LeaseExpired.
 
         Returns:
-            The lease. `await lease.revoke()` waits until the blocks are free and gives the outcome, which is READ if
+            The lease. `await lease.revoke()` waits until the blocks are free and returns the outcome, which is READ if
             the readers finished first.
 
         Raises:
-            UsageError: off the runtime's loop.
+            UsageError: not called on the runtime's event loop.
         """
         self._require_loop("revoke()")
         self._serving.revoke(self._entry)
         return self
 
     def fail(self, reason: str = "") -> Lease:
-        """End the lease as FAILED, since its prompt will never be computed. Loads of it fail at once: PrefillFailed.
+        """End the lease as FAILED, since its prompt will never be computed.
 
-        Call it after a failed prefill, so that readers need not wait for the deadline and the request can run
-        elsewhere. An engine of several ranks calls it on each rank. No effect on a lease that has ended.
+        Loads of the lease then fail with PrefillFailed. Call this after a failed prefill, so that readers need not wait
+        for the deadline and the request can run elsewhere. An engine of several ranks calls it on each rank. No effect
+        on a lease that has ended.
 
         Args:
             reason: goes into logs, records and, if the reader asks this rank, the reader's error.
@@ -263,7 +266,7 @@ class Lease:
 
         Raises:
             RequestError: `reason` is not a text.
-            UsageError: off the runtime's loop.
+            UsageError: not called on the runtime's event loop.
         """
         self._require_loop("fail()")
         self._serving.fail(self._entry, checks.text(reason, f"request {self.request_id!r}: fail: reason"))
@@ -278,12 +281,13 @@ class Lease:
 
         Args:
             num_tokens: number of computed tokens, from the first token of the prompt.
-            ready: an event behind the step that computes these tokens. **Without it the blocks must hold them now.**
+            ready: a device event, such as a torch.cuda.Event, recorded behind the step that computes these tokens.
+                **Without it the blocks must hold them now.**
 
         Raises:
             RequestError: `num_tokens` is less than in an earlier call, more than the lease has, or more than the blocks
                 of the lease hold (see `extend`); or `ready` is not an event.
-            UsageError: off the runtime's loop.
+            UsageError: not called on the runtime's event loop.
         """
         self._require_loop("advance()")
         self._serving.growing_leases(self.request_id).advance(self._opened, num_tokens, ready)
@@ -291,9 +295,9 @@ class Lease:
     def extend(self, block_ids: GivenBlockIds) -> None:
         """Add the next blocks, in prompt order, to a lease that was opened with fewer blocks than its tokens need.
 
-        The lease then holds these blocks, too. In the end each group has the blocks that hold all tokens; a group with
-        a window has only the blocks that hold the window at the end of the prompt. Readers ask for the added blocks. No
-        effect on a lease that has ended.
+        In the end each group must have the blocks that hold all tokens; a group with a window has only the blocks that
+        hold the window at the end of the prompt. Readers ask this rank for the added blocks. No effect on a lease that
+        has ended.
 
         Args:
             block_ids: the added blocks only, in the form of `ServeRequest.block_ids`.
@@ -302,7 +306,7 @@ class Lease:
             RequestError: the block ids are wrong, or more than the tokens need. The lease is unchanged.
             BlocksBusy: one of the blocks is being loaded. The lease is unchanged.
             HostBlocksBusy: with host staging, too few host blocks are free. The lease is unchanged.
-            UsageError: off the runtime's loop.
+            UsageError: not called on the runtime's event loop.
         """
         self._require_loop("extend()")
         self._serving.growing_leases(self.request_id).extend(self._opened, block_ids)
@@ -316,11 +320,12 @@ class Lease:
 
         Args:
             payload: at most 4 KiB, for example the first token and its logprobs.
-            ready: see `advance`.
+            ready: a device event after which the blocks hold all tokens. **Without it the blocks must hold them now.**
 
         Raises:
-            RequestError: `payload` was not promised, is too large, or differs from an earlier one; or as `advance`.
-            UsageError: off the runtime's loop.
+            RequestError: `payload` was not promised, is too large, or differs from an earlier one; the lease has
+                too few blocks for all tokens; or `ready` is not an event.
+            UsageError: not called on the runtime's event loop.
         """
         self._require_loop("complete()")
         self._serving.growing_leases(self.request_id).complete(self._opened, payload, ready)
@@ -336,7 +341,7 @@ class Lease:
 
         Raises:
             RequestError: `ttl_s` is not a valid number of seconds.
-            UsageError: off the runtime's loop.
+            UsageError: not called on the runtime's event loop.
         """
         self._require_loop("restart()")
         self._serving.restart(

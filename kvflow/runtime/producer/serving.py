@@ -1,8 +1,9 @@
 """Serving: carries out the decisions of the lease book.
 
-It takes and frees blocks, runs the timer and makes lease handles. An engine of several ranks serves a request on each
-rank under the same request id. Each rank has a lease of its own. A reader with another rank's ticket finds the lease by
-the request id (`open_lease`).
+This module takes and frees blocks, runs the timer and makes lease handles.
+
+An engine of several ranks serves a request on each rank under the same request id. Each rank has a lease of its own. A
+reader with another rank's ticket finds the lease by the request id (`open_lease`).
 
 A lease is in the book and its seal is set before `serve` returns, so even the fastest reader finds both. Every end of a
 lease wipes the seal at once; the blocks are given back only after a time, the hold (`limits.seal_hold_s`; invariant
