@@ -7,8 +7,9 @@ are kept for loads under way, and for requests that wait for their load. Most lo
 nothing: each load costs one entry in a dict, and one timer serves all loads.
 
 *Giving back* a lease means to notify its rank, after a read or instead of a read: all blocks of a request may be cached
-already, or the request may be rejected before decode. A rank without a connection gets one question on the side channel
-instead, and no connection is made. That rank computes from the question which share of the lease the reader reports.
+already, or the request may be rejected before decode. A rank to which the transport is not connected gets one question
+on the side channel instead, and stays unconnected. It computes from the question which share of the lease the reader
+reports.
 
 Both are best effort: the seal says whether a lease was open during a read (`core.protocol.proof`), and a lease that is
 not given back expires.
@@ -68,9 +69,9 @@ class LeaseIdNotifier:
         self._join = partial(join_read_done, lease_ids_max=self._batch_max)
 
     def notify_needed(self, sources: Sequence[Source]) -> int:
-        """Notify a rank that its leases, those of `sources`, are still needed. Return the number of leases.
+        """Notify a producer's rank that the leases of `sources`, all at that rank, are still needed.
 
-        All `sources` are leases of that one rank.
+        Return the number of leases.
         """
         agent = sources[0].connection.agent
         lease_ids = tuple(dict.fromkeys(source.lease.lease_id for source in sources))

@@ -76,8 +76,8 @@ class LoadRequest:
     again_max: Count = 2
     """Largest number of times that `again` is awaited."""
     cached_tokens: Count = 0
-    """Number of tokens in front of `block_ids`, in full blocks that are in the local cache already. A group with larger
-    blocks begins with the block that holds token `cached_tokens`."""
+    """Number of the prompt's first tokens that are in the local cache already, in full blocks, which `block_ids` leave
+    out. A group with larger blocks begins with the block that holds token `cached_tokens`."""
 
 
 def _checked_again(value: object, what: str) -> object:
@@ -101,7 +101,7 @@ class Verification(enum.StrEnum):
     MISMATCH = "mismatch"
     """The bytes differ: the load has failed."""
     UNVERIFIED = "unverified"
-    """The bytes could not be compared: the producer does not answer questions for digests, or not now."""
+    """The bytes could not be compared: the producer or this rank could not compute digests, at least not now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
