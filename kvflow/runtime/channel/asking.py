@@ -139,9 +139,10 @@ class ZmqSideChannel:
     async def _exchange(self, route: ListenerRoute, request: messages.Request, fingerprint: bytes) -> list[bytes]:
         """Send `request` to the listener of `route`, and return the frames of the answer.
 
-        If the connection closes before the answer comes, send the question again over a new connection, since asking
-        any question twice does no harm. A kept connection closes if the peer restarted. Any connection closes if the
-        listener drops all connections; new ones are refused until it binds its port again.
+        `fingerprint` is a hash of this rank's `Compatibility`. If the connection closes before the answer comes, send
+        the question again over a new connection, since asking any question twice does no harm. A kept connection closes
+        if the peer restarted. Any connection closes if the listener drops all connections; new ones are refused until
+        it binds its port again.
         """
         body, at = codec.encode(request), request.target
         shared, outcome = self._connections.find_shared(route), None

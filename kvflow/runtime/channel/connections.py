@@ -133,7 +133,8 @@ class KeptConnection:
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
         """Send a question with the encoded body `body`, and return the `OpenQuestion`. Raises ZMQError.
 
-        The answer, or the event that ends the connection, arrives in the queue `arrivals` of the `OpenQuestion`.
+        `fingerprint` is a hash of this rank's `Compatibility`. The answer, or the event that ends the connection,
+        arrives in the queue `arrivals` of the `OpenQuestion`.
         """
         question = OpenQuestion(next(self._numbers))
         header = codec.encode(codec.our_header(fingerprint, question.number, self._answer_bytes_max))

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def first_contact_timeout_s(config: Config) -> float:
-    """Return how many seconds a first contact has for its answer, once other first contacts wait for a turn."""
+    """Return how many seconds a never-connected peer has to answer while other new peers wait to be asked."""
     return config.handshake_timeout_s / 10
 
 
@@ -31,9 +31,9 @@ def overloaded(peer: Address, why: str) -> Overloaded:
 
 
 class FirstContacts:
-    """Queue of first contacts: at most `limits.first_contacts_max` never-connected peers are asked at once.
+    """Queue of first contacts, which are the first questions to never-connected peers.
 
-    Belongs to one event loop.
+    At most `limits.first_contacts_max` never-connected peers are asked at once. Belongs to one event loop.
     """
 
     def __init__(self, config: Config) -> None:
@@ -83,7 +83,7 @@ class FirstContacts:
             self._end_contact(contact)
 
     def end_overdue(self) -> None:
-        """End one first contact that has used up its time or is no longer wanted, if another peer waits for a turn.
+        """If a new peer waits to be asked, end one first contact that has taken too long or is no longer wanted.
 
         Called by a timer, and whenever a handshake has lost its last waiting load (`Contact.wanted` is False).
         """

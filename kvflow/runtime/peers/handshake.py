@@ -115,11 +115,11 @@ class Agents:
         return self._open.get(agent)
 
     async def add(self, at: Address, connection: Connection, metadata: bytes) -> None:
-        """Add the agent of the rank at `at` to the transport, under `connection`.
+        """Add the agent of the rank at `at` to the transport.
 
-        `metadata` is the agent metadata that the rank has sent. Call this right after `find_open` has returned None.
-        Raises a PeerError if the transport refuses `metadata`, or if `metadata` describes an agent of another name. If
-        cancelled, remove the agent again.
+        From then on `find_open` returns `connection` for this agent. `metadata` is the agent metadata that the rank has
+        sent. Call this right after `find_open` has returned None. Raises a PeerError if the transport refuses
+        `metadata`, or if `metadata` describes an agent of another name. If cancelled, remove the agent again.
         """
         agent = connection.agent
         change = self._begin(agent)
@@ -186,7 +186,10 @@ class Agents:
 
 
 def _refusal_error(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerError:
-    """Return the error to raise for `refusal`, the answer of `peer`. Its class depends on the fields of the refusal."""
+    """Return the error to raise for `refusal`, the answer of `peer`. Its class depends on the fields of the refusal.
+
+    `ours` describes this rank.
+    """
     if refusal.compatibility is not None:
         differences = ours.compatibility.differences(refusal.compatibility) or [peer_text(refusal.reason)]
         if refusal.cache_shares:
@@ -213,8 +216,8 @@ def _incompatible_error(peer: Address, differences: list[str]) -> PeerIncompatib
 def check_metadata(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
     """Check the metadata that `peer` has sent, and return the decoded regions, one `Regions` for each set of layers.
 
-    A set of layers has one shape of blocks. Raises PeerRefused if another engine answered, PeerIncompatible if this
-    rank cannot read the peer's blocks, or ProtocolError if the metadata is malformed.
+    A set of layers has one shape of blocks. `ours` describes this rank. Raises PeerRefused if another engine answered,
+    PeerIncompatible if this rank cannot read the peer's blocks, or ProtocolError if the metadata is malformed.
     """
     if metadata.engine_id != peer.engine_id:
         who = f"expected engine {peer.engine_id!r}, found {peer_text(metadata.engine_id)!r}"
@@ -241,7 +244,8 @@ def incompatibilities(
 ) -> list[str]:
     """Return one text for each reason why this rank cannot read blocks of the peer `rank` into its cache.
 
-    The list is empty if it can. `metadata` is the peer's, `regions` are the decoded regions of `metadata`.
+    The list is empty if it can. `metadata` and `regions`, the decoded regions of `metadata`, describe the peer, `ours`
+    describes this rank.
     """
     first = metadata.cache_shares[0]
     found = topology.differences(ours.cache_shares, metadata.cache_shares)

@@ -57,7 +57,7 @@ class LocalRank:
 
 
 class Connection:
-    """The connection to a peer after its handshake: facts from the peer's metadata that reads and reports need.
+    """The connection to a peer after its handshake: facts from the peer's metadata that loads need.
 
     All loads from the peer share one `Connection` object.
     """
@@ -86,7 +86,7 @@ class Connection:
         """One block map for each pair of a local and a remote set of layers that have layers in common.
 
         A block map says which bytes of a remote block go where in a local block. Empty if loads read nothing from this
-        peer and only report to it.
+        peer and only notify it at their end.
         """
         self.report_share = topology.report_share(local.cache_shares, metadata.cache_shares)
         self.staged = metadata.staged
@@ -222,7 +222,7 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """One producer rank that one load reads from or reports to: its connection, its lease, and the proof for its bytes.
+    """One producer rank that one load reads from, or only notifies at its end: connection, lease, and proof.
 
     The proof decides whether bytes that were read are fresh, that is, still those of the leased prompt.
     """

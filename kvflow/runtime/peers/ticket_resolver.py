@@ -112,11 +112,11 @@ class TicketResolver:
     async def resolve(self, ticket: Ticket, on_source: OnSource) -> list[Source]:
         """Connect the ranks that a load with a checked ticket needs.
 
-        Return a source for each rank to read from or report to. The connected ranks together have all layers of this
-        rank. `on_source` is called with each source as soon as it is known. Raises a PeerError; LeaseExpired if a rank
-        restarted or its lease has ended; PrefillFailed if a rank answers that the prompt will not be computed;
-        Overloaded if there is no room for another peer; RequestError if the ticket is impossible, or the address of a
-        rank cannot be derived. If cancelled, stop waiting; handshakes under way go on.
+        Return a source for each rank that the load reads from or only notifies at its end. The connected ranks together
+        have all layers of this rank. `on_source` is called with each source as soon as it is known. Raises a PeerError;
+        LeaseExpired if a rank restarted or its lease has ended; PrefillFailed if a rank answers that the prompt will
+        not be computed; Overloaded if there is no room for another peer; RequestError if the ticket is impossible, or
+        the address of a rank cannot be derived. If cancelled, stop waiting; handshakes under way go on.
         """
 
         async def visit(at: Address) -> _ConnectedRank:

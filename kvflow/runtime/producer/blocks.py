@@ -70,7 +70,7 @@ class HeldBlocks:
     counts: tuple[int, ...]
     """Number of blocks that each group has in the complete block tables."""
     extends: bool
-    """True while block tables lack blocks, which `Lease.extend` will add."""
+    """True while the lease has too few blocks for its tokens. `Lease.extend` will add the others."""
     advances: deque[_Advance] = field(default_factory=deque)
     """Calls of `Lease.advance` that have not taken effect yet, oldest first."""
     computed: int = 0
@@ -139,7 +139,8 @@ class OfferedBlocks:
         return any(group.whole and len(ids) < num_tokens // group.block_size for group, ids in groups)
 
     def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str, *, extends: bool) -> HeldBlocks:
-        """Take what a lease needs: the blocks in `block_ids`, a seal and, with host staging, as many host blocks.
+        """Take what a lease needs, and return it: blocks `block_ids`, a seal and, with host staging, as many host
+        blocks.
 
         `extends`: the caller will add blocks with `extend`. `what` names the request at the beginning of error
         messages. If this raises a RequestError, nothing is taken.

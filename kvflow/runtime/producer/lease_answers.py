@@ -54,16 +54,16 @@ _ENDED = messages.LeaseAnswer(state=LeaseAnswerState.ENDED)
 
 @dataclass(slots=True, eq=False)
 class _WaitingQuestion:
-    """A reader's question that waits for news of a lease, and the future of its reply."""
+    """A reader's question that waits until the lease has changed, and the future of its reply."""
 
     question: messages.LeaseRequest
     reply: asyncio.Future[messages.Reply]
     timer: Timer | None = None
-    """Timer that ends the wait after the question's `wait_s`, with an answer that has no news."""
+    """Timer that ends the wait after the question's `wait_s`, with the answer that nothing has changed."""
 
 
 class LeaseAnswers:
-    """Answers readers' questions about leases, immediately or when there is news, and keeps the waiting questions."""
+    """Answers readers' questions about leases, immediately or once a lease has changed. Keeps the waiting questions."""
 
     def __init__(
         self,
@@ -97,7 +97,8 @@ class LeaseAnswers:
         """Reason why this rank opens no further leases; "" while it still opens leases."""
 
     def answer(self, question: messages.LeaseRequest) -> Answered:
-        """Return the answer to `question`, or a future of the answer if the question must wait for news.
+        """Return the answer to `question`, or a future of the answer if the question must wait for a change of the
+        lease.
 
         Raises WireError if the question is impossible.
         """
@@ -131,7 +132,7 @@ class LeaseAnswers:
         return messages.Ack(incarnation=self._incarnation)
 
     def answer_waiting(self, request_id: str) -> None:
-        """Answer those waiting questions about request `request_id` for which there is news now.
+        """Answer those waiting questions about request `request_id` that can be answered now.
 
         Call this after each change of the request's lease.
         """
@@ -177,7 +178,8 @@ class LeaseAnswers:
         return None
 
     def _answer_known(self, question: messages.LeaseRequest, found: OpenLease | None) -> messages.LeaseAnswer | None:
-        """Return the answer to `question`, from a reader that knows the lease, or None if there is no news.
+        """Return the answer to `question`, from a reader that knows the lease, or None if there is nothing new to
+        answer.
 
         `found` is the open lease of the request, or None.
         """
@@ -200,7 +202,8 @@ class LeaseAnswers:
     def _hold_question(self, question: messages.LeaseRequest) -> Answered:
         """Add `question` to the waiting questions, and return the future of its reply.
 
-        If the question does not ask to wait, or there is no room for it, return an answer without news instead.
+        If the question does not ask to wait, or there is no room for it, return the answer that nothing has changed
+        instead.
         """
         reader = messages.claimed_engine_id(question)
         others = self._of_request.get(question.request_id, ())
