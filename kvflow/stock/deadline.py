@@ -1,12 +1,12 @@
-"""DeadlineProof: until when a stock producer surely holds a prompt's blocks, computed from times, as it has no seals.
+"""DeadlineProof: computes the time until which a stock producer surely holds a prompt's blocks, since it has no seals.
 
 A stock producer keeps a prompt's blocks for `lease_s` from the end of the request. It does not say when that was, and
-frees the blocks without a message. The reader knows when the parameters arrived. If the router took less than
+frees the blocks without a message. The reader knows when the request's parameters arrived. If the router took less than
 `router_s` to bring them, and no other engine has used them, the blocks are held until `arrival + lease_s - router_s`.
 This time is the first bound.
 
-A heartbeat extends the lease to `lease_s * 2/3` from the moment at which the producer's worker takes the heartbeat. The
-worker takes heartbeats before it looks for expired leases. Nothing confirms a heartbeat, and a heartbeat is dropped if
+When the producer's worker takes a heartbeat, the lease lasts at least `lease_s * 2/3` from that moment. The worker takes
+heartbeats before it looks for expired leases. Nothing confirms a heartbeat, and a heartbeat is dropped if
 it comes before the worker knows the request. So a heartbeat moves the bound only if it was sent at least `settle_s`
 after the arrival, and at least `allowance_s` before the bound at that time. After one gap between heartbeats, or one
 message that could not be sent, the bound stays where it is for good.
@@ -29,7 +29,7 @@ from kvflow.errors import ConfigError
 
 
 class Arrival(NamedTuple):
-    """Time at which a request's parameters arrived, on the clock of `machine`. Other machines cannot use it."""
+    """Time at which a request's parameters arrived: `now_s` on the clock of `machine`, useless on other machines."""
 
     machine: str
     now_s: float
@@ -37,14 +37,17 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Assumptions about stock producers and routers, in seconds. ConfigError if they leave no time to read."""
+    """Times, in seconds, that a deployment promises for its stock producers and routers. kvflow cannot check them.
+
+    ConfigError if `router_s` and `allowance_s` leave no time of `lease_s` for a read.
+    """
 
     lease_s: Seconds = 30.0
-    """Seconds for which a producer keeps the blocks of an offer: its `kv_lease_duration`."""
+    """Seconds for which a producer keeps a prompt's blocks after the request's end: its `kv_lease_duration` in vLLM."""
     router_s: Seconds = 5.0
-    """Longest time from the end of a prefill request until its parameters reach this engine, in seconds."""
+    """Longest time from the end of a prefill request until the request's parameters reach this engine, in seconds."""
     settle_s: Seconds = 10.0
-    """Seconds after the parameters' arrival by which the producer's worker surely knows the request."""
+    """Seconds after a request's parameters have arrived here, when the producer's worker surely knows the request."""
     allowance_s: Seconds = 1.0
     """Longest time that a notification takes to reach a producer, in seconds."""
 
@@ -56,21 +59,24 @@ class Terms:
 
     @property
     def extension_s(self) -> float:
-        """Seconds that a lease lasts after a heartbeat, a whole number as in vLLM."""
+        """Seconds that a lease lasts after a heartbeat: two thirds of `lease_s`, a whole number as in vLLM."""
         return float(int(self.lease_s) * 2 // 3)
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between two heartbeats for a request."""
+        """Seconds between two heartbeats that this reader sends for a request."""
         return max(self.lease_s / 6, 0.05)
 
 
 class DeadlineProof:
-    """Proof that a stock rank still held a request's blocks while they were read; used in place of a `SealProof`."""
+    """Proof, by computed times, that a stock rank still held a request's blocks while they were read.
+
+    It stands in a load where a `SealProof` stands for kvflow's own producers.
+    """
 
     kind = "deadline"
     grows = fetch_under_way = lease_ended = failed = False
-    """Always False. `SealProof` has these fields; a stock producer has no seal, and reports nothing before the end."""
+    """Always False: states of a seal and of a growing lease that `SealProof` has, and that stock producers lack."""
 
     def __init__(
         self,
@@ -82,16 +88,17 @@ class DeadlineProof:
         request_id: str = "",
         agent: str = "",
     ) -> None:
-        """`unsent` returns how many of this engine's notifications could not be sent so far.
+        """Create the proof for a request with parameters that arrived at `arrived_s`, by the clock `now_s`.
 
-        `agent` is the name of the rank's NIXL agent at present.
+        `unsent` returns the number of notifications that this engine could not send so far, to any producer. `agent` is
+        the name of the stock rank's present NIXL agent.
         """
         self.request_id, self.agent = request_id, agent
         self.fetch_posted = True
         """Always True, so that no seal is fetched: a stock producer has none."""
         self.last_open_s = -math.inf
         self.bound_s = arrived_s + terms.lease_s - terms.router_s
-        """Time on this engine's clock until which the producer holds the blocks, as far as is known."""
+        """Time on this engine's clock until which the producer surely holds the blocks."""
         self._known_from_s = arrived_s + terms.settle_s
         self._terms = terms
         self._now_s = now_s
@@ -100,13 +107,19 @@ class DeadlineProof:
         self._heartbeats_s: list[float] = []
 
     def note_heartbeat(self) -> None:
-        """Note that a heartbeat for the request is sent to the rank now."""
+        """Record that a heartbeat for the request is being sent to the stock rank now.
+
+        Before the rank surely knows the request, a heartbeat does not count.
+        """
         now_s = self._now_s()
         if now_s >= self._known_from_s:
             self._heartbeats_s.append(now_s)
 
     def held_until_s(self) -> float:
-        """Return the time until which the blocks are surely held, extended by heartbeats that have arrived by now."""
+        """Return the time until which the producer surely holds the blocks.
+
+        Heartbeats that have surely arrived by now extend this time.
+        """
         now_s, terms = self._now_s(), self._terms
         if self._unsent() != self._unsent_before:  # one of the unsent messages may be a heartbeat of this request
             self._heartbeats_s.clear()
@@ -118,25 +131,28 @@ class DeadlineProof:
         return self.bound_s
 
     def readable_tokens(self, num_tokens: int) -> int:
-        """Return `num_tokens`: a stock producer has computed all tokens before its parameters leave."""
+        """Return `num_tokens`, since a stock producer sends parameters only when all tokens have been computed."""
         return num_tokens
 
     def judge_before_post(self) -> ProofStep:
-        """Return POST if a read may begin, since the bound has not passed, else STALE."""
+        """Return POST if a read may begin, else STALE: the producer may have freed the blocks by now."""
         return ProofStep.POST if self._now_s() < self.held_until_s() else ProofStep.STALE
 
     def judge_after_read(self, read_s: float | None) -> ProofStep:
-        """Return FRESH if the bound has not passed now, after the last byte, else STALE."""
+        """Return FRESH if the producer surely still holds the blocks now, after the last byte, else STALE.
+
+        `read_s` is not used.
+        """
         return ProofStep.FRESH if self._now_s() < self.held_until_s() else ProofStep.STALE
 
     def fresh_copy(self) -> DeadlineProof:
-        """Return this proof: another read under the same lease has the same bound."""
+        """Return this proof itself, since the same bound holds for another read of the same blocks."""
         return self
 
     def note_fetch_posted(self) -> None:
-        """Raise AssertionError: a stock producer has no seal to fetch, so this is never called."""
+        """Raise AssertionError. Never called, since a stock producer has no seal to fetch."""
         raise AssertionError("a stock producer has no seals")
 
     def note_fetched(self, tokens_missing: int | None, posted_s: float) -> None:
-        """Raise AssertionError, as `note_fetch_posted` does; never called."""
+        """Raise AssertionError. Never called, since a stock producer has no seal to fetch."""
         self.note_fetch_posted()

@@ -26,24 +26,28 @@ _EQUAL_FIELDS = ("num_blocks", "block_size", "block_lens", "kv_cache_layout", "r
 
 
 class _Card(msgspec.Struct, frozen=True, kw_only=True):
-    """Metadata of one rank for stock readers, in the form in which ranks of an engine pass it to each other."""
+    """A rank's metadata for stock readers, and which rank of which engine it is: a card, once encoded."""
 
     engine_id: str
     tp_rank: int
     tp_size: int
     metadata: bytes
-    """The metadata encoded for a stock reader."""
+    """The rank's StockMetadata, encoded as stock readers expect it."""
 
 
 class EngineRanks:
-    """The metadata of all ranks of an engine, for stock readers. A rank's encoded metadata is called its card.
+    """The metadata that this rank gives to stock readers, for all ranks of its engine.
+
+    A stock reader asks only one rank about all ranks. So the engine passes each rank's metadata, encoded as bytes (its
+    *card*), to the other ranks:
 
         ranks = EngineRanks()  # on each rank, for StockPeers(ranks=ranks)
         card = ranks.card  # on each rank, once a cache is registered
         ranks.show(cards)  # the cards of all ranks, on each rank that tickets may name first
 
-    A rank that registers its cache again has another card, and answers no reader until it has been given the cards of
-    all ranks again. An engine of one rank needs no EngineRanks. The methods may be called from any thread.
+    When a rank registers its cache again, its card changes. Then the rank answers no reader until `show` has been
+    called with the cards of all ranks again. An engine of one rank needs no EngineRanks. The methods may be called from any
+    thread.
     """
 
     def __init__(self) -> None:
@@ -55,16 +59,16 @@ class EngineRanks:
 
     @property
     def card(self) -> bytes:
-        """This rank's metadata, encoded for `show`.
+        """This rank's metadata as bytes, for `show` on the engine's ranks.
 
-        UsageError before a cache is registered, or without `serve_version`.
+        UsageError if no cache is registered yet, or if `StockPeers.serve_version` is empty.
         """
         if self._own is None:
             raise UsageError("stock ranks: no cache is registered that stock readers are served from")
         return msgspec.msgpack.encode(self._own)
 
     def show(self, cards: Sequence[bytes]) -> None:
-        """Begin to answer stock readers for all ranks of this engine, with the metadata in `cards`.
+        """Start to answer stock readers for all ranks of this engine, with the metadata in `cards`.
 
         Args:
             cards: the `card` of every rank, in any order.
@@ -97,15 +101,15 @@ class EngineRanks:
         self._metadata_by_rank = {card.tp_rank: card.metadata for card in found}
 
     def begin(self, engine_id: str, tp_rank: int, tp_size: int, metadata: bytes) -> None:
-        """Set this rank's metadata, and drop the cards of the other ranks. Only the rank's runtime calls it.
+        """Set this rank's metadata, and drop the cards of the other ranks.
 
-        The runtime does so when a cache is registered.
+        Only the rank's runtime calls this, when a cache is registered.
 
         Args:
             engine_id: name of the engine.
             tp_rank: index of this rank.
             tp_size: number of ranks of the engine.
-            metadata: this rank's metadata as a reader gets it.
+            metadata: this rank's metadata, encoded as stock readers expect it.
         """
         self._metadata_by_rank = {}
         self._own = _Card(engine_id=engine_id, tp_rank=tp_rank, tp_size=tp_size, metadata=metadata)
@@ -119,7 +123,7 @@ class EngineRanks:
             tp_rank: index of the rank.
 
         Returns:
-            The metadata; None if there is no such rank, or the cards of all ranks have not been given yet.
+            The metadata; None if the engine has no rank `tp_rank`, or `show` has not been called yet.
         """
         return self._metadata_by_rank.get(tp_rank)
 

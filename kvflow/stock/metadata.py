@@ -1,7 +1,7 @@
-"""Asks a stock engine's listener for the metadata of a rank, the only question that the listener survives.
+"""Asks a stock engine's listener for the metadata of a rank.
 
-The listener is a thread of the engine's scheduler, and any other message ends it for good. So this module can send
-nothing else, and every question has a socket of its own.
+The listener is a thread of the engine's scheduler, and any other message ends the thread for good. So this module can
+send nothing else, and every question has a socket of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ async def ask_rank(
     engine_id: str = "",
     bytes_max: int = METADATA_BYTES_MAX,
 ) -> StockAnswer:
-    """Ask a stock engine for the metadata of one of its ranks. Cancelling gives up the question.
+    """Ask a stock engine for the metadata of one of its ranks. A cancelled call closes its socket and waits no longer.
 
     **The rank has to exist**: a question about another rank crashes vLLM's listener. Every engine has rank 0, 0.
 
@@ -47,8 +47,8 @@ async def ask_rank(
         The engine's compatibility hash, the rank's metadata, and the names of all fields of the metadata.
 
     Raises:
-        PeerUnreachable: there is no answer in time.
-        ProtocolError: the answer is not vLLM's.
+        PeerUnreachable: no answer came within `timeout_s`, or the address cannot be reached.
+        ProtocolError: the answer is not in vLLM's form.
         RequestError: an argument is not a valid address, rank, name or time.
     """
     host, port = split_address(address, what="stock address", error=RequestError)

@@ -1,14 +1,14 @@
 """Conversion between the metadata of stock ranks and of kvflow ranks: layers, blocks, heads, memory.
 
-A stock rank says how many bytes a block has, but not how many heads. The number of heads follows from this rank's
-cache, which is of the same model. If layers of several groups lie in the same memory, a stock rank does not say which
-layers share a region: it names the first layer, and says that the region belongs to no single group. vLLM lays out the
-same model alike everywhere, so this rank's cache shows which layers share a region, provided that the regions, names
-and groups of both ranks agree.
+A stock rank's metadata has the bytes of a block, but not the number of heads. The number of heads follows from this
+rank's cache, which is of the same model. If layers of several groups share a region of memory, the metadata only names
+the first of these layers, and says that the region belongs to no single group. vLLM lays out the same model alike
+everywhere, so this rank's cache shows which layers share a region, provided that the regions, names and groups of both
+ranks agree.
 
-A stock rank cannot say how many ranks its engine has. The parameters say it, but nobody signs them. A question about a
-rank that does not exist ends a stock listener, so the number is believed only if the first rank's heads prove it, or if
-it is configured (`StockPeers.tp_sizes`).
+A stock rank's metadata does not have the number of its engine's ranks. The parameters have it, but they are not signed.
+A question about a rank that does not exist ends a stock listener, so the number is trusted only if the heads of the
+engine's first rank prove it, or if it is configured (`StockPeers.tp_sizes`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NO_SEALS = SealLocation(address=1, count=1, hold_s=SEAL_HOLD_S_MAX)
 
 
 class OurLayers(NamedTuple):
-    """Layers of this rank with equal memory layouts, which one `CacheShare` and one `Regions` describe."""
+    """Layers of this rank with equal memory layouts, described together by one `CacheShare` and one `Regions`."""
 
     share: CacheShare
     regions: Regions
@@ -63,23 +63,26 @@ class OurLayers(NamedTuple):
 
 
 class OurRegion(NamedTuple):
-    """A region of this rank's memory as a stock rank would show it: one layer, or a layer of each of several groups."""
+    """A region of this rank's memory, as vLLM's metadata lists regions.
+
+    The memory holds one layer, or several layers that share it: one layer of each of several groups.
+    """
 
     layer: int
     """Number of the region's first layer, which gives the region its name."""
     set_and_index: tuple[int, int]
-    """Where the first layer is in `OurCache.layer_sets`: index of its set, and index of the layer within the set."""
+    """Index in `OurCache.layer_sets` of the set with the first layer, and index of that layer within the set."""
     group: int
-    """Index of the group that all layers in the region belong to, or SHARED."""
+    """Index of the group of layers that the whole region belongs to; SEVERAL_GROUPS if the layers' groups differ."""
 
     @property
     def number(self) -> int:
-        """The number that stands in the first layer's name."""
+        """The number in the name of the region's first layer. A draft model's layers are numbered from 0 again."""
         return self.layer % NAMED_LAYERS_MAX
 
 
 class OurCache(NamedTuple):
-    """This rank's cache in the form in which caches of stock ranks are compared with it."""
+    """This rank's cache, described so that a stock rank's metadata can be compared with it."""
 
     layer_sets: tuple[OurLayers, ...]
     groups: tuple[GroupFacts, ...]
@@ -90,9 +93,9 @@ class OurCache(NamedTuple):
 
     @property
     def regions(self) -> tuple[OurRegion, ...]:
-        """Regions in the order of stock ranks: by the number in the first layer's name.
+        """This rank's regions, in the order in which a stock rank lists its regions.
 
-        The regions of a draft model come last.
+        The order is by the number in the first layer's name. The regions of a draft model come last.
         """
         found: dict[int, OurRegion] = {}
         for layer, which, nth in sorted(self._layers(), key=_stock_order):
@@ -103,7 +106,7 @@ class OurCache(NamedTuple):
         return tuple(found.values())
 
     def base_of(self, which: int, nth: int) -> int:
-        """Return the address of the first block of the layer with index `nth` in the set with index `which`."""
+        """Return the memory address of the first block of layer number `nth` in `layer_sets[which]`, from 0."""
         regions = self.layer_sets[which].regions
         return int(regions.bases[nth * len(regions.parts)])
 
@@ -117,9 +120,9 @@ def _stock_order(layer: tuple[int, int, int]) -> tuple[bool, int, int]:
 
 
 def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> OurCache:
-    """Return this rank's cache in the form for comparison with stock caches.
+    """Return an OurCache for this rank's `shares` and `regions`, both listed by set of layers, and its `groups`.
 
-    ConfigError if it cannot be exchanged with stock engines.
+    ConfigError if blocks of this cache cannot be exchanged with stock engines.
     """
     what = "stock peers: our cache"
     if any(share.part for share in shares) or any(group.kind is GroupKind.STATE for group in groups):
@@ -132,9 +135,10 @@ def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: 
 
 
 def metadata_of(at: Address, stock: StockMetadata, agent: str, ours: OurCache, *, tp_size: int) -> messages.Metadata:
-    """Convert a stock rank's metadata to kvflow's form, so that it can be judged like any peer's.
+    """Return a stock rank's metadata converted to kvflow's message, which is then checked like any peer's metadata.
 
-    `tp_size` is the number of ranks of the stock engine. PeerIncompatible if the stock cache cannot be read.
+    `at` is the stock rank's address, `agent` the name of its NIXL agent, and `tp_size` the number of its engine's
+    ranks. PeerIncompatible if this rank cannot read the stock rank's cache.
     """
     if problems := reasons_not_read(stock):
         raise at.failure(PeerIncompatible, "; ".join(problems))
@@ -180,8 +184,8 @@ def metadata_of(at: Address, stock: StockMetadata, agent: str, ours: OurCache, *
 def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collection[int]) -> None:
     """Raise PeerIncompatible unless it is proven or configured that the stock engine has `share.tp_size` ranks.
 
-    The first rank's number of heads proves it, unless heads are replicated on several ranks. Sizes in `known` are
-    configured.
+    `share` is the share of the engine's first rank. The number of heads on that rank proves the number of ranks, unless
+    ranks have copies of the same head. `known` are the configured numbers of ranks.
     """
     kv_heads, tp_size, model = share.kv_heads, share.tp_size, ours.layer_sets[0].model_kv_heads
     if tp_size == 1 or tp_size in known:
@@ -194,7 +198,7 @@ def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collect
 
 
 def reasons_not_read(stock: StockMetadata) -> list[str]:
-    """Return why the cache in `stock` is never read from a stock engine; an empty list if it may be read."""
+    """Return the reasons why no kvflow rank can read the cache that `stock` describes; empty if there are none."""
     layout, split = stock.kv_cache_layout, stock.physical_blocks_per_logical_kv_block
     problems = {
         f"dcp_size {stock.dcp_size}, pcp_size {stock.pcp_size}: only 1 is read from": stock.dcp_size * stock.pcp_size
@@ -211,9 +215,10 @@ def reasons_not_read(stock: StockMetadata) -> list[str]:
 
 
 def _region_indexes(at: Address, stock: StockMetadata, ours: OurCache) -> dict[int, int]:
-    """Return the index of the stock rank's region for each region of this rank, by this rank's base address.
+    """Return the index of the stock rank's matching region for each of this rank's regions.
 
-    PeerIncompatible unless both ranks lay out their regions alike.
+    The keys are the addresses at which this rank's regions begin. PeerIncompatible unless both ranks have the same
+    regions with the same groups.
     """
     regions = _regions_of(at, stock, ours.regions)
     groups = [region.group for region in regions]
@@ -227,10 +232,10 @@ def _region_indexes(at: Address, stock: StockMetadata, ours: OurCache) -> dict[i
 
 
 def _regions_of(at: Address, stock: StockMetadata, regions: Sequence[OurRegion]) -> Sequence[OurRegion]:
-    """Return this rank's counterpart of each of the stock rank's regions, in the stock rank's order.
+    """Return `regions`, which are this rank's, in the order in which the stock rank lists the matching regions.
 
-    Regions are matched by the number in the first layer's name; without names, both ranks have the same order.
-    PeerIncompatible if the regions do not match.
+    Regions match if the names of their first layers have the same number. If the stock rank sends no names, both ranks
+    have the same order. PeerIncompatible if the regions do not match.
     """
     count = len(stock.kv_caches_base_addr)
     if count != len(regions):
@@ -253,9 +258,10 @@ def _listed(numbers: Collection[int]) -> str:
 
 
 def _kv_heads(at: Address, stock: StockMetadata, ours: OurLayers, places: Sequence[int]) -> int:
-    """Return how many KV heads a stock rank has, computed from the block sizes of its regions at the indexes `places`.
+    """Return the number of KV heads that a stock rank has for the layers `ours`.
 
-    PeerIncompatible if the regions differ, or do not hold a whole number of heads.
+    The number follows from the bytes of a block in the stock rank's regions with the indexes `places`. PeerIncompatible
+    if these regions differ in size, or if the size is not that of a whole number of heads.
     """
     sizes = {stock.block_lens[place] for place in places}
     if len(sizes) > 1:

@@ -27,23 +27,26 @@ _Block: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
-    """A stock producer's offer of a prompt's blocks, read from its parameters. It names no seals.
+    """A stock producer's offer of a prompt's blocks, made from its `kv_transfer_params`. It names no seals.
 
-    A `Ticket` has its engine's block size, heads and groups. Here they are unknown until the first rank has been asked;
-    then `needed_blocks` returns the blocks that the tokens need.
+    Parameters lack the engine's block size, heads and groups, so here these fields of a `Ticket` hold placeholders.
+    Once the engine's first rank has been asked, `needed_blocks` returns the blocks that the ticket's tokens need.
     """
 
     def __post_init__(self) -> None:
-        """Check nothing, since the groups are not known; `read_stock_params` has checked the fields."""
+        """Check nothing: `Ticket` checks block tables against groups, which are not known here.
+
+        `read_stock_params` has checked the fields.
+        """
 
     least_line: str
-    """Version of the oldest vLLM release line that makes parameters with these keys."""
+    """Version of the oldest vLLM release line that makes parameters with the keys of `params`, for example "0.29"."""
     arrived: Arrival | None = None
-    """Time at which the parameters arrived at this engine; None if it was not noted."""
+    """Time at which the parameters arrived at this engine; None if it was not recorded."""
     params: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    """The parameters as they arrived, without keys that no stock producer makes."""
+    """The `kv_transfer_params` as they arrived, without keys that no stock producer makes."""
     left: int = 0
-    """Number of offered tokens at the end of the prompt that are not to be loaded; `num_tokens` does not count them."""
+    """Number of tokens at the end of the prompt that are offered but not to be loaded. `num_tokens` leaves them out."""
 
     @cached_property
     def offered_tokens(self) -> int:
@@ -54,16 +57,16 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
         return False
 
     def to_params(self) -> dict[str, Any]:
-        """Return the parameters as they arrived, for routers.
+        """Return the stock producer's `kv_transfer_params` as they arrived, for routers.
 
         Returns:
-            A copy.
+            A copy of `params`.
         """
         return dict(self.params)
 
 
 class _Params(msgspec.Struct, frozen=True, kw_only=True):
-    """The checked fields of a stock producer's parameters."""
+    """The fields of a stock producer's `kv_transfer_params` that kvflow uses, with the types and ranges allowed."""
 
     do_remote_prefill: bool
     remote_block_ids: Annotated[tuple[tuple[_Block, ...], ...], Meta(min_length=1, max_length=GROUPS_MAX)]
@@ -79,7 +82,7 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_stock_params(params: Mapping[str, Any]) -> bool:
-    """Return True if `params` ask for a load from a stock engine."""
+    """Return True if `params` are the `kv_transfer_params` of a stock producer, without anything from kvflow."""
     request_id = params.get("remote_request_id")
     ours = params.get("kvflow") is not None or (isinstance(request_id, str) and SPARE_MARK in request_id)
     return not ours and "remote_block_ids" in params
@@ -88,9 +91,11 @@ def is_stock_params(params: Mapping[str, Any]) -> bool:
 def read_stock_params(
     params: Mapping[str, Any], *, arrived: Arrival | None, lease_s: float, block_ids_max: int, left: int = 0
 ) -> StockTicket:
-    """Return a stock producer's parameters as a ticket for all offered tokens but the last `left`.
+    """Return a ticket made from a stock producer's parameters, for all offered tokens except the last `left`.
 
-    RequestError names the field that is invalid, or the vLLM version that is not supported.
+    `arrived` is the time at which the parameters arrived, or None. `lease_s` is the producer's `kv_lease_duration`, and
+    `block_ids_max` the largest number of block ids that is accepted, over all groups. RequestError names the
+    field that is invalid, or the vLLM version that is not supported.
     """
     given = checks.mapping(params, "stock params")
     if isinstance(given.get("remote_port"), float):
@@ -138,11 +143,11 @@ def read_stock_params(
 
 
 def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts]) -> tuple[tuple[int, ...], ...]:
-    """Return the ids of the offered blocks that the ticket's tokens need, one tuple for each of a rank's `groups`.
+    """Return the ids of the offered blocks that hold the ticket's tokens, one tuple for each of the engine's `groups`.
 
-    vLLM lists a prompt's blocks up to its last token. A group of full attention has all blocks. A group with a window
-    has as many blocks as the window may reach back, with null blocks (0) in place of blocks that vLLM has freed.
-    RequestError if a group's table has another length, or a needed block is null.
+    In a ticket each group's table ends with the block of the prompt's last token. A group of full attention has all
+    blocks. A group with a window has the last blocks, as far back as the window may reach; block id 0 (null) stands for
+    a block that vLLM has freed. RequestError if a table has an impossible length, or if a needed block is null.
     """
     what = f"stock request {ticket.request_id!r}"
     if len(ticket.block_tables) != len(groups):
@@ -164,10 +169,10 @@ def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts]) -> tuple[tu
 
 
 def freed_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> int | None:
-    """Return the index, in the prompt, of the first needed block that the producer has freed, or None.
+    """Return the index, among the prompt's blocks, of the first needed block that the producer has freed.
 
-    `ids` is the ticket's block table of the group `facts`. None also if its length does not fit the group's block size:
-    the handshake finds that out.
+    `ids` is the ticket's block table for the group that `facts` describes. Return None if no needed block was freed.
+    Also return None if the length of `ids` does not fit the group's block size: `needed_blocks` raises for that.
     """
     kept = None if facts.whole else _needed_ids(ticket, facts, ids)
     if kept is None or 0 not in kept:
@@ -176,9 +181,10 @@ def freed_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> i
 
 
 def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> Sequence[int] | None:
-    """Return the part of the block table `ids` that the ticket's tokens need.
+    """Return the slice of `ids` with the blocks that the ticket's tokens need.
 
-    `ids` ends with the prompt's last block. None if the length of `ids` is impossible.
+    `ids` is the ticket's block table for the group that `facts` describes, and ends with the block of the prompt's last
+    token. Return None if a prompt of this length cannot have a table of this length.
     """
     size, tokens = facts.block_size, ticket.num_tokens
     first, behind = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size) - len(ids)
@@ -188,16 +194,17 @@ def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> S
 
 
 def make_stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:
-    """Return `ticket` as parameters of a stock producer of `version`, with the key "kvflow" for kvflow's own readers.
+    """Return `ticket` as the `kv_transfer_params` that a stock producer with vLLM `version` would make.
 
-    The content of "kvflow" is also appended to the request id, for routers that drop the key: without both, a kvflow
-    reader would take the producer for a stock engine. To a stock reader the id is a name like any other.
+    For kvflow's own readers the parameters also have the key "kvflow". Some routers drop that key, so its content is
+    appended to the request id, too: without both, a kvflow reader would take this engine for a stock engine. A stock
+    reader takes the longer id for an ordinary id.
 
-    Each group has a table of block ids up to the end of the prompt. The last `left` tokens of the prompt are not
-    offered, but a stock reader makes room for all tokens, and computes the last token itself. If tokens that are not
-    offered begin further blocks, the last offered block is repeated in the table for each of these blocks, and "kvflow"
-    has the number of repetitions (`padding`). RequestError for a ticket that would crash a stock reader, or that it
-    would read wrongly.
+    The last `left` tokens of the prompt are not offered, but a stock reader allocates blocks for all tokens of the
+    prompt, and computes the last token itself. So if the tokens that are not offered need further blocks, each block
+    table repeats its last offered block for each of these, and "kvflow" holds the number of repetitions (`padding`).
+
+    RequestError if the ticket would crash a stock reader, or if a stock reader would read the wrong blocks.
     """
     checks.instance(ticket, Ticket, "stock params: ticket")
     line = line_of(checks.text(version, "stock params: version"))

@@ -1,8 +1,8 @@
 """StockService: answers the questions of stock readers, and takes their notifications about this rank's leases.
 
-A stock reader trusts every answer. So an answer has a rank's metadata with one region for each layer, in the fields of
-the reader's own release line, and nothing that would crash the reader. A stock reader's notifications name a request
-id, so the id has to be a secret, as in every ticket with ranks that are asked for their leases.
+A stock reader trusts every answer. So an answer has a rank's metadata in the fields of the reader's own release line,
+and nothing that would crash the reader. A stock reader's notification names a lease only by the request id, so the
+request id has to be secret.
 """
 
 from __future__ import annotations
@@ -40,13 +40,16 @@ _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class StockService:
-    """The `runtime.part.StockReaderService` for stock readers.
+    """Answers stock readers' questions about all ranks of the engine, and takes their notifications to this rank.
 
-    Answers questions about all ranks of the engine, and takes notifications about leases of its own rank.
+    Implements `runtime.part.StockReaderService`.
     """
 
     def __init__(self, cache: RegisteredCache, stock: StockPeers) -> None:
-        """ConfigError if stock readers cannot read the registered cache."""
+        """Prepare this rank's metadata for stock readers, and give it to `stock.ranks`.
+
+        ConfigError if stock readers cannot read the registered cache.
+        """
         self._clock = cache.clock
         self._leases = cache.serving
         self._hash = stock.hashes[0]
@@ -59,10 +62,10 @@ class StockService:
         shown = encode_metadata(metadata_for_readers(ours, cache.metadata, stock), stock.serve_line)
         self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
         self._reports = BoundedMap[str, tuple[int, int]](_REPORTED_MAX)
-        """For each lease that some but not all of its stock readers have reported as read, by lease id: how many
-        readers the reports say that it has, and how many have reported."""
+        """Two counts for each lease that some, but not all, stock readers have reported as read, by lease id: the
+        number of readers that the reports state, and the number of reports that have arrived."""
         self.refused = 0
-        """Number of questions that got no answer, plus the number of invalid notifications."""
+        """Number of questions that were not answered, plus the number of notifications that were dropped."""
 
     def answer(self, question: bytes) -> list[bytes] | None:
         try:
@@ -92,19 +95,18 @@ class StockService:
         return True
 
     def _renew(self, request_ids: tuple[str, ...]) -> None:
-        """Renew the leases of these requests, as a stock reader's heartbeat asks.
+        """Renew the leases of the requests that a stock reader's heartbeat names.
 
-        All requests without a lease are counted together as one late notification, since a heartbeat may name
-        thousands.
+        Count one late notification if any of these requests has no lease, since a heartbeat may name thousands.
         """
         leased = {self._leases.lease_id_of(request_id) or _UNKNOWN_LEASE_ID for request_id in request_ids}
         for lease_id in leased:
             self._leases.on_notification(codec.encode(Renew(lease_ids=(lease_id,), reader="stock")))
 
     def _count_read_report(self, request_id: str, readers: int) -> None:
-        """Count one report that a request was read, by one of `readers` readers.
+        """Count a stock reader's report that it has read a request, which is to be read by `readers` readers.
 
-        Reports do not name their readers, so only the number of reports is known.
+        Pass the report on to the request's lease. Reports do not name their readers, so only their number is known.
         """
         lease_id = self._leases.lease_id_of(request_id)
         if lease_id is None:
@@ -123,10 +125,10 @@ class StockService:
         self._leases.on_notification(codec.encode(message))
 
     def _note_late_read(self, request_id: str) -> None:
-        """Warn of a report about a request without a lease: its stock reader may have read another prompt's blocks.
+        """Count and log that a stock reader has reported a request as read that no longer has a lease.
 
-        A stock reader checks nothing itself. It may also have given up the request unread. Under many late reports,
-        only some are logged.
+        The reader may have read another prompt's blocks, since a stock reader checks nothing. It may also have given up
+        the request unread. At most one report a second is logged.
         """
         self._leases.note_late_read()
         self._late_reads += 1
@@ -148,7 +150,10 @@ class StockService:
 
 
 def metadata_for_readers(ours: OurCache, metadata: messages.Metadata, stock: StockPeers) -> StockMetadata:
-    """Return this rank's metadata in the form for stock readers. ConfigError if stock readers cannot read the cache."""
+    """Return this rank's `metadata` converted to the form that stock readers expect.
+
+    ConfigError if stock readers cannot read the cache `ours`.
+    """
     for one in ours.layer_sets:
         if one.regions.parts not in (("KV",), ("latent",)):
             parts = one.regions.parts

@@ -1,7 +1,7 @@
-"""The handshake with a stock rank: one question for its metadata, which is judged like any other peer's.
+"""The handshake with a stock rank: one question for its metadata, which is checked like any other peer's metadata.
 
-A stock peer has the address "stock+ADDRESS/RANKS", with the number of its engine's ranks. So it is never taken for a
-kvflow peer at the same port, and if a ticket claims a wrong number of ranks, no other ticket is affected.
+A stock peer has the address "stock+ADDRESS/RANKS", where RANKS is the number of its engine's ranks. So the peer is never
+taken for a kvflow peer at the same port, and a ticket that claims a wrong number of ranks does not affect other tickets.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from kvflow.stock.stock_peers import StockPeers
 
 _ADDRESS_PREFIX = "stock+"
-_ASK_AGAIN_S = 2.0  # no engine restarts faster
+_ASK_AGAIN_S = 2.0  # no engine restarts within that time
 
 
 def peer_address(ticket: StockTicket, rank: Rank) -> Address:
-    """Return the address under which a rank of the ticket's stock engine is kept as a peer."""
+    """Return the address of a peer for `rank` of the stock engine that `ticket` names: "stock+ADDRESS/RANKS"."""
     return Address(ticket.engine_id, rank, f"{_ADDRESS_PREFIX}{ticket.address}/{ticket.tp_size}")
 
 
 class StockHandshakes:
-    """One rank's handshakes with both kvflow peers and stock peers; see `runtime.peers.table.HandshakeClient`."""
+    """Connects this rank to kvflow peers and to stock peers; implements `runtime.peers.table.HandshakeClient`."""
 
     def __init__(self, cache: RegisteredCache, own: Handshakes, stock: StockPeers) -> None:
         """ConfigError if this rank's cache cannot be exchanged with stock engines."""
@@ -54,26 +54,29 @@ class StockHandshakes:
         self._tp_sizes = {*stock.tp_sizes, local.cache_shares[0].tp_size}
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
-        """Connect to a kvflow peer or a stock peer, by its address; see `Handshakes.connect`."""
+        """Return a connection to `peer`, after a handshake of the kind that the peer's address calls for.
+
+        A kvflow peer's handshake is `Handshakes.connect`.
+        """
         if not peer.address.startswith(_ADDRESS_PREFIX):
             return await self._own.connect(peer, request_id)
         async with asyncio.timeout(self._config.handshake_timeout_s):
             return await self._connect(peer)
 
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
-        """Send `request` to a kvflow peer and return the answer; see `Handshakes.ask`.
+        """Send `request` to a kvflow peer and return the answer, by `Handshakes.ask`.
 
-        ProtocolError for a stock peer: the request would crash its listener.
+        ProtocolError if `peer` is a stock peer, since the request would crash that engine's listener.
         """
         if peer.address.startswith(_ADDRESS_PREFIX):
             raise peer.at.failure(ProtocolError, "a stock engine is asked for its metadata, and nothing else")
         return await self._own.ask(peer, request, timeout_s)
 
     async def has_same_agent(self, peer: Peer, connection: StockConnection) -> bool:
-        """Return whether a stock rank still has the agent of `connection`, so that it has not restarted.
+        """Return whether a stock rank still has the NIXL agent of `connection`. A restarted rank has another agent.
 
-        A rank that was seen alive in the last 2 s is not asked. Raises a PeerError if the rank does not answer.
-        Cancelling gives up the question.
+        Return True without a question if the rank was known to be alive within the last 2 s. Raise a PeerError if the
+        rank does not answer. A cancelled call waits for the answer no longer.
         """
         asked_s = self._clock.now_s()
         if asked_s - connection.alive_s < _ASK_AGAIN_S:

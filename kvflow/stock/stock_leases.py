@@ -1,4 +1,4 @@
-"""Leases of stock producers: how long each can be trusted, and which notifications its producer gets.
+"""StockLeases: how long a stock producer's leases can be trusted, and the notifications that the producer gets.
 
 A producer gets only the notifications that `stock.texts` makes: any other message crashes its engine.
 """
@@ -23,14 +23,17 @@ from kvflow.stock.texts import heartbeat_texts, read_text
 
 _Key: TypeAlias = tuple[str, str, str]  # engine, address, request
 StockRequest: TypeAlias = tuple[float, dict[Rank, DeadlineProof]]
-"""Time at which the parameters of a request arrived, and a DeadlineProof for each rank of its producer."""
+"""Arrival time of a request's parameters on this engine's clock, and the DeadlineProof of each producer rank."""
 _REQUESTS_MAX = 1 << 16
 _AGENTS_MAX = 1 << 14
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_id() -> str:
-    """Return an id of this machine since its last boot, or "". Processes with the same id have the same clock."""
+    """Return an id of this machine's last boot, or "" if it cannot be read.
+
+    Processes that get the same id have the same CLOCK_BOOTTIME.
+    """
     try:
         return _BOOT_ID.read_text("ascii").strip()
     except OSError:
@@ -38,10 +41,10 @@ def machine_id() -> str:
 
 
 def arrival() -> Arrival:
-    """Return the current time as an Arrival, for `StockTicket.arrived`.
+    """Return the current time as an Arrival: call it when a stock producer's parameters arrive.
 
     Returns:
-        Now, on this machine's clock.
+        The present time on this machine's clock, for `StockTicket.arrived`.
     """
     return Arrival(machine_id(), clock_gettime(CLOCK_BOOTTIME))
 
@@ -50,17 +53,20 @@ class StockConnection(Connection):
     """Connection to a stock rank after its handshake."""
 
     reporters: int
-    """Number of readers that notifications to the rank state, so that the rank knows how many reports to expect."""
+    """Number of readers that this reader states when it notifies the rank that a request was read.
+
+    The stock rank waits for that number of notifications before it frees the request's blocks.
+    """
     alive_s: float
-    """Time at which the rank was last known to be alive."""
+    """Time, on the runtime's clock, at which the rank was last known to be alive."""
     stock_metadata: messages.Metadata
-    """The rank's metadata, converted to kvflow's form."""
+    """The rank's metadata, converted to kvflow's own message."""
 
 
 class StockLeases:
-    """The latest requests that were read from stock producers.
+    """The latest requests that this rank reads, or has read, from stock producers.
 
-    Notifies these producers, as `runtime.peers.peer.LeaseNotifier`.
+    Also sends these producers their notifications: implements `runtime.peers.peer.LeaseNotifier`.
     """
 
     def __init__(self, cache: RegisteredCache, terms: Terms) -> None:
@@ -70,17 +76,17 @@ class StockLeases:
         self._clock = cache.clock
         self._transport = cache.transport
         self._requests = BoundedMap[_Key, StockRequest | None](_REQUESTS_MAX)
-        """The latest requests, by engine, address and request id. None for a request with a producer that was notified
-        that it was read, or is not needed."""
+        """The latest requests, by engine id, engine address and request id. The value is None once the producer was
+        notified that the request was read or is not needed."""
         self._agents = BoundedMap[tuple[str, str, Rank], tuple[str, float]](_AGENTS_MAX)
-        """For each rank, by engine, address and rank, its agent, and the time at which the agent took the place of
-        another agent; -inf for the first agent."""
+        """The last known NIXL agent of each stock rank, by engine id, peer address and rank, and the time at which it
+        replaced an earlier agent; -inf for a rank's first agent."""
 
     def request_of(self, ticket: StockTicket) -> StockRequest:
-        """Return the arrival time and proofs of the request that `ticket` is for.
+        """Return the arrival time and the proofs of the request that `ticket` is for.
 
-        If the ticket has no arrival, the first call for its request is the arrival. LeaseExpired if the request was
-        read here before, or if the arrival is by another machine's clock.
+        If the ticket has no arrival time, the time of the first call for the request counts. LeaseExpired if this rank
+        has already read the request, or if the ticket's arrival time is from another machine.
         """
         key = (ticket.engine_id, ticket.address, ticket.request_id)
         if key not in self._requests:
@@ -92,10 +98,10 @@ class StockLeases:
         return request
 
     def proof_of(self, request: StockRequest, ticket: StockTicket, peer: Peer, agent: str) -> DeadlineProof:
-        """Return the proof for what is read from `peer`, a rank of the request's producer.
+        """Return the proof for reads of a request from `peer`, a stock rank with the NIXL agent `agent`.
 
-        LeaseExpired if the rank has restarted since the parameters arrived, or may have: parameters that arrive less
-        than `router_s` after a new agent was seen may be from before the restart.
+        LeaseExpired if the rank has restarted since the request's parameters were made, or may have: parameters that
+        arrive less than `router_s` after another agent was first seen may be from before the restart.
         """
         arrived_s, proofs = request
         if peer.rank in proofs and proofs[peer.rank].agent != agent:
@@ -108,9 +114,9 @@ class StockLeases:
         return proofs[peer.rank]
 
     def notify_needed(self, sources: Sequence[Source]) -> int:
-        """Send a heartbeat for the requests of `sources` to their rank, which is the same for all. Return their number.
+        """Send a heartbeat for the requests of `sources`, which all have the same rank, to that rank.
 
-        See `LeaseNotifier.notify_needed`.
+        Return the number of requests. Implements `LeaseNotifier.notify_needed`.
         """
         proofs = {proof.request_id: proof for proof in map(_proof, sources)}
         for proof in proofs.values():
@@ -120,9 +126,9 @@ class StockLeases:
         return len(proofs)
 
     def notify_read(self, source: Source) -> None:
-        """Notify a source's rank that its request was read, and allow no further read of it.
+        """Notify the rank of `source` that the request was read, and refuse further reads of the request here.
 
-        See `LeaseNotifier.notify_read`.
+        Implements `LeaseNotifier.notify_read`.
         """
         connection, request_id = source.connection, _proof(source).request_id
         assert isinstance(connection, StockConnection), "a stock source has a StockConnection"
@@ -130,9 +136,9 @@ class StockLeases:
         self._transport.notify(connection.agent, read_text(request_id, connection.reporters))
 
     def _replaced_s(self, ticket: StockTicket, peer: Peer, agent: str) -> float:
-        """Return when a restarted peer rank came back as `agent`, by the runtime's clock.
+        """Return the time, on the runtime's clock, at which `agent` was first seen in place of the rank's last agent.
 
-        -inf if no earlier agent of the rank is known.
+        Return -inf if no earlier agent of the rank is known. Record `agent` as the rank's agent.
         """
         key = (ticket.engine_id, peer.address, peer.rank)
         known, met_s = self._agents.get(key, (agent, -math.inf))

@@ -1,4 +1,4 @@
-"""StockPeers: the capability of a runtime to exchange blocks with stock engines, and its settings."""
+"""StockPeers: the part of a runtime that exchanges blocks with stock engines, and its settings."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ Names: TypeAlias = Annotated[tuple[Name, ...], Meta(max_length=NAMED_LAYERS_MAX)
 class StockPeers(StockPart):
     """Lets a runtime read from stock engines and serve stock readers: an item of `Runtime(parts=[...])`.
 
-    The exchange is as safe as between stock engines: neither side proves which engine it is, and a read from a stock
-    engine is trusted by computed times (`Terms`). Loads from kvflow's own engines keep all promises. ConfigError names
-    a bad field.
+    The exchange is as safe as between two stock engines: neither side proves its identity, and a read from a stock
+    engine counts as successful by computed times (`Terms`), not by a seal. Loads from kvflow's own engines keep all
+    their promises. ConfigError names the field that is wrong.
     """
 
     name = "stock"
     hashes: Hashes = ()
-    """Compatibility hashes of the stock engines to read from; an engine with another hash is refused. Stock readers are
-    shown the first hash. `kvflow doctor --stock` shows the hash of an engine."""
+    """vLLM's compatibility hashes of the stock engines to read from; an engine with another hash is refused. This
+    rank's answers to stock readers have the first hash. `kvflow doctor --stock` prints an engine's hash."""
     terms: Terms = field(default_factory=Terms)
     tp_sizes: tuple[RankCount, ...] = ()
-    """Tensor-parallel sizes of the stock engines to read from. A size need not be listed if the number of heads on the
-    engine's first rank proves it."""
+    """Tensor-parallel sizes of the stock engines to read from. Needed only for engines with KV heads that are copied to
+    several ranks: otherwise the number of heads on an engine's first rank proves the size."""
     serve_version: Name = ""
     """vLLM version of the stock readers, for example "0.32.0". If empty, stock readers are not served."""
     attn_backend_name: Name = ""
-    """Name of the attention backend that stock readers are shown, and compare with their own."""
+    """Name of the attention backend in this rank's answers to stock readers, which compare it with their own."""
     region_names: Names = ()
-    """Layer names that stock readers are shown, for all layers in order of their numbers. If empty, no names are
-    shown."""
+    """Layer names in this rank's answers to stock readers: one for each layer, in order of the layers' numbers. If
+    empty, answers have no names."""
     ranks: EngineRanks | None = None
-    """Metadata of all ranks of this engine; needed to serve stock readers from an engine of several ranks."""
+    """Metadata of all ranks of this engine; needed if an engine of several ranks serves stock readers."""
     on_late_read: Callable[[str], None] | None = None
-    """Function that is called on the runtime's loop with a request id whenever a stock reader reports a read after the
-    end of the lease."""
+    """Function that is called on the runtime's event loop whenever a stock reader reports a request as read after the
+    end of the lease. The argument is the request id."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, ConfigError, "stock ")
@@ -73,16 +73,16 @@ class StockPeers(StockPart):
         return line_of(self.serve_version, ConfigError)
 
     def handshakes(self, cache: RegisteredCache, own: Handshakes) -> StockHandshakes:
-        """Return the handshakes with kvflow peers, by `own`, and with peers that run vLLM's NixlConnector.
+        """Return the object that does this rank's handshakes with kvflow peers and with stock peers.
 
-        Called by the runtime: see `runtime.part.StockPart`.
+        Implements `runtime.part.StockPart`; called by the runtime when a cache is registered.
 
         Args:
-            cache: the rank's cache, which is being registered.
-            own: handshakes with kvflow peers.
+            cache: this rank's cache.
+            own: the object that does handshakes with kvflow peers only.
 
         Returns:
-            Handshakes with kvflow peers and stock peers.
+            A StockHandshakes, which leaves kvflow peers to `own`.
 
         Raises:
             ConfigError: a NixlConnector cannot read or offer a cache with this layout.
@@ -90,26 +90,30 @@ class StockPeers(StockPart):
         return StockHandshakes(cache, own, self)
 
     def resolver(self, cache: RegisteredCache) -> StockResolver:
-        """Return the resolver of tickets of both kinds. Called by the runtime: see `runtime.part.StockPart`.
+        """Return the object that connects this rank to the ranks that a ticket names.
+
+        Implements `runtime.part.StockPart`; called by the runtime when a cache is registered.
 
         Args:
-            cache: the rank's cache, which is being registered.
+            cache: this rank's cache.
 
         Returns:
-            Resolver for tickets of kvflow's engines and of stock engines.
+            Resolver for tickets of kvflow's own engines and of stock engines.
         """
         handshakes = cache.peers.handshakes
         assert isinstance(handshakes, StockHandshakes), "as they were given"
         return StockResolver(cache, handshakes)
 
     def service(self, cache: RegisteredCache) -> StockReaderService | None:
-        """Return the service that answers stock readers. Called by the runtime: see `runtime.part.StockPart`.
+        """Return the service that answers stock readers.
+
+        Implements `runtime.part.StockPart`; called by the runtime when a cache is registered.
 
         Args:
-            cache: the rank's cache, which is being registered.
+            cache: this rank's cache.
 
         Returns:
-            The service; None without `serve_version`.
+            The service; None if `serve_version` is empty.
 
         Raises:
             ConfigError: stock readers cannot be served: from this cache, with CURVE, or by several ranks without

@@ -1,4 +1,4 @@
-"""StockResolver: leads from a stock producer's parameters to the ranks that a load reads from or reports to.
+"""StockResolver: connects to the ranks that a stock producer's parameters name, for a load to read from or notify.
 
 The first rank is asked before any other rank. A question about a rank that does not exist crashes the engine's
 listener, so the first rank's answer has to confirm the number of ranks that the parameters claim.
@@ -22,7 +22,10 @@ from kvflow.stock.stock_leases import StockConnection, StockRequest
 
 
 class StockResolver:
-    """Resolver for tickets of kvflow's own engines and of stock engines; see `runtime.peers.peer.Resolver`."""
+    """Connects to the ranks that tickets name, for tickets of kvflow's own engines and of stock engines.
+
+    Implements `runtime.peers.peer.Resolver`.
+    """
 
     def __init__(self, cache: RegisteredCache, handshakes: StockHandshakes) -> None:
         self._block_ids_max = cache.config.limits.block_ids_max
@@ -32,9 +35,10 @@ class StockResolver:
         self._handshakes = handshakes
 
     def read_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        """Return `ticket` as a Ticket or StockTicket if it is valid, else raise RequestError.
+        """Return the checked Ticket or StockTicket for `ticket`, a ticket or `kv_transfer_params`.
 
-        A StockTicket is read again from its parameters, since any caller can make one.
+        RequestError if it is not valid. A given StockTicket is made again from its parameters, since any caller could
+        have made it.
         """
         lease_s, most = self._leases.terms.lease_s, self._block_ids_max
         if not isinstance(ticket, StockTicket):
@@ -45,16 +49,17 @@ class StockResolver:
         return read_stock_params(params, arrived=arrived, lease_s=lease_s, block_ids_max=most, left=left)
 
     def resolve_nowait(self, ticket: Ticket, on_source: Callable[[Source], None]) -> list[Source] | None:
-        """See `TicketResolver.resolve_nowait`.
+        """Return what `resolve` would return, if that needs no waiting, else None.
 
-        Return None for a stock ticket: its ranks have to be asked first whether they have restarted.
+        Always None for a stock ticket, since the stock ranks may have to be asked first whether they have restarted.
         """
         return None if isinstance(ticket, StockTicket) else self._own.resolve_nowait(ticket, on_source)
 
     async def resolve(self, ticket: Ticket, on_source: Callable[[Source], None]) -> list[Source]:
-        """Return the ranks that a load with `ticket` reads from or reports to; see `TicketResolver.resolve`.
+        """Connect to the ranks that a load with `ticket` reads from or notifies, and return each as a Source.
 
-        Also raises LeaseExpired for a stock request that was read here before.
+        Call `on_source` with each Source as soon as the rank is connected. Raises the errors of
+        `TicketResolver.resolve`, and LeaseExpired if this rank has already read the ticket's stock request.
         """
         if not isinstance(ticket, StockTicket):
             return await self._own.resolve(ticket, on_source)
@@ -72,9 +77,9 @@ class StockResolver:
         return sources
 
     def _source(self, ticket: StockTicket, request: StockRequest, peer: Peer, connection: StockConnection) -> Source:
-        """Return a stock rank as a Source: its connection, the blocks to read from it, and the proof.
+        """Return the Source for the stock rank `peer`: the connection, the blocks to read, and the proof.
 
-        Raises the errors of `needed_blocks` and `StockLeases.proof_of`.
+        RequestError if the ticket's blocks do not fit the rank's groups. LeaseExpired if the rank has restarted.
         """
         proof = self._leases.proof_of(request, ticket, peer, connection.agent)
         tables, rank = needed_blocks(ticket, connection.groups), peer.rank
@@ -84,9 +89,10 @@ class StockResolver:
         return Source(peer, connection, lease, 0, proof)
 
     async def _connect(self, at: Address) -> tuple[Peer, StockConnection]:
-        """Return the stock rank at `at` and its connection. Unless it was seen alive within 2 s, the rank is asked.
+        """Return the stock rank at `at` as a peer, and a connection to it.
 
-        If the rank has restarted, drop its connection and connect again: another process may have taken its port.
+        If the rank was not known to be alive within the last 2 s, ask it whether it has restarted. If it has, drop the
+        old connection and connect again, since another process may have taken the port.
         """
         peer = self._peers.get(at)
         connection = await self._peers.connect(peer, None)

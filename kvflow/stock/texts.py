@@ -1,4 +1,4 @@
-"""Notifications of stock readers: "ID:N" (one of N readers has read ID) and "HB:ID,ID" (these are still needed).
+"""Notifications of stock readers: "ID:N" (one of N readers has read request ID) and "HB:ID,ID" (still needed).
 
 A stock producer decodes notifications in its engine's step, without error handling: bytes that are not UTF-8, a text
 without a colon, or a count that is not a number crash its engine. So a stock producer is sent only texts that this
@@ -21,39 +21,36 @@ _HEARTBEAT = "HB:"
 _PUSH_REGISTRATION = "PUSH_REG:"
 _MSGPACK_ARRAYS = range(0x90, 0xA0)
 TEXT_BYTES_MAX = 1 << 14
-"""Largest size of a notification that is sent, in bytes."""
+"""Largest size of a heartbeat that is sent to a stock producer, in bytes."""
 RECEIVED_BYTES_MAX = 1 << 22
-"""Largest size of a notification that is accepted, in bytes. A stock reader's heartbeat names all requests that wait
-for one producer, by ids that have a copy of kvflow's parameters appended."""
+"""Largest size of a notification that is accepted from a stock reader, in bytes. It is large because a heartbeat names
+all requests that wait for one producer, by ids to which `make_stock_params` has appended a copy of its parameters."""
 _HEARTBEAT_IDS_MAX = 1 << 14
 
 
 class ReaderText(NamedTuple):
-    """A decoded notification of a stock reader: one request that it has read, or all requests that it still needs."""
+    """A decoded notification of a stock reader: the one request that was read, or a heartbeat's list of requests."""
 
     request_ids: tuple[str, ...]
     readers: int = 0
-    """How many readers of this rank will report the request as read, as the notification states; 0 for a heartbeat."""
+    """Number of readers that will report the request as read to this rank, by the notification; 0 for a heartbeat."""
 
 
 def is_text(payload: bytes) -> bool:
-    """Return True if a notification can only be from a stock reader.
-
-    kvflow's own notifications begin with a byte that no text of a stock reader begins with.
-    """
+    """Return True if `payload`, a notification, is not kvflow's own, so that only a stock reader can have sent it."""
     return not payload or payload[0] not in _MSGPACK_ARRAYS
 
 
 def fits_text(request_id: str) -> bool:
-    """Return True if a text can contain this request id, so that a stock producer takes it for no other request."""
+    """Return True if notifications to a stock producer can contain `request_id` without being misread."""
     plain = request_id.isprintable() and request_id.isascii() and 0 < len(request_id) <= REQUEST_ID_CHARS_MAX
     return plain and "," not in request_id and not request_id.startswith((_HEARTBEAT, _PUSH_REGISTRATION))
 
 
 def read_text(request_id: str, readers: int) -> bytes:
-    """Return the notification that one of `readers` readers has read the request.
+    """Return the notification that one of `readers` readers has read the request `request_id`.
 
-    ValueError if the notification would crash the producer's engine.
+    ValueError if an argument is out of range, or if the id would crash or mislead the producer's engine.
     """
     if not fits_text(request_id) or not 1 <= readers <= RANKS_MAX:
         raise ValueError(f"no notification can contain {request_id[:80]!a}:{readers}")
@@ -61,9 +58,9 @@ def read_text(request_id: str, readers: int) -> bytes:
 
 
 def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
-    """Yield notifications that these requests are still needed, each with as many ids as `TEXT_BYTES_MAX` allows.
+    """Yield heartbeats which together name all `request_ids`, each of at most `TEXT_BYTES_MAX` bytes.
 
-    ValueError if an id would crash the producer's engine.
+    ValueError if an id would crash or mislead the producer's engine.
     """
     some: list[str] = []
     size = 0
@@ -82,7 +79,7 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
 def decode_text(payload: bytes) -> ReaderText:
     """Decode a stock reader's notification. WireError if it is not valid.
 
-    From each id, the copy of kvflow's parameters that `make_stock_params` has appended is removed.
+    The returned request ids no longer have the copy of kvflow's parameters that `make_stock_params` appended.
     """
     if len(payload) > RECEIVED_BYTES_MAX:
         raise WireError(f"a text of {counted(len(payload), 'byte')}, at most {RECEIVED_BYTES_MAX}")

@@ -15,7 +15,7 @@ from kvflow.checks import ErrorKind
 from kvflow.errors import RequestError
 
 HASH = re.compile("[0-9a-f]{64}")
-"""Form of a compatibility hash: a digest of everything that two stock engines must have in common."""
+"""Pattern of vLLM's compatibility hash, a digest of all settings that two stock engines must have in common."""
 
 
 class ReleaseLine(NamedTuple):
@@ -23,12 +23,12 @@ class ReleaseLine(NamedTuple):
 
     version: str
     reports_tp_size: bool
-    """Meaning of the count in a reader's notification that it has read. If True, the number of tensor-parallel ranks of
-    the reader's engine. If False, the number of readers of the producer rank that gets the notification."""
+    """Meaning of N in a reader's notification "ID:N". If True, N is the number of tensor-parallel ranks of the reader's
+    engine. If False, N is the number of readers of the producer rank that gets the notification."""
     metadata: tuple[str, ...]
-    """Names of the fields in a rank's metadata, in order."""
+    """Names of the fields in a rank's metadata, in the order in which the line sends them."""
     params: tuple[str, ...]
-    """Keys of the `kv_transfer_params` that a producer of this line makes."""
+    """Keys of the `kv_transfer_params` that a producer of this line makes, in order."""
 
     @property
     def number(self) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ SUPPORTED = f"vLLM {LINES[0].version} to {LINES[-1].version}"
 
 
 def line_of(version: str, error: ErrorKind = RequestError) -> ReleaseLine:
-    """Return the release line of a vLLM version, for example "0.32.0+cpu". Raise `error` if the table lacks it."""
+    """Return the release line of a vLLM version, for example "0.32.0+cpu". Raise `error` if `LINES` lacks the line."""
     number = version.partition("+")[0].split(".")
     found = next((line for line in LINES if line.version.split(".") == number[:2]), None)
     if found is None:
@@ -78,9 +78,9 @@ def line_of(version: str, error: ErrorKind = RequestError) -> ReleaseLine:
 
 
 def line_of_params(params: Collection[str]) -> ReleaseLine:
-    """Return the oldest release line that makes parameters with the keys `params`.
+    """Return the oldest release line that makes `kv_transfer_params` with the keys `params`.
 
-    RequestError for parameters of a line before the table: its listener would crash on kvflow's question.
+    RequestError if only lines before those in `LINES` make them: their listeners would crash on kvflow's question.
     """
     if "remote_blocks_expiry_time" not in params:
         what = "parameters without 'remote_blocks_expiry_time' are from vLLM before 0.26"
@@ -91,14 +91,15 @@ def line_of_params(params: Collection[str]) -> ReleaseLine:
 
 
 def line_of_metadata(metadata: Collection[str]) -> ReleaseLine:
-    """Return the oldest release line with metadata that has the fields `metadata`."""
+    """Return the oldest release line with ranks that send metadata with the fields named in `metadata`."""
     return _line_with_fields(lambda line: line.metadata, metadata)
 
 
 def _line_with_fields(names_of: Callable[[ReleaseLine], tuple[str, ...]], found: Collection[str]) -> ReleaseLine:
-    """Return the newest line that has no other fields than `found`; of lines with the same fields, the oldest.
+    """Return the newest line with fields that are all in `found`. If several lines have equal fields, take the oldest.
 
-    `names_of` returns the names of a line's fields, of the kind that is compared.
+    `names_of` returns the names of a line's fields: those of its metadata, or of its parameters. `found` has the names
+    in a peer's message. If no line fits, return the oldest line.
     """
     known = [line for line in LINES if set(names_of(line)) <= set(found)] or [LINES[0]]
     most = names_of(known[-1])

@@ -37,7 +37,10 @@ _Many = Meta(max_length=REGIONS_MAX)
 
 
 class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """Metadata of a stock rank from its listener: vLLM's NixlAgentMetadata, with the fields of its release line."""
+    """A stock rank's metadata: the fields of vLLM's NixlAgentMetadata in all supported release lines.
+
+    A field that the rank's release line does not send has its default.
+    """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
     agent_metadata: bytes
@@ -51,8 +54,8 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     attn_backend_name: Name
     physical_blocks_per_logical_kv_block: Size
     block_strides: Annotated[list[Bytes], _Many] | None = None
-    """Bytes from one block to the next, by region; sent since vLLM 0.29. None: a block begins where the block before it
-    ends."""
+    """For each region, the bytes from the beginning of a block to that of the next block; sent since vLLM 0.29. None:
+    blocks follow each other without gaps."""
     region_num_blocks: Annotated[list[Size], _Many] | None = None
     region_group_ids: Annotated[list[Number], _Many] | None = None
     region_names: Annotated[list[Name], _Many] | None = None
@@ -61,13 +64,13 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     pcp_size: Ranks = 1
     ple_block_len: Size | None = None
     region_members: Annotated[list[msgspec.Raw], _Many] = []
-    """For each region, the names of its layers, not decoded, like the next field. A cache that kvflow can read has one
-    name for each region."""
+    """For each region, the names of the layers in it, as an encoded list. kvflow reads only regions of one layer, so it
+    decodes neither these lists nor `packed_member_layouts`."""
     packed_member_layouts: Annotated[dict[Name, msgspec.Raw], _Many] = {}
 
     @property
     def packs_layers(self) -> bool:
-        """True if a region holds several layers, each in a part of every block."""
+        """True if a region holds several layers, each in some bytes of every block."""
         return bool(self.packed_member_layouts) or not all(map(_has_one_name, self.region_members))
 
 
@@ -77,7 +80,7 @@ class StockAnswer(NamedTuple):
     compatibility_hash: str
     metadata: StockMetadata
     fields: frozenset[str]
-    """Names of all fields in the metadata, also of fields that kvflow does not know."""
+    """Names of all fields in the encoded metadata, with those that kvflow does not know."""
 
 
 _OneName = Annotated[list[Name], Meta(max_length=1)]
@@ -90,9 +93,9 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_question(pp_rank: int, tp_rank: int) -> bytes:
-    """Return the question for a rank's metadata, the one question that a stock listener survives.
+    """Return the message that asks a stock listener for a rank's metadata. Any other message ends the listener.
 
-    The rank has to exist: see `stock.metadata_conversion`. ValueError if the rank is out of range.
+    The rank must exist: a question about another rank ends the listener, too. ValueError if an index is out of range.
     """
     if not (0 <= pp_rank < RANKS_MAX and 0 <= tp_rank < RANKS_MAX):
         raise ValueError(f"no rank: pp {pp_rank}, tp {tp_rank}")
@@ -100,7 +103,7 @@ def encode_question(pp_rank: int, tp_rank: int) -> bytes:
 
 
 def decode_question(frame: bytes) -> tuple[int, int]:
-    """Return the pp_rank and tp_rank that a stock reader asks about. WireError if it is another question."""
+    """Return the pp_rank and tp_rank that a stock reader asks about. WireError if `frame` is not that question."""
     if len(frame) > QUESTION_BYTES_MAX:
         raise WireError(f"a question of {counted(len(frame), 'byte')}, at most {QUESTION_BYTES_MAX}")
     asked, pp_rank, tp_rank = _decode(frame, tuple[bytes, Count, Count], "a question")
@@ -110,21 +113,22 @@ def decode_question(frame: bytes) -> tuple[int, int]:
 
 
 def encode_metadata(metadata: StockMetadata, line: ReleaseLine) -> bytes:
-    """Return the metadata encoded with the fields that readers of release line `line` expect."""
+    """Return `metadata` encoded with the fields that stock readers of release line `line` expect."""
     return msgspec.msgpack.encode({name: getattr(metadata, name) for name in line.metadata})
 
 
 def encode_answer(compatibility_hash: str, metadata: bytes, clock_s: float) -> list[bytes]:
-    """Return the two frames that answer a stock reader's handshake.
+    """Return the two frames of the answer to a stock reader's question.
 
-    The first holds the compatibility hash and the encoded metadata, the second the listener's clock in seconds.
+    The first frame holds the compatibility hash and the encoded metadata; the second holds the listener's clock in
+    seconds.
     """
     payload = _Payload(compatibility_hash=compatibility_hash, agent_metadata_bytes=metadata)
     return [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(clock_s)]
 
 
 def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> StockAnswer:
-    """Decode the frames of a stock listener's answer. WireError says what is wrong."""
+    """Decode the frames of a stock listener's answer. WireError if they are not valid, or larger than `bytes_max`."""
     if len(frames) != 2:
         raise WireError(f"{counted(len(frames), 'frame')}, a stock listener (vLLM 0.26 and later) answers with 2")
     if len(frames[0]) > bytes_max or len(frames[1]) > QUESTION_BYTES_MAX:
@@ -143,7 +147,7 @@ def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> S
 
 
 def agent_name_of(agent_metadata: bytes) -> str:
-    """Return the name of the NIXL agent that made `agent_metadata`. A stock worker has another agent after each start.
+    """Return the name of the NIXL agent that made `agent_metadata`. A restarted stock worker has another agent name.
 
     WireError if the metadata is not in NIXL's form.
     """
@@ -163,7 +167,7 @@ def agent_name_of(agent_metadata: bytes) -> str:
 
 
 def _check(metadata: StockMetadata) -> None:
-    """Raise WireError if the metadata contradicts itself: tables of different lengths, or impossible regions."""
+    """Raise WireError if lists in the metadata have different lengths, or if a region has an impossible size."""
     count = len(metadata.kv_caches_base_addr)
     if not is_name(metadata.engine_id, ENGINE_ID_CHARS_MAX):
         raise WireError(f"engine_id {metadata.engine_id[:80]!a} is not a valid name")
@@ -186,7 +190,7 @@ def _check(metadata: StockMetadata) -> None:
 
 
 def _has_one_name(names: msgspec.Raw) -> bool:
-    """Return True if `names`, an encoded list, has at most one name."""
+    """Return True if `names` is an encoded list of at most one name."""
     try:
         msgspec.msgpack.decode(names, type=_OneName)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
