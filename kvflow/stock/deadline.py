@@ -5,11 +5,11 @@ frees the blocks without a message. The reader knows when the request's paramete
 `router_s` to bring them, and no other engine has used them, the blocks are held until `arrival + lease_s - router_s`.
 This time is the first bound.
 
-When the producer's worker takes a heartbeat, the lease lasts at least `lease_s * 2/3` from that moment. The worker takes
-heartbeats before it looks for expired leases. Nothing confirms a heartbeat, and a heartbeat is dropped if
-it comes before the worker knows the request. So a heartbeat moves the bound only if it was sent at least `settle_s`
-after the arrival, and at least `allowance_s` before the bound at that time. After one gap between heartbeats, or one
-message that could not be sent, the bound stays where it is for good.
+When a producer's worker takes a heartbeat, the lease lasts at least `lease_s * 2/3` from that moment. The worker
+takes heartbeats before it looks for expired leases. Nothing confirms a heartbeat, and a heartbeat is dropped if it
+comes before the worker knows the request. So a heartbeat moves the bound only if it was sent at least `settle_s` after
+the arrival, and at least `allowance_s` before the bound at that time. After one gap between heartbeats, or one message
+that could not be sent, the bound stays where it is for good.
 
 A read that ends after the bound is refused, whatever has landed. This is weaker than a seal: whether the router was
 fast enough and no other engine used the parameters, kvflow cannot check.

@@ -46,8 +46,8 @@ class EngineRanks:
         ranks.show(cards)  # the cards of all ranks, on each rank that tickets may name first
 
     When a rank registers its cache again, its card changes. Then the rank answers no reader until `show` has been
-    called with the cards of all ranks again. An engine of one rank needs no EngineRanks. The methods may be called from any
-    thread.
+    called with the cards of all ranks again. An engine of one rank needs no EngineRanks. Any thread may call the
+    methods.
     """
 
     def __init__(self) -> None:

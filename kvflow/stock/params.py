@@ -94,8 +94,8 @@ def read_stock_params(
     """Return a ticket made from a stock producer's parameters, for all offered tokens except the last `left`.
 
     `arrived` is the time at which the parameters arrived, or None. `lease_s` is the producer's `kv_lease_duration`, and
-    `block_ids_max` the largest number of block ids that is accepted, over all groups. RequestError names the
-    field that is invalid, or the vLLM version that is not supported.
+    `block_ids_max` the largest number of block ids that is accepted, over all groups. RequestError names the field that
+    is invalid, or the vLLM version that is not supported.
     """
     given = checks.mapping(params, "stock params")
     if isinstance(given.get("remote_port"), float):

@@ -1,7 +1,8 @@
 """The handshake with a stock rank: one question for its metadata, which is checked like any other peer's metadata.
 
-A stock peer has the address "stock+ADDRESS/RANKS", where RANKS is the number of its engine's ranks. So the peer is never
-taken for a kvflow peer at the same port, and a ticket that claims a wrong number of ranks does not affect other tickets.
+A stock peer has the address "stock+ADDRESS/RANKS", where RANKS is the number of its engine's ranks. So the peer is
+never taken for a kvflow peer at the same port, and a ticket that claims a wrong number of ranks does not affect other
+tickets.
 """
 
 from __future__ import annotations
