@@ -1,15 +1,15 @@
-"""Which prompts an engine's blocks hold, as the scheduler's half reports it to the workers with each step.
+"""CachedPrompts: with each step, tells the workers which blocks hold which prompts, for an engine's scheduler.
 
-A block holds tokens of a prompt from the step that has computed them until the engine's pool gives the block to
-something else, however often the engine's prefix cache frees it and finds it again in between. The workers get a report
-when a block is computed and when it is reused. So each worker knows at any time which prompts its memory holds, and
-answers a peer's question by itself: no question reaches the scheduler, an idle engine answers like a busy one, and no
-peer takes blocks from the engine's pool.
+Once a step has computed tokens in a block, the block holds them until the engine's block pool reuses the block for
+other contents. In between, the engine's prefix cache may free the block and find it again any number of times. The
+workers get a report when a block is filled and when it is reused. So each worker knows which prompts its memory holds,
+and answers peers' questions by itself: no question reaches the scheduler, an idle engine answers like a busy one, and
+no peer takes blocks from the engine's pool.
 
-The engine's pool has to offer `watch`, a function that takes blocks that are in use now. The pool then calls
-`note_reused` once for each of these blocks when it gives the block to something else, before the step that will write
-there leaves. That may happen before the workers know of the block: blocks filled by a request's answer are reported
-with the step after its end. A block that is reused before its report is left out of the report.
+The engine's block pool has to offer `watch`, a function that takes the ids of blocks that are in use. When the pool
+reuses a watched block, it calls `note_reused` once, before the step that will write the block is sent to the workers.
+The block may not have been reported by then, because blocks filled by a request's answer are reported with the step
+after the request's end. Such blocks are left out of the report.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from kvflow.connector.step import NO_BLOCK, CachedBlocks, Step
 __all__ = ["CachedPrompts", "GroupTablesOf"]
 
 GroupTablesOf: TypeAlias = Callable[[str], Sequence[Sequence[int]]]
-"""Function that takes a request id and returns the request's block tables: one for each group of layers, also if the
-engine has only one group."""
+"""Function that takes a request id and returns the request's block tables: a list with one table for each group of
+layers, even if there is only one group."""
 
 
 @dataclass(slots=True)
 class _Prompt:
     keys: Sequence[bytes]
-    """Prefix key of each full block of the prompt, in prompt order."""
+    """For each full block of the prompt, in order: the key of the prompt's prefix that ends with that block."""
     reported: int = 0
-    """Number of the prompt's leading blocks that have been reported to the workers."""
+    """Number of blocks, from the beginning of the prompt, that have been reported to the workers."""
 
 
 class CachedPrompts:
-    """The prompts of an engine's requests, and the blocks that hold them; makes the reports for the workers.
+    """Reports to an engine's workers which blocks hold which prompts, so that they can share them with peers.
 
-    `block_tokens` is the number of tokens in a block, the same in all groups. `watch` is the pool's function of the
-    module docstring. `null_block` is the id that stands in a block table where the group needs no block.
+    `block_tokens` is the number of tokens in a block, the same in all groups. `watch` is a function of the engine's
+    block pool: for each of the given block ids, the pool calls `note_reused` once it reuses the block. `null_block` is
+    the id in a block table that means that the group needs no block there.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class CachedPrompts:
         self._null_block = null_block
         self._prompts: dict[str, _Prompt] = {}
         self._key_of: dict[int, bytes] = {}
-        """Prefix key that each block holds, by block id, as the workers will know it after the next step."""
+        """Prefix key of each block, by block id, as the workers will know it after the next step."""
         self._reused: list[int] = []
         self._cached_blocks: list[CachedBlocks] = []
-        """Blocks of requests that have ended since the last step, for the next step's report. Some may have been reused
-        since."""
+        """Blocks of requests that have ended since the last step, for the next step's report. The pool may have reused
+        some of these blocks."""
 
     def __repr__(self) -> str:
         blocks, requests = counted(len(self._key_of), "block"), counted(len(self._prompts), "request")
@@ -65,23 +66,27 @@ class CachedPrompts:
 
     @property
     def must_report(self) -> bool:
-        """True if reused blocks have to be reported to the workers, even if no request needs a step."""
+        """True if reused blocks have to be reported to the workers, which then need a step even without requests."""
         return bool(self._reused)
 
     def add(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """Add a request that has arrived. `keys` are the prefix keys of its prompt's full blocks, in prompt order."""
+        """Add a request that has arrived. `keys` has the prefix key of each full block of the prompt, in order."""
         if keys:
             self._prompts[request_id] = _Prompt(keys)
 
     def note_reused(self, block_id: int) -> None:
-        """Note for the next report that the pool has given a watched block to something else."""
+        """Record, for the next report, that the engine's pool reuses a watched block for other contents."""
         if self._key_of.pop(block_id, None) is not None:
             self._reused.append(block_id)
 
     def build_step(
         self, step: Step, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
-        """Add the reused blocks and the newly cached blocks to `step`; see `ConnectorScheduler.build_step`."""
+        """Set in `step` the blocks that are reused and the blocks that this step fills with tokens of prompts.
+
+        `scheduled` has the total of computed tokens of each request once the step has run. `preempted` are the ids of
+        requests that have lost their blocks, and `block_ids` returns a request's block tables.
+        """
         for request_id in preempted:
             if request_id in self._prompts:
                 self._prompts[request_id].reported = 0
@@ -101,10 +106,11 @@ class CachedPrompts:
     def finish(
         self, request_id: str, *, keys: Callable[[], Sequence[bytes]], computed: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """Add the blocks of an ended request, which are filled by prompt and answer, to the next report.
+        """Add the full blocks of a request that has ended, of its prompt and its answer, to the next report.
 
-        The request has ended with `computed` tokens, including its answer's, and still has its blocks. `keys` returns
-        the prefix keys of all its full blocks. The blocks of the answer help requests that continue the conversation.
+        Blocks of the answer help requests that continue the conversation. `computed` is the request's number of
+        computed tokens, with those of the answer. `keys` returns the prefix key of each of its full blocks, in order.
+        `block_ids` are the request's block tables, which the request still has.
         """
         prompt = self._prompts.pop(request_id, None)
         full = computed // self._block_tokens
@@ -112,9 +118,10 @@ class CachedPrompts:
             self._cached_blocks += self._newly_cached(keys()[:full], range(prompt.reported, full), block_ids)
 
     def _newly_cached(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[CachedBlocks]:
-        """Return a report of the blocks at the indexes `span` of `tables`, without leading blocks that workers know.
+        """Return a report of the blocks at the indexes `span` of a request's block tables, as a list of one.
 
-        The list has one `CachedBlocks`, or none if the workers know all of these blocks.
+        `keys` has the prefix key for each index. Blocks at the beginning of `span` that the workers know already are
+        left out. If that leaves no block, return an empty list.
         """
         rows = [tuple(self._block_at(table, at) for table in tables) for at in span]
         known = (
@@ -136,7 +143,10 @@ class CachedPrompts:
         ]
 
     def _without_reused(self, cached_blocks: CachedBlocks) -> CachedBlocks | None:
-        """Return `cached_blocks` with `NO_BLOCK` for each block that was reused since; None if all were reused."""
+        """Return `cached_blocks` with `NO_BLOCK` in place of each block that the pool has reused by now.
+
+        Return None if all blocks were reused.
+        """
         key_of, keys = self._key_of, cached_blocks.keys
         tables = tuple(
             tuple(one if key_of.get(one) == key else NO_BLOCK for key, one in zip(keys, table, strict=True))

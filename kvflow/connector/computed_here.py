@@ -1,4 +1,4 @@
-"""Requests that have a ticket but are computed by this engine all the same: counted by reason, and logged.
+"""Counts and logs requests that this engine computes locally although they have a ticket, by reason.
 
 Each of these requests gets a correct answer. Without the log, nobody would notice that a prefill engine computes
 prompts in vain.
@@ -18,12 +18,15 @@ _LOG_PERIOD_S = 60.0
 
 
 class ComputedHere(Counter[str]):
-    """Counts of the requests with a ticket that one scheduler computes locally, by reason, since the last log line."""
+    """Numbers of requests that are computed locally although they have a ticket, by reason, since the last log line.
+
+    The reason is a text that completes "because ...".
+    """
 
     _logged_s = -_LOG_PERIOD_S
 
     def log(self) -> None:
-        """If the last log line is at least a minute old, log the counts and clear them."""
+        """Log the counts in one line and clear them, at most once a minute. Without counts, do nothing."""
         now_s = time.monotonic()
         if self and now_s - self._logged_s >= _LOG_PERIOD_S:
             listed = "; ".join(f"{count} because {reason}" for reason, count in self.most_common())

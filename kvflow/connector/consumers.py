@@ -1,9 +1,9 @@
 """Requests that load their prompts: with a router's tickets, or with a prefix that peers offer.
 
-A request is added, and matched: the engine asks how many of its tokens can be loaded. Then the request gets blocks and
-waits for its load, or it goes on without a load. While it has no blocks, the leases of its tickets are kept open
-(`Step.keep`). Whatever becomes of the request, the producers are notified once when no request needs the tickets: by a
-`Release`, or by the load.
+First a request is added. Then the engine asks how many tokens of the request can be loaded (`match`). Then the engine
+gives blocks to the request, which waits for its load or goes on without one. As long as the request has no blocks, the
+leases of its tickets are kept open (`Step.keep`). In every case the producers are notified once when no request needs
+the tickets: by a `Release`, or by the load.
 
 A ticket is used once: by one request, or by several samples of one prompt that share the ticket. The load of the first
 sample serves all samples. The others wait for that load, find part of the prompt in the engine's prefix cache, and each
@@ -44,17 +44,17 @@ class _Consumer:
 
     request_id: str
     tickets: tuple[Ticket, ...]
-    """Tickets for the request's prompt; the load tries them in this order."""
+    """Tickets for the request's prompt; the load tries the first, and each further one if those before have failed."""
     use: _TicketUse
     offered_tokens: int = 0
-    """Number of prompt tokens that can be loaded; 0 if the offer has no blocks or more tokens than the request can
-    load."""
+    """Number of prompt tokens that can be loaded; 0 if the first ticket offers no blocks, or more tokens than the
+    request can load."""
     prompt: Sequence[int] | None = None
-    """Token ids that the load still has to compare with the producer's prompt, because one of the tickets is pending
-    and does not say which prompt it is for. Else None."""
+    """The prompt's token ids, if the load has to compare them with the producer's prompt: a pending ticket does not say
+    which prompt it is for. None if no ticket is pending, or if the engine does not know the token ids."""
     refusal: PromptMismatch | None = None
-    """Error with which the request must fail, or None. With an error, no ticket of the request may be used, and its
-    prompt must not be computed locally."""
+    """Error with which the request must fail, or None. If there is an error, no ticket of the request may be used, and
+    the prompt must not be computed locally."""
     state: ConsumerState = ConsumerState.EXPECTED
 
     @property
@@ -69,23 +69,23 @@ class _TicketUse:
     shared: bool
     """True if several requests, samples of one prompt, may have the ticket."""
     readers: list[_Consumer] = field(default_factory=list)
-    """Requests that may still load the ticket's offer, or are loading it, in order of arrival."""
+    """Requests that may still load the blocks that the ticket offers, or are loading them, in order of arrival."""
     load_tried: bool = False
-    """True once a request has loaded the offer, has tried to, or goes on without it."""
+    """True once a request with the ticket has loaded the blocks, has tried to, or was computed without them."""
 
     def must_wait(self, reader: _Consumer) -> bool:
         """Return True if `reader` has to wait for an earlier request with the same ticket.
 
-        That request's load fills the engine's prefix cache, which may leave less for `reader` to load.
+        The earlier request's load fills the engine's prefix cache, so `reader` may have less to load afterwards.
         """
         ahead = next(one for one in self.readers if one is reader or one.state is not ConsumerState.ABANDONED)
         return not self.load_tried and ahead is not reader
 
     def remove_reader(self, reader: _Consumer, *, unread: bool) -> bool:
-        """Remove `reader`, which no longer needs the ticket. Return True if the workers need a `Release` for it.
+        """Remove `reader`, which no longer needs the ticket. Return True if the workers must get a `Release` for it.
 
-        `unread`: the load of `reader` has never begun. A load of a ticket that is not shared notifies the producer by
-        itself, so it needs no `Release`.
+        `unread`: no load of `reader` has begun. Otherwise the load has notified the producer, and no `Release` is
+        needed, unless the ticket is shared and `reader` was the last request that needed it.
         """
         self.readers.remove(reader)
         self.load_tried = self.load_tried or not unread or reader.state is ConsumerState.LOCAL
@@ -93,29 +93,34 @@ class _TicketUse:
 
 
 class ConsumingRequests:
-    """All requests of an engine that load their prompts, and the workers' next step for these requests."""
+    """All requests of an engine that may load their prompts, and what the workers have to do for them next."""
 
     def __init__(self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect) -> None:
         self.computed_here = ComputedHere()
-        """Counts of requests that have a ticket but are computed locally, by reason."""
+        """Numbers of requests that are computed locally although they have a ticket, by reason."""
         self._config = config
         self._groups = groups
         self._dialect = dialect
         self._requests: dict[str, _Consumer] = {}
         self._uses = BoundedMap[tuple[str, str], _TicketUse](_USED_TICKETS_MAX)
-        """The `_TicketUse` of each of the latest tickets, by the ticket's engine id and request id."""
+        """Use of each ticket that came with a request, for the latest tickets, by engine id and request id of the
+        ticket."""
         self._next_step = Step()
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def state_of(self, request_id: str) -> ConsumerState | None:
-        """Return the state of a request, or None if it has ended or does not load its prompt."""
+        """Return the state of a request, or None if the request has ended or never had a ticket."""
         request = self._requests.get(request_id)
         return None if request is None else request.state
 
     def add(self, request: EngineRequest, params: Mapping[str, Any], sharing: Sharing) -> None:
-        """Add a request that loads its prompt with the tickets in `params`; see `ConnectorScheduler.add`."""
+        """Add a request that may load its prompt with the tickets in `params`, its `kv_transfer_params`.
+
+        `sharing` says whether other requests may have the same tickets. RequestError if `params` are not a ticket, or
+        if the ticket is used already; PromptMismatch if it is for other tokens. See `ConnectorScheduler.add`.
+        """
         what, prompt = f"request {request.request_id!r}", request.prompt_token_ids
         reason = "its parameters are not a ticket"
         try:
@@ -155,10 +160,11 @@ class ConsumingRequests:
     def _refuse_mismatch(
         self, request: EngineRequest, tickets: tuple[Ticket, ...], prompt: Sequence[int], what: str
     ) -> bool:
-        """Return True, and note the refusal, if a ticket is for the same tokens but other pictures or the like.
+        """If a ticket is for the same tokens with other pictures or the like, record a refusal and return True.
 
-        The request may have lost its pictures on the way here. Raises PromptMismatch if a ticket is for other tokens.
-        In both cases no ticket is given back, since the request that the ticket is for may still come.
+        Such a request may have lost its pictures on the way here. If all tickets are for `prompt`, the request's marked
+        token ids, return False. Raise PromptMismatch if a ticket is for other tokens; `what` begins the message. No
+        ticket is given back to its producer, since the request that the ticket is for may still come.
         """
         agreed = False
         for ticket in tickets:
@@ -181,10 +187,10 @@ class ConsumingRequests:
         return False
 
     def _use_of(self, ticket: Ticket, sharing: Sharing, what: str) -> _TicketUse:
-        """Return the `_TicketUse` of a request's ticket.
+        """Return the `_TicketUse` of a new request's ticket, which is recorded if the ticket is new.
 
-        RequestError, with a message that begins with `what`, if the ticket is in use or used up: by another request
-        that does not share it, or by another engine.
+        RequestError, with a message that begins with `what`, if this request may not use the ticket: another request
+        has it and does not share it, all samples that shared it are done, or another engine uses it.
         """
         use = _TicketUse(shared=sharing is not Sharing.ALONE)
         found = self._setdefault_use(ticket, use)
@@ -195,25 +201,34 @@ class ConsumingRequests:
         return found
 
     def _setdefault_use(self, ticket: Ticket, use: _TicketUse) -> _TicketUse:
-        """Return the `_TicketUse` that is noted for `ticket`; if none is, note `use` and return it."""
+        """Return the recorded `_TicketUse` of `ticket`. If the ticket is new, record `use` and return it."""
         key = (ticket.engine_id, ticket.request_id)
         found = self._uses[key] = self._uses.get(key, use)
         return found
 
     def refusal(self, request_id: str) -> PromptMismatch | None:
-        """Return the error with which a request must fail; None if it need not. See `ConnectorScheduler.refusal`."""
+        """Return the error with which a request must fail, since its ticket is for other pictures or the like.
+
+        Return None for any other request. See `ConnectorScheduler.refusal`.
+        """
         request = self._requests.get(request_id)
         return None if request is None else request.refusal
 
     def refuse(self, refused: Iterable[tuple[str, PromptMismatch]]) -> None:
-        """Note the prompt mismatches that loads have found, by request id; see `ConnectorScheduler.refuse`."""
+        """Record, for each request id in `refused`, the error with which the request must fail.
+
+        Loads have found these errors. Unknown request ids change nothing.
+        """
         for request_id, error in refused:
             request = self._requests.get(request_id)
             if request is not None:
                 request.refusal = error
 
     def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
-        """Add a request that loads a prefix with peers' `tickets`; see `ConnectorScheduler.adopt`."""
+        """Add a request that may load a prefix of its prompt with `tickets`, which peers have answered.
+
+        UsageError if the request has a ticket already.
+        """
         if request_id in self._requests:
             raise UsageError(f"request {request_id!r}: it has a ticket already")
         consumer = self._expect(request_id, tickets, _TicketUse(shared=False))
@@ -221,18 +236,27 @@ class ConsumingRequests:
         self._next_step.keep[request_id] = tickets
 
     def reject(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
-        """Give back the tickets of a refused request, unless they were used; see `ConnectorScheduler.reject`."""
+        """Have the next step release the tickets in `params`, unless a request has used them.
+
+        `request` was refused before it was added, or has ended. RequestError if `params` are not a ticket.
+        """
         tickets, use = self._tickets(params, f"request {request.request_id!r}"), _TicketUse(shared=False)
         if self._setdefault_use(tickets[0], use) is use:
             self.give_back(request.request_id, tickets)
 
     def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
-        """Have the next step release `tickets`, unless they offer no blocks; see `ConnectorScheduler.give_back`."""
+        """Have the next step release `tickets`, which a request will not read. Tickets without blocks need no release.
+
+        `last`: no other request needs the tickets, so their producers are notified.
+        """
         if tickets[0].awaited or any(tickets[0].block_tables):
             self._next_step.release.append(Release(request_id=request_id, tickets=tickets, last=last))
 
     def match(self, request_id: str, num_computed_tokens: int) -> Matched:
-        """Return how many tokens of a request can be loaded; see `ConnectorScheduler.num_new_matched_tokens`."""
+        """Return how many tokens of a request can be loaded, beyond `num_computed_tokens` that are cached locally.
+
+        See `ConnectorScheduler.num_new_matched_tokens`.
+        """
         request = self._expected_request(request_id)
         tokens = 0 if request is None else request.offered_tokens - num_computed_tokens
         if request is not None and request.refusal is not None:
@@ -242,9 +266,10 @@ class ConsumingRequests:
         return (None, False) if request.use.must_wait(request) else (tokens, True)
 
     def update_after_alloc(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
-        """Have the next step load the missing tokens of a request; see `ConnectorScheduler.update_after_alloc`.
+        """Have the next step load a request's last `num_external_tokens` offered tokens into its blocks `block_ids`.
 
-        If `num_external_tokens` is 0, the request goes on without a load.
+        If `num_external_tokens` is 0, nothing is loaded, and the request is computed locally. UsageError if the blocks
+        do not fit the tokens.
         """
         request = self._expected_request(request_id)
         if request is None:
@@ -272,23 +297,23 @@ class ConsumingRequests:
         self._next_step.receive.append(receive)
 
     def add_to_step(self, step: Step) -> None:
-        """Move the workers' work for requests that load their prompts into `step`."""
+        """Set in `step` the loads, releases and leases to keep that were decided since the last step."""
         ours, self._next_step = self._next_step, Step()
         step.keep = {name: tickets for name, tickets in ours.keep.items() if self._still_waits(name, tickets)}
         step.receive, step.release = ours.receive, ours.release
         step.abandon = [request_id for request_id in ours.abandon if request_id in self._requests]
 
     def note_received(self, request_ids: Iterable[str]) -> None:
-        """Note that these requests' loads have ended, successfully or not. Ids of other requests change nothing."""
+        """Record that the loads of these requests have ended, successfully or not. Other ids change nothing."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and allows(CONSUMER_TABLE, request.state, "received"):
                 self._fire(request, "received")
 
     def finish(self, request_id: str) -> bool:
-        """Note that the engine has ended a request.
+        """Record that the engine has ended a request.
 
-        Return True if its blocks must be held, since its load may still write.
+        Return True if the engine must hold the request's blocks, since a load may still write to them.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -306,18 +331,18 @@ class ConsumingRequests:
         return (first, *others)
 
     def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _TicketUse) -> _Consumer:
-        """Add a request that may load what `tickets` offer, in state EXPECTED, and return it."""
+        """Add a request in state EXPECTED, which may load the blocks that `tickets` offer, to `use`, and return it."""
         consumer = self._requests[request_id] = _Consumer(request_id=request_id, tickets=tickets, use=use)
         use.readers.append(consumer)
         return consumer
 
     def _expected_request(self, request_id: str) -> _Consumer | None:
-        """Return the request if its state is EXPECTED: known, and without blocks so far. Else return None."""
+        """Return the request with this id if its state is EXPECTED (it has no blocks yet), else None."""
         request = self._requests.get(request_id)
         return request if request is not None and request.state is ConsumerState.EXPECTED else None
 
     def _still_waits(self, request_id: str, tickets: tuple[Ticket, ...]) -> bool:
-        """Return True if the request that was added with these very `tickets` still has no blocks."""
+        """Return True if the request still has no blocks, and `tickets` is the very tuple that it was added with."""
         request = self._expected_request(request_id)
         return request is not None and request.tickets is tickets
 

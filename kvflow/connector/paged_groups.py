@@ -1,7 +1,7 @@
-"""Groups of layers in a paged cache with two block sizes: the engine's, and the smaller one that its ranks registered.
+"""Converts block ids of an engine's scheduler to block ids of its ranks, which may have registered smaller blocks.
 
 If the sizes differ, each block of the engine consists of several consecutive blocks of the ranks. Block tables from the
-engine number the engine's blocks; all block tables that go to the workers number the ranks' blocks.
+engine have ids of the engine's blocks; all block tables that go to the workers have ids of the ranks' blocks.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from kvflow.errors import ConfigError, UsageError
 
 
 class PagedGroup(NamedTuple):
-    """A group of layers as the ranks have registered it. `split` registered blocks make up a block of the engine."""
+    """A group of layers with the block size that the ranks have registered.
+
+    A block of the engine consists of `split` consecutive registered blocks.
+    """
 
     facts: GroupFacts
     split: int = 1
 
     def span(self, computed: int, tokens: int) -> range:
-        """Return the indexes of the registered blocks that a request needs for its tokens from `computed` to `tokens`.
+        """Return the indexes of the registered blocks that hold a prompt's tokens after its first `computed` tokens.
 
         Args:
-            computed: number of tokens at the beginning of the prompt that need not be covered.
-            tokens: number of tokens of the prompt.
+            computed: number of tokens at the beginning of the prompt that are left out.
+            tokens: number of tokens of the prompt. Blocks before a window that ends there are left out, too.
 
         Returns:
             Indexes in the group's block table, counted in registered blocks.
@@ -38,16 +41,16 @@ class PagedGroup(NamedTuple):
         return range(first, max(-(-tokens // size), first))
 
     def blocks(self, ids: Sequence[int], computed: int, tokens: int) -> tuple[int, ...]:
-        """Return the ids of the registered blocks at the indexes `span(computed, tokens)`.
+        """Return the ids of the registered blocks at the indexes `span(computed, tokens)` of a request's block table.
 
         Args:
-            ids: the request's block table for this group, in the engine's blocks.
+            ids: the request's block table for this group, with ids of the engine's blocks.
             computed: as in `span`.
             tokens: as in `span`.
 
         Returns:
-            Ids of registered blocks; fewer than in `span` if the table is shorter. For a group of recurrent state, only
-            the request's slot, unless `span` is empty.
+            Ids of registered blocks; fewer than `span` has if the table is too short. For a group of recurrent state,
+            only the slot with the request's state, or nothing if `span` is empty.
         """
         span, split = self.span(computed, tokens), self.split
         if self.facts.kind is GroupKind.STATE:
@@ -58,9 +61,9 @@ class PagedGroup(NamedTuple):
 
 
 def as_registered(facts: GroupFacts, block_size: int) -> PagedGroup:
-    """Return `facts` as a group with the ranks' `block_size`.
+    """Return the engine's group `facts` as a PagedGroup for which the ranks have registered blocks of `block_size`.
 
-    ConfigError if it does not divide the engine's block size.
+    ConfigError if `block_size` does not divide the block size in `facts`.
     """
     split, rest = divmod(facts.block_size, max(block_size, 1))
     if rest or not split:
@@ -70,8 +73,10 @@ def as_registered(facts: GroupFacts, block_size: int) -> PagedGroup:
 
 
 class PagedGroups:
-    """All groups of an engine's cache. Until `set_block_sizes`, the ranks are assumed to have the engine's block
-    sizes."""
+    """All groups of layers of an engine's cache, with the engine's block sizes and those of the ranks.
+
+    Until `set_block_sizes` is called, both are the same.
+    """
 
     def __init__(self, facts: Sequence[GroupFacts]) -> None:
         self._facts = tuple(facts)
@@ -79,7 +84,7 @@ class PagedGroups:
 
     @property
     def blocks_stay(self) -> bool:
-        """True if a prompt's blocks keep their contents while its request goes on: no group has a window or state."""
+        """True if no group has a window or state, so that a prompt's blocks stay as they are while the answer grows."""
         return all(group.facts.whole for group in self._groups)
 
     @property
@@ -88,16 +93,20 @@ class PagedGroups:
         return ((),) * len(self._groups)
 
     def set_block_sizes(self, sizes: Sequence[int]) -> None:
-        """Set the block size that the ranks registered for each group. ConfigError if `sizes` do not fit the groups."""
+        """Set the ranks' block size for each group. ConfigError if a size does not divide the engine's block size.
+
+        Also ConfigError if `sizes` has another number of groups.
+        """
         if len(sizes) != len(self._facts):
             raise ConfigError(f"groups: {len(self._facts)} here, the ranks have registered {len(sizes)}")
         self._groups = tuple(map(as_registered, self._facts, sizes))
 
     def prompt_blocks(self, block_ids: GivenTables, tokens: int, *, complete: bool = True) -> BlockTables:
-        """Return the blocks that hold the first `tokens` tokens of a request, by group, as far as it has them.
+        """Return, for each group, the ids of the registered blocks that hold the first `tokens` tokens of a request.
 
-        A slot of recurrent state holds the state after the last token, so it is left out unless the prompt is
-        `complete`. UsageError if `block_ids` does not have one table for each group.
+        `block_ids` is the engine's block table of the request; blocks that are not in it yet are left out. A slot of
+        recurrent state holds the state after the last token, so it is left out, too, unless the prompt is `complete`.
+        UsageError if `block_ids` does not have one table for each group.
         """
         return tuple(
             group.blocks(ids, 0, tokens) if complete or group.facts.kind is not GroupKind.STATE else ()
@@ -105,10 +114,11 @@ class PagedGroups:
         )
 
     def missing_blocks(self, block_ids: GivenTables, tokens: int, external: int, what: str) -> BlockTables:
-        """Return the blocks of a request that hold the last `external` of its first `tokens` tokens, by group.
+        """Return, for each group, the ids of the registered blocks into which a request's missing tokens are loaded.
 
-        UsageError, with a message that begins with `what`, if the tokens do not fit the blocks, or if `block_ids` does
-        not have one table for each group.
+        Of the first `tokens` tokens of the request, the last `external` are missing. UsageError, with a message that
+        begins with `what`, if the tokens do not fit the blocks in `block_ids`, the engine's block table of the request.
+        Also UsageError if `block_ids` does not have one table for each group.
         """
         computed, tables = tokens - external, self._tables(block_ids)
         found = tuple(group.blocks(ids, computed, tokens) for group, ids in zip(self._groups, tables, strict=True))
@@ -122,7 +132,10 @@ class PagedGroups:
         return found
 
     def _tables(self, block_ids: GivenTables) -> tuple[Sequence[int], ...]:
-        """Return `block_ids` as one table for each group. UsageError if the number of tables differs."""
+        """Return `block_ids`, which may be a single table, as a tuple with one table for each group.
+
+        UsageError if the number of tables differs from the number of groups.
+        """
         count = len(self._groups)
         nested = len(block_ids) > 0 and not isinstance(block_ids[0], int)
         tables = tuple(block_ids) if nested or count > 1 else (block_ids,)

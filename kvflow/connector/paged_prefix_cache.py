@@ -1,12 +1,12 @@
 """The prefix cache that a worker shares with its peers: which blocks of one rank hold which prompts, by prefix key.
 
 The scheduler's half reports with each step which blocks are new and which are reused (`connector.cached_prompts`).
-Before a step writes into reused blocks, the worker takes these blocks out of this cache, which then names the prefixes
-that peers may be reading there. This cache uses the engine's block numbers, in all groups of layers. Only a pinned
-prefix has the block numbers that the rank has registered.
+Before a step writes into reused blocks, the worker removes these blocks from this cache, which returns the prefixes
+that peers may be reading there. This cache has the engine's block ids, in all groups of layers. Only a pinned prefix
+has the ids of the blocks that the rank has registered.
 
-Steps come on the engine's thread, and peers' questions on the runtime's. Neither thread waits for the other longer than
-a lookup takes.
+Steps arrive on the engine's thread, and peers' questions on the thread of the runtime's loop. Neither thread waits for
+the other longer than a lookup takes.
 """
 
 from __future__ import annotations
@@ -29,28 +29,31 @@ __all__ = ["PagedPrefixCache"]
 
 
 class _Entry(NamedTuple):
-    """The blocks of one prefix key, and the key of the block before (`parent`)."""
+    """The blocks with the last tokens of one prefix; `parent` is the key of the prefix that is one block shorter."""
 
     parent: bytes
     blocks: tuple[list[int], ...]
-    """For each group, all blocks that hold the key's tokens: an engine may compute the same prefix twice."""
+    """For each group, the ids of all blocks that hold those tokens: an engine may compute the same prefix twice."""
 
 
 @dataclass(slots=True)
 class _ReportedBlocks:
-    """Reported blocks that enter the cache once their `event` has happened, when the device has computed them."""
+    """Blocks of one report, which enter the cache once the device has computed them: when `event` has happened.
+
+    If `event` is None, they have been computed already.
+    """
 
     event: DeviceEvent | None
     cached_blocks: Sequence[CachedBlocks]
     reused: set[int] = field(default_factory=set)
-    """Ids of blocks that have been reused since the report."""
+    """Ids of blocks that the engine has reused since the report. They do not enter the cache."""
 
 
 class PagedPrefixCache:
-    """A `PrefixCache` over an engine's paged cache.
+    """Finds prompts' prefixes in an engine's paged cache, for peers to read. Implements `PrefixCache`.
 
-    Pinning holds no block: when the engine reuses a block, the leases of the prefixes in it end. `block_tokens` is the
-    number of tokens in a block of the engine, the same in all groups.
+    A pinned prefix does not keep the engine from reusing its blocks: when the engine does, the prefix's leases end.
+    `block_tokens` is the number of tokens in a block of the engine, the same in all groups.
     """
 
     def __init__(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
@@ -59,12 +62,12 @@ class PagedPrefixCache:
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
         self._content_of: dict[int, tuple[bytes, int]] = {}
-        """Prefix key that each block holds, and the index of the block's group, by block id."""
+        """Prefix key of each block in the cache, and the index of the block's group, by block id."""
         self._reported: deque[_ReportedBlocks] = deque()
         self._pinned: dict[int, tuple[PinnedPrefix, frozenset[int]]] = {}
-        """Prefixes that peers may be reading, each with the ids of its engine blocks, by `id()` of the PinnedPrefix."""
+        """Prefixes that peers may be reading, and the ids of the engine's blocks that hold each, by `id(pinned)`."""
         self._unread_waiters: dict[int, asyncio.Future[None]] = {}
-        """Futures of `wait_unread` calls, by `id()` of the PinnedPrefix; set once no peer reads the prefix."""
+        """Futures that are done once no peer reads a pinned prefix, for `wait_unread`, by `id(pinned)`."""
 
     def __repr__(self) -> str:
         return f"<PagedPrefixCache {counted(len(self._entries), 'key')}, {len(self._pinned)} being read>"
@@ -77,15 +80,18 @@ class PagedPrefixCache:
     # --- the engine's thread
 
     def add(self, cached_blocks: Sequence[CachedBlocks], ready: DeviceEvent | None) -> None:
-        """Add blocks that a submitted step completes: once `ready` has happened, or at once if `ready` is None."""
+        """Add the blocks that a submitted step fills, once the device event `ready` has happened.
+
+        If `ready` is None, add the blocks at once.
+        """
         with self._lock:
             self._reported.append(_ReportedBlocks(ready, cached_blocks))
             self._add_computed()
 
     def remove_reused(self, reused: Iterable[int]) -> list[PinnedPrefix]:
-        """Remove the blocks `reused`, and return the prefixes that peers may be reading in them.
+        """Remove the blocks with the ids `reused`, and return the prefixes that peers may be reading in them.
 
-        The caller has to end the leases of these prefixes before the blocks are written.
+        The caller has to end the leases of these prefixes before the engine writes to the blocks.
         """
         gone = frozenset(reused)
         with self._lock:
@@ -98,9 +104,9 @@ class PagedPrefixCache:
     # --- the runtime's loop
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | None:
-        """Return the longest beginning of a prompt that is in the cache, in whole blocks.
+        """Return the longest prefix of a prompt that is in the cache, in whole blocks, pinned; None if there is none.
 
-        None if there is none; see `PrefixCache`.
+        `keys` are the keys of the prompt's prefixes of `key_tokens`, 2 * `key_tokens`, ... tokens. See `PrefixCache`.
         """
         with self._lock:
             self._add_computed()
@@ -116,7 +122,7 @@ class PagedPrefixCache:
             return None
 
     def unpin(self, pinned: PinnedPrefix) -> None:
-        """Forget a prefix that `match` has returned, because no peer reads it now."""
+        """Unpin a prefix that `match` has returned, because no peer reads it now. Wake callers of `wait_unread`."""
         with self._lock:
             self._pinned.pop(id(pinned), None)
         waiting = self._unread_waiters.pop(id(pinned), None)
@@ -124,9 +130,9 @@ class PagedPrefixCache:
             waiting.set_result(None)
 
     async def wait_unread(self, pinned: PinnedPrefix) -> None:
-        """Wait until no peer reads `pinned`, after the leases of this prefix were ended.
+        """Wait until nothing reads the blocks of `pinned`. Call this after the prefix's leases were ended.
 
-        Returns at once, unless host buffers are being filled from its blocks.
+        Return at once, unless a copy from these blocks to host buffers has begun.
         """
         if id(pinned) in self._pinned:
             await self._unread_waiters.setdefault(id(pinned), asyncio.get_running_loop().create_future())
@@ -134,10 +140,11 @@ class PagedPrefixCache:
     # --- with the lock
 
     def _find_tables(self, key: bytes, tokens: int) -> tuple[list[list[int]] | None, int]:
-        """Return the engine's blocks of a prompt's first `tokens` tokens, by group, together with `tokens`.
+        """Return the block tables of a prompt's first `tokens` tokens, one for each group, and `tokens`.
 
-        A table has `NO_BLOCK` where its group needs no block. If a block is missing, return None and the largest number
-        of tokens for which a beginning of the prompt may still be in the cache.
+        `key` is the key of this prefix. The tables have ids of the engine's blocks, and `NO_BLOCK` where a group needs
+        no block. If a block is missing, return None and the largest number of tokens for which a shorter prefix may
+        still be in the cache.
         """
         size, end, entries = self._block_tokens, tokens // self._block_tokens, self._entries
         firsts = [group.facts.first_needed(tokens) // size for group in self._groups]
@@ -162,7 +169,7 @@ class PagedPrefixCache:
         return pinned
 
     def _add_computed(self) -> None:
-        """Move reported blocks that the device has computed by now into the entries."""
+        """Add the reported blocks to the cache that the device has computed by now."""
         while self._reported:
             first = self._reported[0]
             if first.event is not None and not has_happened(first.event, "prefix cache"):

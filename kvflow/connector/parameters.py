@@ -1,4 +1,4 @@
-"""`kv_transfer_params`: the parameters that routers carry from engine to engine, in which tickets travel."""
+"""Reads and writes `kv_transfer_params`: the dicts in which routers carry tickets from engine to engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _NAME_CHARS_MAX = 200
 
 
 def runtime_id_of(request_id: str) -> str:
-    """Return the runtime's name for an engine's request: its id; for a very long id, its beginning and a digest."""
+    """Return the request id that the runtime uses for an engine's request: `request_id`, shortened if it is long.
+
+    Of a long id, the beginning and a digest of the whole id remain.
+    """
     if len(request_id) <= _NAME_CHARS_MAX:
         return request_id
     digest = hashlib.blake2b(request_id.encode(), digest_size=8, usedforsecurity=False).hexdigest()
@@ -50,18 +53,19 @@ def producer_params(rendezvous: Ticket) -> dict[str, Any]:
 
 
 def pending_id_in(params: Mapping[str, Any]) -> str | None:
-    """Return the request id of the pending ticket with which readers wait for this prompt; None if there is no such id.
+    """Return the request id of the pending ticket in `params`, with which readers wait for this prompt.
 
-    RequestError if the id is invalid.
+    Return None if `params`, the prefill request's `kv_transfer_params`, have no such id. RequestError if it is invalid.
     """
     given = _kvflow_value(params, _PENDING_ID)
     return None if given is None else checks.request_id(given, REQUEST_ID_CHARS_MAX)
 
 
 def pending_ticket_in(params: Mapping[str, Any]) -> Ticket | None:
-    """Return the pending ticket with which readers wait for this prompt, or None if `params` have none.
+    """Return the pending ticket in `params`, with which readers wait for this prompt, or None if there is none.
 
-    RequestError if it is not a pending ticket, or if its request id is not the one that `pending_id_in` returns.
+    `params` are the prefill request's `kv_transfer_params`. RequestError if the ticket is not pending, or if
+    `pending_id_in` returns another request id than the ticket has.
     """
     given = _kvflow_value(params, _PENDING_TICKET)
     if given is None:
@@ -78,17 +82,18 @@ def pending_ticket_in(params: Mapping[str, Any]) -> Ticket | None:
 def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the `kv_transfer_params` for a load of one prompt that several engines have computed, or will compute.
 
-    The load reads from the first engine. If that fails, or the lease there has ended, the load reads from the next
+    The load reads from the first engine. If that read fails, or the lease there has ended, the load reads from the next
     engine.
 
     Args:
-        params: for each engine, the parameters that it has answered, or `Ticket.to_params()`; the first is tried first.
+        params: for each engine, in the order in which the load tries them, the `kv_transfer_params` that the engine has
+            answered, or `Ticket.to_params()`.
 
     Returns:
         Parameters for the decode engine's request.
 
     Raises:
-        RequestError: `params` is empty or too long, or has an item that is no dict.
+        RequestError: `params` is empty, has more than 16 items, or has an item that is no dict.
     """
     if not 0 < len(params) <= 1 + _OTHERS_MAX:
         raise RequestError(f"params_of_several: {counted(len(params), 'ticket')}, expected 1 to {1 + _OTHERS_MAX}")
@@ -98,7 +103,10 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def other_params_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the parameters of all tickets after the first for the same prompt. RequestError if they are invalid."""
+    """Return the `kv_transfer_params` of the further tickets that `params_of_several` has put into `params`.
+
+    Empty if there are none. RequestError if they are not a list of dicts.
+    """
     given = _kvflow_value(params, _OTHERS)
     if given is None:
         return ()
@@ -108,7 +116,7 @@ def other_params_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _kvflow_value(params: Mapping[str, Any], name: str) -> Any:
-    """Return the value of key `name` in the dict `params["kvflow"]`, or None if either is missing."""
+    """Return `params["kvflow"][name]`, or None if either key is missing."""
     extra = params.get("kvflow")
     return extra.get(name) if isinstance(extra, Mapping) else None
 
@@ -118,14 +126,14 @@ def _own_params(ticket: Ticket) -> dict[str, Any]:
 
 
 class Dialect(NamedTuple):
-    """Functions that read and write tickets in `kv_transfer_params`. The defaults are for kvflow's own engines."""
+    """How tickets are read from and written to `kv_transfer_params`. The defaults are for kvflow's own engines."""
 
     read_ticket: Callable[[Mapping[str, Any]], Ticket] = Ticket.from_params
-    """Function that makes a ticket from `kv_transfer_params`. RequestError if the parameters are not a ticket."""
+    """Function that returns the ticket in `kv_transfer_params`; it raises RequestError if they are not a ticket."""
     params_of: Callable[[Ticket], dict[str, Any]] = _own_params
     shown_id: Callable[[str], str] = str
-    """Function that takes a request id and returns the form of it that lease names contain."""
+    """Function that takes a request id and returns the text that stands for the id in names of leases."""
 
 
 OWN_DIALECT = Dialect()
-"""The dialect of kvflow's own engines."""
+"""Reads and writes tickets of kvflow's own engines."""

@@ -1,4 +1,4 @@
-"""Checks settings that users of an engine's plugin write as JSON: fields of `kvflow.Config` and the plugin's own keys.
+"""PluginSettings: checks the JSON settings of an engine's plugin: fields of `kvflow.Config` and the plugin's own keys.
 
 `Config` checks its fields. A msgspec struct checks the types of the plugin's own settings. Each ConfigError says where
 the settings come from and which key is wrong.
@@ -21,26 +21,29 @@ OwnT = TypeVar("OwnT", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginSettings:
-    """Rules for the settings from one source: the known keys, and the fields of Config that users cannot set."""
+    """Rules for the settings that users give to an engine's plugin: which keys are known, and who may set them."""
 
     where: str
-    """Where the settings come from, for errors: for example the name of an environment variable."""
+    """Place where users write the settings, for error messages: for example the name of an environment variable."""
     engine: str
-    """Name of the engine, for errors."""
+    """Name of the engine, for example "vLLM", for error messages."""
     from_engine: Collection[str]
-    """Fields of Config that the plugin takes from the engine, so that users cannot set them."""
+    """Names of fields of Config that the plugin takes from the engine, so that users cannot set them."""
     own_keys: Collection[str] = ()
-    """Keys of the plugin's own settings, beside the fields of Config."""
+    """Keys of settings that only this plugin has; all other keys must be fields of Config."""
 
     def check_known(self, given: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a key in `given` is unknown, or is a field that the plugin takes from the engine."""
+        """Raise ConfigError if a user's settings `given` have an unknown key, or a key that users cannot set."""
         known = {entry.name for entry in fields(Config)}.difference(self.from_engine)
         listed = ", ".join(self.from_engine)
         hint = f" ({listed} come from {self.engine})" if given.keys() & {*self.from_engine} else ""
         checks.check_known(given, known.union(self.own_keys), where=self.where, hint=hint)
 
     def own_settings(self, given: Mapping[str, Any], kind: type[OwnT]) -> OwnT:
-        """Return the plugin's own settings in `given` as a `kind`. ConfigError names the wrong key."""
+        """Return a `kind` made from those of the user's settings `given` that only this plugin has (`own_keys`).
+
+        ConfigError if a key in `given` is unknown or has a wrong type.
+        """
         self.check_known(given)
         try:
             return msgspec.convert({name: given[name] for name in given if name in self.own_keys}, kind)

@@ -1,4 +1,7 @@
-"""Asks peers for prefixes on behalf of a worker: all peers at once, for a bounded time. One rank asks for all ranks."""
+"""PrefixPeers: asks peers for prefixes of prompts, for a worker: all peers together, for a bounded time.
+
+In each engine, one rank asks on behalf of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,30 +29,30 @@ _EVENT_PEERS_MAX = 4
 
 @dataclass(slots=True, kw_only=True)
 class PrefixPeers:
-    """The peers that a worker asks for prefixes, and the settings of these questions."""
+    """Asks a worker's peers whether they hold prefixes of prompts, with these settings."""
 
     prefixes: Prefixes
     """The `Prefixes` object of the worker's runtime, which sends the questions."""
     wait_s: float = 0.05
-    """Longest time that a question may take, in seconds."""
+    """Longest time to wait for the answers to a question, in seconds."""
     recompute_s_per_token: float | None = None
-    """Seconds to compute a token locally. If given, a prefix is not loaded from an engine with earlier loads that were
-    slower."""
+    """Seconds that this engine takes to compute a token. If given, no prefix is loaded from a peer from which earlier
+    loads took longer than that for each token."""
     every_rank: bool = False
-    """True if other ranks of this engine load the found prefix, too."""
+    """True if all ranks of this engine load the found prefix; False if only the rank that asks loads it."""
     events: tuple[EventSource, ...] = ()
-    """Engines with KV events to follow (`follow_events`): a question also goes to the engines that, by their events,
-    have part of the prefix. The holder of each source is the address of that engine's side channel."""
+    """Sources of KV events of other engines (`follow_events`). By these events this worker knows which engines have
+    part of a prefix, and asks them, too. The `holder` of each source is the address of that engine's side channel."""
     known_peers: tuple[str, ...] = ()
-    """Addresses of peers that `connect_peers` connects to at the start, since connecting takes longer than a question
-    may."""
+    """Addresses of peers for `connect_peers`: connecting takes longer than a question may, so it is done in advance."""
     _map: PrefixMap = field(default_factory=PrefixMap)
 
     async def ask(self, question: Question) -> tuple[PrefixOutcome, tuple[Ticket, ...], tuple[Ticket, ...]]:
-        """Ask the peers in `question`, and the peers that by their KV events have part of the prefix.
+        """Ask the peers that `question` names, and those that have part of the prefix by their KV events.
 
-        Return the outcome and two tuples of leased tickets. The tickets of the first tuple are to load with: all offer
-        the most tokens that any peer has, the best peer first. The tickets of the second tuple are to be given back.
+        Return the outcome and two tuples of tickets, with leases that peers have opened for this question. The first
+        tuple is for the load: all its tickets offer the largest number of tokens that any peer has, and the best peer
+        comes first. The tickets of the second tuple are to be given back.
         """
         request = PrefixRequest(
             runtime_id_of(question.request_id),
@@ -74,9 +77,9 @@ class PrefixPeers:
         return PrefixOutcome.FOUND, tickets[:best_count], tickets[best_count:]
 
     async def connect_peers(self, within_s: float) -> None:
-        """Connect this rank to the known peers, within `within_s` seconds.
+        """Connect this rank to `known_peers`. Return when all are connected, after `within_s` seconds at the latest.
 
-        A peer that is not up yet is connected by the first question to it.
+        If a peer cannot be reached in that time, the first question to that peer connects to it.
         """
         peers, nothing = self.known_peers[:PEERS_MAX], (bytes(KEY_BYTES),)
         await self._seek(
@@ -84,12 +87,15 @@ class PrefixPeers:
         )
 
     async def follow_events(self) -> None:
-        """Follow the KV events of `events` until cancelled: the body of a task."""
+        """Receive the KV events of the sources in `events` until cancelled: the body of a task."""
         async with Subscriber(self._map, self.events):
             await asyncio.Event().wait()
 
     def _holders_by_events(self, question: Question) -> list[str]:
-        """Return addresses of peers that by their KV events have more of the prefix than is cached here, best first."""
+        """Return addresses of peers that, by their KV events, have more of the prefix than this engine, best first.
+
+        The peer with the most tokens comes first. Return nothing if the question does not use events.
+        """
         found = self._map.holders(question.keys, question.key_tokens) if question.use_events else []
         return [peer for peer, tokens in found if tokens > question.cached_tokens][:_EVENT_PEERS_MAX]
 

@@ -1,13 +1,13 @@
 """The scheduler's questions to peers for prefixes: at most one for each request, before the request gets blocks.
 
-When the engine first asks how much of a prompt can be loaded, a question to peers is made, which leaves with the next
-step. The request waits until the answer comes back with a step's results. The tickets in the answer are then used like
+When the engine first asks how much of a prompt can be loaded, a question to peers is made, which goes to the workers
+with the next step. The request waits until the workers report the answer. The tickets in the answer are then used like
 any other ticket.
 
 Requests with prompts that begin alike ask in turn: each waits at most once for the answer to another request. A request
 also waits once for the load of another request, if that load brings at least half of the tokens that the request still
-lacks. Then it finds those tokens in the engine's prefix cache, and asks for the rest if that is worth it. Requests that
-have little in common but a system prompt load side by side.
+lacks. Afterwards the request finds those tokens in the engine's prefix cache, and asks for the rest if that is worth a
+question. Requests that have little in common but a system prompt load at the same time.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class PrefixOutcome(enum.StrEnum):
     FOUND = "found"
     NOTHING = "nothing"
     SLOWER = "slower"
-    """A prefix was found, but loading it would take longer than computing it."""
+    """A peer has a prefix, but loading the prefix would take longer than computing it."""
     LATE = "late"
-    """Nothing was found, and the question's time ran out before every peer had answered."""
+    """The time for answers ran out before every peer had answered, and no answer offered a prefix."""
 
 
 def source_in(params: Mapping[str, Any] | None) -> str | None:
-    """Return the address of the peer that a router named as the holder of the prompt's prefix; None if it named none.
+    """Return the address of the peer that, by the router, holds a prefix of the prompt; None if no peer is named.
 
-    Routers of vLLM and llm-d write `{"remote_kv_source": {"kv_request_id", "remote_host", "remote_port"}}`.
-    RequestError if that is not a valid address.
+    `params` are the request's `kv_transfer_params`. Routers of vLLM and llm-d name the peer in the key
+    "remote_kv_source": `{"kv_request_id": ..., "remote_host": ..., "remote_port": ...}`. RequestError if host and port
+    are not valid.
     """
     given = None if params is None else params.get(_SOURCE)
     if given is None:
@@ -62,7 +63,7 @@ class _State(enum.IntEnum):
     NEW = 0
     ASKED = 1
     LOADING = 2
-    """Peers offer a prefix, which the request loads next."""
+    """The answer has arrived; if peers offer a prefix, the request loads it next."""
     ENDED = 3
 
 
@@ -75,15 +76,16 @@ class _AskingRequest:
     use_events: bool
     state: _State = _State.NEW
     blocker: _AskingRequest | None = None
-    """The other request that this request waits for, or has waited for last; None if it never waited or has asked."""
+    """The other request that this request waits for, or has last waited for. None if this request has not waited yet,
+    or has asked."""
     blocked_through: _State = _State.NEW
-    """The state of the request `blocker` that has to pass before this request goes on. It only rises: first ASKED (wait
-    for the other's answer), then LOADING (wait for the other's load)."""
+    """The last state of `blocker` in which this request has to wait. It only rises: with ASKED, this request waits for
+    the other request's answer, with LOADING for the other request's load."""
 
     def wait_for(self, other: _AskingRequest, through: _State) -> bool:
-        """Have this request wait until `other` has passed the state `through`. Return whether it waits.
+        """Have this request wait until the state of `other` is beyond `through`. Return whether this request waits.
 
-        If this request has waited for that state of any request before, it does not wait.
+        If this request has waited before for that state of some request, do nothing and return False.
         """
         if through <= self.blocked_through:
             return False
@@ -91,23 +93,23 @@ class _AskingRequest:
         return True
 
     def waits(self) -> bool:
-        """Return True while the request `blocker` has not passed the state `blocked_through`."""
+        """Return True if this request still waits, since the state of `blocker` is not beyond `blocked_through`."""
         return self.blocker is not None and _State.NEW < self.blocker.state <= self.blocked_through
 
     def keys_in_common(self, other: _AskingRequest) -> int:
-        """Return how many leading keys this request and `other` have in common.
+        """Return how many prefix keys, from the beginning, this request and `other` have in common.
 
-        A key covers all tokens before it, so a binary search finds the number.
+        Each key depends on all tokens before it, so a binary search finds the number.
         """
         places = range(min(len(self.keys), len(other.keys)))
         return bisect_left(places, True, key=lambda at: self.keys[at] != other.keys[at])
 
 
 class PrefixQuestions:
-    """All requests that may load the beginning of their prompts from a peer, and the questions for the next step.
+    """Decides which requests ask peers for a prefix of their prompts, and when; holds the questions for the next step.
 
-    `peers` are asked if a router names no peer; with `use_events`, peers that KV events name are asked, too. No
-    question is made for fewer than `tokens_min` tokens.
+    `peers` are the addresses to ask if the router names no peer for a request. If `use_events`, the peers that have
+    part of the prefix by their KV events are asked, too. No question is made for fewer than `tokens_min` tokens.
     """
 
     def __init__(self, peers: Sequence[str], *, block_tokens: int, tokens_min: int, use_events: bool = False) -> None:
@@ -117,27 +119,27 @@ class PrefixQuestions:
         self._tokens_min = tokens_min
         self._requests: dict[str, _AskingRequest] = {}
         self._active_by_first_key: dict[bytes, dict[str, _AskingRequest]] = {}
-        """Requests that wait for an answer or for their load, by the key of their first block, then by request id."""
+        """Requests in state ASKED or LOADING, by the prefix key of their prompts' first block, then by request id."""
         self._next_questions: list[Question] = []
 
     def __repr__(self) -> str:
         return f"<PrefixQuestions {counted(len(self._requests), 'request')}>"
 
     def add(self, request_id: str, keys: Sequence[bytes], source: str | None) -> None:
-        """Add a request without a ticket of a prefill engine.
+        """Add a request that has no ticket from a prefill engine, unless it is too short for a question.
 
-        `keys` are the prefix keys of its full blocks, without its last token, which is always computed locally.
-        `source` is the address of the peer that its router has named, or None. A prompt of fewer than `tokens_min`
-        tokens is not added.
+        `keys` are the prefix keys of the prompt's full blocks; the prompt's last token is left out, since it is always
+        computed locally. `source` is the address of the peer that the request's router has named, or None.
         """
         peers, use_events = (self._peers, self._use_events) if source is None else ((source,), False)
         if (peers or use_events) and len(keys) * self._block_tokens >= self._tokens_min:
             self._requests[request_id] = _AskingRequest(keys, peers, use_events)
 
     def ask_or_wait(self, request_id: str, num_computed_tokens: int) -> bool:
-        """Make the question of a request if it is the request's turn. Return True while the request waits.
+        """Return True if the request has to wait: for its turn to ask peers, or for their answer.
 
-        It waits for its turn, or for the answer. `num_computed_tokens` are in the engine's own cache already.
+        If it is the request's turn, make its question. `num_computed_tokens` is the number of the prompt's tokens that
+        the engine's own cache has.
         """
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.NEW:
@@ -160,7 +162,10 @@ class PrefixQuestions:
         return True
 
     def _waits_behind_another(self, request: _AskingRequest, num_computed_tokens: int) -> bool:
-        """Have `request` wait for a similar request, if worthwhile and not done before. Return whether it waits."""
+        """Have `request` wait for another request with a prompt that begins alike, and return True.
+
+        Return False if there is no request worth waiting for, or if `request` has waited in this way before.
+        """
         begun = self._active_by_first_key.get(request.keys[0], {}).values()
         if begun:
             other = max(begun, key=request.keys_in_common)
@@ -172,15 +177,15 @@ class PrefixQuestions:
         return asked is not None and request.wait_for(asked, _State.ASKED)
 
     def take_questions(self) -> list[Question]:
-        """Return the questions for the next step, and forget them. Questions of ended requests are left out."""
+        """Return the questions that were made since the last call, except those of requests that have ended."""
         taken, self._next_questions = [one for one in self._next_questions if one.request_id in self._requests], []
         return taken
 
     def note_answer(self, request_id: str, *, found: bool) -> bool:
-        """Note the answer to the question of a request. Return True if the request still waits for that answer.
+        """Record that a request's question was answered. Return True if the request was still waiting for the answer.
 
-        If nothing was `found`, other requests that would ask the same peers only for keys of this question do not ask
-        at all.
+        `found`: peers offer a prefix. If they do not, the request's waiters go on, and other requests that would ask
+        the same peers only for keys that this question had do not ask at all.
         """
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.ASKED:
@@ -195,7 +200,7 @@ class PrefixQuestions:
         return True
 
     def resume_waiters(self, request_id: str) -> None:
-        """Let all requests go on that wait for this request, because its load has ended, or it loads nothing."""
+        """Let the requests go on that wait for this request, because it has ended its load or loads nothing."""
         request = self._requests.get(request_id)
         if request is not None:
             request.state = _State.ENDED
@@ -205,6 +210,6 @@ class PrefixQuestions:
                 self._active_by_first_key.pop(request.keys[0], None)
 
     def finish(self, request_id: str) -> None:
-        """Forget a request that has ended, and let the requests go on that wait for it."""
+        """Forget a request that has ended, and let the requests go on that wait for that request."""
         self.resume_waiters(request_id)
         self._requests.pop(request_id, None)

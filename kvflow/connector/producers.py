@@ -1,13 +1,13 @@
 """Requests that compute their prompts for readers, and the leases of those prompts.
 
-A prompt's lease is opened in the step that completes the prompt, under a name that stays secret until the request ends
-and its ticket goes to the router. From then on the blocks are held until the workers report the end of the lease.
-Before that, a preemption or an abort may take the blocks at once, since no reader can know the lease.
+The step that completes a prompt opens the prompt's lease, under a name that is secret until the request ends and its
+ticket goes to the router. After that, the blocks are held until the workers report the end of the lease. Before that, a
+preemption or an abort may take the blocks at once, since no reader can know the lease.
 
-If the router has named the prompt beforehand, with a pending ticket (`Ticket.rendezvous`), the prompt *flows*: its
-lease is opened in the prompt's first step, grows with every step, and may be read at any time. A preemption recalls the
-lease: the workers end it before their step writes, which takes a moment (`Step.recall`). An abort holds the blocks
-until the lease has ended.
+If readers wait for the prompt with a pending ticket (`Ticket.rendezvous`), the prompt *flows*: its lease is opened in
+the prompt's first step, grows with every step, and may be read at any time. A preemption recalls the lease: the workers
+end the lease before the next step writes, which takes a moment (`Step.recall`). If the request is aborted, its blocks
+are held until the lease has ended.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _WARNED_ENGINES_MAX = 1 << 8
 class _Producer:
     request_id: str
     num_prompt_tokens: int
-    """Number of prompt tokens that may be offered."""
+    """Number of prompt tokens that may be offered: all, or all but the last (`withhold_last_token`)."""
     prompt: Sequence[int] | None
     serve_id: str | None = None
-    """Name under which readers wait for the lease of this prompt; None if no reader waits, or if the name must not be
-    used again."""
+    """Request id of the pending ticket with which readers wait for this prompt, which names the lease. None if no
+    readers wait, or if a lease of that name has already been opened and recalled, or was declined."""
     saved: Save | None = None
-    """The prompt's open lease: the `Save` that opened it, with all blocks and tokens added since; None if no lease is
-    open."""
+    """The prompt's open lease: the `Save` that opened the lease, with all blocks and tokens added since. None if no
+    lease is open."""
     num_computed_tokens: int = 0
     state: ProducerState = ProducerState.COMPUTING
 
@@ -61,7 +61,7 @@ class _Producer:
 
 
 class ProducingRequests:
-    """All requests of an engine that offer their prompts, and the workers' next step for these requests."""
+    """All requests of an engine that offer their prompts, and what the workers have to do for them next."""
 
     def __init__(
         self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect, new_secret: Callable[[], str]
@@ -71,32 +71,35 @@ class ProducingRequests:
         self._dialect = dialect
         self._new_secret = new_secret
         self._introduction: Ticket | None = None
-        """One ticket without blocks that names all ranks of this engine; every offer is made from it. While it is None,
-        nothing is offered."""
+        """Ticket without blocks that names all ranks of this engine; the tickets of all offers are made from this
+        ticket. While it is None, nothing is offered."""
         self._requests: dict[str, _Producer] = {}
         self._warned_engines = BoundedMap[tuple[str, str], None](_WARNED_ENGINES_MAX)
-        """Engines, by id and address, at which readers have waited in vain for prompts of this engine; each was logged
-        once."""
+        """Engine id and address of each engine at which readers have waited for a prompt that this engine computes; one
+        warning was logged for each."""
         self._next_step = Step()
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def state_of(self, request_id: str) -> ProducerState | None:
-        """Return the state of a request, or None if it has ended or does not offer its prompt."""
+        """Return the state of a request, or None if the request has ended or does not offer its prompt."""
         request = self._requests.get(request_id)
         return None if request is None else request.state
 
     def introduce(self, ticket: Ticket | None) -> None:
-        """Offer prompts from the ranks that `ticket` names.
+        """Set the ticket that names the ranks of this engine, so that prompts can be offered.
 
-        If `ticket` is None, offer nothing, and have each step ask the workers for tickets that name them
+        If `ticket` is None, offer nothing, and have each step ask the workers for new tickets that name their ranks
         (`ConnectorWorker.introduction`).
         """
         self._introduction, self._next_step.introduce = ticket, ticket is None
 
     def add(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
-        """Add a request that offers its prompt, with the pending ticket that `params` may have."""
+        """Add a request that offers its prompt. Readers may wait for it with a pending ticket, which `params` then has.
+
+        If they wait at another engine or DP rank, redirect them to this one.
+        """
         pending = pending_ticket_in(params)
         self._requests[request.request_id] = _Producer(
             request_id=request.request_id,
@@ -108,9 +111,9 @@ class ProducingRequests:
             self._redirect_readers(request.request_id, pending, self._introduction)
 
     def _redirect_readers(self, request_id: str, pending: Ticket, ours: Ticket) -> None:
-        """If the readers of a prompt wait at another engine or DP rank than this one, redirect them to this one.
+        """If a prompt's readers wait at another engine or DP rank than this one, redirect them to this one.
 
-        `pending` is the readers' pending ticket, `ours` the introduction of this engine's ranks.
+        `pending` is the readers' pending ticket. `ours` is a ticket without blocks that names this engine's ranks.
         """
         places = ({rank.address for rank in one.ranks} for one in (pending, ours))
         if (pending.engine_id, pending.dp_rank) == (ours.engine_id, ours.dp_rank) and set.intersection(*places):
@@ -131,9 +134,10 @@ class ProducingRequests:
         )
 
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids: TablesOf) -> Step:
-        """Return a message to the workers: what to do in this engine step for prompts that are offered to readers.
+        """Return the workers' work in this engine step for prompts that are offered to readers.
 
-        The arguments are those of `ConnectorScheduler.build_step`.
+        `scheduled` has the total of computed tokens of each request once the step has run. `preempted` are the ids of
+        requests that have lost their blocks, and `block_ids` returns a request's blocks.
         """
         for request_id in preempted:
             self._preempt(request_id)
@@ -148,14 +152,19 @@ class ProducingRequests:
         return step
 
     def note_sent(self, request_ids: Iterable[str]) -> None:
-        """Note that the leases of these requests have ended. Ids of requests that are not `SENDING` change nothing."""
+        """Record that the leases of these requests have ended. Requests in other states than SENDING do not change."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and allows(PRODUCER_TABLE, request.state, "sent"):
                 self._fire(request, "sent")
 
     def finish(self, request_id: str, *, completed: bool, block_ids: GivenTables | None) -> Finished:
-        """Note that the engine has ended a request; see `ConnectorScheduler.request_finished`."""
+        """Record that the engine has ended a request, and offer its prompt if its blocks still hold all of it.
+
+        Return the parameters for the router and whether the engine must hold the blocks. `completed`: the request was
+        not aborted and has not failed. `block_ids`: the blocks that the request still has, if known. See
+        `ConnectorScheduler.request_finished`.
+        """
         request = self._requests.get(request_id)
         if request is None:
             return Finished(False, None)
@@ -178,7 +187,7 @@ class ProducingRequests:
         return Finished(request_blocks_held(request.state), self._dialect.params_of(ticket))
 
     def withdraw_all(self) -> None:
-        """Have the next step end every lease that readers may read."""
+        """Have the next step end each lease that readers know and may be reading."""
         for request in self._requests.values():
             if request.state is ProducerState.FLOWING:
                 self._recall(request)
@@ -191,10 +200,11 @@ class ProducingRequests:
         self._next_step.send.append(request.request_id)
 
     def _give_up(self, request: _Producer, *, flows: bool) -> None:
-        """End a request without giving the router a ticket.
+        """End a request without a ticket for the router.
 
-        `flows`: readers may be reading the prompt while it is computed. Then they are notified, and the blocks are held
-        until no read of the prompt can succeed. Else no reader has the ticket, and the blocks are free at once.
+        `flows`: readers may be reading the prompt while it is computed. If so, the lease ends with a notification to
+        these readers, and the blocks are held until no read of them can succeed. If not, no reader has a ticket, and
+        the blocks are free at once.
         """
         if flows:
             self._send(request)
@@ -205,21 +215,24 @@ class ProducingRequests:
             self._decline(request, "the request has ended before its prompt was computed")
 
     def _decline(self, request: _Producer, reason: str) -> None:
-        """If readers wait for the prompt of `request`, have the next step notify them that it will not be offered."""
+        """If readers wait for the prompt of `request`, have the next step notify them that they will not get it.
+
+        `reason` is for the readers' error message.
+        """
         serve_id, request.serve_id = request.serve_id, None
         if serve_id is not None:
             self._next_step.decline.append(Decline(serve_id=serve_id, reason=reason))
 
     def _withdraw(self, request: _Producer) -> None:
-        """Have the next step end the lease of a request, if it has one. Only while no reader knows the lease."""
+        """If `request` has an open lease, have the next step end that lease. No reader may know the lease yet."""
         save, request.saved = request.saved, None
         if save is not None and any(save.block_tables):
             self._next_step.withdraw.append(request.request_id)
 
     def _recall(self, request: _Producer) -> None:
-        """Have the next step end the lease of a prompt that readers may be reading while it is computed.
+        """Have the next step end the lease of a flowing prompt, which readers may be reading.
 
-        If the prompt is computed again, the readers that wait now do not get it.
+        These readers' loads fail: they do not get the prompt if it is computed again.
         """
         self._fire(request, "preempt")
         self._next_step.recall.append(request.request_id)
@@ -239,10 +252,10 @@ class ProducingRequests:
             self._next_step.recall.append(request_id)  # it was preempted first, and then ended
 
     def _still_holds_prompt(self, request: _Producer, block_ids: GivenTables | None) -> bool:
-        """Return True if the blocks under a request's lease still hold its prompt.
+        """Return True if `request` has an open lease, and the blocks of that lease still hold its prompt.
 
-        The `block_ids` of the request, unless None, must be the blocks of the lease, and a recurrent state must not
-        have advanced beyond the prompt.
+        `block_ids` are the blocks that the request has now: if given, they must be those of the lease. A recurrent
+        state must not have advanced beyond the prompt.
         """
         save = request.saved
         if save is None or (self._config.has_state and request.num_computed_tokens > save.num_tokens):
@@ -250,10 +263,10 @@ class ProducingRequests:
         return block_ids is None or self._groups.prompt_blocks(block_ids, save.num_tokens) == save.block_tables
 
     def _recall_prompts_with_lost_blocks(self, block_ids: TablesOf) -> None:
-        """Recall each lease, readable while its prompt is computed, that has lost blocks of the prompt to the answer.
+        """Recall the lease of each flowing prompt that has lost blocks, because a window or state has moved on.
 
-        A window or a recurrent state advances with the answer. Prompts of requests that this step does not schedule are
-        checked as well.
+        Windows and recurrent states advance while the answer is computed. Requests that this step does not schedule are
+        checked, too.
         """
         if self._groups.blocks_stay:
             return
@@ -263,10 +276,10 @@ class ProducingRequests:
                 self._recall(request)
 
     def _open_or_extend(self, request: _Producer, block_ids: TablesOf, *, late: bool) -> None:
-        """Open or extend the lease of a request, because this step computes more of its tokens.
+        """Have the next step open or extend the lease of a request, because this step computes more of its tokens.
 
-        `late`: the prompt was complete before this step. Then the window may have moved on, or the state may have
-        advanced, so a cache with windows or state offers the prompt only if it has a lease already.
+        `late`: the prompt was complete before this step, so windows or recurrent state may have advanced beyond it. In
+        a cache that has these, a late prompt without a lease gets none.
         """
         computing = request.state is ProducerState.COMPUTING
         if self._introduction is None or not (computing or request.state is ProducerState.FLOWING):
@@ -282,10 +295,10 @@ class ProducingRequests:
             self._offer(request, block_ids(request.request_id), request.serve_id)
 
     def _offer(self, request: _Producer, block_ids: GivenTables, name: str | None) -> None:
-        """Have the next step open the lease of a prompt.
+        """Have the next step open the lease of a request's prompt.
 
-        `name` is the name under which readers wait for the lease: they may read the prompt while it is computed. None
-        makes a secret name.
+        `name` is the name under which readers wait for the lease, and may read while the prompt is computed. If it is
+        None, the lease gets a secret name, which no reader knows yet.
         """
         tokens, flows = self._config.offered_of(request.num_prompt_tokens), name is not None
         computed = min(request.num_computed_tokens, tokens)
@@ -305,9 +318,9 @@ class ProducingRequests:
             self._next_step.save.append(save)
 
     def _grow(self, request: _Producer, save: Save, block_ids: GivenTables) -> None:
-        """Have the next step add the newly computed tokens to a lease that is read while its prompt is computed.
+        """Have the next step add newly computed tokens to the lease of a flowing prompt.
 
-        `save` is that lease. If this step computes none of its tokens, do nothing.
+        `save` describes the lease so far. If this step computes no tokens of the prompt, do nothing.
         """
         computed = min(request.num_computed_tokens, save.num_tokens)
         tables = self._groups.prompt_blocks(block_ids, save.num_tokens, complete=computed == save.num_tokens)

@@ -1,4 +1,4 @@
-"""States of a request in an engine's scheduler, as two transition tables: one for loading, one for offering a prompt.
+"""Transition tables for requests in an engine's scheduler: one for requests that load prompts, one for offered prompts.
 
 See `core.policy.states` for `fire` and `allows`. The pictures in docs/architecture.md are drawn from these tables.
 """
@@ -14,10 +14,10 @@ from kvflow.core.policy.states import Table
 class ConsumerState(enum.StrEnum):
     """State of a request that may load its prompt from another engine (`connector.consumers`)."""
 
-    EXPECTED = "expected"  # it has no blocks yet
-    RECEIVING = "receiving"  # a load writes its blocks
-    ABANDONED = "abandoned"  # it has ended, but a load may still write its blocks
-    LOCAL = "local"  # it needs nothing from a remote engine
+    EXPECTED = "expected"  # the request has no blocks yet
+    RECEIVING = "receiving"  # a load writes to the request's blocks
+    ABANDONED = "abandoned"  # the request has ended, but a load may still write to its blocks
+    LOCAL = "local"  # the request needs nothing further from a remote engine
     ENDED = "ended"
 
 
@@ -38,9 +38,9 @@ class ProducerState(enum.StrEnum):
     """State of a request that computes its prompt for another engine (`connector.producers`)."""
 
     COMPUTING = "computing"
-    FLOWING = "flowing"  # its lease grows with its prompt, and may be read meanwhile
-    SAVED = "saved"  # its prompt is computed and its lease open; its ticket is not given out yet
-    SENDING = "sending"  # it has finished, and its ticket is given out
+    FLOWING = "flowing"  # the prompt is being computed, with an open lease that readers may read
+    SAVED = "saved"  # the prompt is computed and its lease open, but no reader has the ticket yet
+    SENDING = "sending"  # the request has ended, and readers may have the ticket
     ENDED = "ended"
 
 

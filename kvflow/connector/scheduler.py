@@ -45,13 +45,15 @@ __all__ = [
 
 
 class ConnectorScheduler:
-    """All requests of an engine's scheduler that load or offer prompts. Until `introduce`, nothing is offered.
+    """Decides which prompts of an engine's requests are loaded or offered, and what the workers do in each step.
+
+    Until `introduce` is called, nothing is offered.
 
     Args:
         config: settings of the scheduler's half.
-        new_secret: function that returns a new text at each call, which nobody can guess.
-        dialect: form of tickets in the parameters that routers carry.
-        questions: decides which peers are asked for which prefixes; None asks no peer.
+        new_secret: function that returns another unguessable text at each call.
+        dialect: how tickets are read from and written to the parameters that routers carry.
+        questions: decides which peers are asked for prefixes of which prompts; None: no peer is asked.
     """
 
     def __init__(
@@ -84,30 +86,30 @@ class ConnectorScheduler:
             request_id: id of the request in the engine.
 
         Returns:
-            The state; None for a request that neither consumes nor produces, or has ended.
+            The state; None if the request neither loads nor offers its prompt, or has ended.
         """
         return self._consumers.state_of(request_id) or self._producers.state_of(request_id)
 
     def blocks_held(self, request_id: str) -> bool:
-        """Return whether a request's blocks must stay unchanged, even if the engine has ended the request.
+        """Return whether the engine must not reuse or write a request's blocks, even if the request has ended.
 
         Args:
             request_id: id of the request in the engine.
 
         Returns:
-            True if they must; False also for an unknown request.
+            True if a load may still write the blocks, or readers may read them. False for an unknown request.
         """
         state = self.state_of(request_id)
         return state is not None and request_blocks_held(state)
 
     def introduce(self, ticket: Ticket) -> None:
-        """Set the ranks from which prompts are offered.
+        """Set the ticket that names the engine's ranks, so that prompts can be offered.
 
         If the ranks have registered smaller blocks than the engine's, each block of the engine consists of several
         consecutive blocks of the ranks. Block tables in a `Step` then have ids of the ranks' blocks.
 
         Args:
-            ticket: the introductions of all ranks (`ConnectorWorker.introduction`), merged by `merge_tickets`.
+            ticket: the tickets that name the single ranks (`ConnectorWorker.introduction`), merged by `merge_tickets`.
 
         Raises:
             ConfigError: the ranks have another number of groups than the engine, or their blocks do not divide the
@@ -117,27 +119,27 @@ class ConnectorScheduler:
         self._producers.introduce(ticket)
 
     def forget_ranks(self) -> None:
-        """Offer nothing until `introduce` is called again; steps ask the workers for `ConnectorWorker.introduction`.
+        """Offer nothing until `introduce` is called again, and have steps ask the workers for new introductions.
 
-        Call this when the ranks are about to register their caches again, for example after a sleep: tickets made
-        before name the earlier registrations.
+        Call this when the ranks are about to register their caches again, for example after a sleep, because existing
+        tickets name the earlier registrations. The workers answer with `ConnectorWorker.introduction`.
         """
         self._producers.introduce(None)
 
     def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
         """Add a request that has arrived. A request that neither loads nor offers a prompt changes nothing.
 
-        If the tokens agree with the ticket, but pictures, an adapter or the like do not, nothing is raised: then
-        `refusal` returns the error, the request must not be computed, and its load fails.
+        If the prompt's tokens agree with the ticket, but pictures, an adapter or the like do not, this method does not
+        raise. Instead, `refusal` returns the error: the request must not be computed, and a load of it fails.
 
         Args:
             request: the request.
-            sharing: whether other requests have the same ticket.
+            sharing: whether other requests may have the same ticket.
 
         Raises:
-            RequestError: the parameters are not a ticket, or the ticket was used before (unless samples share it, and
-                one sample still needs it); PromptMismatch if the ticket is for other tokens. The prompt is then
-                computed locally.
+            RequestError: the request's parameters are not a ticket, or the ticket was used before (unless samples share
+                the ticket, and a sample still needs it). PromptMismatch, a RequestError, if the ticket is for other
+                tokens. After these errors the prompt is computed locally.
             UsageError: a request with that id was added before and has not ended.
         """
         if self.state_of(request.request_id) is not None:
@@ -157,20 +159,20 @@ class ConnectorScheduler:
     def note_computed_here(self, reason: str) -> None:
         """Count a request that has a ticket but is computed locally for a reason that only the engine knows.
 
-        Requests that `add` refuses are counted by `add`. Once a minute, a log line says how many requests were counted,
-        and why.
+        `add` counts the requests that it refuses. Once a minute, a log line has the number of counted requests for each
+        reason.
 
         Args:
-            reason: the text after "because" in that line.
+            reason: text that follows "because" in the log line.
         """
         self._consumers.computed_here[reason] += 1
 
     def refusal(self, request_id: str) -> PromptMismatch | None:
         """Return the error with which a request must fail, because only the tokens of its prompt agree with its ticket.
 
-        For example, a router may have dropped the prompt's pictures: computed locally, the request would be answered as
-        if it had none. The engine either fails the request at once, or gives it blocks: then its load fails with the
-        same error.
+        For example, a router may have dropped the prompt's pictures. If this engine computed the prompt, the answer
+        would be for a prompt without pictures. The engine can fail the request at once, or give it blocks: then the
+        request's load fails with the same error.
 
         Args:
             request_id: id of the request in the engine.
@@ -181,22 +183,22 @@ class ConnectorScheduler:
         return self._consumers.refusal(request_id)
 
     def refuse(self, refused: Iterable[tuple[str, PromptMismatch]]) -> None:
-        """Note requests that must fail, because their loads found another prompt with the same tokens.
+        """Record requests that must fail, because their loads found a prompt with the same tokens but other pictures.
 
-        A pending ticket does not say which prompt it is for, so only the load can compare the prompts.
+        A pending ticket does not say which prompt it is for, so only the load can compare the prompts. Afterwards
+        `refusal` returns the errors.
 
         Args:
-            refused: `Results.refused` of the workers. Afterwards `refusal` returns these errors. Unknown ids change
-                nothing.
+            refused: request ids and errors: `Results.refused` of the workers. Unknown ids change nothing.
         """
         self._consumers.refuse(refused)
 
     def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
-        """Have a request without a ticket load a prefix that peers offer. The request may offer its own prompt, too.
+        """Have a request without a ticket load a prefix that peers offer. The request may also offer its own prompt.
 
         Args:
-            request_id: id of a request that has no blocks yet.
-            tickets: a leased ticket of each peer, all for the same number of tokens; the best first.
+            request_id: id in the engine of a request that has no blocks yet.
+            tickets: the tickets that peers have answered, all for the same number of tokens, the best peer first.
 
         Raises:
             UsageError: the request has a ticket already.
@@ -208,22 +210,23 @@ class ConnectorScheduler:
 
         Args:
             request_id: id of the request in the engine.
-            tickets: the tickets to give back.
-            last: True if no other request reads the blocks: their producers get them back at once.
+            tickets: the tickets to release.
+            last: True if no other request needs the tickets. Then their leases end, and the producers can reuse the
+                blocks.
         """
         self._consumers.give_back(request_id, tickets, last=last)
 
     def reject(self, request: EngineRequest) -> None:
-        """Give back the ticket of a request that was refused before it could be added, or that has ended.
+        """Release the tickets of a request that was refused before it could be added, or that has ended.
 
-        The producer is notified, unless another request has used the ticket. A request without a ticket changes
-        nothing.
+        With the next step, the producer is notified, unless another request has used the ticket. For a request without
+        a ticket, do nothing.
 
         Args:
             request: the request.
 
         Raises:
-            RequestError: its parameters are not a ticket.
+            RequestError: the request's parameters are not a ticket.
         """
         params = checks.mapping(request.kv_transfer_params or {}, "kv_transfer_params")
         if self._config.takes(params):
@@ -232,55 +235,54 @@ class ConnectorScheduler:
     def num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> Matched:
         """Return how many tokens of a prompt can be loaded, beyond those that the engine's own cache has.
 
-        May be called again and again for a request; peers are asked only once.
+        May be called any number of times for a request; peers are asked only once.
 
         Args:
             request_id: id of the request in the engine.
-            num_computed_tokens: tokens that the engine's own cache has; they fill whole blocks.
+            num_computed_tokens: number of the prompt's tokens that the engine's own cache has, in whole blocks.
 
         Returns:
-            The number of tokens beyond `num_computed_tokens`, and whether they are loaded between steps. The number is
-            None while the request waits for peers' answers or for another request's load. It is 0 for a request that
-            does not consume, and instead of a number below `SchedulingConfig.fetch_tokens_min`.
+            The number of tokens beyond `num_computed_tokens`, and True if the load runs while the engine goes on with
+            other steps. The number is None if the request has to wait, for peers' answers or another request's load. It
+            is 0 if nothing can be loaded, or less than `SchedulingConfig.fetch_tokens_min`.
         """
         if self._questions.ask_or_wait(request_id, num_computed_tokens):
             return None, False
         return self._consumers.match(request_id, num_computed_tokens)
 
     def update_after_alloc(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
-        """Note the blocks that a request has been given. The next step loads the missing tokens into these blocks.
+        """Set the blocks of a request. The next step loads the prompt's missing tokens into these blocks.
 
         Args:
             request_id: id of the request in the engine.
-            block_ids: all blocks of the request in prompt order, computed ones first. With several groups, a table for
-                each group. A group with a window has a null block in place of each block that it does not need; a group
-                of state has its slot at the end of its table.
-            num_external_tokens: the number that `num_new_matched_tokens` returned. If it is 0, nothing will be read,
-                and the producer is notified.
+            block_ids: ids of all blocks of the request in prompt order, beginning with blocks that are computed. With
+                several groups, one such list for each group: for a group with a window, with null blocks in place of
+                blocks that are not needed; for a group of state, with the state's slot at the end.
+            num_external_tokens: the number of tokens that `num_new_matched_tokens` returned. If it is 0, nothing is
+                loaded, and the producer is notified.
 
         Raises:
-            UsageError: the blocks do not fit that number of tokens, or there is another number of tables than of
-                groups.
+            UsageError: the blocks do not fit the number of tokens, or there are fewer or more lists than groups.
         """
         self._consumers.update_after_alloc(request_id, block_ids, num_external_tokens)
         if num_external_tokens == 0:
             self._questions.resume_waiters(request_id)
 
     def build_step(self, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: TablesOf) -> Step:
-        """Return the workers' work for this step, as decided since the last call.
+        """Return the work of all workers in this engine step: everything that was decided since the last call.
 
         Args:
-            scheduled: for each request id of the step, the request's total of computed tokens once the step has run.
+            scheduled: for each request in the step, by id, its total of computed tokens once the step has run.
             preempted: ids of requests that have lost their blocks before the step.
-            block_ids: function that returns all blocks of a request that has blocks, in the form of
-                `update_after_alloc`.
+            block_ids: function that takes the id of a request with blocks and returns the ids of all its blocks, in the
+                form of `update_after_alloc`.
 
         Returns:
-            The work for `ConnectorWorker.prepare` and `ConnectorWorker.begin` on every rank. The next call does not
-            return it again.
+            The argument for `ConnectorWorker.prepare` and `ConnectorWorker.begin` on every rank. The next call does not
+            return this work again.
 
         Raises:
-            UsageError: `block_ids` returns another number of tables than there are groups.
+            UsageError: `block_ids` returns fewer or more lists than there are groups.
         """
         self._consumers.computed_here.log()
         step = self._producers.build_step(scheduled, preempted, block_ids)
@@ -295,13 +297,14 @@ class ConnectorScheduler:
         sent: Iterable[str] = (),
         found: Mapping[str, tuple[Ticket, ...]] = MappingProxyType({}),
     ) -> None:
-        """Note what all workers have finished. Ids of requests that do not wait for it change nothing.
+        """Take in the results of the workers. Ids of requests that are not waiting for a result change nothing.
 
         Args:
-            received: ids of requests with a load that has ended, successfully or not (`Results.received`).
-            sent: ids of requests with a lease that has ended (`Results.sent`).
-            found: tickets that peers offer, by request id (`Results.found`). A request that still waits for the answer
-                adopts its tickets; else the tickets are given back.
+            received: ids of requests with loads that have ended on all workers, successfully or not
+                (`Results.received`).
+            sent: ids of requests with leases that have ended on all workers (`Results.sent`).
+            found: tickets that peers have answered, by request id (`Results.found`). If the request is still waiting
+                for the answer, it loads with these tickets (`adopt`). Otherwise the tickets are given back.
         """
         self._consumers.note_received(received)
         self._producers.note_sent(sent)
@@ -313,20 +316,20 @@ class ConnectorScheduler:
                 (self.adopt if waits else self.give_back)(request_id, tickets)
 
     def request_finished(self, request_id: str, *, completed: bool, block_ids: GivenTables | None = None) -> Finished:
-        """Note that the engine has ended a request, and decide whether its prompt is offered.
+        """Record that the engine has ended a request, and decide whether the request's prompt is offered.
 
         Args:
             request_id: id of the request in the engine.
             completed: True if the request ended normally; False if it was aborted or has failed.
-            block_ids: the blocks that the request still has. If given, nothing is offered if the request has lost one
-                of the offered blocks. A state that has advanced with the request's answer is not offered either.
+            block_ids: ids of the blocks that the request still has. If given, and if a block of the prompt is not among
+                them, nothing is offered. Nor is a prompt offered if a recurrent state has advanced beyond it.
 
         Returns:
             The parameters for the router, and `hold_blocks`: if True, the engine must not reuse the request's blocks
             until the workers report the request as sent or received.
 
         Raises:
-            UsageError: there is another number of tables than of groups.
+            UsageError: `block_ids` has fewer or more lists than there are groups.
         """
         self._questions.finish(request_id)
         written = self._consumers.finish(request_id)  # also for a producer: it may load a prefix from a peer
@@ -334,7 +337,7 @@ class ConnectorScheduler:
         return Finished(written or read.hold_blocks, read.params)
 
     def withdraw_all(self) -> None:
-        """Have the next step end every lease that readers may read.
+        """Have the next step end each lease that readers know and may be reading.
 
         Call this when the contents of the blocks must not be read any longer, for example after new weights.
         """

@@ -19,28 +19,28 @@ SchedulerGroups: TypeAlias = Annotated[tuple[GroupFacts, ...], Meta(max_length=1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingConfig:
-    """Settings of a `ConnectorScheduler`. `block_size` is the engine's block size in tokens."""
+    """Settings of a `ConnectorScheduler`. `block_size` is the number of tokens in a block of the engine."""
 
     block_size: Size
     lease_ttl_s: Seconds
-    """Seconds that an offered prompt is kept for its reader, counted from the end of its request."""
+    """Seconds for which an offered prompt's blocks are held for readers, from the end of the prefill request on."""
     groups: SchedulerGroups = ()
-    """Groups of layers, in the order of the engine's block tables, if the cache has several; `block_size` must be the
-    first group's. Empty: one group of full attention."""
+    """Groups of layers of the cache, in the order of the engine's block tables; `block_size` must be that of the first.
+    If empty, there is one group of full attention."""
     fetch_tokens_min: Size = 1
-    """Least number of tokens for which a prompt is loaded; a prompt with fewer missing tokens is computed locally."""
+    """Smallest number of tokens to load. If fewer tokens of a prompt are missing, they are computed locally."""
     full_blocks_only: bool = False
     """True to offer only full blocks. A prompt shorter than one block then offers nothing."""
     leave_last_token: bool = False
-    """True to never load a whole prompt, because the last token is computed locally and needs cache contents that the
-    engine no longer keeps after a whole prompt. An offer of a whole prompt is then not loaded at all. Always on for a
-    cache with recurrent state, since a state belongs to one token only."""
+    """True to load no offer of a whole prompt. The engine computes the last token locally, and for that token it needs
+    cache contents which it no longer has after the whole prompt (windows). Always on for a cache with recurrent state,
+    since a state belongs to one token only."""
     withhold_last_token: bool = False
-    """True to offer a prompt without its last token, although that token is computed. For readers that never load whole
-    prompts, if this engine cannot leave the last token uncomputed."""
+    """True to offer a prompt without its last token, although this engine computes that token. Needed for readers that
+    load no whole prompts, if this engine cannot leave the last token out."""
     release_failed_loads: bool = True
-    """True to release the ticket when a load fails, so that the producer need not keep the blocks until the lease runs
-    out. False if routers retry with the same ticket, for example at another decode engine."""
+    """True to release the ticket when a load fails, so that the producer can reuse the blocks before the lease expires.
+    False if routers retry with the same ticket, for example at another decode engine."""
     produces: bool = True
     consumes: bool = True
 
@@ -56,7 +56,7 @@ class SchedulingConfig:
 
     @property
     def all_groups(self) -> tuple[GroupFacts, ...]:
-        """All groups; one group of full attention if `groups` is empty."""
+        """The cache's groups of layers: `groups`, or one group of full attention if `groups` is empty."""
         return self.groups or (GroupFacts(name=DEFAULT_NAME, block_size=self.block_size),)
 
     @property
@@ -65,36 +65,37 @@ class SchedulingConfig:
 
     @property
     def leaves_last_token(self) -> bool:
-        """True if this engine never loads a whole prompt (`leave_last_token`, or a cache with recurrent state)."""
+        """True if this engine loads no whole prompt: with `leave_last_token`, or if the cache has recurrent state."""
         return self.leave_last_token or self.has_state
 
     def takes(self, params: Mapping[str, Any]) -> bool:
-        """Return whether a request loads its prompt from a remote engine.
+        """Return whether a request is to load its prompt from a remote engine.
 
         Args:
             params: the request's `kv_transfer_params`.
 
         Returns:
-            True if `params` ask for a load, and this engine consumes.
+            True if `params` ask for a load, and this engine's role is to load prompts.
         """
         return self.consumes and bool(params.get("do_remote_prefill"))
 
     def offers(self, params: Mapping[str, Any]) -> bool:
-        """Return whether a request computes its prompt for a reader.
+        """Return whether a request is to offer its prompt to readers.
 
         Args:
             params: the request's `kv_transfer_params`.
 
         Returns:
-            True if `params` ask for an offer, and this engine produces. A prompt that is loaded is not offered again.
+            True if `params` ask for an offer, and this engine's role is to offer prompts. False for a request that
+            loads its prompt.
         """
         return self.produces and bool(params.get("do_remote_decode")) and not self.takes(params)
 
     @property
     def full_block_tokens(self) -> int:
-        """Smallest number of tokens that fills whole blocks of every group that keeps the whole prompt.
+        """Smallest number of tokens that fills whole blocks in all groups of full attention.
 
-        Groups with a window or recurrent state are left out.
+        Groups with a window or recurrent state are left out, since they do not keep a whole prompt.
         """
         return math.lcm(*(group.block_size for group in self.all_groups if group.whole), 1)
 
@@ -105,6 +106,6 @@ class SchedulingConfig:
             num_prompt_tokens: number of tokens of the prompt.
 
         Returns:
-            `num_prompt_tokens`; with `full_blocks_only`, rounded down to whole blocks of every group.
+            `num_prompt_tokens`; with `full_blocks_only`, rounded down to a multiple of `full_block_tokens`.
         """
         return num_prompt_tokens - (num_prompt_tokens % self.full_block_tokens if self.full_blocks_only else 0)

@@ -2,9 +2,9 @@
 
 In each step the engine calls `prepare`, `begin` and `collect`. `begin` and `collect` never wait: loads, leases and
 questions to peers run as tasks on the loop of a `blocking.Runtime`, and go on between the steps. Each result is
-reported once and is final. A request is received when no byte can land in its blocks, even if its load has failed or
-was abandoned. A request is sent when its lease has ended after its ticket was given out (`Step.send`), since only then
-does the engine wait for the lease. If a task dies, `collect` raises its error.
+reported once and is final. A request is reported as received when its load has ended, well or not, and no byte can land
+in its blocks. A request is reported as sent when its lease has ended, but only if the router got its ticket
+(`Step.send`), since only then does the engine wait for the lease. If a task dies, `collect` raises the task's error.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _PINNED_BLOCKS_MAX = 1 << 31  # bound on pinned blocks: none is really pinned fo
 
 
 class FailedLoad(NamedTuple):
-    """A load that has failed, with its error, or that was abandoned, without an error.
+    """A load that has failed, with the error, or a load that was abandoned, with None.
 
-    No byte can land in its blocks any longer. The contents of the blocks are of no use.
+    No byte can land in the blocks after this report. Their contents are undefined.
     """
 
     block_tables: BlockTables
@@ -59,29 +59,29 @@ class FailedLoad(NamedTuple):
 
 @dataclass(slots=True)
 class Results:
-    """Loads, leases and questions to peers that have ended since the last call of `collect`, by request id."""
+    """Loads, leases and questions to peers that have ended since the last call of `collect`, by the request's id."""
 
     loaded: dict[str, LoadReport] = field(default_factory=dict)
     failed: dict[str, FailedLoad] = field(default_factory=dict)
     leases: list[tuple[str, LeaseOutcome]] = field(default_factory=list)
-    """Request id and outcome of each ended lease, also of requests that the engine does not wait for."""
+    """Request id and outcome of each ended lease. Unlike `sent`, with leases that the engine does not wait for."""
     sent: set[str] = field(default_factory=set)
     found: dict[str, tuple[Ticket, ...]] = field(default_factory=dict)
-    """For each request with an answered question to peers, the leased tickets to load with: all for the same number of
-    tokens, the best peer first. Empty if no peer has a prefix that is worth a load."""
+    """For each request with an answered question to peers: the tickets with which to load, all for the same number of
+    tokens, the best peer first. No tickets if no peer has a prefix that is worth a load."""
     answers: list[PrefixOutcome] = field(default_factory=list)
     """Outcome of each question in `found`, in the same order."""
 
     @property
     def received(self) -> Set[str]:
-        """Ids of requests with loads that have ended, successfully or not."""
+        """Ids of requests with loads that have ended: those in `loaded` and in `failed`."""
         return self.loaded.keys() | self.failed.keys()
 
     @property
     def refused(self) -> tuple[tuple[str, PromptMismatch], ...]:
         """Request id and error of each load that found a prompt with the same tokens but, for example, other pictures.
 
-        These are for `ConnectorScheduler.refuse`.
+        This is the argument for `ConnectorScheduler.refuse`.
         """
         errors = ((request_id, one.error) for request_id, one in self.failed.items())
         return tuple(
@@ -93,21 +93,21 @@ class Results:
 
 @dataclass(slots=True, eq=False)
 class _ReceivingRequest:
-    """A request that waits for blocks to load into, or is loading."""
+    """A request that waits for the engine to give it blocks for its load, or that is loading."""
 
     kept_leases: ExitStack = field(default_factory=ExitStack)
-    """Context that keeps the leases of the request's tickets open; closing it lets them run out."""
+    """Contexts that renew the leases of the request's tickets. After it is closed, the leases may expire."""
     load: Load | None = None
     abandoned: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _SavedPrompt:
-    """A prompt that this engine offers: its lease, if any, and whether the engine waits for the end of the lease."""
+    """A prompt that this rank offers: its lease, and in `sent`, whether the engine waits for the end of the lease."""
 
     save: Save
     restart_timer: asyncio.TimerHandle | None = None
-    """Timer that restarts the lease's time to live, until the ticket is given out; then None."""
+    """Timer that restarts the lease's time to live again and again, until the router gets the ticket; then None."""
     lease: Lease | None = None
     outcome: LeaseOutcome | None = None
     sent: bool = False
@@ -122,9 +122,9 @@ class _SavedPrompt:
         return self.lease if self.outcome is None else None
 
     def keep_restarting(self, lease: Lease) -> None:
-        """Restart the time to live of `lease` now, and again and again until `stop_restarting`.
+        """Restart the time to live of `lease` now, and periodically until `stop_restarting` is called.
 
-        The time begins to count only when the ticket is given out: before that no reader can read.
+        So the lease cannot expire before the router gets the ticket and a reader can read.
         """
         lease.restart(self.save.ttl_s)
         self.restart_timer = asyncio.get_running_loop().call_later(self.save.ttl_s / 3, self.keep_restarting, lease)
@@ -137,10 +137,10 @@ class _SavedPrompt:
 
 
 class ConnectorWorker:
-    """The workers' half of a connector, on one rank. The worker uses its runtime but never closes it.
+    """The workers' half of a connector, on one rank: loads and offers prompts as the scheduler's half decides.
 
     Args:
-        runtime: the rank's runtime, open.
+        runtime: the rank's open runtime. The worker never closes it.
         peers: the peers to ask for prefixes and to share prefixes with; None to do neither.
     """
 
@@ -149,23 +149,23 @@ class ConnectorWorker:
         self._runtime = runtime
         self._peers = peers
         self._counts_yielded: dict[str, int] = {}
-        """Counts of peers' questions, by field of `SharingStatistics`, that `shared_outcomes` has yielded already."""
+        """Values of the `SharingStatistics` fields, by name, up to which `shared_outcomes` has yielded outcomes."""
         self._prefix_cache: PagedPrefixCache | None = None
-        """The prefix cache that is shared with peers; None until `share`."""
+        """The prefix cache that is shared with peers; None until `share` is called."""
         self._sharing: SharedPrefixes | None = None
         self._lock = threading.Lock()
-        """Lock on `_results`, which the engine's thread and the loop's thread both use."""
+        """Lock for `_results`, which both the engine's thread and the loop's thread use."""
         self._results = Results()
         self._internal_error: BaseException | None = None
         self._saved: dict[str, _SavedPrompt] = {}
-        """The saved prompt of each request that has one, by request id, until its end is reported."""
+        """Prompts that this rank offers, by request id. Each is removed when the end of its lease is reported."""
         self._receiving: dict[str, _ReceivingRequest] = {}
         self._withdrawn: set[Lease] = set()
-        """Leases that this worker has ended, while their blocks are still held for a moment."""
+        """Leases that this worker has ended, but with blocks that are still held until no read can succeed."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def introduction(self) -> Ticket:
-        """Return a ticket that names this rank, for `ConnectorScheduler.introduce`.
+        """Return a ticket that names this rank. `ConnectorScheduler.introduce` needs those of all ranks, merged.
 
         Returns:
             A ticket without blocks.
@@ -176,14 +176,14 @@ class ConnectorWorker:
         return self._runtime.introduce()
 
     def share(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
-        """Let peers read prefixes from the registered cache; each `Step.cached_blocks` says which blocks hold them.
+        """Let peers read prefixes of prompts from the registered cache. `Step.cached_blocks` names the blocks.
 
         Args:
             groups: the groups of layers of the cache, as registered.
             block_tokens: the engine's block size in tokens.
 
         Raises:
-            UsageError: this registration is shared already, or the worker was given no `peers`.
+            UsageError: the registered cache is shared already, or the worker was created without `peers`.
             RuntimeUnavailable: no cache is registered.
         """
         peers = self._peers
@@ -200,20 +200,22 @@ class ConnectorWorker:
         self._runtime.start(share).result(_RECALL_TIMEOUT_S)
 
     def connect_peers(self, *, follow_events: bool) -> None:
-        """Begin to connect to the known peers (`PrefixPeers.known_peers`), once a cache is registered. Returns at once.
+        """Begin to connect to the known peers (`PrefixPeers.known_peers`), and return at once.
+
+        Call this once a cache is registered.
 
         Args:
-            follow_events: True to follow KV events as well. Only one rank of an engine does, the rank that asks peers.
+            follow_events: True to receive KV events, too. Only one rank of an engine does: the rank that asks peers.
         """
         if self._peers is not None:
             peers = self._peers
             self._runtime.start(lambda runtime: self._connect_peers(runtime, peers, follow_events))
 
     def shared_outcomes(self) -> Iterator[str]:
-        """Yield how this rank has answered each question of a peer for a prefix since the last call.
+        """Yield the outcome of each question for a prefix that peers have asked this rank since the last call.
 
         Returns:
-            One name of a field of `SharingStatistics` for each question that was answered in that way.
+            Names of fields of `SharingStatistics`, for example "found", one for each question.
         """
         if self._sharing is not None:
             now = asdict(self._sharing.statistics)
@@ -222,11 +224,11 @@ class ConnectorWorker:
             self._counts_yielded = now
 
     def prepare(self, step: Step) -> None:
-        """Before a step computes, end all reads of blocks that it will write, and send its questions to peers.
+        """Before a step computes, end all reads of blocks that the step will write, and ask its questions to peers.
 
-        Returns at once, unless peers may be reading blocks that the step will write. Leases of prefixes end within a
-        turn of the loop. If the step ends the lease of a prompt that is read while it is computed (`Step.recall`),
-        `prepare` waits until no read of that prompt can succeed, for about Limits.seal_hold_s.
+        Return at once, unless peers may be reading blocks that the step will write. Then wait until no read of these
+        blocks can succeed: for shared prefixes one turn of the runtime's loop, and for a prompt that is read while it
+        is computed (`Step.recall`) about `Limits.seal_hold_s`.
 
         Args:
             step: the step that `ConnectorScheduler.build_step` has returned.
@@ -243,14 +245,16 @@ class ConnectorWorker:
             self._runtime.start(lambda runtime: self._ask_all(runtime, peers, step.questions))
 
     def begin(self, step: Step, *, ready: DeviceEvent | None = None, after: DeviceEvent | None = None) -> None:
-        """Start the loads and leases of a step that `prepare` has prepared. Returns at once.
+        """Start the loads and leases of a step, after `prepare`. Return at once.
 
-        The events `ready` and `after` are for a device that computes asynchronously, after its work was submitted.
+        For a device that computes asynchronously, such as a GPU, `ready` and `after` are device events, such as
+        `torch.cuda.Event`.
 
         Args:
             step: the step that `ConnectorScheduler.build_step` has returned.
-            ready: event that happens once this step's prompts are computed in their blocks; None if they are already.
-            after: event after which the step's loads may write to their blocks; recorded before the step's own work.
+            ready: device event that happens when the device has computed this step's prompts. None if it has already.
+            after: device event before which the step's loads must not write to their blocks, since earlier work may
+                still read these; recorded before the step's own work. None if the loads may write at once.
 
         Raises:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
@@ -261,13 +265,13 @@ class ConnectorWorker:
             self._runtime.start(lambda runtime: self._carry_out(runtime, step, ready, after))
 
     def collect(self) -> Results:
-        """Return all results since the last call. Returns at once.
+        """Return the loads, leases and questions to peers that have ended since the last call. Never wait.
 
         Returns:
-            Loads, leases and questions that have ended, each once.
+            The results; none is returned twice.
 
         Raises:
-            BaseException: an error in kvflow itself. Every later call raises it, too.
+            BaseException: a task has failed because of a bug in kvflow. Every later call raises the same error.
         """
         if self._internal_error is not None:
             raise self._internal_error
@@ -280,7 +284,10 @@ class ConnectorWorker:
     async def _carry_out(
         self, runtime: Runtime, step: Step, ready: DeviceEvent | None, after: DeviceEvent | None
     ) -> None:
-        """Start all work of a step, in the order that is right for work on the same blocks. A bug goes to `collect`."""
+        """Start all work of a step, in an order that is safe for work on the same blocks.
+
+        If that raises, it is a bug in kvflow, and `collect` raises the error.
+        """
         try:
             self._start(runtime, step, ready, after)
         except Exception as problem:  # noqa: BLE001 - a bug in kvflow, which `collect` raises
@@ -325,7 +332,7 @@ class ConnectorWorker:
             self._receiving[request_id] = request
 
     def _stop_keeping(self, request_id: str) -> None:
-        """Forget a request that loads nothing further, and stop keeping the leases of its tickets open."""
+        """Forget a request that loads nothing further, and stop renewing the leases of its tickets."""
         if request_id in self._receiving:
             self._receiving.pop(request_id).kept_leases.close()
 
@@ -337,13 +344,13 @@ class ConnectorWorker:
     async def _receive(
         self, runtime: Runtime, receive: Receive, request: _ReceivingRequest, after: DeviceEvent | None
     ) -> None:
-        """Load a request's blocks, and report the outcome once no byte can land in them.
+        """Load a request's blocks, and report the outcome once no further byte can land in these blocks.
 
         Task `kvflow-receive <request>`: one for each load of a connector's worker. Ends once its blocks are safe. If it
         fails, its request is reported as failed.
         """
         for lease in tuple(self._withdrawn):
-            await lease  # its blocks may be this request's now; they are held until it is over
+            await lease  # the lease's blocks may be this request's now, and are held until the lease is over
         outcome: LoadReport | BaseException | None = None
         if not request.abandoned:
             request.load = runtime.start_load(_load_request(runtime, receive, after))
@@ -377,9 +384,9 @@ class ConnectorWorker:
     # --- saved prompts
 
     def _save(self, runtime: Runtime, save: Save, ready: DeviceEvent | None) -> None:
-        """Open the lease of a prompt.
+        """Open the lease of a prompt that the step completes, or that readers may read while it is computed.
 
-        The step completes the prompt, or begins to compute it if readers may read it meanwhile.
+        `ready` happens when the device has computed the step. If the lease cannot be opened, notify waiting readers.
         """
         offer = self._saved[save.request_id] = _SavedPrompt(save)
         request = ServeRequest(
@@ -412,9 +419,9 @@ class ConnectorWorker:
         self._report_if_ended(offer)
 
     def _grow(self, offer: _SavedPrompt, grow: Grow, ready: DeviceEvent | None) -> None:
-        """Add newly computed tokens, and their blocks, to the lease of a prompt that is read while it is computed.
+        """Add newly computed tokens and their blocks to the lease of a prompt that is read while it is computed.
 
-        If the lease has ended, do nothing.
+        If the lease has ended, do nothing. `ready` happens when the device has computed the tokens.
         """
         if (lease := offer.open_lease) is None:
             return
@@ -427,9 +434,9 @@ class ConnectorWorker:
             lease.fail(f"{type(error).__name__}: {error}")
 
     def _send(self, offer: _SavedPrompt) -> None:
-        """Start a lease's time to live, because its ticket was given out.
+        """Start the lease's time to live, because the router gets the ticket now.
 
-        The engine now waits for the end of the lease.
+        From this step on, the engine waits for the end of the lease.
         """
         offer.sent = True
         if offer.lease is not None:
@@ -438,7 +445,7 @@ class ConnectorWorker:
         self._report_if_ended(offer)
 
     def _withdraw(self, offer: _SavedPrompt) -> None:
-        """End a lease early, because its blocks must not be read any longer."""
+        """End the lease of `offer` early, because its blocks will be used for something else."""
         if not offer.sent:
             del self._saved[offer.save.request_id]
         offer.stop_restarting()
@@ -447,7 +454,11 @@ class ConnectorWorker:
         self._report_if_ended(offer)
 
     def _report_if_ended(self, offer: _SavedPrompt) -> None:
-        """If the lease of `offer` has ended, report it, once the engine waits for it or no longer needs it."""
+        """If the lease of `offer` has ended, add its outcome to the results.
+
+        Do nothing if the request still goes on, with an offer that was not sent to the router: `_send` or `_withdraw`
+        calls this again.
+        """
         request_id = offer.save.request_id
         current = self._saved.get(request_id) is offer
         if offer.outcome is not None and (offer.sent or not current):
@@ -459,9 +470,9 @@ class ConnectorWorker:
                 del self._saved[request_id]
 
     async def _recall(self, step: Step, read: Sequence[PinnedPrefix]) -> None:
-        """End the leases in `step.recall` and the leases of the prefixes `read`.
+        """End the leases of the requests in `step.recall`, and the leases of the prefixes `read`.
 
-        Returns once no read of their blocks can succeed.
+        Return once no read of these leases' blocks can succeed.
         """
         ended: list[Awaitable[object]] = []
         if self._sharing is not None and self._prefix_cache is not None:
@@ -507,10 +518,11 @@ class ConnectorWorker:
 
 
 def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None) -> LoadRequest:
-    """Return the `LoadRequest` of a load.
+    """Return the `LoadRequest` for the work `receive`; the load writes no block before the device event `after`.
 
-    With a pending ticket, the deadline is the longest time that a lease may live, since the load may take as long as
-    its prompt is computed: the load has to begin within the ticket's `ttl_s`, and its producer reports any failure.
+    With a pending ticket, the deadline is the longest time that a lease may live, since the load goes on as long as its
+    prompt is computed. Other limits then end a load in vain: it has to begin within the ticket's `ttl_s`, and the
+    producer reports if it fails.
     """
     config = runtime.config
     pending = any(ticket.awaited for ticket in receive.tickets)
@@ -528,7 +540,10 @@ def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None)
 
 
 async def _release_ticket(runtime: Runtime, ticket: Ticket) -> None:
-    """Notify a producer that nobody will read its ticket. If that fails, log it: the lease then runs out by itself."""
+    """Notify the producer of `ticket` that no request here will read the blocks.
+
+    If the notification fails, log the error: the lease then expires by itself.
+    """
     try:
         await runtime.release_blocks(ticket)
     except KVFlowError as error:
@@ -536,9 +551,10 @@ async def _release_ticket(runtime: Runtime, ticket: Ticket) -> None:
 
 
 def _notify_declined(runtime: Runtime, declined: Decline) -> None:
-    """Notify the readers that wait for a prompt that it will not be offered here.
+    """Notify the readers that wait for a prompt that the prompt will not be offered here.
 
-    If the readers wait at another engine, only the rank with `tp_rank` and `pp_rank` 0 notifies that engine.
+    If the readers wait at another engine, the rank with `tp_rank` 0 and `pp_rank` 0 notifies that engine; other ranks
+    do nothing.
     """
     if declined.waiting_at is not None and (runtime.config.tp_rank, runtime.config.pp_rank) != (0, 0):
         return

@@ -1,7 +1,7 @@
 """Asks a stock engine's listener for the metadata of a rank.
 
-The listener is a thread of the engine's scheduler, and any other message ends the thread for good. So this module can
-send nothing else, and every question has a socket of its own.
+The listener is a thread of the engine's scheduler, and any message but this question ends the thread for good. So this
+module can send nothing else, and every question has a socket of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ async def ask_rank(
     engine_id: str = "",
     bytes_max: int = METADATA_BYTES_MAX,
 ) -> StockAnswer:
-    """Ask a stock engine for the metadata of one of its ranks. A cancelled call closes its socket and waits no longer.
+    """Ask a stock engine for the metadata of one of its ranks. Cancelling ends the wait for the answer.
 
     **The rank has to exist**: a question about another rank crashes vLLM's listener. Every engine has rank 0, 0.
 

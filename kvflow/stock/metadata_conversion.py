@@ -184,7 +184,7 @@ def metadata_of(at: Address, stock: StockMetadata, agent: str, ours: OurCache, *
 def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collection[int]) -> None:
     """Raise PeerIncompatible unless it is proven or configured that the stock engine has `share.tp_size` ranks.
 
-    `share` is the share of the engine's first rank. The number of heads on that rank proves the number of ranks, unless
+    `share` is the share of the stock rank at `at`. The number of heads in it proves the number of ranks, unless several
     ranks have copies of the same head. `known` are the configured numbers of ranks.
     """
     kv_heads, tp_size, model = share.kv_heads, share.tp_size, ours.layer_sets[0].model_kv_heads

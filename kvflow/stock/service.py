@@ -125,7 +125,7 @@ class StockService:
         self._leases.on_notification(codec.encode(message))
 
     def _note_late_read(self, request_id: str) -> None:
-        """Count and log that a stock reader has reported a request as read that no longer has a lease.
+        """Count and log a stock reader's report that it has read a request that has no lease now.
 
         The reader may have read another prompt's blocks, since a stock reader checks nothing. It may also have given up
         the request unread. At most one report a second is logged.

@@ -43,7 +43,10 @@ class StockHandshakes:
     """Connects this rank to kvflow peers and to stock peers; implements `runtime.peers.table.HandshakeClient`."""
 
     def __init__(self, cache: RegisteredCache, own: Handshakes, stock: StockPeers) -> None:
-        """ConfigError if this rank's cache cannot be exchanged with stock engines."""
+        """Prepare for handshakes; `own` does those with kvflow peers.
+
+        ConfigError if blocks of this rank's cache cannot be exchanged with stock engines.
+        """
         local = cache.local
         self.ours = our_cache(local.cache_shares, local.regions, local.groups)
         self.leases = StockLeases(cache, stock.terms)
@@ -77,7 +80,7 @@ class StockHandshakes:
         """Return whether a stock rank still has the NIXL agent of `connection`. A restarted rank has another agent.
 
         Return True without a question if the rank was known to be alive within the last 2 s. Raise a PeerError if the
-        rank does not answer. A cancelled call waits for the answer no longer.
+        rank does not answer. Cancelling ends the wait for the answer.
         """
         asked_s = self._clock.now_s()
         if asked_s - connection.alive_s < _ASK_AGAIN_S:
