@@ -10,10 +10,10 @@ workers as a `Step`. In the order of a request's life:
     update_from_workers      what the workers have finished
     request_finished         may its blocks be freed, and what does the router get?
 
-A request consumes (its parameters are a ticket) or produces (`do_remote_decode`). `connector.request_states` has the
-states of both; `consumers` and `producers` hold the requests. A ticket is used once. Whatever becomes of its load,
-afterwards the prompt is computed locally, also for another request with the same ticket, for example a retry. If a load
-fails, the engine decides whether its request fails or is computed locally.
+A request consumes (its parameters have a ticket) or produces (they have `do_remote_decode`).
+`connector.request_states` has the states of both; `consumers` and `producers` hold the requests. A ticket is used for
+one load only. After that load, well or not, further requests with the same ticket, for example retries, are computed
+locally. If a load fails, the engine decides whether the request fails or is computed locally.
 """
 
 from __future__ import annotations

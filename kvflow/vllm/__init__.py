@@ -18,7 +18,10 @@ _NAME = "KVFlowConnector"
 
 
 def register() -> None:
-    """Register KVFlowConnector with vLLM by name: MultiConnector and vLLM's metrics find connectors only by name."""
+    """Register the class KVFlowConnector with vLLM under its name.
+
+    MultiConnector and vLLM's metrics find connectors only by name.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if _NAME not in KVConnectorFactory._registry:

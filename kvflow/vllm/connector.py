@@ -85,36 +85,36 @@ _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPP
 
 @dataclass(frozen=True)
 class KVFlowMetadata(KVConnectorMetadata):
-    """The work of one step, sent from the scheduler's connector to the workers' connectors."""
+    """The work of one engine step, sent from the scheduler's connector to the workers' connectors."""
 
     step: Step
-    """The step that every worker carries out."""
+    """The work of every worker in this step."""
     cards: tuple[bytes, ...] = ()
-    """Each worker's metadata for stock readers, since a reader may ask any worker about all: see
-    `stock.engine_ranks`."""
+    """The metadata of all workers for stock readers, encoded (`EngineRanks.card`), since a stock reader may ask any
+    worker about all workers. Empty if nothing has changed."""
 
 
 @dataclass(frozen=True)
 class KVFlowIntroduction(KVConnectorHandshakeMetadata):
-    """How a worker is reached, sent from the worker's connector to the scheduler's."""
+    """A worker's message to the scheduler's connector that says how readers reach the worker."""
 
     ticket: Ticket
-    """A ticket without a lease that names the worker's rank and address (`ConnectorWorker.introduction`)."""
+    """Ticket without blocks that names the worker's rank and address (`ConnectorWorker.introduction`)."""
     card: bytes = b""
-    """The worker's metadata for stock readers (`EngineRanks.card`); empty without `stock_peers`."""
+    """The worker's metadata for stock readers, encoded (`EngineRanks.card`); empty if `stock_peers` is off."""
 
 
 @dataclass(frozen=True)
 class KVFlowWorkerReport(KVConnectorWorkerMetadata):
-    """Reports of workers to the scheduler's connector, sent with a step's results."""
+    """A worker's report to the scheduler's connector, or those of all workers together; sent with a step's results."""
 
     introductions: tuple[KVFlowIntroduction, ...] = ()
-    """Introductions of workers that have registered their caches again, for example after a sleep."""
+    """New introductions of workers that have registered their caches again, for example after a sleep."""
     found: Mapping[str, tuple[Ticket, ...]] = field(default_factory=dict)
-    """Tickets for prefixes that peers offer, by the id of the request that waits for the answer."""
+    """For each request that waits for peers' answers, by id: the tickets with which to load a prefix of its prompt."""
     refused: tuple[tuple[str, PromptMismatch], ...] = ()
-    """Ids and errors of requests that must fail: the load found the same tokens, but other pictures, adapter or
-    salt."""
+    """Ids and errors of requests that must fail, since the load found a prompt with the same tokens, but with other
+    pictures, another adapter or another cache salt."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowWorkerReport:
         others = cast(KVFlowWorkerReport, other)
@@ -126,31 +126,35 @@ class KVFlowWorkerReport(KVConnectorWorkerMetadata):
 
 
 class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
-    """kvflow as vLLM's KV connector. vLLM makes it, and calls each method in the role that KVConnectorBase_V1 says."""
+    """kvflow as vLLM's KV connector: one object in vLLM's scheduler, and one in each worker.
+
+    vLLM creates the objects, and calls each method on the scheduler's or a worker's object, as KVConnectorBase_V1 says.
+    """
 
     _cache_hit_source = CacheHitSource.P2P
     _cards: tuple[bytes, ...] = ()
-    """Scheduler: the workers' metadata for stock readers (`EngineRanks.card`), to be sent with the next step."""
+    """In the scheduler: the workers' encoded metadata for stock readers (`EngineRanks.card`), for the next step."""
     _picture_ids_from_content = True
-    """Scheduler: True if vLLM's identifiers of pictures are made from their content (see `engine_request_of`)."""
+    """In the scheduler: True if vLLM's identifiers of pictures depend on the pictures' content. If False, prompts with
+    pictures cannot be compared."""
     _recomputes_failed_loads = False
-    """Scheduler: True if vLLM computes a prompt locally after its load has failed."""
+    """In the scheduler: True if vLLM computes a prompt locally after its load has failed."""
     _spreads_samples = False
-    """Scheduler: True if vLLM may distribute the samples of a prompt over several engines."""
+    """In the scheduler: True if vLLM may give samples of one prompt to several engines."""
     _prefixes: RequestPrefixes | None = None
-    """Scheduler: prefix keys of requests; None if prefixes are neither shared with peers nor pulled from peers."""
+    """In the scheduler: shares and pulls prefixes of requests' prompts; None if the configuration asks for neither."""
     _shares_prefixes = False
-    """Worker: True if peers may read prefixes from this engine's cache."""
+    """In a worker: True if peers may read prefixes from this engine's cache."""
     _asks_for_engine = True
-    """Worker: True on the one rank that asks peers for prefixes on behalf of the whole engine."""
+    """In a worker: True if this rank asks peers for prefixes, on behalf of the whole engine."""
     _pulls_prefixes = False
-    """Worker: True if this engine asks peers for prefixes and loads them."""
+    """In a worker: True if this engine asks peers for prefixes and loads them."""
     _worker_report = KVFlowWorkerReport()
-    """Worker: reports that are sent with the results of the next step."""
+    """In a worker: the report to send with the results of the next step."""
     _device: Device | None = None
-    """Worker: device of the cache, used to record events; None on the CPU."""
+    """In a worker: device of the cache, on which events are recorded; None if the cache is on the CPU."""
     _ranks: EngineRanks | None = None
-    """Worker: metadata of all ranks of this engine for stock readers; None without `stock_peers`."""
+    """In a worker: the metadata of all ranks of this engine for stock readers; None if `stock_peers` is off."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -215,17 +219,18 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return vLLM's name of the cache layout with heads before tokens; None for MLA, which needs no layout.
+        """Return the name of the cache layout that vLLM has to use: with heads before tokens in a block.
 
-        In this layout the bytes that belong to a rank's heads are contiguous in a block.
+        In this layout the bytes of one head in a block are contiguous, so a rank can read only its own heads. Return
+        None for models with MLA: any layout will do.
         """
         return None if vllm_config.model_config is None or vllm_config.model_config.use_mla else "LBHNC"
 
     @classmethod
     def supports_sleep_mode(cls, vllm_config: VllmConfig) -> bool:
-        """Return True: kvflow unregisters the cache before vLLM sleeps and registers it again afterwards.
+        """Return True: kvflow can unregister the cache before vLLM sleeps, and register it again afterwards.
 
-        A vLLM that has `release_kv_caches` and `restore_kv_caches` calls them for this.
+        vLLM calls `release_kv_caches` and `restore_kv_caches` for that, if this version of vLLM knows them.
         """
         return True
 
@@ -248,7 +253,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefixes.bind_pool(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """Return True if workers need one more step although no request does. vLLM asks before it goes idle."""
+        """Return True if vLLM has to run one more step, although no request needs it, to report reused blocks.
+
+        vLLM calls this before it stops running steps.
+        """
         return self._prefixes is not None and self._prefixes.must_report
 
     def on_new_request(self, request: Request) -> None:
@@ -275,9 +283,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.note_computed_here("log probabilities of its prompt are requested")
 
     def _fail_if_refused(self, request: Request) -> bool:
-        """Fail `request` if only the tokens of its prompt agree with its ticket. Return whether it failed.
+        """Fail `request` if its ticket is for a prompt with the same tokens but, for example, other pictures.
 
-        Then the prompt must be neither loaded nor computed: it may lack pictures, for example.
+        Return True if the request was failed. Its prompt must be neither loaded nor computed.
         """
         error = self._scheduler.refusal(request.request_id)
         if error is not None:
@@ -289,9 +297,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return error is not None
 
     def _on_rejected(self, request: Request) -> None:
-        """Give back the ticket of an HTTP request that was refused or has failed.
+        """Release the ticket of a request that vLLM's HTTP server has refused, or that has failed there.
 
-        vLLM adds the request to the scheduler only to abort it at once.
+        vLLM adds that request to the scheduler only to abort it at once.
         """
         try:
             self._scheduler.reject(engine_request_of(request, picture_ids_from_content=self._picture_ids_from_content))
@@ -299,9 +307,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             logger.debug("request %s: it was rejected, and has no ticket: %s", request.request_id, error)
 
     def _leave_out_last_token(self, request: Request) -> bool:
-        """Make the offer of `request` end before the prompt's last token. Return True if that is possible.
+        """Have the offer of `request`'s prompt end before the last token. Return False if that is not possible.
 
-        The last token is either not computed at all, or computed but not offered (`withhold_last_token`).
+        The last token is either removed from the request, or with `withhold_last_token` computed but not offered.
         """
         if not self._scheduling.withhold_last_token:
             return _remove_last_token(request)
@@ -348,9 +356,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._introduce(workers)
 
     def _introduce(self, workers: Sequence[KVFlowIntroduction]) -> None:
-        """Offer prompts from the ranks of `workers`, which are all workers of this engine.
+        """Begin to offer prompts from the ranks of `workers`, which are all workers of this engine.
 
-        Their metadata for stock readers goes to all workers with the next step, before any ticket leaves.
+        With the next step, each worker gets the metadata of all workers for stock readers. That is before any router
+        gets a ticket.
         """
         self._scheduler.introduce(merge_tickets([worker.ticket for worker in workers]))
         self._cards = tuple(worker.card for worker in workers if worker.card)
@@ -371,14 +380,17 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(group.index for group in self._groups)
 
     def _transferred_tables(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
-        """Return those of a request's block `tables` that belong to transferred groups, in the order of `_groups`."""
+        """Return a request's block tables for the transferred groups only, in the order of `_groups`.
+
+        `tables` has a table for each group of layers in vLLM.
+        """
         return tuple(tables[group.index] for group in self._groups)
 
     def reset_cache(self) -> bool:
-        """End all leases, because the blocks are no longer valid, for example after new weights. Return True.
+        """End all leases, because the blocks' contents are no longer valid, for example after new weights. Return True.
 
-        This call is the scheduler's only notice before workers sleep. If sleep mode is enabled and vLLM calls the
-        workers around a sleep, also forget the ranks, which will register their caches again.
+        vLLM does not notify the scheduler in any other way before its workers sleep. So if sleep mode is enabled, also
+        forget the workers' ranks, which will register their caches again.
         """
         self._scheduler.withdraw_all()
         if self._vllm_config.model_config.enable_sleep_mode and _NOTIFIES_OF_SLEEP:
@@ -416,13 +428,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.share([as_registered(one, size // split) for one, split in facts], size)
 
     def release_kv_caches(self) -> None:
-        """Unregister the cache before vLLM unmaps its memory: afterwards kvflow reads and writes nothing there."""
+        """Unregister the cache: afterwards kvflow reads and writes nothing there. vLLM then unmaps the memory."""
         self._runtime.unregister()
 
     def restore_kv_caches(self) -> None:
-        """Register the cache again, which vLLM has mapped again after a sleep.
+        """Register the cache again after a sleep, when vLLM has mapped its memory again.
 
-        The scheduler's next step asks this worker for a new introduction.
+        With its next step, the scheduler asks this worker for a new ticket that names its rank.
         """
         self._register()
 
@@ -437,17 +449,18 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return KVFlowIntroduction(self._worker.introduction(), card)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """End all reads of blocks that this step will overwrite, and send the step's questions to peers.
+        """End all reads, by peers, of blocks that this step will overwrite, and send the step's questions to peers.
 
-        vLLM calls this before the step writes anything.
+        vLLM calls this before the step writes to any block.
         """
         step = cast(KVFlowMetadata, kv_connector_metadata).step
         self._worker.prepare(step if self._asks_for_engine else msgspec.structs.replace(step, questions=[]))
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take the work of the step that begins.
+        """Store the work of the step that begins.
 
-        On a worker, record the event that the step's loads wait for: the device has done all work of earlier steps.
+        In a worker, also record a device event that happens when the device has done all work of earlier steps. The
+        step's loads wait for this event before they write.
         """
         super().bind_connector_metadata(connector_metadata)
         if self.role is KVConnectorRole.WORKER:
@@ -456,24 +469,24 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 self._ranks.show(cards)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin all of the step's work for blocks that the step itself does not compute: loads, and ends of leases."""
+        """Begin the part of the step's work that need not wait for the step to compute: loads, and ends of leases."""
         prepared: dict[str, Any] = {"reused": (), "recall": [], "questions": []}
         step = msgspec.structs.replace(self._step, save=[], grow=[], cached_blocks=[], **prepared)
         self._worker.begin(step, after=self._before_step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: a request is scheduled only after its load."""
+        """Do nothing, since a request is scheduled only after its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Do nothing: readers read the blocks directly from the cache."""
+        """Do nothing, since readers read the blocks directly from the cache."""
 
     def wait_for_save(self) -> None:
-        """Open and extend leases of the blocks that the step computes. Does not wait.
+        """Open and extend leases of the blocks that the step computes. Despite its name, do not wait.
 
-        The forward pass is submitted by now, and an event says when it is done; tickets leave only with the results of
-        the step.
+        The step's forward pass has been submitted by now, and a device event shows when it is done. The router gets
+        tickets only after the step's results.
         """
         step = Step(save=self._step.save, grow=self._step.grow, cached_blocks=self._step.cached_blocks)
         self._worker.begin(step, ready=self._record_event())
@@ -500,7 +513,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return taken
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
-        """Return the numbers that this connector object has noted since the last call; None if it noted none."""
+        """Return the statistics of this connector object since the last call; None if there are none."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, KVFlowStats()
@@ -511,7 +524,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._runtime.close()
 
     def _record_event(self) -> DeviceEvent | None:
-        """Record and return an event that happens once the device has done all submitted work; None on the CPU."""
+        """Record and return a device event that happens once the device has done all work submitted so far.
+
+        Return None if the cache is on the CPU.
+        """
         return None if self._device is None else record_event(self._device)
 
     @property
@@ -536,7 +552,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _computed_after_step(output: SchedulerOutput) -> dict[str, int]:
-    """Return, by id of each request in the step, the request's total of computed tokens once the step has run."""
+    """Return, for each request in the step, by id, its total of computed tokens once the step has run."""
     cached = output.scheduled_cached_reqs
     before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -544,7 +560,7 @@ def _computed_after_step(output: SchedulerOutput) -> dict[str, int]:
 
 
 def _log_as_vllm() -> None:
-    """Send kvflow's log lines to the handlers of vLLM's logger, unless the logger `kvflow` is configured already."""
+    """Pass kvflow's log lines to the handlers of vLLM's logger, unless the logger "kvflow" is configured already."""
     ours, theirs = logging.getLogger("kvflow"), logging.getLogger("vllm")
     if not ours.handlers and ours.level == logging.NOTSET:
         for handler in theirs.handlers:
@@ -554,9 +570,10 @@ def _log_as_vllm() -> None:
 
 
 def _remove_last_token(request: Request) -> bool:
-    """Remove the last prompt token of `request`, and limit its answer to one token. Return True if that is possible.
+    """Remove the last prompt token of `request`, limit the answer to one token, and return True.
 
-    It is not if the prompt has one token, no token ids, or its log probabilities are asked for.
+    Do nothing and return False if the prompt has only one token or no token ids, or if the request asks for log
+    probabilities of its prompt.
     """
     cut = request.num_prompt_tokens > 1 and request.prompt_token_ids is not None
     if not cut or request.get_skip_reading_prefix_cache():

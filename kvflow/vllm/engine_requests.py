@@ -1,4 +1,4 @@
-"""vLLM's requests in the form that `connector.scheduler` takes, with all keys that distinguish their prompts.
+"""Converts vLLM's requests for `connector.scheduler`, with all keys that distinguish their prompts.
 
 vLLM's prefix cache distinguishes blocks by their tokens and by further keys (`extra_keys` in
 `vllm.v1.core.kv_cache_utils`): adapter, pictures and their positions, cache salt, embeddings. kvflow compares the
@@ -25,9 +25,9 @@ _SAMPLE = re.compile(r"([0-9]{1,9})_")
 
 
 def picture_ids_from_content(vllm_config: VllmConfig) -> bool:
-    """Return True if vLLM's identifier of a picture is made from the picture's content.
+    """Return True if vLLM makes its identifiers of pictures from the pictures' content.
 
-    If vLLM caches neither processed pictures nor prefixes, its identifiers are only numbers.
+    It does not, and only numbers the pictures, if it caches neither processed pictures nor prefixes.
     """
     pictures = vllm_config.model_config.multimodal_config
     cached = pictures is None or pictures.mm_processor_cache_gb != 0
@@ -35,20 +35,20 @@ def picture_ids_from_content(vllm_config: VllmConfig) -> bool:
 
 
 def spreads_samples(vllm_config: VllmConfig) -> bool:
-    """Return True if this engine is one of several in a data-parallel server.
+    """Return True if this engine is one of several in a data-parallel server, as its engine id shows.
 
-    The server may then give samples of one prompt to several engines. Only the engine id shows this.
+    That server may give samples of one prompt to several engines.
     """
     engine_id, rank = vllm_config.kv_transfer_config.engine_id, vllm_config.parallel_config.data_parallel_index
     return str(engine_id).endswith(f"_dp{rank}")
 
 
 def sharing_of(request_id: str, *, spread: bool) -> Sharing:
-    """Return whether a request may share its ticket with other requests, as the form of `request_id` shows.
+    """Return whether other requests may have the same ticket as the request `request_id`, by the form of that id.
 
     vLLM turns n samples of a prompt into requests "0_ID" to "n-1_ID" with the same ticket. `spread`: the samples may be
-    on several engines, each with its own scheduler; then only the engine of sample 0 uses the ticket. If a request has
-    an id of this form and is no sample, its producer is notified one step later; nothing else changes.
+    on several engines; if so, only the engine with sample 0 uses the ticket. If an ordinary request has an id of this
+    form, nothing is different but that the producer is notified one step later.
     """
     sample = _SAMPLE.match(request_id)
     if sample is None:
@@ -57,9 +57,9 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
 
 
 def engine_request_of(request: Request, *, picture_ids_from_content: bool) -> EngineRequest:
-    """Convert vLLM's `request` to an `EngineRequest`.
+    """Return vLLM's `request` as an `EngineRequest`, with token ids only if it has `kv_transfer_params`.
 
-    It gets prompt tokens only if the request has `kv_transfer_params`.
+    `picture_ids_from_content`: vLLM's identifiers of pictures are made from the pictures' content.
     """
     params, tokens = request.kv_transfer_params, None
     if params is not None:
@@ -68,11 +68,11 @@ def engine_request_of(request: Request, *, picture_ids_from_content: bool) -> En
 
 
 def tokens_of(request: Request, num_tokens: int, *, picture_ids_from_content: bool) -> Sequence[int] | None:
-    """Return the first `num_tokens` tokens of a request's prompt and answer, marked with vLLM's further keys.
+    """Return the first `num_tokens` token ids of a request's prompt and answer, marked with vLLM's further keys.
 
-    These are all keys that vLLM includes in block hashes. Return None if the tokens and keys do not identify the
-    prompt: it has pictures, and their identifiers are not made from their content (`picture_ids_from_content` is
-    False).
+    These keys are all that vLLM puts into block hashes besides token ids: adapter, cache salt, pictures, embeddings.
+    Return None if token ids and keys do not identify the prompt, since it has pictures with identifiers that do not
+    depend on their content (`picture_ids_from_content` is False).
     """
     if request.mm_features and not picture_ids_from_content:
         return None

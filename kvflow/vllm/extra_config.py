@@ -38,25 +38,29 @@ _STOCK_DEFAULTS = {"lease_ttl_s": 120.0}
 
 
 class StockExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The value of the key `stock`: settings for `stock_peers`, see docs/stock.md. Times are in seconds."""
+    """Value of the key `stock`: settings for the exchange with stock engines (`stock_peers`), see docs/stock.md.
+
+    Times are in seconds.
+    """
 
     hashes: tuple[str, ...] = ()
-    """Compatibility hashes of further engines to read from, besides the hash that the installed vLLM computes for
-    itself."""
+    """vLLM's compatibility hashes of further stock engines to read from. Engines with the hash that the installed vLLM
+    computes are always read from."""
     serve_hash: str = ""
-    """Compatibility hash to show to stock readers; if empty, the hash that the installed vLLM computes."""
+    """Compatibility hash in answers to stock readers; if empty, the hash that the installed vLLM computes."""
     serve_version: str = ""
     """vLLM version of the stock readers; if empty, the installed version."""
     tp_sizes: tuple[int, ...] = ()
-    """Tensor-parallel sizes of the stock engines. Needed if heads are replicated (MLA, or more ranks than heads)."""
+    """Tensor-parallel sizes of the stock engines. Needed if ranks have copies of the same heads (MLA, or more ranks
+    than heads)."""
     lease_s: float = 30.0
-    """The stock producers' `kv_lease_duration`. A larger value than theirs is unsafe."""
+    """The stock producers' `kv_lease_duration`. With a larger value here, a load may succeed with wrong contents."""
     router_s: float = 5.0
-    """Longest time from the end of a prefill until the router has passed its parameters to the decode engine."""
+    """Longest time from the end of a prefill until the decode engine has the request's parameters from the router."""
 
 
 class EventsExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of the key `prefix_events`: the fields of `kvflow.prefix.kv_events.EventSource`."""
+    """An item of the list `prefix_events`, with the fields of `kvflow.prefix.kv_events.EventSource`."""
 
     holder: str
     endpoint: str
@@ -65,35 +69,34 @@ class EventsExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Extra(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys of `kv_connector_extra_config` that are not fields of kvflow.Config. Documented in docs/vllm.md."""
+    """The keys of `kv_connector_extra_config` that are not fields of kvflow.Config; see docs/vllm.md."""
 
     fetch_tokens_min: Size = 1
-    """Least number of missing prompt tokens for which a prompt is loaded; a prompt that lacks fewer is computed
-    here."""
+    """Smallest number of tokens to load. If fewer tokens of a prompt are missing, they are computed locally."""
     full_blocks_only: bool = False
-    """True to leave a partly filled last block out of offers."""
+    """True to offer only full blocks of a prompt."""
     release_failed_loads: bool = True
-    """True to release the ticket when a load fails; False if a router retries with the same parameters."""
+    """True to release the ticket when a load fails. False if the router retries with the same parameters."""
     kv_format: str | None = None
-    """Name of the format of the cache's bytes, for attention backends that have several (see `layout_for_backend`)."""
+    """Name of the byte format of the cache, if the attention backend has several (see `layout_for_backend`)."""
     stock_peers: bool = False
-    """True to read from, and to serve, engines with vLLM's own NixlConnector."""
+    """True to exchange blocks with engines that run vLLM's own NixlConnector, in both directions."""
     stock: StockExtra = StockExtra()
     share_prefixes: bool = False
     """True to let peers read prefixes from this engine's cache."""
     prefix_peers: tuple[str, ...] | None = None
-    """Addresses of engines to ask for prefixes, one address for each engine, if a prompt has no ticket. (): ask only
-    the peers that a router names. None: ask no peer."""
+    """Addresses of engines to ask for prefixes of prompts without tickets, one address for each engine. (): ask only
+    peers that the router names. None: ask no peer."""
     prefix_events: tuple[EventsExtra, ...] = ()
-    """Engines with KV events to follow, which show the prefixes that each engine holds. `holder` is the engine's
-    address, as in `prefix_peers`."""
+    """Sources of KV events, by which this engine knows the prefixes that other engines have, and asks those engines.
+    `holder` is the engine's address, as in `prefix_peers`."""
     prefix_tokens_min: Size = 256
-    """Least number of prompt tokens missing in the local cache for which peers are asked for a prefix."""
+    """Smallest number of prompt tokens missing in the local cache for which peers are asked for a prefix."""
     prefix_wait_s: Seconds = 0.05
-    """Seconds after which a question to peers for a prefix ends without an answer."""
+    """Longest time to wait for peers' answers to a question for a prefix, in seconds."""
     recompute_s_per_token: Seconds | None = None
-    """Seconds to compute a token here. A prefix that would take longer to pull than to compute is computed here. None:
-    pull every prefix that is found."""
+    """Seconds that this engine takes to compute a token. A prefix is computed locally if it would take longer to load.
+    None: load every prefix that a peer has."""
 
     @property
     def uses_prefixes(self) -> bool:
@@ -114,15 +117,15 @@ _SETTINGS = PluginSettings(
 
 
 def extra_of(vllm_config: VllmConfig) -> Extra:
-    """Return the user's values of all keys that are not fields of kvflow.Config.
+    """Return the user's settings in `kv_connector_extra_config` that are fields of Extra.
 
-    ConfigError for a key that neither Extra nor kvflow.Config has.
+    ConfigError if a key is a field of neither Extra nor kvflow.Config, or if a value has a wrong type.
     """
     return _SETTINGS.own_settings(vllm_config.kv_transfer_config.kv_connector_extra_config, Extra)
 
 
 def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
-    """Return the kvflow.Config of one rank from vLLM's configuration. ConfigError names a wrong setting."""
+    """Return the kvflow.Config for one rank, made from vLLM's configuration. ConfigError names a wrong setting."""
     parallel, model, transfer = vllm_config.parallel_config, vllm_config.model_config, vllm_config.kv_transfer_config
     extra = extra_of(vllm_config)
     stock = _STOCK_DEFAULTS if extra.stock_peers else {}
@@ -144,9 +147,9 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
 
 
 def warn_of_side_channel(vllm_config: VllmConfig) -> None:
-    """Warn if NixlConnector's environment variables are set but kvflow's `listen` is not.
+    """Log a warning if the user has set NixlConnector's environment variables for addresses, but not `listen`.
 
-    KVFlowConnector reads only `listen`.
+    KVFlowConnector ignores these variables.
     """
     given = vllm_config.kv_transfer_config.kv_connector_extra_config
     found = [f"{name}={os.environ[name]}" for name in _NIXL_VARIABLES if os.environ.get(name)]
@@ -160,9 +163,9 @@ def warn_of_side_channel(vllm_config: VllmConfig) -> None:
 
 
 def _refuse_routed_experts(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError if vLLM is to return routed experts.
+    """Raise ConfigError if vLLM has to return the routed experts (MoE) of each token.
 
-    The experts of a prompt are known only to the engine that computed the prompt.
+    Only the engine that computes a prompt knows the experts of the prompt's tokens.
     """
     holders = (getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config"))
     if any(getattr(holder, "enable_return_routed_experts", False) for holder in holders):
@@ -173,15 +176,15 @@ def _refuse_routed_experts(vllm_config: VllmConfig) -> None:
 
 
 def _staging(buffer_device: str) -> dict[str, str]:
-    """Return {"staging": "always"} if vLLM asks for a CPU buffer for a cache on another device; else {}."""
+    """Return {"staging": "always"} if `kv_buffer_device` is "cpu" and the cache is on another device, else {}."""
     on_cpu = buffer_device == "cpu" and current_platform.device_type != "cpu"
     return {"staging": "always"} if on_cpu else {}
 
 
 def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
-    """Return the model's number of KV heads, or None if kvflow can derive it from the tensors.
+    """Return the number of KV heads in a layer of the model, or None if kvflow can derive it from the tensors.
 
-    With one rank, or with MLA, each rank has all heads of a layer, also if layers differ in their number.
+    With one rank, or with MLA, each rank has all heads of a layer, even if layers have different numbers of heads.
     """
     if vllm_config.model_config.use_mla or vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
@@ -189,7 +192,10 @@ def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
 
 
 def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> SchedulingConfig:
-    """Return the settings of the `ConnectorScheduler` from vLLM's configuration. ConfigError names a wrong setting."""
+    """Return the settings for a `ConnectorScheduler`, from vLLM's configuration. ConfigError names a wrong setting.
+
+    `groups` are the transferred groups of layers.
+    """
     _refuse_routed_experts(vllm_config)
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
     frees_blocks = any(group.frees_blocks for group in groups)

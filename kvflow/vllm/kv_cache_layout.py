@@ -50,9 +50,9 @@ _FP8 = {
 
 @dataclass(frozen=True)
 class Group:
-    """A group of layers in vLLM that is transferred.
+    """A group of layers of vLLM's KV cache that is transferred.
 
-    `index` is the index of its block table among a request's block tables.
+    `index` is the index of the group among all groups, and so of its table among a request's block tables.
     """
 
     index: int
@@ -60,13 +60,13 @@ class Group:
     """vLLM's spec of each layer in the group, by layer name."""
     facts: GroupFacts
     frees_blocks: bool
-    """True if some layer needs less than the whole prompt, so that vLLM may free blocks at the prompt's beginning."""
+    """True if some layer of the group does not attend to the whole prompt, so that earlier blocks may be freed."""
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """Return the groups of layers that vLLM lets a connector transfer.
+    """Return those groups of layers that vLLM has its KV connector transfer.
 
-    ConfigError names layers that kvflow cannot transfer.
+    ConfigError if there are none, or if kvflow cannot transfer the layers of a group.
     """
     transferred = kv_cache_config.transfer_group_ids
     found = tuple(_group(index, kv_cache_config.kv_cache_groups[index]) for index in transferred)
@@ -95,10 +95,10 @@ def _group(index: int, group: KVCacheGroupSpec) -> Group:
 
 
 def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
-    """Return the kind of a layer's attention, and its window in tokens: 0 without a window.
+    """Return the kind of a layer's attention, and its window or chunk in tokens, 0 if it has none.
 
-    kvflow's window is one token shorter than vLLM's. ConfigError, which begins with `what`, for kinds that kvflow
-    cannot transfer.
+    kvflow's sliding window does not count the token itself, so it is a token shorter than vLLM's. ConfigError, with a
+    message that begins with `what`, if kvflow cannot transfer layers of this kind.
     """
     if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
         raise ConfigError(f"{what}: tokens_per_state is {spec.tokens_per_state}: compressed tokens are not transferred")
@@ -118,9 +118,9 @@ def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
 
 
 def _hidden_window(spec: KVCacheSpec) -> bool:
-    """Return True if a layer attends to a window only, but vLLM keeps the whole prompt for it.
+    """Return True if a layer attends only to a window or chunk, but vLLM keeps its KV for the whole prompt.
 
-    vLLM does so while its hybrid cache manager is off.
+    vLLM does so if its hybrid cache manager is off.
     """
     return isinstance(spec, FullAttentionSpec) and (
         spec.sliding_window is not None or spec.attention_chunk_size is not None
@@ -134,10 +134,11 @@ def cache_groups(
     *,
     kv_format: str | None,
 ) -> list[CacheGroup]:
-    """Return a rank's cache tensors as the groups to register, one for each of `groups`.
+    """Return a CacheGroup, which kvflow can register, for each of `groups`, with this rank's tensors and their layout.
 
-    If attention kernels use smaller blocks than vLLM, the kernels' blocks are registered, several for each block of
-    vLLM. LayoutError if kvflow does not know how an attention backend lays out its blocks.
+    `kv_caches` has the tensor of each layer, by layer name. `kv_format` is the byte format that the user has
+    configured, or None. If attention kernels use smaller blocks than vLLM, the kernels' blocks are registered, several
+    for each block of vLLM. LayoutError if kvflow does not know how an attention backend lays out its blocks.
     """
     numbers = _layer_numbers(
         [name for group in groups for name in group.specs], vllm_config.model_config.get_total_num_hidden_layers()
@@ -180,16 +181,16 @@ def cache_groups(
 
 
 def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dict[str, int]:
-    """Return a number for each layer name that is the same on every engine of the model.
+    """Return a number for each layer name. A layer has the same number on all engines with the model.
 
-    The engines may have different layers: a pipeline stage has only some, and a draft model may be on one side only. So
-    the number comes from the layer's name. Layers with the same number in their names, such as an attention layer and
-    its indexer, are distinguished by the order of their names. Layers of a draft model get a range of their own. A
-    layer belongs to a draft model if its name says so, or if its number is `model_layers` (the model's own layers) or
-    more.
+    Engines may have different layers: a pipeline stage has only some layers, and maybe one engine has a draft model. So
+    a layer's number is made from the number in its name. Layers with equal numbers in their names, such as an
+    attention layer and its indexer, are distinguished by the order of their names. Layers of a draft model have numbers
+    in a separate range. A layer belongs to a draft model if its name says so, or if the number in its name is at least
+    `model_layers`, the number of the model's own layers.
 
     Raises:
-        LayoutError: a number is too large, or too many layers have the same.
+        LayoutError: the number in a name is too large, or too many names have the same number.
     """
     by_number: defaultdict[tuple[bool, int], list[str]] = defaultdict(list)
     for name in sorted(names):
@@ -208,9 +209,9 @@ def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dic
 
 
 def _state_spec(group: Group) -> MambaSpec:
-    """Return the spec of the recurrent state that all layers of `group` have in common.
+    """Return the spec of the layers' recurrent state, which must be the same for all layers of `group`.
 
-    LayoutError if their specs differ.
+    LayoutError if the layers' specs differ.
     """
     first, *others = group.specs.values()
     if not isinstance(first, MambaSpec) or any(other != first for other in others):
@@ -219,9 +220,9 @@ def _state_spec(group: Group) -> MambaSpec:
 
 
 def _model_groups(group: Group, vllm_config: VllmConfig) -> int | None:
-    """Return how many head groups the model's Mamba 2 layers have, over all ranks; None if unknown.
+    """Return how many head groups a Mamba 2 layer of `group` has in the whole model; None if unknown.
 
-    A rank's tensor shapes do not show the number if a single head group is replicated on all ranks.
+    The shapes of a rank's tensors do not show that number, since all ranks may have copies of a single head group.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(group.specs))
     found = {getattr(getattr(layer, "norm", None), "n_groups", None) for layer in layers.values()}
@@ -229,7 +230,10 @@ def _model_groups(group: Group, vllm_config: VllmConfig) -> int | None:
 
 
 def _attention_view(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmConfig) -> torch.Tensor:
-    """Return a view of a layer's `cache` in the shape of its attention backend, with the dtype of its elements."""
+    """Return a view of a layer's cache tensor with the shape that its attention backend uses and its real dtype.
+
+    vLLM stores fp8 as uint8. LayoutError if the kernels' block size does not divide the group's.
+    """
     if vllm_config.model_config.use_mla and cache.dim() == 4 and cache.shape[1] == 1:
         cache = cache.squeeze(1)
     if group.facts.block_size % cache.shape[-2]:
@@ -242,9 +246,10 @@ def _attention_view(name: str, cache: torch.Tensor, group: Group, vllm_config: V
 
 
 def _split(caches: Mapping[str, torch.Tensor], group: Group) -> int:
-    """Return how many blocks of the attention kernels make one block of vLLM, for the layers `caches` of a group.
+    """Return how many blocks of the attention kernels make up one block of vLLM.
 
-    If layers of the group differ in it, return the largest number: `_layout_of` then refuses a layer.
+    `caches` has the tensors of a group's layers. If this number differs between layers, return the largest number;
+    `_layout_of` then refuses the other layers.
     """
     return max((group.facts.block_size // cache.shape[-2] for cache in caches.values()), default=1)
 
@@ -252,9 +257,9 @@ def _split(caches: Mapping[str, torch.Tensor], group: Group) -> int:
 def _by_layout(
     caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield the name of an attention backend and layers that use it, by layer name, for each set of similar layers.
+    """Divide the layers in `caches` into sets of equal attention backend, tensor shape and dtype.
 
-    Layers in a set have the same backend, shape and dtype, so one layout describes them.
+    For each set, which one layout describes, yield the backend's name and the layers' tensors by layer name.
     """
     found: defaultdict[tuple[str, torch.Size, torch.dtype], dict[str, torch.Tensor]] = defaultdict(dict)
     for name, cache in caches.items():
@@ -287,9 +292,9 @@ def _layout_of(
 
 
 def _cpu_format(kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> str | None:
-    """Return the name of the byte order in a block of vLLM's CPU backend; None if unknown.
+    """Return kvflow's name for the byte format of blocks in vLLM's CPU attention backend; None if unknown.
 
-    The order depends on the instruction set.
+    The format depends on the instruction set that the layers use.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(kv_caches))
     found = {getattr(layer, "isa", None) for layer in layers.values()}
@@ -298,9 +303,9 @@ def _cpu_format(kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> 
 
 
 def _quantized_format(backend: str, vllm_config: VllmConfig) -> str | None:
-    """Return the format of a quantized cache: vLLM's name of its dtype, if kvflow's table of backends has that name.
+    """Return the byte format of a quantized cache: vLLM's `cache_dtype`, for example "fp8_ds_mla".
 
-    Return None if the cache is not quantized, or if the table does not have the name.
+    Return None if the cache is not quantized, or if kvflow's table for `backend` has no format of that name.
     """
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     known = {name for row in rows_of(backend, vllm.__version__) for name in (*row.kv_formats, *row.byte_formats)}

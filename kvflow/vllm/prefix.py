@@ -1,8 +1,8 @@
-"""Shared prefixes on the side of vLLM's scheduler: prefix keys of requests, vLLM's block pool, questions to peers.
+"""Shares and pulls prefixes in vLLM's scheduler: prefix keys of requests, vLLM's block pool, questions to peers.
 
-vLLM's pool can watch a block (`BlockPool.unpin_blocks`): it calls back when it hands the block out for other content,
-or drops its whole cache. kvflow watches the blocks of requests. The notice that a block is reused goes to the workers
-with the step that may write to the block. The pool's own bookkeeping does not change: no block is pinned for peers.
+vLLM's block pool can watch a block (`BlockPool.unpin_blocks`): it calls a function when it reuses the block for other
+contents, or drops its whole cache. kvflow has the blocks of requests watched. The workers get the report that a block
+is reused with the step that may write to the block. The pool works as before: no block is pinned for peers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ logger = logger_of("vllm.kvflow")
 
 
 def sharing_obstacle(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
-    """Return the reason why prefixes of this cache can be neither shared with peers nor pulled; "" if they can."""
+    """Return the reason why prefixes in this cache can be neither shared with peers nor loaded from peers.
+
+    Return "" if there is none.
+    """
     sizes = {group.facts.block_size for group in groups}
     if any(group.facts.kind is GroupKind.STATE for group in groups):
         return "the model has state per request, which blocks do not hold"
@@ -52,13 +55,19 @@ def sharing_obstacle(groups: Sequence[Group], kv_cache_config: KVCacheConfig) ->
 
 
 def known_peers(extra: Extra) -> tuple[str, ...]:
-    """Return `extra.prefix_peers` as plain addresses. ConfigError if one is invalid, or if there are too many."""
+    """Return the checked addresses in `extra.prefix_peers`; empty if it is None.
+
+    ConfigError if an address is invalid, or if there are too many.
+    """
     checks.count(extra.prefix_peers or (), "prefix_peers", most=PEERS_MAX, error=ConfigError)
     return tuple(plain_address(peer, what="prefix_peers") for peer in extra.prefix_peers or ())
 
 
 def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
-    """Return the `PrefixPeers` of a worker, from vLLM's settings. ConfigError if an address or a setting is invalid."""
+    """Return the `PrefixPeers` for a worker, made from vLLM's configuration and the user's settings `extra`.
+
+    ConfigError if an address or a setting is invalid.
+    """
     parallel = vllm_config.parallel_config
     return PrefixPeers(
         prefixes=Prefixes(),
@@ -71,9 +80,10 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
 
 
 class RequestPrefixes:
-    """Prefix keys of vLLM's requests, by which the scheduler's connector shares and pulls prefixes.
+    """Shares prefixes of vLLM's requests with peers, and pulls prefixes from peers, in the scheduler's connector.
 
-    It reports to the workers which blocks hold which prompts, and asks peers for prefixes of new requests.
+    To share, it reports to the workers which blocks hold which prompts. To pull, it has peers asked for prefixes of new
+    requests.
     """
 
     def __init__(
@@ -84,7 +94,10 @@ class RequestPrefixes:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
     ) -> None:
-        """Raise ConfigError if prefixes are to be pulled, but `kv_role` or `kv_load_failure_policy` does not fit."""
+        """Read the user's settings `extra`, for a cache with the transferred `groups`.
+
+        ConfigError if prefixes are to be pulled, but `kv_role` or `kv_load_failure_policy` does not allow that.
+        """
         transfer = vllm_config.kv_transfer_config
         if extra.pulls_prefixes and not transfer.is_kv_consumer:
             raise ConfigError(f"prefix_peers: kv_role is {transfer.kv_role!r}, which loads nothing: kv_both does")
@@ -108,7 +121,7 @@ class RequestPrefixes:
         )
 
     def bind_pool(self, pool: BlockPool) -> None:
-        """If prefixes are shared, watch when `pool` reuses the blocks of requests."""
+        """If prefixes are shared, have vLLM's block pool report when it reuses blocks of requests."""
         if not self._shares_prefixes:
             return
         if not hasattr(pool, "unpin_blocks"):
@@ -128,11 +141,11 @@ class RequestPrefixes:
 
     @property
     def must_report(self) -> bool:
-        """True if reused blocks have to be reported to the workers, even if no request needs a step."""
+        """True if reused blocks have to be reported to the workers, which then need a step even without requests."""
         return self._cached_prompts is not None and self._cached_prompts.must_report
 
     def add(self, request: Request) -> None:
-        """Add a new request. If it has no ticket of a prefill engine, have peers be asked for its prefix."""
+        """Add a new request. If it has no ticket from a prefill engine, have peers asked for a prefix of its prompt."""
         params = request.kv_transfer_params
         asks = self._pulls_prefixes and not self._scheduling.takes(params or {})
         if self._cached_prompts is None and not asks:
@@ -156,14 +169,18 @@ class RequestPrefixes:
     def build_step(
         self, step: Step, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
-        """Add to `step` the report of blocks that hold prompts once it has run, and of blocks that were reused."""
+        """Set in `step` the blocks that are reused and the blocks that this step fills with tokens of prompts.
+
+        `scheduled` has the total of computed tokens of each request once the step has run. `preempted` are the ids of
+        requests that have lost their blocks, and `block_ids` returns a request's block tables.
+        """
         if self._cached_prompts is not None:
             self._cached_prompts.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """Report with the next step the blocks of `request`, which has ended.
+        """Report the blocks of `request`, which has ended, with the next step.
 
-        `block_ids` are the blocks that it still has.
+        `block_ids` are the block tables of the request, which still has these blocks.
         """
         if self._cached_prompts is not None:
             computed = min(request.num_computed_tokens, request.num_tokens - 1)

@@ -21,9 +21,10 @@ from kvflow.errors import LayoutError
 
 
 def state_tensors(spec: MambaSpec, tp_size: int, *, model_groups: int | None) -> tuple[StateTensor, ...]:
-    """Return the tensors of one state slot, in vLLM's order, with the parts that each rank has.
+    """Return a description of the tensors in a slot, in vLLM's order: how `tp_size` ranks divide each tensor.
 
-    `model_groups` is the model's number of Mamba 2 head groups, if known.
+    A slot holds the state of one request in one layer. `model_groups` is the number of Mamba 2 head groups of a layer
+    in the whole model, or None.
     """
     axis = 0 if is_conv_state_dim_first() else 1
     match spec.mamba_type, spec.shapes:
@@ -51,9 +52,10 @@ def state_tensors(spec: MambaSpec, tp_size: int, *, model_groups: int | None) ->
 
 
 def slots_of(cache: torch.Tensor, spec: MambaSpec) -> tuple[torch.Tensor, ...]:
-    """Return one view of `cache` for each state tensor of a layer, with the slots as first dimension.
+    """Return a view of `cache` for each state tensor of a layer; the first dimension of a view is the slot.
 
-    `cache` has vLLM's raw bytes in the shape (slots, 1, 1, bytes of a slot). LayoutError if it does not.
+    `cache` is vLLM's tensor of the layer, with the shape (slots, 1, 1, bytes of a slot). LayoutError if it has another
+    shape.
     """
     if cache.dim() != 4 or cache.shape[1:3] != (1, 1):
         raise LayoutError(f"state: expected (B, 1, 1, C), got {tuple(cache.shape)}")
@@ -77,13 +79,17 @@ def _recurrent(heads: int, tp_size: int) -> StateTensor:
 
 
 def _shared(name: str, units: int, size: int, tp_size: int) -> Segment:
-    """Describe a range of a state tensor that is divided over ranks: each rank has `units` units of `size` entries."""
+    """Return the description of a range of a state tensor that `tp_size` ranks divide, all with the same share.
+
+    A rank has `units` units, for example heads, each of `size` entries.
+    """
     return Segment(name=name, size=units * size, units=units, model_units=units * tp_size)
 
 
 def _grouped(name: str, entries: int, size: int, model_groups: int) -> Segment:
-    """Return the description of a range of a state tensor that is divided over ranks by Mamba 2 head groups.
+    """Return the description of a range of a state tensor that ranks divide by Mamba 2 head groups.
 
-    If the model has one group, every rank has a copy of it.
+    A rank has `entries` entries, `size` for each head group. If the model has only one head group, each rank has a copy
+    of that group.
     """
     return Segment(name=name, size=entries, units=entries // size, model_units=model_groups)

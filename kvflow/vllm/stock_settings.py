@@ -26,10 +26,10 @@ _UNSAFE_CHARS = re.compile(r"[^!-+\--~]|:")
 
 
 def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str], None]) -> StockPeers:
-    """Return one rank's `StockPeers`, with the compatibility hash that the installed vLLM computes.
+    """Return the `StockPeers` for one rank, with the compatibility hash that the installed vLLM computes.
 
-    `on_late_read` is called with the id of a request that was reported as read after its lease. ConfigError names a
-    wrong setting.
+    When a stock reader reports a request as read after the end of the lease, `on_late_read` is called with the request
+    id. ConfigError names a wrong setting in `extra`.
     """
     backend = get_current_attn_backends(vllm_config)[0].get_name()
     own, given = compute_nixl_compatibility_hash(vllm_config, backend), extra.stock
@@ -46,9 +46,10 @@ def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str]
 
 
 def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Dialect:
-    """Return a dialect that reads tickets of kvflow and of stock engines, and writes tickets that both kinds can read.
+    """Return a Dialect for `kv_transfer_params` of both kvflow engines and stock engines.
 
-    ConfigError if the model or a setting rules stock peers out.
+    It reads tickets of both, and writes tickets that readers of both kinds can use. ConfigError if the model or a
+    setting does not allow the exchange with stock engines.
     """
     if scheduling.has_state:
         raise ConfigError("stock_peers: the model has state per request, which is not exchanged with stock engines")

@@ -1,7 +1,7 @@
 """kvflow's numbers in vLLM's own metrics: in vLLM's periodic log line, and at its Prometheus endpoint.
 
-Connector objects note the loads and leases that have ended. vLLM sends these notes to its frontend and adds up all
-ranks.
+Each connector object collects the outcomes of loads, leases and questions to peers. vLLM sends them to its frontend,
+and combines those of all ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _COUNTERS = {
 
 @dataclass
 class KVFlowStats(KVConnectorStats):
-    """Ended loads, leases and questions to peers of one log interval, in JSON types."""
+    """Outcomes of the loads, leases and questions to peers that have ended in one log interval, in JSON types."""
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -63,7 +63,7 @@ class KVFlowStats(KVConnectorStats):
         self.data: dict[str, list[Any]] = {key: [] for key in (*_HISTOGRAMS, *_COUNTERS)}
 
     def add_results(self, results: Results) -> None:
-        """Add to these statistics the loads, leases and prefix questions that ended, from a worker's `results`."""
+        """Add the outcomes of the loads, leases and questions to peers in a worker's `results`."""
         data = self.data
         for report in results.loaded.values():
             data["load_seconds"].append(report.total_s)
@@ -84,7 +84,7 @@ class KVFlowStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the numbers for vLLM's log line, by the labels that they have there."""
+        """Return the numbers that vLLM's periodic log line shows, by their labels in that line."""
         seconds, sizes = sorted(self.data["load_seconds"]), self.data["load_bytes"]
         outcomes = Counter(self.data["lease_outcomes"])
         return {
@@ -102,7 +102,7 @@ class KVFlowStats(KVConnectorStats):
 
 
 class KVFlowPromMetrics(KVConnectorPromMetrics):
-    """The Prometheus metrics `vllm:kvflow_*`, with vLLM's labels for each engine."""
+    """Prometheus metrics `vllm:kvflow_*`, with vLLM's labels, which distinguish engines."""
 
     def __init__(
         self,
