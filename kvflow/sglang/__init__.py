@@ -23,7 +23,7 @@ logger = logger_of(__name__)
 
 
 def register() -> None:
-    """Make kvflow a choice of SGLang's `--disaggregation-transfer-backend`, and register its classes.
+    """Make "kvflow" a choice of SGLang's `--disaggregation-transfer-backend`, with kvflow's classes.
 
     Raises:
         SystemExit: the command line asks for the backend, but SGLang's own modules cannot be imported. Without this
@@ -46,9 +46,9 @@ def register() -> None:
 
 
 def _explain(error: Exception) -> None:
-    """Log `error`, which says why the backend is not available.
+    """Log that the backend is not available, because SGLang's own modules raised `error`.
 
-    If the command line asks for the backend, raise SystemExit.
+    If the command line asks for the backend, raise SystemExit instead.
     """
     why = (
         f"kvflow is no transfer backend here: SGLang's own modules cannot be imported ({type(error).__name__}: "
@@ -62,9 +62,10 @@ def _explain(error: Exception) -> None:
 
 
 def _class_of(original: Callable[..., Any], backend: enum.Enum, kind: enum.Enum) -> Any:
-    """Return this backend's class of `kind` if `backend` is kvflow, else the class that SGLang's function returns.
+    """Return kvflow's class of `kind` (manager, sender, ...) if `backend` is kvflow, else SGLang's class.
 
-    `original` is SGLang's `get_kv_class`, which this function wraps. It is also called for `kvargs`.
+    This is the hook around SGLang's `get_kv_class`, which is passed as `original`. For the kind `kvargs`, kvflow uses
+    SGLang's class, too.
     """
     if backend.value != NAME or kind.value == "kvargs":
         return original(backend, kind)

@@ -13,15 +13,15 @@ from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 INTRODUCTION = "kvflow"
-"""Key, in a prefill rank's registration and in answers about the rank, of kvflow's tickets that name the rank."""
+"""Key of kvflow's tickets that name a prefill rank, in the rank's registration and in answers about the rank."""
 
 _RankIndexes = tuple[int, int, int, int]
 
 
 class KVFlowBootstrapServer(CommonKVBootstrapServer):
-    """SGLang's bootstrap server, which also stores kvflow's tickets that name each prefill rank.
+    """SGLang's bootstrap server, which also stores the tickets with which kvflow reaches each prefill rank.
 
-    The tickets (the rank's introduction) are stored by the rank's (DP, CP, TP, PP) indexes.
+    A rank's tickets, one for each pool, are its introduction. They are stored by the rank's (DP, CP, TP, PP) indexes.
     """
 
     def __init__(self, host: str, port: int) -> None:

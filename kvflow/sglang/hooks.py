@@ -28,12 +28,12 @@ _DECODE = "sglang.srt.disaggregation.decode"
 
 
 def hook_prefill(manager: type) -> None:
-    """Set the hooks in the scheduler of a prefill server. `manager` is this backend's class of KV managers."""
+    """Install the hooks for the scheduler of a prefill server. `manager` is the class KVFlowManager."""
     _hook(f"{_PREFILL}.add", partial(_after_prefill_add, manager))
 
 
 def hook_decode(manager: type) -> None:
-    """Set the hooks in the scheduler of a decode server. `manager` is this backend's class of KV managers."""
+    """Install the hooks for the scheduler of a decode server. `manager` is the class KVFlowManager."""
     _hook(f"{_DECODE}.DecodePreallocQueue.add", partial(_after_decode_add, manager))
     _hook(f"{_DECODE}.DecodePreallocQueue._create_receiver_and_enqueue", _after_create_receiver)
     _hook(f"{_DECODE}.DecodeTransferQueue._defer_release", _after_defer_release)
@@ -46,9 +46,9 @@ def _hook(target: str, hook: Callable[..., Any]) -> None:
 
 
 def _after_prefill_add(manager_class: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """After SGLang has added `req` on a prefill server, pass its prompt tokens to its sender.
+    """Pass the prompt tokens of `req`, which a prefill server has just added, to the request's sender.
 
-    If the server has refused `req`, which then has no sender, notify the decode server.
+    If the prefill server has refused `req`, there is no sender: then notify the decode server.
     """
     sender = req.disagg_kv_sender
     if isinstance(sender, KVFlowSender):
@@ -61,13 +61,13 @@ def _after_prefill_add(manager_class: type[Any], result: Any, queue: Any, req: A
 
 
 def _after_create_receiver(result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """After SGLang has made a receiver for `req`, pass the prompt tokens to that receiver."""
+    """Pass the prompt tokens of `req` to the receiver that a decode server has just created for `req`."""
     if isinstance(result.kv_receiver, KVFlowReceiver):
         result.kv_receiver.prompt = prompt_of(req)
 
 
 def _after_decode_add(manager_class: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """After a decode server has refused `req`, which then has no receiver, notify the prefill server."""
+    """If a decode server has just refused `req`, which then has no receiver, notify the prefill server."""
     manager, reason = queue.kv_manager, _reason_of(req)
     refused = reason and not any(one.req is req for one in queue.queue)
     if refused and _has_counterpart(req) and isinstance(manager, manager_class):
@@ -78,9 +78,10 @@ def _after_decode_add(manager_class: type[Any], result: Any, queue: Any, req: An
 
 
 def _after_defer_release(result: Any, queue: Any, decode_req: Any, *_: Any, **__: Any) -> None:
-    """Let a decode server keep the pages of a failed request until its reads have stopped.
+    """Remove the time limit after which a decode server frees the pages of a failed request.
 
-    SGLang would free the pages after a fixed time, which does not prove that.
+    The server then keeps the pages until `KVFlowManager.is_abort_release_safe` says that all reads have stopped. After
+    a fixed time, reads could still be under way.
     """
     if isinstance(decode_req.kv_receiver, KVFlowReceiver):
         held, start_s, _, index, acks = queue._deferred_releases[-1]
@@ -88,20 +89,20 @@ def _after_defer_release(result: Any, queue: Any, decode_req: Any, *_: Any, **__
 
 
 def _reason_of(req: Any) -> str:
-    """Return the reason why `req` has ended; "" if it has not ended."""
+    """Return the text of SGLang's reason why `req` has ended or will end; "" if it goes on."""
     reason = req.finished_reason or req.to_finish
     return "" if reason is None else getattr(reason, "message", None) or "it does not say why"
 
 
 def _has_counterpart(req: Any) -> bool:
-    """Return True if `req` has a counterpart on the other server. The health checks of SGLang itself have none."""
+    """Return True if the other server also has a request for `req`. It has none for SGLang's own health checks."""
     return req.bootstrap_room is not None and req.bootstrap_host != FAKE_BOOTSTRAP_HOST
 
 
 def prompt_of(req: Any) -> npt.NDArray[np.int64]:
-    """Return the token ids of `req` for which KV is transferred, so that the two servers can compare them.
+    """Return the ids of those tokens of `req` for which KV is transferred, so that both servers can compare them.
 
-    Placeholders of pictures and sounds are -1, since SGLang's numbers for them may differ between the two servers. If a
+    Placeholders of pictures and sounds are -1, since SGLang's ids for these may differ between the servers. If the
     request is computed again after a change of weights, its generated tokens are included.
     """
     parts = [np.asarray(req.origin_input_ids, np.int64)]

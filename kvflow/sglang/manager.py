@@ -1,12 +1,13 @@
 """KVFlowManager: one rank of a prefill or decode server, with its pools, its requests, and messages between servers.
 
 As in SGLang, a decode rank first sends a message about its request (`rooms.RoomMessage`) to the prefill ranks, which
-then begin to send. The message contains no memory addresses, since the decode rank reads the blocks itself. It says how
-many tokens the decode server already has, and under which name it waits for the offer. The decode server makes that
-name from the request's room, which routers see in clear text, and a digest that only the two servers know.
+then begin to send. The message contains no memory addresses, since the decode rank reads the blocks itself. The message
+has the number of tokens that the decode server already has, and the name under which it waits for the lease. The decode
+server makes that name from the request's room, which routers see in clear text, and a digest that only the two servers
+know.
 
-SGLang's tables keep the state of a request by its room, a number that several requests may have. Here the key is a
-`Room`, which is unique to a request.
+The keys of SGLang's tables of requests are rooms, numbers that several requests may have. Here the keys are objects of
+the class `Room`, each unique to one request.
 """
 
 from __future__ import annotations
@@ -49,20 +50,21 @@ from kvflow.sglang.server_settings import config_of
 logger = logger_of(__name__)
 
 _SUPPORTED_MAX = {"attn_cp_size": 1, "pp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False}
-"""Largest supported value of each setting that divides a server other than by tensor or data parallelism."""
+"""Largest supported value of each SGLang setting for kinds of parallelism other than tensor and data parallelism."""
 _INCOMPATIBLE_S = 1.0
-"""Seconds for which requests to an incompatible prefill server fail at once; then SGLang asks that server again."""
+"""Seconds for which requests to an incompatible prefill server fail at once. After that, SGLang asks the server again
+for its settings."""
 _RANKS_MAX = 64
 _SERVERS_MAX = 256
 _LOOK_UP_TIMEOUT_S = 2.0
 _RANKS_KEPT_S = 5.0
-"""Seconds for which the ranks of a prefill server, with their addresses, are remembered."""
+"""Seconds for which the list of a prefill server's ranks is used before it is looked up again."""
 
 Introduction: TypeAlias = "list[dict[str, Any]]"
 
 
 class KVFlowManager(CommonKVManager):
-    """kvflow's KV manager, one for each rank: SGLang makes it in each of a server's scheduler processes."""
+    """kvflow's KV manager. SGLang creates one in each scheduler process of a server, and so for each rank."""
 
     supports_deferred_decode_kv_release = True
 
@@ -78,7 +80,11 @@ class KVFlowManager(CommonKVManager):
             self._start_heartbeat_checker_thread()
 
     def _prepare(self, args: Any, mode: Any, server_args: Any, is_mla: bool) -> None:
-        """Make all pools and tables that SGLang's constructor needs to register this rank at the bootstrap server."""
+        """Check the server's settings, and create the pools and tables of this rank.
+
+        SGLang's constructor needs them when it registers this rank at the bootstrap server. ConfigError if kvflow does
+        not support a setting.
+        """
         parallel, policy = get_parallel(), get_disagg().disaggregation_decode_allocation_policy
         for name, most in _SUPPORTED_MAX.items():
             if getattr(parallel, name) > most:
@@ -95,8 +101,8 @@ class KVFlowManager(CommonKVManager):
             )
         self.aux = aux_buffers(args)
         self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
-        """True if SGLang's metadata of a request is too large for the payload of a lease, as with hidden states. The
-        metadata is then transferred as an item of a pool, the last one."""
+        """True if SGLang's metadata of a request is too large for the bytes that a lease gives to its readers
+        (`Lease.complete`), for example with hidden states. It is then transferred as an item of the last pool."""
         self.state_kinds = [kind.value for kind in args.state_types]
         self.secret = _broadcast(secrets.token_hex(16))
         self.serials = itertools.count()
@@ -104,14 +110,15 @@ class KVFlowManager(CommonKVManager):
         self.receivers: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
         self._rooms_lock = threading.RLock()  # reentrant: finalizers of requests may run while it is held
         self._held: dict[int, list[Load]] = {}
-        """Loads of failed requests that may still write to the decode server's pages, by room number."""
+        """Loads of failed requests that may still write to the decode server's pages, by the request's room."""
         self._incompatible: dict[str, tuple[str, float]] = {}
-        """For each incompatible prefill server, by address: why it is incompatible, and when SGLang found that."""
+        """Reason why a prefill server is incompatible with this decode server, and the time at which that was found, by
+        the prefill server's address."""
         self._ranks: BoundedMap[str, tuple[float, list[dict[str, Any]]]] = BoundedMap(_SERVERS_MAX)
-        """For each prefill server, by address: when its ranks were looked up, and the ranks. Used only on the first
-        pool's loop."""
+        """Time at which a prefill server's ranks were looked up, and the bootstrap server's description of each rank,
+        by the server's address. Used only on the loop of the first pool's runtime."""
         self._unanswered: set[str] = set()
-        """Addresses of the prefill servers that did not answer SGLang's last question for their parallelism."""
+        """Addresses of prefill servers that did not answer when SGLang last asked for their parallelism."""
         producer = mode == DisaggregationMode.PREFILL
         latent = is_mla or args.is_hybrid_mla_backend
         model_heads = 0 if latent else _model_heads(args, server_args)
@@ -125,23 +132,23 @@ class KVFlowManager(CommonKVManager):
     # --- what both sides have
 
     def check_status(self, bootstrap_room: int) -> Any:
-        """Return SGLang's state (a KVPoll) of the request with this `Room`; Failed if the request is forgotten."""
+        """Return SGLang's state (a KVPoll) of the request with this `Room`; Failed if the request is unknown."""
         return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     def forget(self, room: Room) -> None:
-        """Remove all entries of an ended request from SGLang's and kvflow's tables."""
+        """Remove the request of `room`, which has ended, from the tables of SGLang and kvflow."""
         for table in (self.request_status, self.failure_records, self.senders, self.receivers):
             table.pop(room, None)
 
     def fail(self, room: Room, reason: str) -> None:
-        """Mark the request of `room` as failed. SGLang's client gets `reason`."""
+        """Mark the request of `room` as failed. The client of SGLang gets `reason` as the error message."""
         self.record_failure(room, f"kvflow: {reason}")
         self.update_status(room, KVPoll.Failed)
 
     def new_request_name(self, room: int) -> str:
-        """Return a secret name for the next request of `room`, under which the decode server waits for its offer.
+        """Return a secret name for a new request of `room`, under which the decode server waits for the lease.
 
-        The name is the same on all ranks of the server, because all ranks see requests in the same order.
+        All ranks of the decode server make the same name, because they see requests in the same order.
         """
         serial = next(self.serials)
         digest = hmac.digest(bytes.fromhex(self.secret), f"{room}:{serial}".encode(), "sha256")
@@ -161,7 +168,12 @@ class KVFlowManager(CommonKVManager):
         super()._register_topology_row(url, {**payload, INTRODUCTION: introduction})
 
     def items_of(self, pages: Any, state_indices: Any, aux_index: int, decode_prefix_len: int) -> list[Any]:
-        """Return the indexes of a request's items in each pool, in the order of `pools`; None where it has no items."""
+        """Return the indexes of a request's items in each pool, in the order of `pools`.
+
+        The entry of a pool in which the request has no items is None. `pages` are the pages of the KV pool,
+        `state_indices` the indexes for each component of state, and `aux_index` the row of SGLang's metadata. The
+        decode server already has the first `decode_prefix_len` tokens.
+        """
         aux = [[aux_index]] if self.aux_moves else []
         prefix_pages = decode_prefix_len // self.kv_args.page_size
         states = zip(self.state_kinds, state_indices or [None] * len(self.state_kinds), strict=True)
@@ -170,14 +182,14 @@ class KVFlowManager(CommonKVManager):
     # --- decode
 
     def build_receiver_registration_message(self) -> list[bytes]:
-        """Return an empty message: prefill servers need not know where a decode server's pools are in memory."""
+        """Return an empty message, since prefill servers need no memory addresses of a decode server's pools."""
         return []
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Look up the prefill server at `bootstrap_addr`, as SGLang does. Return whether it can be used.
+        """Look up the parallelism of the prefill server at `bootstrap_addr`. Return whether it can be read from.
 
-        If it is incompatible, fail the requests for that prefill server. SGLang's own method would raise in the
-        scheduler's loop and so end the decode server for all requests.
+        If the server is incompatible, fail the requests for it. SGLang's own method would raise in the scheduler's
+        loop, which would end the decode server with all its requests.
         """
         try:
             known: bool = super().try_ensure_parallel_info(bootstrap_addr)
@@ -201,16 +213,16 @@ class KVFlowManager(CommonKVManager):
                 receiver.refuse(_incompatible_error(address, reason))
 
     def has_not_answered(self, address: str) -> bool:
-        """Return True if the prefill server at `address` did not answer SGLang's last question."""
+        """Return True if the prefill server at `address` did not answer when SGLang last asked for its parallelism."""
         return address in self._unanswered
 
     def notify_given_up(self, address: str, ranks: list[dict[str, Any]] | None, message: RoomMessage) -> None:
-        """Notify prefill ranks that a request was given up. Skip ranks that cannot be reached.
+        """Notify prefill ranks that the decode server has given up a request. Skip ranks that cannot be reached.
 
         Args:
             address: address of the prefill server.
             ranks: the server's ranks, as its bootstrap server describes them; None to look them up in the background.
-            message: the message, which names the request.
+            message: the message to send, which names the request.
         """
         if ranks is None:
             with contextlib.suppress(KVFlowError):
@@ -230,18 +242,17 @@ class KVFlowManager(CommonKVManager):
         self.notify_given_up(address, ranks, message)
 
     def incompatible_error(self, address: str) -> PeerIncompatible | None:
-        """Return the error for requests to the prefill server at `address` if it was just found incompatible.
+        """If the prefill server at `address` was found incompatible within the last second, return the error.
 
-        Else return None.
+        Requests to that server then fail with this error. Otherwise return None.
         """
         reason, since_s = self._incompatible.get(address, ("", 0.0))
         return _incompatible_error(address, reason) if reason and time.monotonic() - since_s < _INCOMPATIBLE_S else None
 
     def hold(self, room: int, address: str, loads: list[Load]) -> None:
-        """Keep the pages of a failed request until no byte can land in them.
+        """Have the pages of a failed request kept until `loads`, which may still write to them, have stopped.
 
-        `room` is the request's room, `address` its prefill server, and `loads` are its loads that may still write
-        there.
+        `room` is the request's room, and `address` the address of its prefill server.
         """
         self._held.setdefault(int(room), []).extend(loads)
         logger.warning(
@@ -252,9 +263,9 @@ class KVFlowManager(CommonKVManager):
         )
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Return True once no byte can land in the pages of failed requests in this room.
+        """Return True if no byte can land in the pages of failed requests in the room `bootstrap_room`.
 
-        SGLang asks before it frees these pages.
+        SGLang calls this before it frees these pages.
         """
         room = int(bootstrap_room)
         held = [load for load in self._held.pop(room, ()) if not load.safe]
@@ -265,9 +276,9 @@ class KVFlowManager(CommonKVManager):
     # --- prefill
 
     def refuse(self, room: int, reason: str) -> None:
-        """Refuse a request of the prefill server for which SGLang made no sender.
+        """Refuse a request of the prefill server for which SGLang created no sender.
 
-        The decode server is notified now, or when it asks for the request.
+        The decode server is notified now, or when its message about the request arrives.
         """
         with self._rooms_lock:
             answer = self._rooms.add_answer(int(room), time.monotonic())
@@ -277,8 +288,8 @@ class KVFlowManager(CommonKVManager):
     def add_sender(self, room: Room, sender: Any) -> Answer:
         """Add a new request of the prefill server, with its sender, and return its `Answer`.
 
-        The request answers the decode server's first request in the room that has no answer yet, now or when that
-        comes.
+        The request is paired with the first unpaired request of decode servers in the same room. If there is none yet,
+        the request is paired when one arrives.
         """
         with self._rooms_lock:
             self.senders[room] = sender
@@ -287,14 +298,14 @@ class KVFlowManager(CommonKVManager):
         return answer
 
     def remove_answer(self, answer: Answer) -> None:
-        """Forget a request of the prefill server. `answer` stands for it, as `add_sender` returned it."""
+        """Forget a request of the prefill server that has ended. `add_sender` has returned its `answer`."""
         with self._rooms_lock:
             self._rooms.close(answer, time.monotonic())
 
     def refuse_answer(self, answer: Answer, reason: str) -> None:
-        """Mark a request of the prefill server as one that will not be computed.
+        """Mark a request of the prefill server as refused, because of `reason`: it will not be computed.
 
-        The decode server is notified now, or when it asks for the request.
+        The decode server is notified now, or when its message about the request arrives.
         """
         with self._rooms_lock:
             request = self._rooms.refuse(answer, reason, time.monotonic())
@@ -313,7 +324,7 @@ class KVFlowManager(CommonKVManager):
             self._decline(request, "no request of its room has arrived at the prefill server")
 
     def _receive_messages(self) -> None:
-        """Handle messages of decode servers, as the body of a thread. Drop invalid ones: any process can send messages.
+        """Handle messages of decode servers, as the body of a thread. Drop invalid messages: any process can send some.
 
         Thread `kvflow-sglang-hear`: begun by SGLang's manager of a prefill rank. Ends at teardown, or with the
         process. If it dies, messages of decode servers are lost, and their requests end by SGLang's timeouts.
@@ -339,14 +350,14 @@ class KVFlowManager(CommonKVManager):
 
 
 def _incompatible_error(address: str, reason: str) -> PeerIncompatible:
-    """Return the error with which requests to an incompatible prefill server fail."""
+    """Return the error with which requests to the incompatible prefill server at `address` fail."""
     return PeerIncompatible(f"prefill server {address}: {reason}", peer=address)
 
 
 async def _look_up_ranks(address: str) -> list[dict[str, Any]]:
-    """Ask the bootstrap server at `address` for the prefill server's ranks, each with its addresses.
+    """Ask the bootstrap server at `address` for the prefill server's ranks, and return its description of each.
 
-    Return [] if it does not answer.
+    Return an empty list if the bootstrap server does not answer.
     """
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
     with contextlib.suppress(Exception):
@@ -364,10 +375,10 @@ async def _look_up_ranks(address: str) -> list[dict[str, Any]]:
 
 
 class _Pool:
-    """One of a rank's pools, and the runtime that transfers its items.
+    """One of a rank's memory pools, and the kvflow runtime that transfers items of the pool.
 
-    If the other server may have another tensor-parallel size (`Buffers.cut`), the ranks of a server form one kvflow
-    engine. If not, each rank is an engine by itself, from which whole items are read.
+    If servers may have different tensor-parallel sizes for this pool (`Buffers.cut`), all ranks of a server form one
+    kvflow engine. If not, each rank is an engine by itself, from which whole items are read.
     """
 
     def __init__(self, buffers: Buffers, model_heads: int, producer: bool, secret: str) -> None:
@@ -390,7 +401,7 @@ class _Pool:
 
 
 def _broadcast(value: str) -> str:
-    """Send the `value` of rank 0 to all ranks of the server, and return it on each."""
+    """Send the `value` of rank 0 to all ranks of the server. Return that value on each rank."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return value
     agreed: str = get_parallel().world_group.broadcast_object(value, src=0)
@@ -398,7 +409,10 @@ def _broadcast(value: str) -> str:
 
 
 def _model_heads(args: Any, server_args: Any) -> int:
-    """Return the model's number of KV heads. SGLang passes it to prefill servers only."""
+    """Return the number of KV heads of the whole model.
+
+    In `args`, SGLang passes that number to prefill servers only; on decode servers it comes from the model's config.
+    """
     known = getattr(args, "total_kv_head_num", None)
     if known is None:
         from sglang.srt.configs.model_config import ModelConfig

@@ -28,9 +28,10 @@ _ITEM_PER_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
-    """One pool, as SGLang's `KVArgs` describes it: buffers, each an array of items.
+    """One of SGLang's memory pools, as its `KVArgs` describe it: a list of buffers, each an array of equal items.
 
-    `layers` has a number for each buffer, the same on prefill and decode servers.
+    For each buffer, `pointers` has its address, `sizes` its bytes, `item_sizes` the bytes of an item, and `layers` a
+    number that is the same on prefill and decode servers.
     """
 
     name: str
@@ -39,23 +40,23 @@ class Buffers:
     item_sizes: Sequence[int]
     layers: Sequence[int]
     format: str
-    """Format of the pool's bytes, which must be the same on prefill and decode servers."""
+    """Text for the dtype and layout of the pool, which must be the same on prefill and decode servers."""
     tokens: int = 1
     """Number of tokens in an item; 1 if an item does not consist of tokens."""
     heads: int = 0
-    """Number of KV heads of one rank in an item; 0 if items have no heads that other ranks could read separately."""
+    """Number of KV heads that an item has on one rank; 0 if other ranks cannot read single heads of an item."""
     cut: bool = False
-    """True if the other server may have another tensor-parallel size, because a rank can read some heads of an item, or
-    because items are latents, which are the same on all ranks."""
+    """True if the two servers may have different tensor-parallel sizes: a rank can read some heads of an item, or the
+    items are latents, which are the same on all ranks."""
     replicated: bool = False
-    """True if items are always read whole and are equal on all ranks, so that any rank can be read. If neither `cut`
-    nor `replicated`, each rank has its own share, which only a server with the same tensor-parallel size can read."""
+    """True if items are always read whole and are equal on all ranks, so that any rank can be read. If both `cut` and
+    `replicated` are False, only a server with the same tensor-parallel size can read the ranks' items."""
     host: bool = False
     """True if the pool is in host memory, even if the other pools are on a device."""
 
     @property
     def rank_private(self) -> bool:
-        """True if each rank has its own share, which only a server with the same tensor-parallel size can read."""
+        """True if ranks have different items, which only a server with the same tensor-parallel size can read."""
         return not (self.cut or self.replicated)
 
     @property
@@ -63,7 +64,7 @@ class Buffers:
         return sum(self.item_sizes)
 
     def read_row(self, row: int) -> bytes:
-        """Return the bytes of the items at index `row` of all buffers, concatenated.
+        """Return the bytes of the item with index `row` of each buffer, concatenated in the order of the buffers.
 
         The pool must be in host memory.
         """
@@ -71,9 +72,9 @@ class Buffers:
         return b"".join(ctypes.string_at(pointer + row * size, size) for pointer, size in places)
 
     def write_row(self, row: int, data: bytes) -> None:
-        """Write `data`, in the form that `read_row` returns, to the items at index `row` of all buffers.
+        """Write `data`, which another rank's `read_row` has returned, to the item with index `row` of each buffer.
 
-        The pool must be in host memory. ConfigError if the size of `data` differs.
+        The pool must be in host memory. ConfigError if `data` does not have the size of these items.
         """
         if len(data) != self.row_bytes:
             raise ConfigError(f"metadata of a request: ours {counted(self.row_bytes, 'byte')}, theirs {len(data)}")
@@ -83,9 +84,10 @@ class Buffers:
             start += size
 
     def group(self, device: str) -> CacheGroup:
-        """Return the pool as a CacheGroup to register: one layer for each buffer, one layout for each item size.
+        """Return the pool as a CacheGroup that kvflow can register; `device` is where the pool's memory is.
 
-        Buffers may have different numbers of items; the group has as many as the shortest buffer.
+        Each buffer is a layer, and each item a block. Buffers may have different numbers of items: the group has as
+        many blocks as the shortest buffer has items.
         """
         items = min((size // item for size, item in zip(self.sizes, self.item_sizes, strict=True)), default=0)
         layers = {}
@@ -114,9 +116,9 @@ class Buffers:
 
 
 def kv_buffers(args: Any, *, heads: int) -> Buffers:
-    """Return SGLang's KV pool. `heads` is the number of KV heads of one rank, 0 for latents.
+    """Return SGLang's KV pool, which `args` describe. `heads` is the number of KV heads of one rank, 0 for latents.
 
-    If the bytes of a page of latents are no multiple of its tokens, the page counts as an item without tokens.
+    If the bytes of a page of latents cannot be divided by the page's tokens, a page is an item without tokens.
     """
     count = len(args.kv_data_ptrs)
     by_token = heads or not any(size % args.page_size for size in args.kv_item_lens)
@@ -134,10 +136,10 @@ def kv_buffers(args: Any, *, heads: int) -> Buffers:
 
 
 def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
-    """Return one pool for each component of state, in SGLang's order: windows, recurrent state, indexes.
+    """Return a pool for each component of state in `args`, in SGLang's order: windows, recurrent state, indexes.
 
-    Windows are divided by heads if the KV pool is. Layers without state, which SGLang lists with items of 0 bytes, are
-    left out.
+    `heads` is the number of KV heads of one rank, 0 for latents. If the KV pool is divided by heads, windows are, too.
+    Layers without state, which SGLang lists with items of 0 bytes, are left out.
     """
     found = []
     for at, kind in enumerate(args.state_types):
@@ -163,11 +165,13 @@ def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
 
 
 def transferred_items(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
-    """Return the indexes of the items that a request transfers from a state component; None if it has no items there.
+    """Return the indexes of those items of a state component that are transferred for a request.
 
-    If a component has an item for each page, SGLang names all pages of the prompt. The first `prefix_pages` were on the
-    decode server already; they are left out, since they may be in use and belong to KV that the decode server computed.
-    For a DSA tail SGLang names the request's item and the part of it that is live; the whole item is transferred.
+    `kind` is SGLang's name for the component, and `indices` are the indexes that SGLang gives, or None if the request
+    has no items there; then return None. If the component has an item for each page, SGLang gives all pages of the
+    prompt. The decode server already has the first `prefix_pages`, so these are left out: they may be in use, and
+    belong to KV that the decode server has computed. For a DSA tail, SGLang gives the index of the request's item and
+    the part of the item that is in use; the whole item is transferred.
     """
     if indices is None:
         return None
@@ -176,9 +180,10 @@ def transferred_items(kind: str, indices: Any, prefix_pages: int) -> list[int] |
 
 
 def aux_buffers(args: Any) -> Buffers:
-    """Return SGLang's metadata buffers as a pool, in which each request has one item, its row.
+    """Return SGLang's metadata buffers as a pool in host memory, in which each request has one item, its row.
 
-    A row is sent as the payload of a lease or, if it is too large for a payload, as an item of the pool.
+    A row is given to readers as the payload of a lease (`Lease.complete`). If it is too large for that, it is
+    transferred as an item of this pool.
     """
     return Buffers(
         name="aux",
@@ -193,10 +198,11 @@ def aux_buffers(args: Any) -> Buffers:
 
 
 def _numbers(layer_ids: Sequence[int], count: int, drafts: int, *, parts: int) -> list[int]:
-    """Return a number for each buffer, made from its layer, and from whether it holds K or V of that layer.
+    """Return a number for each of `count` buffers, made from the buffer's layer and its place among `parts` buffers.
 
-    Without `layer_ids` SGLang lists all K buffers, then all V buffers. The last `drafts` buffers belong to a draft
-    model and have numbers in a range of their own, since the other server may have no draft model.
+    `parts` is the number of buffers of a layer: 2 for K and V. `layer_ids` has the layer of each buffer; if it is
+    empty, the buffers are K of all layers, then V of all layers. The last `drafts` buffers belong to a draft model and
+    have numbers in a separate range, since the other server may have no draft model.
     """
     if layer_ids:
         seen: dict[int, int] = {}

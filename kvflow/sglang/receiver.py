@@ -1,6 +1,6 @@
 """KVFlowReceiver: the decode side of one request, with a load for each pool. Loads start once the pages are known.
 
-SGLang's scheduler thread makes all calls. `poll` returns Success only when no byte can land in the pages any longer. It
+SGLang's scheduler thread makes all calls. `poll` returns Success only when no further byte can land in the pages. It
 returns Failed once the loads have ended, which unfinished reads can delay by at most `Config.cancel_grace_s`. If reads
 have not stopped by then, or if another rank has failed earlier, SGLang's deferred release keeps the pages until the
 reads have stopped (`KVFlowManager.hold`).
@@ -29,11 +29,11 @@ from kvflow.sglang.sender import failure
 
 
 class KVFlowReceiver(CommonKVReceiver):
-    """kvflow's KV receiver: SGLang makes one on each rank for each request of a decode server."""
+    """kvflow's KV receiver. On each rank of a decode server, SGLang creates one for each request."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.prompt: Any = None
-        """Token ids of the prompt, set by `hooks`; None if no hook has set them."""
+        """Token ids of the prompt, which a hook sets (`hooks`); None if they are not known."""
         self._loads: list[Load] = []
         self._aux_index = 0
         self._cancelled = False
@@ -51,9 +51,9 @@ class KVFlowReceiver(CommonKVReceiver):
             self.refuse(incompatible_error)
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Look up the ranks of the prefill server that belong to data-parallel rank `prefill_dp_rank`.
+        """Look up the prefill server's ranks of data-parallel rank `prefill_dp_rank`, and begin to connect to them.
 
-        If kvflow's tickets that name these ranks are invalid, only this request fails.
+        If the bootstrap server's tickets for these ranks are invalid, fail this request, and not the scheduler.
         """
         try:
             super().init(prefill_dp_rank)
@@ -65,15 +65,15 @@ class KVFlowReceiver(CommonKVReceiver):
             self.refuse(error)
 
     def refuse(self, error: KVFlowError) -> None:
-        """Fail the request with `error`, before anything was read, and notify the prefill server."""
+        """Fail the request with `error` before it has loads, and notify the prefill server."""
         self._fail(error)
         self.conclude_state = KVPoll.Failed
 
     def _register_kv_args(self) -> bool:
-        """Begin to connect to the prefill ranks, in the background, so that loads need not wait for it. Return True.
+        """Begin to connect to the prefill ranks, in the background, so that loads find a connection. Return True.
 
-        SGLang calls this once it knows the ranks. If their pools are incompatible with this server's, fail the request
-        and return False.
+        SGLang calls this once it knows the prefill ranks. If the pools of these ranks are incompatible with the pools
+        of this rank, fail the request and return False.
         """
         problem = self._incompatibility()
         if problem is not None:
@@ -86,9 +86,9 @@ class KVFlowReceiver(CommonKVReceiver):
         return True
 
     def _incompatibility(self) -> str | None:
-        """Return why this server cannot read the prefill server's pools; None if it can.
+        """Return the reason why this decode server cannot read the prefill server's pools; None if it can.
 
-        It depends on the number of pools on each prefill rank, and on both tensor-parallel sizes.
+        Compare the numbers of pools, and for pools that need it, the tensor-parallel sizes of both servers.
         """
         pools = self.kv_mgr.pools
         for info in self.bootstrap_infos:
@@ -111,9 +111,10 @@ class KVFlowReceiver(CommonKVReceiver):
         decode_prefix_len: int | None = None,
         **others: Any,
     ) -> None:
-        """Send the prefill ranks a message about the request, and start its loads.
+        """Send the prefill ranks a message about the request, and start the request's loads.
 
-        SGLang calls this when it knows the pages to load into.
+        SGLang calls this when it knows the pages to load into: `kv_indices` in the KV pool, `state_indices` in each
+        component of state, `aux_index` in the metadata. The server already has the first `decode_prefix_len` tokens.
         """
         self._aux_index = aux_index or 0
         if self.conclude_state is not None:
@@ -130,9 +131,9 @@ class KVFlowReceiver(CommonKVReceiver):
                 self._load(pool_index, pool, list(indexes))
 
     def _send_room_message(self, decode_prefix_len: int, info: dict[str, Any]) -> bool:
-        """Send the prefill rank in `info` a `RoomMessage` about the request. Return whether it was sent.
+        """Send a prefill rank a `RoomMessage` about the request. Return whether the message was sent.
 
-        If it was not, SGLang fails the request.
+        `info` is the bootstrap server's description of the rank. If the message was not sent, SGLang fails the request.
         """
         message = self._room_message(
             decode_prefix_len=decode_prefix_len,
@@ -166,16 +167,16 @@ class KVFlowReceiver(CommonKVReceiver):
 
     @property
     def _digest(self) -> str:
-        """Digest of the prompt's token ids, which the prefill server compares; "" if the prompt is unknown."""
+        """Digest of the prompt's token ids, for the prefill server to compare; "" if they are not known."""
         return "" if self.prompt is None else prompt_digest(self._name, self.prompt)
 
     @property
     def _uncut_rank(self) -> dict[str, Any]:
-        """Entry in `bootstrap_infos` of the one prefill rank from which pools with `Buffers.cut` False are read."""
+        """Description of the one prefill rank from which this rank reads the pools with `Buffers.cut` False."""
         return next(info for info in self.bootstrap_infos if not info["is_dummy"])
 
     def _poll(self) -> Any:
-        """Return SGLang's state of the request. Never blocks, since it takes results only from loads that are done."""
+        """Return SGLang's state of the request (a KVPoll). Never block: take results only from loads that are done."""
         if self.conclude_state is None and self._loads:
             failed = self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed
             if failed or any(map(_error_of, self._loads)):
@@ -187,9 +188,9 @@ class KVFlowReceiver(CommonKVReceiver):
         return super()._poll()
 
     def _set_final_state(self) -> None:
-        """Set the request's final state, once all its loads have ended.
+        """Set the request's final state, after all its loads have ended.
 
-        Write the received metadata and set Success if all loads succeeded, else set Failed.
+        If all loads have succeeded, write the received metadata to SGLang's buffers and set Success, else set Failed.
         """
         errors = [error for error in map(_error_of, self._loads) if error is not None]
         if not errors:
@@ -209,9 +210,10 @@ class KVFlowReceiver(CommonKVReceiver):
         self._notify_prefill(error)
 
     def _notify_prefill(self, error: BaseException) -> None:
-        """Notify the prefill server that the request was given up.
+        """Notify the prefill server that this server has given up the request.
 
-        If `error` is a PeerError, the prefill server may be gone or restarted: the next request looks it up again.
+        If `error` is a PeerError, the prefill server may be gone or restarted. Then forget what is known about the
+        server, so that the next request looks it up again.
         """
         self.ensure_abort_notified()
         if isinstance(error, PeerError):
@@ -219,7 +221,10 @@ class KVFlowReceiver(CommonKVReceiver):
             self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Notify the prefill ranks, once, that the request was given up, and why. Skip ranks that cannot be reached."""
+        """Notify the prefill ranks once that this server has given up the request, with the reason.
+
+        Skip ranks that cannot be reached.
+        """
         if self.abort_notified:
             return
         self.abort_notified = True
@@ -230,7 +235,10 @@ class KVFlowReceiver(CommonKVReceiver):
         self.kv_mgr.notify_given_up(self.bootstrap_addr, self.bootstrap_infos, self._room_message(given_up=reason))
 
     def abort(self) -> None:
-        """Abort the request. If bytes may still land in its pages, `KVFlowManager.hold` keeps the pages."""
+        """Abort the request and cancel its loads.
+
+        Until the loads have ended, the request has no final state, so SGLang keeps its pages.
+        """
         if (
             self.conclude_state is None
             and self.bootstrap_infos is None
@@ -244,9 +252,9 @@ class KVFlowReceiver(CommonKVReceiver):
             self.conclude_state = None
 
     def clear(self) -> None:
-        """Forget the request, as SGLang's own receiver does.
+        """Forget the request, as SGLang's own receiver does, and cancel its loads.
 
-        Loads that may still write are cancelled and passed to `KVFlowManager.hold`.
+        Pass loads that may still write to the pages to `KVFlowManager.hold`, which has the pages kept.
         """
         self._cancel()
         unsafe, self._loads = [load for load in self._loads if not load.safe], []
@@ -275,7 +283,7 @@ def _pool_names(pools: list[Any]) -> str:
 
 
 def _error_of(load: Load) -> BaseException | None:
-    """Return the error with which `load` has ended; None if it has succeeded or has not ended."""
+    """Return the error with which `load` has failed or was cancelled; None if it has succeeded or still runs."""
     if not load.done:
         return None
     try:

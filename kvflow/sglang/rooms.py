@@ -1,9 +1,9 @@
 """Rooms of a prefill server: pairs the requests of decode servers with the requests of the prefill server.
 
-A room is the number under which a router sends a request to both servers. All samples of a prompt have the same room,
-and a router that tries again may use a room that is in use. So a room has two queues: the room's n-th request from
-decode servers is answered by the room's n-th request at the prefill server. A request that either server gives up keeps
-its place in the queue, so that all ranks make the same pairs.
+A room is the number (`bootstrap_room`) under which a router sends a request to both servers. All samples of a prompt
+have the same room, and a router that tries again may use a room that is in use. So a room has two queues: the room's
+n-th request from decode servers is answered by the room's n-th request at the prefill server. If either server gives up
+a request, the request stays in the queue, so that all ranks make the same pairs.
 
 The module has no I/O and no clock: callers hold a lock and pass the time.
 """
@@ -28,18 +28,19 @@ MESSAGE_FRAME = b"KVFLOW"
 ROOM_MAX = (1 << 63) - 1
 REASON_CHARS_MAX = 400
 REQUESTS_MAX = 1 << 14
-"""Maximum number of requests from decode servers that wait for an answer; beyond it the oldest is declined."""
+"""Maximum number of requests from decode servers that wait to be paired. If there are more, the oldest is declined."""
 REFUSALS_MAX = 1 << 12
-"""Maximum number of refused requests that are kept until a decode server asks; beyond it the oldest is forgotten."""
+"""Maximum number of refused requests of the prefill server that wait for a decode server's message. If there are
+more, the oldest is forgotten."""
 LEFTOVER_S = 30.0
-"""Seconds after which a request that was given up or refused is not paired with a new request of its room."""
+"""Seconds after which an unpaired request that was given up or refused is forgotten when its room is used again."""
 _ENDED_NAMES_MAX = 1 << 14
 
 
 class Room(int):
-    """A room as the key for the state of one request.
+    """A room number as the key of one request in tables.
 
-    It equals only itself, so requests of the same room share no state.
+    Each object equals only itself, so requests with the same room number have different keys.
     """
 
     __slots__ = ()
@@ -49,63 +50,63 @@ class Room(int):
 
 
 def room_problem(room: int) -> str:
-    """Return why `room` is invalid; "" if it is valid.
+    """Return an error text if `room` is not a valid room number, else "".
 
-    A room has at most 63 bits, and in SGLang's metadata 0 means that nothing was written yet.
+    A room number has at most 63 bits. It is not 0, which in SGLang's metadata means that nothing was written yet.
     """
     return "" if 0 < int(room) <= ROOM_MAX else f"bootstrap_room: expected 1 to 2**63 - 1, got {int(room)}"
 
 
 class RoomMessage(msgspec.Struct, frozen=True):
-    """A decode rank's message to a prefill rank about a request: that it waits for the offer, or has given up."""
+    """A decode rank's message to a prefill rank: it waits for the lease of a request, or has given up the request."""
 
     room: Annotated[int, Meta(ge=1, le=ROOM_MAX)]
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    """Request id under which the prefill rank has to offer the prompt: a secret between the two servers."""
+    """Name that the prefill rank has to give to the request's lease: a secret of the two servers."""
     reader: Annotated[str, Meta(max_length=256)]
     """Name of the decode rank that sends the message."""
     readers: Annotated[int, Meta(ge=1, le=1 << 10)]
-    """Number of decode ranks that send this prefill rank a message about the request."""
+    """Number of decode ranks that send a message about the request to this prefill rank."""
     decode_prefix_len: Annotated[int, Meta(ge=0)] = 0
-    """Number of prompt tokens that the decode server already has."""
+    """Number of tokens at the beginning of the prompt that the decode server already has."""
     is_dummy: bool = False
-    """True if the decode rank reads whole-item pools from another prefill rank (`Buffers.cut` is False)."""
+    """True if the decode rank reads the pools with `Buffers.cut` False from another prefill rank, not from this one."""
     prompt: Annotated[str, Meta(max_length=64)] = ""
-    """Digest of the prompt's tokens, salted with `name`; "" if the prompt is unknown."""
+    """Digest of the prompt's token ids, salted with `name`; "" if the decode rank does not know them."""
     prompt_tokens: Annotated[int, Meta(ge=0)] = 0
     given_up: str = ""
-    """Why the decode server has given the request up; "" if it has not."""
+    """Reason why the decode server has given up the request; "" if it has not."""
 
     def frames(self) -> list[bytes]:
-        """Return the message encoded as the frames of a ZMQ message."""
+        """Return the frames of the ZMQ message that carries this message."""
         return [MESSAGE_FRAME, msgspec.json.encode(self)]
 
 
 @dataclass(slots=True, eq=False)
 class RoomRequest:
-    """One request of a decode server, as far as the messages of its ranks describe it."""
+    """One request of a decode server, as the messages of the decode ranks describe it so far."""
 
     room: int
     name: str
     since_s: float
     messages: dict[str, RoomMessage] = field(default_factory=dict)
-    """The message of each decode rank, by the rank's name."""
+    """The message of each decode rank that has sent one, by the rank's name."""
     given_up: str = ""
-    """Why the decode server has given the request up; "" if it has not."""
+    """Reason why the decode server has given up the request; "" if it has not."""
 
     @property
     def first_message(self) -> RoomMessage | None:
-        """Message of the decode rank that sent one first; None before any message."""
+        """The first message about the request that has arrived; None if none has."""
         return next(iter(self.messages.values()), None)
 
     @property
     def complete(self) -> bool:
-        """True once all decode ranks of the request have sent a message."""
+        """True if the messages of all decode ranks have arrived."""
         first = self.first_message
         return first is not None and len(self.messages) == first.readers
 
     def add_message(self, message: RoomMessage) -> None:
-        """Add the message `message` of one decode rank."""
+        """Add a decode rank's message, or record that the decode server has given up the request."""
         if message.given_up:
             self.given_up = self.given_up or printable(message.given_up, REASON_CHARS_MAX)
         elif not self.complete:
@@ -114,41 +115,46 @@ class RoomRequest:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One request of the prefill server, and the decode server's request that it answers (`request`), if it has
-    come."""
+    """One request of the prefill server, and in `request`, the decode server's request that is paired with it.
+
+    `request` is None until the decode server's message has arrived.
+    """
 
     room: int
     since_s: float
     request: RoomRequest | None = None
     refused: str = ""
-    """Why the prefill server will not compute the request; "" if it will."""
+    """Reason why the prefill server will not compute the request; "" if it will."""
 
 
 class Rooms:
-    """All requests of a prefill server and of its decode servers that have not ended, paired or not."""
+    """All requests that a prefill server and its decode servers have not ended, in pairs or waiting to be paired."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        """Seconds that a decode server's request may wait for an answer."""
+        """Seconds for which a decode server's request may wait to be paired."""
         self.requests: dict[int, deque[RoomRequest]] = {}
-        """Queues of decode servers' requests that have no answer yet, by room."""
+        """Decode servers' requests that are not paired yet: a queue for each room, by room number."""
         self.answers: dict[int, deque[Answer]] = {}
-        """Queues of the prefill server's requests that no decode server has asked for yet, by room."""
+        """The prefill server's requests that are not paired yet: a queue for each room, by room number."""
         self._waiting_by_name: OrderedDict[str, RoomRequest] = OrderedDict()
-        """The requests in `requests` by `RoomMessage.name`, the oldest first."""
+        """All requests in `requests`, by `RoomMessage.name`, the oldest first."""
         self._paired_by_name: dict[str, RoomRequest] = {}
-        """Decode servers' requests that have an answer, by `RoomMessage.name`."""
+        """Decode servers' requests that are paired, by `RoomMessage.name`."""
         self._refusals: OrderedDict[int, Answer] = OrderedDict()
-        """The refused requests in `answers`, by `id()`, the oldest first."""
+        """All refused requests in `answers`, by `id(answer)`, the oldest first."""
         self._ended_names: BoundedMap[str, None] = BoundedMap(_ENDED_NAMES_MAX)
-        """`RoomMessage.name` of each of the latest ended requests: later messages about them change nothing."""
+        """`RoomMessage.name` of the latest requests that have ended, so that late messages about them are ignored."""
 
     def handle(self, message: RoomMessage, now_s: float) -> tuple[RoomRequest, str] | None:
-        """Handle a decode rank's message: add it to its request, or add a new request and pair it with an answer.
+        """Add a decode rank's message to the request that it names.
+
+        If the message is the first about the request, add the request, and pair it with the prefill server's first
+        unpaired request in the room, if there is one.
 
         Returns:
-            The request and a reason, if the prefill server had refused it before: the caller has to decline it now.
-            Else None.
+            The decode server's request and a reason, if the prefill server's request was refused before: the caller has
+            to decline the decode server's request now. Otherwise None.
         """
         if message.name in self._ended_names:
             return None
@@ -177,8 +183,8 @@ class Rooms:
     def add_answer(self, room: int, now_s: float) -> Answer:
         """Add a request of the prefill server to `room`, and return it.
 
-        The request answers the decode servers' first request in the room that has no answer yet, now or when that
-        comes.
+        The request is paired with the decode servers' first unpaired request in the room. If there is none yet, the
+        request waits in the room's queue.
         """
         self._forget_leftovers(room, now_s)
         answer = Answer(room, now_s)
@@ -191,11 +197,11 @@ class Rooms:
         return answer
 
     def refuse(self, answer: Answer, reason: str, now_s: float) -> RoomRequest | None:
-        """Mark a request of the prefill server as one that will not be computed, because of `reason`.
+        """Mark a request of the prefill server as refused, because of `reason`: it will not be computed.
 
         Returns:
-            The decode server's request, which the caller has to decline now; None if it has not come yet, or if
-            `answer` was refused before.
+            The decode server's request that is paired with it, which the caller has to decline now. None if it is not
+            paired yet, or if it was refused before.
         """
         if answer.refused:
             return None
@@ -211,7 +217,7 @@ class Rooms:
     def close(self, answer: Answer, now_s: float) -> None:
         """Forget a request of the prefill server that has ended.
 
-        If no decode server has asked for it yet, it is kept for a while as refused.
+        If it is not paired yet, mark it as refused and keep it for a while, for a decode server's late message.
         """
         if answer.request is None:
             self.refuse(answer, "the prefill server has ended the request", now_s)
@@ -219,12 +225,12 @@ class Rooms:
             self._ended_names[answer.request.name] = None
 
     def pop_expired(self, now_s: float) -> list[RoomRequest]:
-        """Forget the oldest requests of decode servers without an answer: those beyond the limits of time or number.
+        """Forget decode servers' requests that have waited longer than `patience_s` to be paired.
 
-        The limits are `patience_s` and `REQUESTS_MAX`.
+        If more than `REQUESTS_MAX` requests wait, forget the oldest of these, too.
 
         Returns:
-            The forgotten requests that decode servers still wait for: the caller has to decline them.
+            The forgotten requests, except those that were given up: the caller has to decline them.
         """
         gone = []
         while self._waiting_by_name:
@@ -243,7 +249,7 @@ class Rooms:
         self._paired_by_name[request.name] = request
 
     def _forget_leftovers(self, room: int, now_s: float) -> None:
-        """Forget the requests of `room` that were given up or refused more than `LEFTOVER_S` ago."""
+        """Forget unpaired requests in `room` that were given up or refused more than `LEFTOVER_S` ago."""
         for answer in [one for one in self.answers.get(room, ()) if one.refused and now_s - one.since_s > LEFTOVER_S]:
             self._remove_refused(answer)
         for request in [
@@ -259,7 +265,7 @@ class Rooms:
 
 
 def _pop_first(queues: dict[int, deque[OneT]], room: int) -> OneT:
-    """Remove and return the first request in the queue of `room`. If the queue is then empty, remove it."""
+    """Remove and return the first request in the queue of `room`. If the queue is then empty, remove the queue."""
     queue = queues[room]
     first = queue.popleft()
     if not queue:
@@ -268,7 +274,7 @@ def _pop_first(queues: dict[int, deque[OneT]], room: int) -> OneT:
 
 
 def _remove_one(queues: dict[int, deque[OneT]], one: OneT) -> None:
-    """Remove the request `one` from the queue of its room. If the queue is then empty, remove it."""
+    """Remove the request `one` from the queue of its room. If the queue is then empty, remove the queue."""
     queue = queues[one.room]
     queue.remove(one)
     if not queue:

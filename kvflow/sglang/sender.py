@@ -1,8 +1,8 @@
 """KVFlowSender: the prefill side of one request, with a lease that grows with each chunk that the scheduler sends.
 
-SGLang's scheduler thread makes all calls. The request's pages may be reused once `poll` has returned Success or Failed,
-for which it waits until the leases have ended. SGLang also frees pages at once after an `abort` in the middle of a
-prefill. No load can succeed in that case, since the payload that it waits for never arrives.
+SGLang's scheduler thread makes all calls. `poll` returns Success or Failed only after the leases have ended; then
+SGLang may reuse the request's pages. After an `abort` in the middle of a prefill, SGLang frees the pages at once. No
+load can succeed in that case, since each load waits for the lease's payload (`Lease.complete`), which never arrives.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvflow.sglang.rooms import Room, RoomMessage, room_problem
 
 
 class KVFlowSender(CommonKVSender):
-    """kvflow's KV sender: SGLang makes one on each rank for each request of a prefill server."""
+    """kvflow's KV sender. On each rank of a prefill server, SGLang creates one for each request."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **named: Any) -> None:
         self.prompt: Any = None
-        """Token ids of the prompt, set by `hooks`; None if no hook has set them."""
+        """Token ids of the prompt, which a hook sets (`hooks`); None if they are not known."""
         self._leases: list[Lease] = []
         self._all_offered = False
         self._gave_up = False
@@ -41,14 +41,14 @@ class KVFlowSender(CommonKVSender):
             self._fail(problem)
 
     def pop_decode_prefix_len(self) -> int:
-        """Return how many prompt tokens the decode server already has; 0 if it has not asked yet."""
+        """Return how many prompt tokens the decode server already has; 0 if it has not sent a message yet."""
         message = self._first_message()
         return 0 if message is None else message.decode_prefix_len
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Open the lease of the KV pages, still without pages; each chunk of the prompt extends it.
+        """Open the lease for `num_kv_indices` KV pages. It has no pages yet; `send` adds those of each chunk.
 
-        SGLang calls this once the decode server has asked for the request.
+        SGLang calls this once the decode server's messages have arrived. `aux_index` is the row of SGLang's metadata.
         """
         super().init(num_kv_indices, aux_index)
         pool = self.kv_mgr.pools[0]
@@ -56,7 +56,10 @@ class KVFlowSender(CommonKVSender):
         self._offer(0, [], tokens, computed_tokens=0, extends=True, payload=True)
 
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, **events: Any) -> None:
-        """Offer the pages of one chunk, which are computed, or will be once the chunk's event has happened."""
+        """Offer the KV pages `kv_indices` of one chunk of the prompt to readers.
+
+        The pages are computed already, or will be once the device event of the chunk has happened.
+        """
         if self.conclude_state in (KVPoll.Success, KVPoll.Failed) or not self._leases or self._gave_up:
             return
         kv_indices, _, is_last, skip = self._prepare_send_indices(kv_indices, state_indices)
@@ -80,7 +83,10 @@ class KVFlowSender(CommonKVSender):
                 lease.advance(self.curr_idx * page_size, ready)
 
     def _complete_offer(self, state_indices: Any, ready: Any) -> None:
-        """After the last chunk, offer the request's state items, then its metadata, and complete the lease."""
+        """After the last chunk, offer the request's items in the other pools, and complete the lease with the metadata.
+
+        `ready` is the device event that happens when the last chunk is computed, or None.
+        """
         prefix_len = self.pop_decode_prefix_len()
         for pool_index, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index, prefix_len)):
             if items is not None and len(items):
@@ -104,9 +110,9 @@ class KVFlowSender(CommonKVSender):
             self._fail(f"it could not be offered: {error}")
 
     def _first_message(self) -> RoomMessage | None:
-        """Return the message of the decode rank that sent one first.
+        """Return the first message about the request that a decode rank has sent.
 
-        None before any message has arrived, and after the decode server has given the request up.
+        Return None if no message has arrived yet, or if the decode server has given up the request.
         """
         request = self._answer.request
         return None if request is None or request.given_up else request.first_message
@@ -117,9 +123,9 @@ class KVFlowSender(CommonKVSender):
         return f"the decode server has aborted the request: {reason or 'it does not say why'}"
 
     def _poll_with_status(self, check_status: Any) -> Any:
-        """Return SGLang's state of the request.
+        """Return SGLang's state of the request (a KVPoll).
 
-        Never waits for a lease; blocks for a moment only to fail the leases of a failed request.
+        Never wait for a lease to end. Block only for a moment, if the request has failed, to fail its leases.
         """
         if self.conclude_state is None:
             failed = self._update_state()
@@ -132,7 +138,7 @@ class KVFlowSender(CommonKVSender):
         return super()._poll_with_status(check_status)
 
     def _update_state(self) -> bool:
-        """Update the request's state from the decode server's messages. Return True if the request has failed."""
+        """Update the request's state from the messages of the decode ranks. Return True if the request has failed."""
         status, request = self.kv_mgr.check_status(self.bootstrap_room), self._answer.request
         if status in (KVPoll.Failed, KVPoll.Success) or request is None:
             return bool(status == KVPoll.Failed)
@@ -147,13 +153,13 @@ class KVFlowSender(CommonKVSender):
         return bool(self.kv_mgr.check_status(self.bootstrap_room) == KVPoll.Failed)
 
     def _all_ended(self) -> bool:
-        """Return True if everything was offered and all leases have ended."""
+        """Return True if all pages, items and metadata were offered, and all leases have ended."""
         return self._all_offered and all(lease.done for lease in self._leases)
 
     def _mismatch(self, message: RoomMessage) -> str:
-        """Return an error text if the decode server waits for another prompt than this request's.
+        """Return an error text if the decode server waits for another prompt than this request has.
 
-        Return "" if the prompts agree, or if either is unknown.
+        `message` has the digest of the decode server's prompt. Return "" if both prompts agree, or if one is unknown.
         """
         if self.prompt is None or not message.prompt:
             return ""
@@ -165,7 +171,7 @@ class KVFlowSender(CommonKVSender):
         return f"PromptMismatch: room {int(self.bootstrap_room)} has two prompts: {ours}, {theirs}"
 
     def _set_final_state(self) -> None:
-        """Set the request's final state, once all leases have ended: Success if all were read, else Failed."""
+        """Set the request's final state, after all leases have ended: Success if all were read, else Failed."""
         try:
             ends = {lease.outcome.result(0) for lease in self._leases}
         except (KVFlowError, TimeoutError) as error:
@@ -177,9 +183,9 @@ class KVFlowSender(CommonKVSender):
             self._fail(f"its leases ended as {', '.join(sorted(ends))}")
 
     def abort(self) -> None:
-        """Abort the request and notify its readers.
+        """Abort the request and fail its leases, which notifies the readers.
 
-        Until its leases have ended, the request has no final state, so SGLang keeps its pages.
+        Until the leases have ended, the request has no final state, so SGLang keeps its pages.
         """
         super().abort()
         self._give_up("the prefill server has aborted the request")
@@ -187,7 +193,10 @@ class KVFlowSender(CommonKVSender):
             self.conclude_state = None
 
     def _give_up(self, reason: str) -> None:
-        """Fail all leases of the request. If it has none yet, refuse it. A second call does nothing."""
+        """Fail all leases of the request; if there are none yet, refuse the request. A second call does nothing.
+
+        Readers get `reason`.
+        """
         if self._gave_up:
             return
         self._gave_up = True
@@ -218,7 +227,7 @@ class KVFlowSender(CommonKVSender):
 
 
 def failure(room: int, reason: str) -> KVTransferError:
-    """Return SGLang's error for the request of `room`. An empty `reason` means that another rank has failed."""
+    """Return SGLang's error for the failed request of `room`. If `reason` is empty, another rank has failed."""
     said = reason or "Failed due to an unknown reason from another rank"
     return KVTransferError(int(room), said, is_from_another_rank=not reason)
 

@@ -1,4 +1,4 @@
-"""A user's settings for a server, in the environment variable `KVFLOW_SGLANG_CONFIG`; checked like those for vLLM."""
+"""Reads and checks a user's settings for an SGLang server: the environment variable `KVFLOW_SGLANG_CONFIG`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvflow.connector.plugin_settings import PluginSettings
 from kvflow.errors import ConfigError
 
 SETTINGS = "KVFLOW_SGLANG_CONFIG"
-"""Environment variable with fields of `kvflow.Config` as JSON, for all ranks of a server."""
+"""Name of the environment variable with fields of `kvflow.Config` as a JSON object, for all ranks of a server."""
 
 _RANKS = ("tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size")
 _SETTINGS = PluginSettings(
@@ -33,7 +33,7 @@ def config_of(values: Mapping[str, Any], environment: Mapping[str, str] = os.env
         The Config; the user's settings override `listen`.
 
     Raises:
-        ConfigError: the variable is no JSON, or a setting in it is unknown, of the wrong type or invalid.
+        ConfigError: the variable is not a JSON object, or a setting in it is unknown, has a wrong type, or is invalid.
     """
     text = environment.get(SETTINGS, "").strip() or "{}"
     try:
