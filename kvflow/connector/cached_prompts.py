@@ -54,7 +54,7 @@ class CachedPrompts:
         self._null_block = null_block
         self._prompts: dict[str, _Prompt] = {}
         self._key_of: dict[int, bytes] = {}
-        """Prefix key of each block, by block id, as the workers will know it after the next step."""
+        """Prefix key of the tokens in each block, by block id, as the workers will know after the next step."""
         self._reused: list[int] = []
         self._cached_blocks: list[CachedBlocks] = []
         """Blocks of requests that have ended since the last step, for the next step's report. The pool may have reused
@@ -118,7 +118,7 @@ class CachedPrompts:
             self._cached_blocks += self._newly_cached(keys()[:full], range(prompt.reported, full), block_ids)
 
     def _newly_cached(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[CachedBlocks]:
-        """Return a report of the blocks at the indexes `span` of a request's block tables, as a list of one.
+        """Return a list with one report of the blocks at the indexes `span` of a request's block tables.
 
         `keys` has the prefix key for each index. Blocks at the beginning of `span` that the workers know already are
         left out. If that leaves no block, return an empty list.

@@ -225,7 +225,7 @@ class ConsumingRequests:
                 request.refusal = error
 
     def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
-        """Add a request that may load a prefix of its prompt with `tickets`, which peers have answered.
+        """Add a request that may load a prefix of its prompt with `tickets`, which came with peers' answers.
 
         UsageError if the request has a ticket already.
         """

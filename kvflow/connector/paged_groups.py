@@ -31,7 +31,7 @@ class PagedGroup(NamedTuple):
 
         Args:
             computed: number of tokens at the beginning of the prompt that are left out.
-            tokens: number of tokens of the prompt. Blocks before a window that ends there are left out, too.
+            tokens: number of tokens of the prompt. If the group has a window, blocks before the window are left out.
 
         Returns:
             Indexes in the group's block table, counted in registered blocks.

@@ -29,7 +29,7 @@ __all__ = ["PagedPrefixCache"]
 
 
 class _Entry(NamedTuple):
-    """The blocks with the last tokens of one prefix; `parent` is the key of the prefix that is one block shorter."""
+    """Blocks that hold the last tokens of a prefix. `parent` is the key of the prefix that is one block shorter."""
 
     parent: bytes
     blocks: tuple[list[int], ...]

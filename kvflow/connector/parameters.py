@@ -86,8 +86,8 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     engine.
 
     Args:
-        params: for each engine, in the order in which the load tries them, the `kv_transfer_params` that the engine has
-            answered, or `Ticket.to_params()`.
+        params: for each engine, in the order in which the load tries them, the `kv_transfer_params` in the engine's
+            answer, or `Ticket.to_params()`.
 
     Returns:
         Parameters for the decode engine's request.

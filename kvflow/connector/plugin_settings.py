@@ -40,7 +40,7 @@ class PluginSettings:
         checks.check_known(given, known.union(self.own_keys), where=self.where, hint=hint)
 
     def own_settings(self, given: Mapping[str, Any], kind: type[OwnT]) -> OwnT:
-        """Return a `kind` made from those of the user's settings `given` that only this plugin has (`own_keys`).
+        """Return an object of the class `kind`, made from the user's settings in `given` with keys in `own_keys`.
 
         ConfigError if a key in `given` is unknown or has a wrong type.
         """

@@ -85,7 +85,7 @@ class _AskingRequest:
     def wait_for(self, other: _AskingRequest, through: _State) -> bool:
         """Have this request wait until the state of `other` is beyond `through`. Return whether this request waits.
 
-        If this request has waited before for that state of some request, do nothing and return False.
+        If this request has already waited for a request to pass that state, do nothing and return False.
         """
         if through <= self.blocked_through:
             return False

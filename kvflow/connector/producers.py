@@ -230,9 +230,9 @@ class ProducingRequests:
             self._next_step.withdraw.append(request.request_id)
 
     def _recall(self, request: _Producer) -> None:
-        """Have the next step end the lease of a flowing prompt, which readers may be reading.
+        """Have the next step end a growing lease, although readers may be reading the prompt.
 
-        These readers' loads fail: they do not get the prompt if it is computed again.
+        The loads of these readers fail, even if the prompt is computed again.
         """
         self._fire(request, "preempt")
         self._next_step.recall.append(request.request_id)
@@ -263,7 +263,7 @@ class ProducingRequests:
         return block_ids is None or self._groups.prompt_blocks(block_ids, save.num_tokens) == save.block_tables
 
     def _recall_prompts_with_lost_blocks(self, block_ids: TablesOf) -> None:
-        """Recall the lease of each flowing prompt that has lost blocks, because a window or state has moved on.
+        """Recall each growing lease that has lost blocks of its prompt, because a window or state has moved on.
 
         Windows and recurrent states advance while the answer is computed. Requests that this step does not schedule are
         checked, too.
@@ -297,7 +297,7 @@ class ProducingRequests:
     def _offer(self, request: _Producer, block_ids: GivenTables, name: str | None) -> None:
         """Have the next step open the lease of a request's prompt.
 
-        `name` is the name under which readers wait for the lease, and may read while the prompt is computed. If it is
+        `name` is the name under which readers wait for the lease: they may read while the prompt is computed. If it is
         None, the lease gets a secret name, which no reader knows yet.
         """
         tokens, flows = self._config.offered_of(request.num_prompt_tokens), name is not None
@@ -318,7 +318,7 @@ class ProducingRequests:
             self._next_step.save.append(save)
 
     def _grow(self, request: _Producer, save: Save, block_ids: GivenTables) -> None:
-        """Have the next step add newly computed tokens to the lease of a flowing prompt.
+        """Have the next step add newly computed tokens to a growing lease.
 
         `save` describes the lease so far. If this step computes no tokens of the prompt, do nothing.
         """

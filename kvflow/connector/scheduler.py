@@ -198,7 +198,7 @@ class ConnectorScheduler:
 
         Args:
             request_id: id in the engine of a request that has no blocks yet.
-            tickets: the tickets that peers have answered, all for the same number of tokens, the best peer first.
+            tickets: the tickets in peers' answers, all for the same number of tokens, the best peer first.
 
         Raises:
             UsageError: the request has a ticket already.
@@ -303,7 +303,7 @@ class ConnectorScheduler:
             received: ids of requests with loads that have ended on all workers, successfully or not
                 (`Results.received`).
             sent: ids of requests with leases that have ended on all workers (`Results.sent`).
-            found: tickets that peers have answered, by request id (`Results.found`). If the request is still waiting
+            found: tickets in peers' answers, by request id (`Results.found`). If the request is still waiting
                 for the answer, it loads with these tickets (`adopt`). Otherwise the tickets are given back.
         """
         self._consumers.note_received(received)

@@ -37,8 +37,8 @@ class EngineRequest:
     kv_transfer_params: Mapping[str, Any] | None
     prompt_token_ids: Sequence[int] | None = None
     """Token ids of the prompt, to compare with the producer's prompt. If the prompt has other input, too, for example
-    pictures, they must be marked with that input (`marked_by_keys`). None if the engine does not know the token ids, or
-    if other input cannot be marked: then prompts are not compared."""
+    pictures, the token ids must be marked with that input (`marked_by_keys`). None if the engine does not know the
+    token ids, or cannot mark them: then prompts are not compared."""
 
 
 class Sharing(enum.Enum):
@@ -197,8 +197,8 @@ class Step(msgspec.Struct, kw_only=True):
     decline: list[Decline] = []
     receive: list[Receive] = []
     abandon: list[str] = []
-    """Ids of requests with loads that are not needed now, and are cancelled. A worker reports each request as received
-    once no byte can land in its blocks."""
+    """Ids of requests with loads that are no longer needed and must be cancelled. A worker reports each request as
+    received once no byte can land in the request's blocks."""
     save: list[Save] = []
     grow: list[Grow] = []
     release: list[Release] = []

@@ -64,7 +64,7 @@ class Results:
     loaded: dict[str, LoadReport] = field(default_factory=dict)
     failed: dict[str, FailedLoad] = field(default_factory=dict)
     leases: list[tuple[str, LeaseOutcome]] = field(default_factory=list)
-    """Request id and outcome of each ended lease. Unlike `sent`, with leases that the engine does not wait for."""
+    """Request id and outcome of each ended lease. `sent` has only the ids of requests for which the engine waits."""
     sent: set[str] = field(default_factory=set)
     found: dict[str, tuple[Ticket, ...]] = field(default_factory=dict)
     """For each request with an answered question to peers: the tickets with which to load, all for the same number of
@@ -149,7 +149,7 @@ class ConnectorWorker:
         self._runtime = runtime
         self._peers = peers
         self._counts_yielded: dict[str, int] = {}
-        """Values of the `SharingStatistics` fields, by name, up to which `shared_outcomes` has yielded outcomes."""
+        """Counts of outcomes at the last call of `shared_outcomes`, by the names of `SharingStatistics` fields."""
         self._prefix_cache: PagedPrefixCache | None = None
         """The prefix cache that is shared with peers; None until `share` is called."""
         self._sharing: SharedPrefixes | None = None
@@ -161,7 +161,7 @@ class ConnectorWorker:
         """Prompts that this rank offers, by request id. Each is removed when the end of its lease is reported."""
         self._receiving: dict[str, _ReceivingRequest] = {}
         self._withdrawn: set[Lease] = set()
-        """Leases that this worker has ended, but with blocks that are still held until no read can succeed."""
+        """Leases that this worker has ended, and that hold their blocks until no read can succeed."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def introduction(self) -> Ticket:
@@ -520,9 +520,9 @@ class ConnectorWorker:
 def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None) -> LoadRequest:
     """Return the `LoadRequest` for the work `receive`; the load writes no block before the device event `after`.
 
-    With a pending ticket, the deadline is the longest time that a lease may live, since the load goes on as long as its
-    prompt is computed. Other limits then end a load in vain: it has to begin within the ticket's `ttl_s`, and the
-    producer reports if it fails.
+    With a pending ticket, the deadline is the longest time that a lease may live, since the load goes on while the
+    prompt is computed. A load in vain ends earlier: the load has to begin within the ticket's `ttl_s`, and the producer
+    reports if it fails.
     """
     config = runtime.config
     pending = any(ticket.awaited for ticket in receive.tickets)

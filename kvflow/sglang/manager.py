@@ -298,7 +298,7 @@ class KVFlowManager(CommonKVManager):
         return answer
 
     def remove_answer(self, answer: Answer) -> None:
-        """Forget a request of the prefill server that has ended. `add_sender` has returned its `answer`."""
+        """Forget a request of the prefill server that has ended: `answer`, which `add_sender` returned."""
         with self._rooms_lock:
             self._rooms.close(answer, time.monotonic())
 

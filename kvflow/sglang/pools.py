@@ -28,7 +28,7 @@ _ITEM_PER_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffers:
-    """One of SGLang's memory pools, as its `KVArgs` describe it: a list of buffers, each an array of equal items.
+    """One of SGLang's memory pools, as its `KVArgs` describe it: buffers, each an array of items of equal size.
 
     For each buffer, `pointers` has its address, `sizes` its bytes, `item_sizes` the bytes of an item, and `layers` a
     number that is the same on prefill and decode servers.

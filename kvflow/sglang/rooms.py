@@ -128,7 +128,7 @@ class Answer:
 
 
 class Rooms:
-    """All requests that a prefill server and its decode servers have not ended, in pairs or waiting to be paired."""
+    """The open requests of a prefill server and of its decode servers, in pairs or waiting to be paired."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s

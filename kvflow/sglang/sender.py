@@ -46,7 +46,7 @@ class KVFlowSender(CommonKVSender):
         return 0 if message is None else message.decode_prefix_len
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Open the lease for `num_kv_indices` KV pages. It has no pages yet; `send` adds those of each chunk.
+        """Open the request's lease for `num_kv_indices` KV pages, which `send` adds chunk by chunk.
 
         SGLang calls this once the decode server's messages have arrived. `aux_index` is the row of SGLang's metadata.
         """

@@ -136,9 +136,10 @@ class StockLeases:
         self._transport.notify(connection.agent, read_text(request_id, connection.reporters))
 
     def _replaced_s(self, ticket: StockTicket, peer: Peer, agent: str) -> float:
-        """Return the time, on the runtime's clock, at which `agent` was first seen in place of the rank's last agent.
+        """Return the time, on the runtime's clock, at which `agent` was first seen in place of another agent.
 
-        Return -inf if no earlier agent of the rank is known. Record `agent` as the rank's agent.
+        Both are NIXL agents of the rank `peer`. Return -inf if no other agent of the rank was seen before. Record
+        `agent` as the rank's agent.
         """
         key = (ticket.engine_id, peer.address, peer.rank)
         known, met_s = self._agents.get(key, (agent, -math.inf))

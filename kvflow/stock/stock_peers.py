@@ -43,8 +43,8 @@ class StockPeers(StockPart):
     rank's answers to stock readers have the first hash. `kvflow doctor --stock` prints an engine's hash."""
     terms: Terms = field(default_factory=Terms)
     tp_sizes: tuple[RankCount, ...] = ()
-    """Tensor-parallel sizes of the stock engines to read from. Needed only for engines with KV heads that are copied to
-    several ranks: otherwise the number of heads on an engine's first rank proves the size."""
+    """Tensor-parallel sizes of the stock engines to read from. A size need not be listed if the number of KV heads on
+    an engine's first rank proves it, which it does not if several ranks have copies of the same heads."""
     serve_version: Name = ""
     """vLLM version of the stock readers, for example "0.32.0". If empty, stock readers are not served."""
     attn_backend_name: Name = ""

@@ -56,10 +56,11 @@ class StockResolver:
         return None if isinstance(ticket, StockTicket) else self._own.resolve_nowait(ticket, on_source)
 
     async def resolve(self, ticket: Ticket, on_source: Callable[[Source], None]) -> list[Source]:
-        """Connect to the ranks that a load with `ticket` reads from or notifies, and return each as a Source.
+        """Connect to the ranks that a load with `ticket` reads from or notifies, and return a Source for each.
 
-        Call `on_source` with each Source as soon as the rank is connected. Raises the errors of
-        `TicketResolver.resolve`, and LeaseExpired if this rank has already read the ticket's stock request.
+        A Source holds the connection to a rank, its lease and the lease's proof. Call `on_source` with each Source as
+        soon as the rank is connected. Raises the errors of `TicketResolver.resolve`, and LeaseExpired if this rank has
+        already read the ticket's stock request.
         """
         if not isinstance(ticket, StockTicket):
             return await self._own.resolve(ticket, on_source)

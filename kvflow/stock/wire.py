@@ -64,8 +64,8 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     pcp_size: Ranks = 1
     ple_block_len: Size | None = None
     region_members: Annotated[list[msgspec.Raw], _Many] = []
-    """For each region, the names of the layers in it, as an encoded list. kvflow reads only regions of one layer, so it
-    decodes neither these lists nor `packed_member_layouts`."""
+    """For each region, the names of the layers in it, as an encoded list; not sent before vLLM 0.31. kvflow reads only
+    caches with one name for each region, so it decodes neither these lists nor `packed_member_layouts`."""
     packed_member_layouts: Annotated[dict[Name, msgspec.Raw], _Many] = {}
 
     @property

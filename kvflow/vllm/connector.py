@@ -9,8 +9,8 @@ If a model has windows or recurrent state, the prefill engine computes the promp
 engine computes that token in any case, for its logits, and needs the cache as it was before that token: a state cannot
 be rolled back by one token, and vLLM frees a window's first block with the last token.
 
-The connector refuses to start with kinds of caches that it does not know (see `layout`), and with caches on a device
-that the transport cannot reach.
+The connector refuses to start with kinds of caches that it does not know (see `kv_cache_layout`), and with caches on a
+device that the transport cannot reach.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class KVFlowMetadata(KVConnectorMetadata):
     """The work of every worker in this step."""
     cards: tuple[bytes, ...] = ()
     """The metadata of all workers for stock readers, encoded (`EngineRanks.card`), since a stock reader may ask any
-    worker about all workers. Empty if nothing has changed."""
+    worker about all workers. Empty if the workers have it already."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _SAMPLE = re.compile(r"([0-9]{1,9})_")
 def picture_ids_from_content(vllm_config: VllmConfig) -> bool:
     """Return True if vLLM makes its identifiers of pictures from the pictures' content.
 
-    It does not, and only numbers the pictures, if it caches neither processed pictures nor prefixes.
+    If vLLM caches neither processed pictures nor prefixes, it only numbers the pictures.
     """
     pictures = vllm_config.model_config.multimodal_config
     cached = pictures is None or pictures.mm_processor_cache_gb != 0
@@ -48,7 +48,7 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
 
     vLLM turns n samples of a prompt into requests "0_ID" to "n-1_ID" with the same ticket. `spread`: the samples may be
     on several engines; if so, only the engine with sample 0 uses the ticket. If an ordinary request has an id of this
-    form, nothing is different but that the producer is notified one step later.
+    form, the only difference is that the producer is notified one step later.
     """
     sample = _SAMPLE.match(request_id)
     if sample is None:

@@ -118,7 +118,7 @@ def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
 
 
 def _hidden_window(spec: KVCacheSpec) -> bool:
-    """Return True if a layer attends only to a window or chunk, but vLLM keeps its KV for the whole prompt.
+    """Return True if a layer attends only to a window or chunk, but vLLM keeps the KV of the whole prompt for it.
 
     vLLM does so if its hybrid cache manager is off.
     """
