@@ -55,7 +55,7 @@ class BackendLayout:
     choose. Bytes of another format than "plain" are copied unchanged between caches of the same format, in whole
     blocks or in whole heads of a block."""
     byte_formats: tuple[str, ...]
-    """The same for tensors of dtype uint8 or int8. If empty, `kv_formats` applies to these dtypes, too."""
+    """Possible values of `CacheLayout.kv_format` for tensors of dtype uint8 or int8, if they differ; else empty."""
     since: Version | None
     """First version of the project with this layout; None if only the commit `source_version` is known to have it."""
     until: Version | None
@@ -236,7 +236,7 @@ KVCacheManager - blocks_first HND HND plain - 001541bad83b84ae4c5c4a279e464572d5
 """,
     ),
 )
-"""All rows of the table."""
+"""All rows of the table of cache layouts."""
 
 
 def known_backends() -> tuple[str, ...]:

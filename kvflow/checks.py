@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 ErrorKind: TypeAlias = type[InvalidInput]
 Check: TypeAlias = Callable[[object, str], object]
-"""Function that checks a value. It gets the value and the name of its field, and returns the value in Python's own
-type or raises an error."""
+"""Function that checks the value of a field. The arguments are the value and the name of the field. The result is the
+value as an object of a built-in type; the function raises an error if the value is invalid."""
 ValueT = TypeVar("ValueT")
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
@@ -55,7 +55,10 @@ _SHORT.maxlevel = 3
 
 
 def try_call(call: Callable[[], ValueT]) -> ValueT | None:
-    """Call `call`, which runs code of a caller's object. Return its result, or None if it raises an Exception."""
+    """Call `call`, which runs code of a caller's object.
+
+    Return the result of `call`, or None if it raises an Exception.
+    """
     try:
         return call()
     except Exception:  # noqa: BLE001 - the object's own code may raise anything
@@ -141,7 +144,10 @@ def _plain(value: Any) -> object:
 
 
 def _expected(refused: Exception) -> str:
-    """Return from `refused`, an error of msgspec, what was expected. The caller appends the value that was found."""
+    """Return the words of `refused`, an error of msgspec, that say what was expected.
+
+    The caller appends the value that was found.
+    """
     words, _, place = str(refused).partition(" - at `$.value")
     words = words.partition(", got ")[0]
     return f"{words[:1].lower()}{words[1:]}{f' at {place[:-1]}' if place[:-1] else ''}"

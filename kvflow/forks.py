@@ -18,7 +18,7 @@ class ForkAware(Protocol):
     def forked(self) -> None:
         """Make this object unusable. Called in the child, on its only thread.
 
-        Afterwards every method of the object returns at once or raises UsageError.
+        Afterwards every method of the object returns immediately or raises UsageError.
         """
 
 
@@ -45,8 +45,8 @@ class _NoEvents:
 def ignore_events(socket: Any) -> None:
     """Make `socket`, an asyncio socket of pyzmq, ignore all events in this process; its receives and sends never end.
 
-    A method call of the socket that the event loop is about to make at the fork, such as the next receive of a task, is
-    made in the child. There libzmq answers every call with EINTR, and pyzmq repeats a call with that answer forever.
+    If the event loop is about to call a method of the socket at the fork, such as the next receive of a task, it does
+    so in the child. There libzmq answers every call with EINTR, and pyzmq repeats a call with that answer forever.
     """
     socket._shadow_sock = _NoEvents()
     socket._handle_events = lambda *_: None

@@ -53,13 +53,13 @@ class GroupKind(enum.StrEnum):
     """
 
     FULL = "full"
-    """All tokens of the prompt."""
+    """The layers attend to all tokens of the prompt."""
     SLIDING = "sliding"
-    """The last `window` tokens."""
+    """The layers attend to the last `window` tokens."""
     CHUNKED = "chunked"
-    """The tokens since the last multiple of `window`: chunked local attention."""
+    """The layers attend to the tokens since the last multiple of `window` (chunked local attention)."""
     STATE = "state"
-    """No tokens: the layers keep one state per request, which is that after the last computed token."""
+    """The layers attend to no tokens, but keep one state per request: the state after the last computed token."""
 
 
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,7 +73,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens of a block; 1 for a group with state per request."""
     kind: GroupKind = GroupKind.FULL
     window: Count = 0
-    """Tokens of the window; 0 if the group has none."""
+    """Number of tokens of the window that the layers attend to; 0 if there is no window."""
 
     def __post_init__(self) -> None:
         windowed = self.kind is GroupKind.SLIDING or self.kind is GroupKind.CHUNKED
@@ -110,7 +110,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequence[int], num_tokens: int) -> int:
-    """Return how many tokens of a prompt the first `known[i]` blocks of each group i hold, in all groups.
+    """Return how many of a prompt's first tokens all groups hold, if group i has only its first `known[i]` blocks.
 
     `counts`: how many blocks each group has when all `num_tokens` tokens of the prompt are computed.
     """

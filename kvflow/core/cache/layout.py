@@ -100,7 +100,7 @@ class CacheLayout:
     order: PlainName
     """Order of the axes tokens (N), heads (H) and head elements (D) in the tensors' shape: "NHD" or "HND"."""
     memory_order: PlainName
-    """Order of the same axes in memory, by the tensors' strides: "NHD" or "HND"."""
+    """Order of the axes tokens, heads and head elements in memory, by the tensors' strides: "NHD" or "HND"."""
     dtype: PlainName
     """Name of the tensors' dtype without a package, such as "float16"."""
     itemsize: Size
@@ -168,8 +168,8 @@ class CacheLayout:
             kv_caches: the layers' tensors, by layer name.
             order: order of the axes in the tensors' shape, "NHD" or "HND".
             block_size: tokens of a block; must equal the size of the tensors' token axis.
-            style: how layers hold K and V. Needed only for 5-axis tensors whose first two axes both have size 2;
-                other shapes show their style.
+            style: how layers hold K and V. Needed only for tensors of 5 axes if the first two axes both have size 2;
+                other shapes show the style.
             layer_indices: index of each layer in the model. By default the number in the layer's name
                 ("model.layers.12.self_attn"), or the layers' positions if a name has no number or several. Layers of a
                 draft model, recognized by "draft", "eagle", "mtp", "nextn" or "speculat..." in their names, count from

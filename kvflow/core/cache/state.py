@@ -53,11 +53,11 @@ class Segment:
 
     name: WireName
     size: Size
-    """Number of entries of the axis on this rank."""
+    """Number of entries of the segment on this rank."""
     units: Size
-    """Number of units on this rank, each of `size / units` entries."""
+    """Number of units of the segment on this rank, each of `size / units` entries."""
     model_units: Size
-    """Number of units in the whole model."""
+    """Number of units of the segment in the whole model."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, LayoutError)

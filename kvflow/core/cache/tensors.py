@@ -134,6 +134,6 @@ def _address(tensor: TensorLike) -> int:
 
 
 def _has_flag(tensor: TensorLike, what: str) -> bool:
-    """Return the truth of the tensor's attribute named `what`. If it is a method, call it. False if it is missing."""
+    """Return True if the tensor has the attribute `what` and it is true, or, if it is a method, its result is true."""
     said = getattr(tensor, what, False)
     return bool(said() if callable(said) else said)

@@ -194,9 +194,9 @@ class Chunks:
         )
 
     def between(self, start: int, stop: int) -> Chunks:
-        """Return those of these chunks that are chunk `start` to before `stop` of the prompt, counted from 0.
+        """Return the chunks with numbers from `start` to before `stop`. The prompt's first chunk has number 0.
 
-        Only for chunks in prompt order.
+        Numbers outside these chunks are left out. Only for chunks in prompt order.
         """
         begin, end = (min(max(edge - self.first, 0), len(self)) for edge in (start, stop))
         return replace(self.select(slice(begin, end)), first=self.first + begin)

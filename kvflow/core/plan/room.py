@@ -19,8 +19,8 @@ def check_not_beyond(
 ) -> None:
     """Raise RequestError if a request has local blocks beyond the prompt's first `tokens` tokens.
 
-    `tables` has the local blocks of each group, which begin at token `cached_tokens`. `what` begins the message, and
-    `which` says there what the tokens are.
+    `tables` has the local blocks of each group, which begin at token `cached_tokens`. `what` begins the message;
+    `which` is the text in the message for the `tokens` tokens.
     """
     for group, ids in zip(groups, tables, strict=True):
         size = group.block_size

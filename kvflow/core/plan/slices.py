@@ -24,10 +24,11 @@ def plan_slices(
 ) -> Iterator[Descriptors]:
     """Yield slices of at most `bytes_max` bytes and `descriptors_max` descriptors that together read all of `reads`.
 
-    `reads`: pairs of a peer's block map and the chunks to read by this map. Later slices are planned when they are
-    asked for. `head`: one more read, such as that of a seal, between the same devices. It is the first read of the
-    first slice, and does not count towards the bounds. Chunks are sorted by their remote block ids: reading remote
-    memory in order is a few per cent faster than writing local memory in order (measured over shared memory).
+    `reads`: pairs of a peer's block map and the chunks to read by this map. Slices are planned one by one, when the
+    caller asks for the next slice. `head`: one more read, such as that of a seal, between the same devices. It is the
+    first read of the first slice, and does not count towards the bounds. Chunks are sorted by their remote block ids:
+    reading remote memory in order is a few per cent faster than writing local memory in order (measured over shared
+    memory).
     """
     for block_map, some in reads:
         groups = block_map.region_maps(some.tokens)

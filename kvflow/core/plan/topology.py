@@ -105,13 +105,13 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     layers: Layers
     """Index in the model of each of these layers."""
     kv_heads: Size
-    """KV heads of this rank."""
+    """Number of KV heads that this rank holds in these layers."""
     model_kv_heads: Count
     """KV heads of the whole model in these layers; 0 if the engine did not state them."""
     latent: bool
     """True if the layers hold one latent vector per token in place of K and V (MLA)."""
     block_size: Size
-    """Tokens of a block."""
+    """Tokens of a block of these layers."""
     dtype: Fact = ""
     kv_format: Fact = PLAIN
     group: Count = 0

@@ -43,7 +43,7 @@ NEVER_FAILED = Circuit()
 
 
 def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
-    """Return the circuit that follows `circuit` when a handshake has failed at `now_s`.
+    """Return `circuit` with one failure more, a handshake that failed at `now_s`, and a wait until the next contact.
 
     `chance`: a random number from 0 to less than 1, for the jitter.
     """
@@ -52,9 +52,9 @@ def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float,
 
 
 def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
-    """Return the circuit that follows `circuit` when a read has failed at `now_s`.
+    """Return `circuit` with one failure more: a read that failed at `now_s`.
 
-    After the first failure in a row the peer may be contacted at once; after a further one as `after_failed_handshake`.
+    After the first failure in a row the peer may be contacted immediately; after further failures there is a wait.
     """
     if circuit.failures == 0:
         return replace(circuit, failures=1)
@@ -62,7 +62,7 @@ def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, chan
 
 
 def delay_s(failures: int, back_off: BackOff, chance: float) -> float:
-    """Return the wait in seconds after `failures` failures in a row.
+    """Return the wait, in seconds, until a peer may be contacted again after `failures` failures in a row.
 
     `chance`, a number from 0 to less than 1, chooses between half of the full wait (0) and the full wait.
     """

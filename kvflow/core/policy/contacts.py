@@ -5,9 +5,9 @@ keep silent addresses from starving the others:
 
 - Last in, first out: the contact that has waited for the shortest time begins next, because a contact that has waited
   long has little time left before its load's deadline.
-- Preemption: while a contact waits, contacts under way are given up, one at a time. If no load waits for one of them,
-  that contact is given up at once. Otherwise the oldest is given up, once it has been under way for `patience_s`, the
-  time within which a living peer answers.
+- Preemption: while a contact waits, contacts under way are given up, one at a time. A contact for which no load waits
+  any longer is given up immediately. If there is none, the oldest is given up once it has been under way for
+  `patience_s`, the time within which a living peer answers.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ MOMENTS_MAX = 64
 
 
 class Moment(NamedTuple):
-    """Number of tokens that were computed (for a lease) or had landed (for a load), `seconds` after its begin."""
+    """Number of tokens that were computed (for a lease) or had landed (for a load), `seconds` after it began."""
 
     seconds: float
     tokens: int

@@ -78,7 +78,7 @@ class LeaseBook:
         self._entries: dict[str, LeaseEntry] = {}
         self._open: dict[str, LeaseEntry] = {}
         self._recent: OrderedDict[str, None] = OrderedDict()
-        """Request ids of the leases that ended most recently, as keys; the oldest end first."""
+        """Request ids, as keys, of the leases that ended most recently, in the order in which they ended."""
         self._expiring: list[tuple[float, int, LeaseEntry]] = []
         """Heap of (expiry, unique number, lease). An item is out of date if its lease was renewed or has ended."""
         self._held: deque[LeaseEntry] = deque()
@@ -141,7 +141,7 @@ class LeaseBook:
             entry.lifetime_ends_s = max(entry.lifetime_ends_s, now_s + max(ttl_s, self._lifetime_s))
 
     def renew(self, lease_id: str, reader: str, now_s: float) -> Counted:
-        """Move the expiry of a lease to its `ttl_s` after `now_s`, but not beyond the end of its lifetime.
+        """Move the expiry of a lease to `now_s` plus the lease's `ttl_s`, but not beyond the end of its lifetime.
 
         Return NOTED, or LATE without effect if the lease is not open or `reader` has already read it.
         """

@@ -126,7 +126,7 @@ class BlockLedger:
         self._use[ids] = use + 1
 
     def release(self, ids: BlockIds) -> None:
-        """Count one lease less for each block with an entry in `ids`. A block without leases is free."""
+        """Count one lease fewer for each block with an entry in `ids`. A block without leases is free."""
         assert (self._use[ids] > _FREE).all(), "released a block that is not leased"
         self._use[ids] -= 1
 

@@ -72,7 +72,7 @@ def regions_from_wire(table: RegionTable) -> Regions:
 
 
 def _is_dense(block: BlockShape) -> bool:
-    """Return True if a block has no gaps: its tokens lie one behind the other, or its heads do."""
+    """Return True if a block has no gaps, and holds either token after token or head after head."""
     tokens, heads, run = block[:3]
     if min(tokens, heads, run) < 1 or max(tokens, heads, run) >= 1 << 31:
         return False

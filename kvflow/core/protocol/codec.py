@@ -1,9 +1,9 @@
 """Encoding and decoding of messages.
 
-A message of the side channel is two MessagePack frames: a body, and before it a `Header` with magic, protocol version
-and the fingerprint of the cache's `Compatibility`.
-The header is decoded and checked first, so that a peer of another version gets an answer before its body is decoded.
-Decoding is strict: a value of another type or out of bounds is a `WireError`. Decoding runs no code of the peer.
+A message of the side channel is two MessagePack frames: a `Header` and a body. The header has the protocol version and
+the fingerprint of the cache's `Compatibility`. It is decoded and checked first, so that a peer of another version gets
+an answer before the body is decoded. Decoding is strict: a value of another type or out of bounds raises `WireError`.
+Decoding runs no code of the peer.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _KIND_CHARS_MAX = 40
 
 
 class WireError(Exception):
-    """Bytes are not a valid kvflow message.
+    """Bytes from a peer are not a valid kvflow message.
 
-    The runtime refuses a question that raises this; for an answer that raises this it raises a ProtocolError.
+    If they are a question, the runtime refuses it. If they are an answer, the runtime raises a ProtocolError.
     """
 
 

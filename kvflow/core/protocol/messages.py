@@ -104,7 +104,7 @@ class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
     wait_s: Wait = 0.0
     """Longest time for which the rank may hold back its answer."""
     num_tokens: Count = 0
-    """Number of tokens of the offer that `blocks_digest` stands for. Not used if `blocks_digest` is empty."""
+    """Number of offered tokens, if the reader knows the offer. Not used if `blocks_digest` is empty."""
     blocks_digest: Digest = b""
     """Digest (`digest_of`) of the offered block ids, if the reader knows the offer. The rank then disregards leases of
     other blocks or another `num_tokens`. Empty: the reader does not know the offer, so the answer has the offer."""
@@ -275,7 +275,7 @@ class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
-    """The refusal of a question. If fingerprints differ, the refusal has the rank's compatibility and cache shares."""
+    """The refusal of a question. If caches are incompatible, it has the rank's `compatibility` and `cache_shares`."""
 
     reason: Reason
     version: Count

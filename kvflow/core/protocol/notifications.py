@@ -20,8 +20,8 @@ LeaseIds: TypeAlias = Annotated[tuple[LeaseId, ...], Meta(max_length=LEASE_IDS_M
 class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
     """Notice that a reader has finished with the blocks of some leases. The lease ids are secret and authorize it.
 
-    Each rank of a reading engine reports a fraction of the lease, its share (`topology.ReportShare`). The engine has
-    read the lease when the shares of its ranks add up to 1.
+    Each rank of a reading engine reports a fraction of the lease, its share (`topology.ReportShare`). An
+    engine has read the lease when the shares of its ranks add up to 1.
     """
 
     lease_ids: LeaseIds

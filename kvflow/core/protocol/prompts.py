@@ -45,7 +45,7 @@ class Mark(msgspec.Struct, frozen=True):
     token: int
     """Token id at that position."""
     parts: tuple[tuple[str, bytes], ...]
-    """(kind, digest) for each kind of mark at that position."""
+    """(kind, digest of the keys of that kind) for each kind of mark at that position."""
 
 
 class MarkedPrompt(list[int]):
@@ -159,9 +159,10 @@ def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -
 
 
 def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
-    """Raise PromptMismatch unless `token_ids` begins with the prompt that `ticket` offers, by the ticket's digest.
+    """Raise PromptMismatch unless the first tokens in `token_ids` are the prompt that `ticket` offers.
 
-    A ticket without a digest passes. `what` begins the message. RequestError if `token_ids` is not a list of token ids.
+    The prompts are compared by the ticket's digest; a ticket without a digest passes. `what` begins the message.
+    RequestError if `token_ids` is not a list of token ids.
     """
     found, offered = count(token_ids, f"{what}: prompt"), ticket.num_tokens
     if not ticket.prompt_digest:

@@ -65,7 +65,7 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
     """Block ids that readers use on this rank, in the first group, if they differ from the engine's block ids
     because the blocks are copied to host buffers; else None."""
     more_block_ids: BlockTables = ()
-    """The same for each further group, if `block_ids` is set."""
+    """Block ids that readers use on this rank, in each group after the first; only if `block_ids` is set."""
     pending: bool = False
     """True if some tokens could not be read yet when this entry was made. Then a reader must fetch the seal before it
     reads a block."""

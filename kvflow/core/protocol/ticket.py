@@ -113,7 +113,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     kv_heads: Size
     """KV heads of one rank of the producer, in layers of the first kind (see `more_kinds`)."""
     model_kv_heads: Count
-    """KV heads of the whole model in these layers; 0 if unknown."""
+    """KV heads of the whole model, in layers of the first kind; 0 if unknown."""
     fixed_ports: bool
     """True if the ports of all ranks can be computed from the port of the first rank (`Config.listen`)."""
     ranks: Ranks
