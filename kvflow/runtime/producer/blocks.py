@@ -139,8 +139,7 @@ class OfferedBlocks:
         return any(group.whole and len(ids) < num_tokens // group.block_size for group, ids in groups)
 
     def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str, *, extends: bool) -> HeldBlocks:
-        """Take what a lease needs, and return it: blocks `block_ids`, a seal and, with host staging, as many host
-        blocks.
+        """Take and return what a lease needs: `block_ids`, a seal and, with host staging, as many host blocks.
 
         `extends`: the caller will add blocks with `extend`. `what` names the request at the beginning of error
         messages. If this raises a RequestError, nothing is taken.

@@ -97,10 +97,10 @@ class LeaseAnswers:
         """Reason why this rank opens no further leases; "" while it still opens leases."""
 
     def answer(self, question: messages.LeaseRequest) -> Answered:
-        """Return the answer to `question`, or a future of the answer if the question must wait for a change of the
-        lease.
+        """Return the answer to `question`, or a future of the answer if the question must wait.
 
-        Raises WireError if the question is impossible.
+        A question waits until it can be answered, for at most its `wait_s`. Raises WireError if the question is
+        impossible.
         """
         reply = self._answer_now(question)
         return self._hold_question(question) if reply is None else reply
@@ -178,8 +178,7 @@ class LeaseAnswers:
         return None
 
     def _answer_known(self, question: messages.LeaseRequest, found: OpenLease | None) -> messages.LeaseAnswer | None:
-        """Return the answer to `question`, from a reader that knows the lease, or None if there is nothing new to
-        answer.
+        """Return the answer to `question`, from a reader that knows the lease, or None if the question must wait.
 
         `found` is the open lease of the request, or None.
         """
