@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from kvflow.core.policy.ledger import BlockCounts
@@ -16,11 +16,11 @@ from kvflow.transport.base import TransportStatistics
 
 PartT = TypeVar("PartT", ServingStatistics, LoadingStatistics, TransportStatistics)
 
-_SERVING_COUNTERS = ("read", "expired", "revoked", "failed", "renewals")
-_NOTIFICATION_COUNTERS = ("late_notifications", "duplicate_notifications", "malformed_notifications", "late_reads")
-_LOADING_COUNTERS = ("succeeded", "failed", "cancelled", "refused", "bytes", "renewals", "sources_left")
-_READ_COUNTERS = ("reads", "reads_failed", "bytes_read")
-_TRANSPORT_NOTIFICATION_COUNTERS = ("notifications_sent", "notifications_received", "notifications_failed")
+_GAUGES = {
+    *("open_leases", "open_loads", "waiting_loads", "waiting_reads", "in_flight", "peers", "quarantines", "never_read"),
+    *("open_reads", "open_peers", "open_spans", "open_threads", "listeners_lost", "unreachable"),
+}
+"""Fields that say how many there are now. All other fields are counts, which go on in the next registration."""
 
 
 class RuntimeState(enum.StrEnum):
@@ -88,18 +88,19 @@ def totals(
     `past` has the sums over all earlier registrations; the other arguments are statistics of the current registration.
     """
     if past is not None:
-        serving = _total(serving, past.serving, (*_SERVING_COUNTERS, *_NOTIFICATION_COUNTERS))
-        loading = _total(loading, past.loading, _LOADING_COUNTERS)
-        transport = _total(transport, past.transport, (*_READ_COUNTERS, *_TRANSPORT_NOTIFICATION_COUNTERS))
+        serving = _total(serving, past.serving)
+        loading = _total(loading, past.loading)
+        transport = _total(transport, past.transport)
     assert transport is not None, "there was a first transport"
     return serving, loading, transport
 
 
-def _total(now: PartT | None, past: PartT | None, counters: Sequence[str]) -> PartT | None:
-    """Return `now` with each field in `counters` increased by the same field of `past`.
+def _total(now: PartT | None, past: PartT | None) -> PartT | None:
+    """Return `now` with each count increased by the same count of `past`.
 
     If `now` or `past` is None, return the other one.
     """
     if now is None or past is None:
         return past if now is None else now
-    return replace(now, **{name: getattr(now, name) + getattr(past, name) for name in counters})
+    counts = [one.name for one in fields(now) if one.name not in _GAUGES]
+    return replace(now, **{name: getattr(now, name) + getattr(past, name) for name in counts})

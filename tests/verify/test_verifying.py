@@ -37,6 +37,7 @@ from kvflow.runtime.copy_thread import CopyThread
 from kvflow.runtime.load import steps
 from kvflow.runtime.load.requests import Verification
 from kvflow.runtime.world import World
+from kvflow.testing.pair import CacheSize
 from kvflow.verify import verifying
 from kvflow.verify.cache_digests import DigestedCache
 from tests.fuzz.mutants import mutant
@@ -91,6 +92,15 @@ async def test_a_verified_load_says_so_and_tells_of_its_end_only_after_the_diges
     assert report.seconds["verify"] > 0
     assert report.total_s == pytest.approx(sum(report.seconds.values()))
     assert (pair.loading.verified, pair.loading.unverified, pair.serving.digests) == (1, 0, 1)
+
+
+async def test_counts_of_verified_loads_go_on_in_the_next_registration(pair: EnginePair) -> None:
+    await pair.load(pair.offer([3, 7]), [0, 1], verify=True)
+    for runtime in (pair.reader, pair.writer):
+        await runtime.unregister()
+        kv_caches, cache = CacheSize().make(runtime.config.engine_id)
+        await runtime.register_kv_caches(kv_caches, cache.layout)
+    assert (pair.loading.succeeded, pair.loading.verified, pair.serving.digests) == (1, 1, 1)
 
 
 async def test_off_asks_for_nothing_prepares_nothing_and_notices_nothing(pair: EnginePair) -> None:

@@ -202,6 +202,6 @@ class LoadingStatistics:
     repaired: int = 0
     """Verified loads with bytes that differed at first, and were equal after a second read."""
     mismatch: int = 0
-    """Loads that failed because their bytes differed twice."""
+    """Loads that failed after a comparison had found bytes that differ."""
     unverified: int = 0
     """Loads that should have been verified, but could not be."""
