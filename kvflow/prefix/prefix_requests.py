@@ -52,19 +52,18 @@ class PrefixRequest:
     deadline_s: Seconds | None = None
     """Seconds that the whole pull may take, from asking the peers to the last byte; Config.load_deadline_s if None."""
     answer_within_s: Seconds = 0.25
-    """Seconds to wait for the peers' answers. A later offer is used only if all earlier offers could not be read."""
+    """Seconds to wait for the peers' answers. Later offers are used only if none of the earlier ones could be read."""
     priority: int = 0
     after: GivenEvent = None
     """Device event after which the device no longer touches the local blocks, as in `LoadRequest.after`. If None, the
     device must not be using the blocks."""
     recompute_s_per_token: Seconds | None = None
-    """Seconds that the local engine takes to compute one token. If computing the prefix should be faster than reading
-    it, by the measured rate of the holder, the prefix is not pulled; a holder that was never read from is tried. None:
-    any prefix is pulled.
+    """Seconds that the local engine takes to compute one token. A prefix is not read from a peer if earlier loads from
+    that peer show that computing the prefix should be faster. If there were no such loads, or if None, it is read.
     """
     rest: Ticket | Mapping[str, Any] | None = None
     """Ticket of an engine that has computed the whole prompt. The tokens after the prefix are read from that engine
-    while the prefix is read from a holder; if the prefix cannot be read, all tokens are read from that engine. With
+    while the prefix is read from a peer; if the prefix cannot be read, all tokens are read from that engine. With
     this ticket `block_ids` are the blocks of all tokens that it offers, with windows and state as in a `LoadRequest`.
     """
     prompt: Sequence[int] | None = None
@@ -76,28 +75,28 @@ class PrefixRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOffer:
-    """A holder's offer of a prefix, with a lease. Load the ticket, or release the lease by `Runtime.release_blocks`.
+    """A peer's offer of a prefix, with a lease. Load the ticket, or release the lease by `Runtime.release_blocks`.
 
     After a load of the ticket, pass the load's report to `Prefixes.learn`.
     """
 
     peer: str
-    """Text with the holder's engine id and the address of one of its ranks."""
+    """Text with the peer's engine id, and the address of one of the peer's ranks."""
     ticket: Ticket
     num_tokens: int
     queued_bytes: int
-    """Bytes that the holder has leased to other readers of prefixes."""
+    """Bytes that the peer has leased to other readers of prefixes."""
     round_trip_s: float
-    """Seconds from asking the holder's ranks to their last answer."""
+    """Seconds from asking the peer's ranks to the last answer of these ranks."""
     pull_s: float | None = None
-    """Expected seconds to read the tokens that are not cached locally, by the holder's measured rate, plus
-    `round_trip_s`; None if the holder was never read from."""
+    """Expected seconds to read the tokens that are not cached locally, by the measured speed of earlier loads from the
+    peer, plus `round_trip_s`; None if there were no earlier loads."""
     compute_s: float | None = None
     """Expected seconds to compute the same tokens locally; None if `PrefixRequest.recompute_s_per_token` is None."""
 
     @property
     def pays(self) -> bool:
-        """False if computing the tokens locally is expected to be faster than reading them from the holder."""
+        """False if computing the tokens locally is expected to be faster than reading them from the peer."""
         return self.pull_s is None or self.compute_s is None or self.pull_s <= self.compute_s
 
 
@@ -120,37 +119,36 @@ class PrefixReport:
     num_tokens: int
     """Number of the prompt's tokens in the local blocks after the pull, including `PrefixRequest.cached_tokens`."""
     pulled_tokens: int
-    """Number of tokens that were read from a holder; tokens of `PrefixRequest.cached_tokens` and `rest` do not count.
-    """
+    """Number of tokens of the prefix that were read from a peer, without those of `cached_tokens` and `rest`."""
     bytes: int
     source: str
-    """Name and address of the holder that the prefix was read from; "" if none was."""
+    """Name and address of the peer that the prefix was read from; "" if it was read from none."""
     answers: tuple[PrefixAnswer, ...]
     loads: tuple[LoadReport, ...]
     """Reports of the successful loads: the load of the prefix, if any, then the load of `PrefixRequest.rest`, if any.
     """
     pull_s: float | None
-    """`PrefixOffer.pull_s` of the holder that was read from, or of the last one considered; None without a value."""
+    """`PrefixOffer.pull_s` of the used offer or, if no offer was used, of the last one considered; None if unknown."""
     compute_s: float | None
-    """`PrefixOffer.compute_s` of the holder that was read from, or of the last one considered; None without a value."""
+    """`PrefixOffer.compute_s` of the used offer or, if none was used, of the last one considered; None if unknown."""
 
     @property
     def payload(self) -> builtins.bytes:
-        """Bytes that the engine of `PrefixRequest.rest` has passed to `Lease.complete`; empty without them."""
+        """Bytes that the engine of the ticket `PrefixRequest.rest` has passed to `Lease.complete`; else empty."""
         return self.loads[-1].payload if self.loads else b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStatistics(PartStatistics):
-    """Counts of pulls by outcome, and of the tokens and bytes that pulls have read from holders."""
+    """Counts of pulls by outcome, and of the tokens and bytes of prefixes that pulls have read from peers."""
 
     pulls: int
     hits: int
-    """Number of pulls that have read tokens from a holder."""
+    """Number of pulls that have read a prefix from a peer."""
     tokens: int
     bytes: int
     failed_sources: int
-    """Number of failed attempts to read an offered prefix from a holder, including reads that outlasted the lease."""
+    """Number of failed attempts to read an offered prefix from a peer, including reads that outlasted the lease."""
     declined: int
     """Number of offers that were not loaded because computing the tokens was expected to be faster."""
     sharing: SharingStatistics | None

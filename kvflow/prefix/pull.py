@@ -228,9 +228,9 @@ class Pull:
         return last
 
     def _is_worth_reading(self, one: Holder) -> bool:
-        """Return True if reading from a holder should be faster than computing the tokens, or its rate is not known.
+        """Return False if computing the tokens should be faster than reading them; then put this into `Holder.why`.
 
-        Otherwise put the reason into `Holder.why`.
+        Return True if the speed of loads from the holder is not known.
         """
         offer = one.offer
         if not offer.pays:

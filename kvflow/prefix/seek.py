@@ -42,7 +42,7 @@ class _Engine(NamedTuple):
     """An engine that is asked for a prefix, with its ranks."""
 
     asked_ranks: list[Address]
-    """Ranks that this reader rank reads from. These are asked for the prefix."""
+    """Ranks that are asked for the prefix: those that this reader rank reads from or, if `every_rank`, all ranks."""
     other_ranks: list[RankLease]
     """Ranks that this reader rank does not read from. They are not asked, but the ticket of an offer must name them."""
     connection: Connection
@@ -217,7 +217,10 @@ class PrefixQuestions:
             )
 
     async def _find_ranks(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
-        """Connect to an engine, and find the ranks that this reader rank reads from. Raise a KVFlowError on failure."""
+        """Connect to an engine, and find the ranks to ask. Raise a KVFlowError if there are none, or on failure.
+
+        The ranks are those that this reader rank reads from or, if `request.every_rank`, all ranks.
+        """
         if isinstance(peer, str):
             peer = self._addresses.get(peer) or await self._identify(peer)
         fixed = isinstance(peer, PeerAddress)

@@ -44,7 +44,7 @@ class StoreDirectory:
         self._lock_fd = -1
 
     def open(self) -> list[Entry]:
-        """Lock the directory, remove incomplete files, and return the entries, least recently used first.
+        """Lock the directory, remove incomplete files, and return an `Entry` for each file, least recently used first.
 
         Create the directory if it does not exist. Raise BlockingIOError if another owner has locked it. Call `close` in
         any case, even after an error.
@@ -108,7 +108,7 @@ class StoreDirectory:
 
 
 class EntryFile:
-    """The file of one entry, while a save writes it or a restore reads it."""
+    """One stored file, while a save writes it or a restore reads it."""
 
     def __init__(self, directory: StoreDirectory, entry: Entry, mover: Mover, victims: Iterable[Entry] = ()) -> None:
         self.entry = entry
@@ -120,7 +120,7 @@ class EntryFile:
         self.restored = False
         """True once a restore from the file has succeeded. `close` then sets the file's time, so it is evicted last."""
         self.victims = list(victims)
-        """Entries that were evicted to make room for this file, and have files that were not removed yet."""
+        """Index entries of files that must be removed to make room for this file, and were not removed yet."""
         self._directory = directory
         self._mover = mover
         self._partial_name = entry.file + _PARTIAL_SUFFIX

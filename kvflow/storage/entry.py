@@ -27,7 +27,7 @@ VERSION = 1
 _MAGIC = b"kvfentry"
 _HEADER_PREFIX = struct.Struct("<8sIIQ")
 HEADER_PREFIX_BYTES = _HEADER_PREFIX.size
-"""Size of the first part of a file, which has a fixed size and contains the size of the header."""
+"""Number of bytes at the start of a file, before the header's body. They contain the length of the body."""
 _ALIGNMENT = 4096
 _BODY_BYTES_MAX = 8 << 20
 """Maximum size of the header's body. A million digests, one for each layer, fit."""

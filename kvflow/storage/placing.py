@@ -1,4 +1,4 @@
-"""Offsets of blocks in a stored file: ordered by layer set, then region, then block, without gaps.
+"""Offsets of blocks in a stored file: ordered by layer set (layers of equal shape), then region, then block; no gaps.
 
 `plan_read` is used with the file as the remote side: addresses are offsets in the file, and the file is the device.
 """

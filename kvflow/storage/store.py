@@ -212,10 +212,10 @@ class BlockStore:
         return transfer
 
     async def _carry_out(self, transfer: StoreTransfer, work: Callable[[StoreTransfer], Awaitable[ReportT]]) -> ReportT:
-        """Run `work` (`_save` or `_restore`) for a transfer within its deadline. Return the report of `work`.
+        """Run `work` (`_save` or `_restore`) for a save or restore within its deadline. Return the report of `work`.
 
-        Raise a KVFlowError if the transfer failed. Before that, or before the return, wait at most `cancel_grace_s`
-        until the transfer is over.
+        Raise a KVFlowError on failure. In each case first wait, at most `cancel_grace_s`, until no byte can land in the
+        blocks and the file is closed.
         """
         try:
             try:
@@ -245,7 +245,7 @@ class BlockStore:
         return f"request {transfer.request_id!r}: {transfer.direction} in {self._directory.path!r}"
 
     def _early_end_error(self, transfer: StoreTransfer) -> KVFlowError:
-        """Return the error of a transfer that was ended because the store was closed or the deadline passed."""
+        """Return the error of a save or restore that was ended because the store was closed or its deadline passed."""
         what, phase = f"request {transfer.request_id!r}", transfer.phase
         if self._close_error is CacheUnregistered:
             return CacheUnregistered(f"{what}: the cache was unregistered in phase {phase!r}")
@@ -330,7 +330,7 @@ class BlockStore:
         )
 
     def _drop_damaged(self, transfer: StoreTransfer, file: EntryFile, why: str) -> EntryDamaged:
-        """Drop the entry of the damaged `file`, and mark the file for removal. Return an EntryDamaged to raise."""
+        """Remove the damaged `file` from the index, and have `close` remove it. Return an EntryDamaged to raise."""
         transfer.outcome = "damaged"
         self._index.drop(file.entry)
         file.remove_when_closed = True
@@ -348,7 +348,7 @@ class BlockStore:
     # --- its end
 
     def _mark_if_unreadable(self, transfer: StoreTransfer, error: BaseException | None) -> None:
-        """If `error` is a MoveFailed of a restore (its file could not be read), mark the entry as unreadable."""
+        """If `error` shows that a restore could not read its file (MoveFailed), mark the file's entry as unreadable."""
         file = transfer.file
         if file is None or transfer.direction is Direction.SAVE or not isinstance(error, MoveFailed):
             return
@@ -362,7 +362,7 @@ class BlockStore:
             )
 
     def _close_when_safe(self, transfer: StoreTransfer) -> None:
-        """Callback when no byte of `transfer` is copied any longer: release a save's blocks, and close the file.
+        """Callback when no byte of a save or restore is being copied: release a save's blocks, and close the file.
 
         The I/O thread closes the file after all earlier jobs that use the file.
         """
@@ -376,14 +376,14 @@ class BlockStore:
             self._end_transfer(transfer)
 
     def _close_all(self) -> None:
-        """Last job of the I/O thread: close the files of all transfers, then release the lock on the directory."""
+        """Last job of the I/O thread: close the files of all saves and restores, and unlock the directory."""
         for transfer in list(self._transfers):
             if transfer.file is not None:
                 transfer.file.close()
         self._directory.close()
 
     def _end_transfer(self, transfer: StoreTransfer) -> None:
-        """Update the index after the file of a transfer was closed, and wake the tasks that wait for the transfer."""
+        """Update the index after the file of a save or restore was closed, and wake the tasks that wait for its end."""
         if transfer not in self._transfers:
             return
         del self._transfers[transfer]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvflow.runtime.peers.peer import Source
 
 STORE_AGENT = AgentName("store")
-"""Agent name under which copies to and from files wait for permits; a read waits under the name of its peer's agent."""
+"""Name under which copies to and from files wait in the queue of reads; a read waits under its peer's agent name."""
 
 
 def file_source() -> Source:
@@ -61,7 +61,7 @@ class StoreTransfer:
         store_thread: StoreThread,
         deadline_s: float,
     ) -> None:
-        """Claim the blocks to fill, or lease the blocks to save. Raise BlocksBusy if a block is in use otherwise.
+        """Claim the blocks to fill, or lease the blocks to save. Raise BlocksBusy if a block is already in use.
 
         Args:
             request: the request, already checked.

@@ -186,7 +186,7 @@ class StateCache:
         self._layers = [cast("tuple[torch.Tensor, ...]", tensors_of(*layer)) for layer in kv_caches.items()]
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return a digest (an integer) of each state tensor in each block. A change of any single byte changes it.
+        """Return a digest (an integer) of each state tensor in each block. A change of any byte changes the digest.
 
         Args:
             block_ids: Ids of the blocks to read, each with one request's state.

@@ -75,7 +75,7 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
 
 
 class _Moments:
-    """Counts the moments of one run, and cancels the coroutine `body` at moment number `last`.
+    """Counts the moments (points of possible cancellation) of one run, and cancels coroutine `body` at number `last`.
 
     `place` is then the line at which the coroutine waited.
     """

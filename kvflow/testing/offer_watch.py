@@ -25,7 +25,7 @@ from kvflow.testing.watch import checked_at_end, raise_first
 
 
 class _NotifyingHistory(History):
-    """The `History` of a growing lease. It calls `more(lease)` each time the engine has computed more of its tokens."""
+    """The `History` of a growing lease. It calls `more(lease)` each time that more tokens of the lease are computed."""
 
     def __init__(self, lease: Lease, known: History, more: Callable[[Lease], None]) -> None:
         self._lease, self._known, self._more = lease, known, more

@@ -62,7 +62,7 @@ class ManualClock:
 
     @property
     def pending(self) -> int:
-        """Number of timers that were neither due yet nor cancelled."""
+        """Number of timers that have neither fired nor been cancelled."""
         return sum(timer.callback is not None for _, _, timer in self._timers)
 
     def advance(self, seconds: float) -> None:

@@ -25,12 +25,12 @@ from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockHash, BlockRe
 
 BLOCKS_MAX = 100_000
 WHOLE_PROMPT_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
-"""vLLM's names of the kinds of groups of layers that keep all of a prompt; None: the event names no kind."""
+"""Kinds of groups of layers, by vLLM's names, that keep the KV cache of the whole prompt; None: no kind is named."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
 """Approximate number of tokens, and number of blocks, of an event that are applied before other tasks of the loop run.
 """
 _DEFAULT_MEDIUM = "GPU"
-"""Kind of memory that is meant if an event names none: the cache that the engine computes with."""
+"""Kind of memory (`medium`) of events that name none: that of the cache with which the engine computes."""
 _PLACES_MAX = 16
 """Maximum number of places of one block. A place is a kind of memory, a group of layers and the engine's own hash; a
 block usually has one in each group.
@@ -101,7 +101,7 @@ class _EngineBlocks:
         return block
 
     def _remove_place(self, place: _Place) -> None:
-        """Record that `place` holds no block. If this was the last place of its block, forget the block."""
+        """Record that no block is in `place` (kind of memory, group of layers and hash). Forget a block in no place."""
         self.copies.pop(place, None)
         block = self.places.pop(place, None)
         if block is not None:
@@ -110,9 +110,9 @@ class _EngineBlocks:
                 self._drop_block(block)
 
     def remove_steps(self, event: BlockRemoved) -> Iterator[None]:
-        """Return an iterator that removes one copy of a block named by the event each time it is advanced.
+        """Return an iterator. Each step removes one copy of a block that the event names.
 
-        If no copy is left in a place, the place is removed.
+        If no copy is left in a place (kind of memory, group of layers and hash), the step removes the place.
         """
         for name in event.block_hashes:
             place = (_medium_of(event), event.group_idx, name)
@@ -124,7 +124,7 @@ class _EngineBlocks:
             yield
 
     def clear_steps(self, medium: str) -> Iterator[None]:
-        """Return an iterator that removes one place in the kind of memory `medium` each time it is advanced."""
+        """Return an iterator. Each step records that one block is no longer in the kind of memory `medium`."""
         for place in [place for place in self.places if place[0] == medium]:
             self._remove_place(place)
             yield
@@ -148,7 +148,7 @@ class _EngineBlocks:
             self._remove_place(place)
 
     def _drop_block(self, block: _Block) -> None:
-        """Forget a block that has no place left. If its parent has no other child, make the parent the oldest leaf."""
+        """Forget a block. If no other block follows its parent block, the parent becomes the oldest of the `leaves`."""
         del self.blocks[block.key]
         self.leaves.pop(block.key, None)
         parent = self.blocks.get(block.parent)
@@ -299,9 +299,9 @@ class PrefixMap:
             yield
 
     def _store_steps(self, engine_blocks: _EngineBlocks, event: BlockStored) -> Iterator[None]:
-        """Return an iterator that adds one block of an event to `engine_blocks` each time it is advanced.
+        """Return an iterator. Each step adds one block of the event to `engine_blocks`.
 
-        It ends early if the key of a block cannot be computed, or if the block before is not known or was removed.
+        The iterator ends early if the key of a block cannot be computed, or if the block before that one is not known.
         """
         size, place = event.block_size, (_medium_of(event), event.group_idx)
         parent = engine_blocks.parent_of(event)

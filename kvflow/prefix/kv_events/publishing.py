@@ -72,7 +72,10 @@ class Publisher:
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Address at which subscribers ask for missed batches, as `endpoint` with its real port; None without one."""
+        """Address at which subscribers ask for missed batches; None if there is none.
+
+        Inside the `async with` block it has the real port, if 0 was given.
+        """
         return self._replay_endpoint
 
     async def __aenter__(self) -> Self:
@@ -94,7 +97,7 @@ class Publisher:
         return self
 
     def forked(self) -> None:
-        """In a forked child process: give the parent's sockets up. `kvflow.forks` calls this in the child."""
+        """In a forked child process: publish nothing. `kvflow.forks` calls this in the child."""
         if self._replay_socket is not None:
             forks.ignore_events(self._replay_socket)
         self._socket = self._replay_socket = self._task = None
