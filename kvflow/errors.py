@@ -261,9 +261,10 @@ class PromptMismatch(RequestError):
 
 
 class UsageError(InvalidInput):
-    """A method was called wrongly: in the wrong state, on the wrong event loop or thread, or with an invalid argument.
+    """A method was called in the wrong state (for example before registration, or twice), on the wrong event loop or
+    thread, or with an invalid argument.
 
-    Wrong states are, for example, before registration, or for the second time. Correct the call.
+    Correct the call.
     """
 
 

@@ -134,7 +134,7 @@ class StateLayout:
                 have tensors of the same shapes.
             tensors: descriptions of the tensors of a layer, in the order of the tensors.
             layer_indices: index of each layer in the model. By default the number in the layer's name, or the layers'
-                positions if a name has no number or several.
+                positions if a name has no number or several, or two names have the same number.
 
         Returns:
             A layout for a `CacheGroup`.

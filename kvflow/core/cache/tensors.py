@@ -21,8 +21,9 @@ LAYERS_MAX = 1 << 15
 FIRST_DRAFT_LAYER = LAYERS_MAX // 2
 """Lowest index of a layer of a draft model. One side of a load may lack layers with this index or a higher index."""
 NAMED_LAYERS_MAX = 1 << 10
-"""Every number in the name of a layer is below this bound. If several layers have the same number, such as an attention
-and its indexer, the nth of these layers (from 0) gets the index number + n * NAMED_LAYERS_MAX."""
+"""Bound of the numbers in vLLM's names of layers: every number is below it. If several layers of a model have the same
+number, such as an attention and its indexer, the nth of these layers (from 0) gets the index
+number + n * NAMED_LAYERS_MAX."""
 NAME_CHARS_MAX = 1024
 
 

@@ -281,7 +281,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     version: Count
     """Protocol version of the rank."""
     transient: bool = False
-    """True if the rank may answer the question later: it has no cache yet, or drains."""
+    """True if the rank may answer the question later: for example, it has no cache yet."""
     compatibility: Compatibility | None = None
     cache_shares: CacheShares = ()
     listens: Address | None = None
