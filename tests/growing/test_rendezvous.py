@@ -747,7 +747,7 @@ def test_what_a_router_makes() -> None:
             Ticket.rendezvous(known_ticket, **wrong)  # type: ignore[arg-type]
     params = made.to_params()
     params["kvflow"]["num_tokens"] = 4
-    with pytest.raises(RequestError, match="a rendezvous knows no blocks"):
+    with pytest.raises(RequestError, match="a pending ticket has no blocks"):
         Ticket.from_params(params)
 
 

@@ -97,9 +97,10 @@ class Watches:
 
     def poll(self) -> list[Watch]:
         """Poll all events, and remove the waits that are over. Return the removed waits, except dropped ones."""
-        over = [watch for watch in self._open if watch.poll()]
-        if over:
-            self._open = [watch for watch in self._open if watch not in over]
+        over, still_open = list[Watch](), list[Watch]()
+        for watch in self._open:
+            (over if watch.poll() else still_open).append(watch)
+        self._open = still_open
         return [watch for watch in over if not watch.dropped]
 
     def pause_s(self, now_s: float) -> float | None:

@@ -517,7 +517,7 @@ def check_incomplete_offer(ticket: Ticket) -> None:
     counts = tuple(map(len, ticket.block_tables))
     if ticket.awaited and (any(counts) or ticket.num_tokens or ticket.extends):
         raise RequestError(
-            f"ticket: a rendezvous knows no blocks and tokens, but it has {counts} and {ticket.num_tokens}"
+            f"ticket: a pending ticket has no blocks and tokens, but this one has {counts} and {ticket.num_tokens}"
         )
     if any(count > most for count, most in zip(counts, ticket.block_counts, strict=True)):
         why = f"num_tokens {ticket.num_tokens} needs {ticket.block_counts}"

@@ -613,7 +613,7 @@ def test_a_ticket_says_that_blocks_follow() -> None:
         # Blocks to come are not listed: their number alone is judged, before anything is made of it.
         ({"extends": True, "num_tokens": 1 << 60}, r"at most 1000 \(limits.block_ids_max\)"),
         ({"extends": 1}, "extends"),
-        ({"awaited": True}, "a rendezvous knows no blocks"),
+        ({"awaited": True}, "a pending ticket has no blocks"),
         ({"awaited": "yes"}, "awaited"),
     ],
 )
