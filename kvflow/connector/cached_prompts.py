@@ -1,4 +1,4 @@
-"""CachedPrompts: with each step, tells the workers which blocks hold which prompts, for an engine's scheduler.
+"""CachedPrompts: with each step, an engine's scheduler reports to the workers which blocks hold which prompts.
 
 Once a step has computed tokens in a block, the block holds them until the engine's block pool reuses the block for
 other contents. In between, the engine's prefix cache may free the block and find it again any number of times. The
@@ -39,7 +39,7 @@ class _Prompt:
 
 
 class CachedPrompts:
-    """Reports to an engine's workers which blocks hold which prompts, so that they can share them with peers.
+    """Reports to an engine's workers which blocks hold which prompts, for the workers to share with peers.
 
     `block_tokens` is the number of tokens in a block, the same in all groups. `watch` is a function of the engine's
     block pool: for each of the given block ids, the pool calls `note_reused` once it reuses the block. `null_block` is

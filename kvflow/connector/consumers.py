@@ -136,7 +136,7 @@ class ConsumingRequests:
             raise
         ticket = tickets[0]
         most = request.num_prompt_tokens - self._config.leaves_last_token
-        if any(one.awaited for one in tickets):  # the prompts are assumed to agree; the load compares them
+        if any(one.awaited for one in tickets):  # assume that the prompts agree, which the load will check
             consumer.prompt = prompt
         if ticket.awaited:
             consumer.offered_tokens = self._config.offered_of(most)
@@ -260,7 +260,7 @@ class ConsumingRequests:
         request = self._expected_request(request_id)
         tokens = 0 if request is None else request.offered_tokens - num_computed_tokens
         if request is not None and request.refusal is not None:
-            return max(tokens, 1), True  # regardless of the local cache: it waits for a load, which fails
+            return max(tokens, 1), True  # whatever the local cache has: the request waits for a load, which fails
         if request is None or tokens < self._config.fetch_tokens_min:
             return 0, False
         return (None, False) if request.use.must_wait(request) else (tokens, True)

@@ -104,9 +104,10 @@ class PagedPrefixCache:
     # --- the runtime's loop
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | None:
-        """Return the longest prefix of a prompt that is in the cache, in whole blocks, pinned; None if there is none.
+        """Return the longest prefix of a prompt that is in the cache, in whole blocks, or None.
 
-        `keys` are the keys of the prompt's prefixes of `key_tokens`, 2 * `key_tokens`, ... tokens. See `PrefixCache`.
+        Peers may read the prefix until `unpin` is called. `keys` are the keys of the prompt's prefixes of `key_tokens`,
+        2 * `key_tokens`, ... tokens. See `PrefixCache`.
         """
         with self._lock:
             self._add_computed()
@@ -140,11 +141,11 @@ class PagedPrefixCache:
     # --- with the lock
 
     def _find_tables(self, key: bytes, tokens: int) -> tuple[list[list[int]] | None, int]:
-        """Return the block tables of a prompt's first `tokens` tokens, one for each group, and `tokens`.
+        """Find the blocks that hold a prompt's first `tokens` tokens; `key` is the key of this prefix.
 
-        `key` is the key of this prefix. The tables have ids of the engine's blocks, and `NO_BLOCK` where a group needs
-        no block. If a block is missing, return None and the largest number of tokens for which a shorter prefix may
-        still be in the cache.
+        Return a pair: a block table for each group, and `tokens`. The tables have ids of the engine's blocks, and
+        `NO_BLOCK` where a group needs no block. If a block is missing, the pair is None, and the largest number of
+        tokens for which a shorter prefix may be in the cache.
         """
         size, end, entries = self._block_tokens, tokens // self._block_tokens, self._entries
         firsts = [group.facts.first_needed(tokens) // size for group in self._groups]
@@ -160,7 +161,7 @@ class PagedPrefixCache:
                     if not blocks[nth]:
                         return None, at * size
                     table[at] = blocks[nth][0]
-        return (None, 0) if min(firsts) == 0 and key else (tables, tokens)  # the keys are in a wrong order
+        return (None, 0) if min(firsts) == 0 and key else (tables, tokens)  # None if keys are in a wrong order
 
     def _pin(self, tables: BlockTables | list[list[int]], tokens: int) -> PinnedPrefix:
         ids = tuple(group.blocks(table, 0, tokens) for group, table in zip(self._groups, tables, strict=True))

@@ -200,7 +200,7 @@ class PrefixQuestions:
         return True
 
     def resume_waiters(self, request_id: str) -> None:
-        """Let the requests go on that wait for this request, because it has ended its load or loads nothing."""
+        """Let other requests that wait for this request go on, since its load has ended or it loads nothing."""
         request = self._requests.get(request_id)
         if request is not None:
             request.state = _State.ENDED
@@ -210,6 +210,6 @@ class PrefixQuestions:
                 self._active_by_first_key.pop(request.keys[0], None)
 
     def finish(self, request_id: str) -> None:
-        """Forget a request that has ended, and let the requests go on that wait for that request."""
+        """Forget a request that has ended. Other requests that wait for this request go on."""
         self.resume_waiters(request_id)
         self._requests.pop(request_id, None)

@@ -203,7 +203,7 @@ class ProducingRequests:
         """End a request without a ticket for the router.
 
         `flows`: readers may be reading the prompt while it is computed. If so, the lease ends with a notification to
-        these readers, and the blocks are held until no read of them can succeed. If not, no reader has a ticket, and
+        these readers, and the blocks are held until no read can succeed. If not, no reader has a ticket, and
         the blocks are free at once.
         """
         if flows:
@@ -249,7 +249,7 @@ class ProducingRequests:
         elif request.state is ProducerState.FLOWING:
             self._recall(request)
         elif request_id in self._next_step.withdraw:
-            self._next_step.recall.append(request_id)  # it was preempted first, and then ended
+            self._next_step.recall.append(request_id)  # the request was preempted first, and then ended
 
     def _still_holds_prompt(self, request: _Producer, block_ids: GivenTables | None) -> bool:
         """Return True if `request` has an open lease, and the blocks of that lease still hold its prompt.

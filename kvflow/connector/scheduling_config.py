@@ -32,9 +32,9 @@ class SchedulingConfig:
     full_blocks_only: bool = False
     """True to offer only full blocks. A prompt shorter than one block then offers nothing."""
     leave_last_token: bool = False
-    """True to load no offer of a whole prompt. The engine computes the last token locally, and for that token it needs
-    cache contents which it no longer has after the whole prompt (windows). Always on for a cache with recurrent state,
-    since a state belongs to one token only."""
+    """True to never load a whole prompt: an offer of all tokens is not loaded at all. The engine computes the prompt's
+    last token in any case, and in a cache with windows, blocks that this token needs may be freed once the whole prompt
+    is computed. Always on for a cache with recurrent state, since a state belongs to one token only."""
     withhold_last_token: bool = False
     """True to offer a prompt without its last token, although this engine computes that token. Needed for readers that
     load no whole prompts, if this engine cannot leave the last token out."""

@@ -43,8 +43,8 @@ __all__ = ["ConnectorWorker", "FailedLoad", "Results"]
 logger = logger_of(__name__)
 
 _EMPTY_STEP = Step()
-_RECALL_TIMEOUT_S = 60.0  # a recall takes as long as the seal hold, and a copy that has begun
-_PINNED_BLOCKS_MAX = 1 << 31  # bound on pinned blocks: none is really pinned for a reader
+_RECALL_TIMEOUT_S = 60.0  # a recall takes the seal hold (50 ms) and the rest of a copy that has begun
+_PINNED_BLOCKS_MAX = 1 << 31  # no bound: a pinned prefix keeps no block from being reused
 
 
 class FailedLoad(NamedTuple):
@@ -350,7 +350,7 @@ class ConnectorWorker:
         fails, its request is reported as failed.
         """
         for lease in tuple(self._withdrawn):
-            await lease  # the lease's blocks may be this request's now, and are held until the lease is over
+            await lease  # this request may have the lease's blocks now; reads of them may go on until the lease ends
         outcome: LoadReport | BaseException | None = None
         if not request.abandoned:
             request.load = runtime.start_load(_load_request(runtime, receive, after))

@@ -57,7 +57,7 @@ class KVFlowReceiver(CommonKVReceiver):
         """
         try:
             super().init(prefill_dp_rank)
-        except (RequestError, TypeError, LookupError, AttributeError) as error:  # of another version, or forged
+        except (RequestError, TypeError, LookupError, AttributeError) as error:  # tickets of another version, or forged
             self.invalidate_cached_bootstrap_infos()
             text = f"prefill server {self.bootstrap_addr}: its introduction cannot be read: {error_text(error)}"
             self.refuse(PeerIncompatible(text, peer=self.bootstrap_addr))

@@ -26,7 +26,7 @@ _EQUAL_FIELDS = ("num_blocks", "block_size", "block_lens", "kv_cache_layout", "r
 
 
 class _Card(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's metadata for stock readers, and which rank of which engine it is: a card, once encoded."""
+    """Content of a rank's card: its metadata for stock readers, with the engine's name and the rank's index."""
 
     engine_id: str
     tp_rank: int

@@ -135,7 +135,7 @@ def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: 
 
 
 def metadata_of(at: Address, stock: StockMetadata, agent: str, ours: OurCache, *, tp_size: int) -> messages.Metadata:
-    """Return a stock rank's metadata converted to kvflow's message, which is then checked like any peer's metadata.
+    """Return a stock rank's metadata converted to kvflow's own message, to be checked like any peer's metadata.
 
     `at` is the stock rank's address, `agent` the name of its NIXL agent, and `tp_size` the number of its engine's
     ranks. PeerIncompatible if this rank cannot read the stock rank's cache.
@@ -261,7 +261,7 @@ def _kv_heads(at: Address, stock: StockMetadata, ours: OurLayers, places: Sequen
     """Return the number of KV heads that a stock rank has for the layers `ours`.
 
     The number follows from the bytes of a block in the stock rank's regions with the indexes `places`. PeerIncompatible
-    if these regions differ in size, or if the size is not that of a whole number of heads.
+    if the blocks of these regions differ in size, or do not hold a whole number of heads.
     """
     sizes = {stock.block_lens[place] for place in places}
     if len(sizes) > 1:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvflow.stock.stock_peers import StockPeers
 
 _ADDRESS_PREFIX = "stock+"
-_ASK_AGAIN_S = 2.0  # no engine restarts within that time
+_ASK_AGAIN_S = 2.0  # an engine takes longer than that to restart
 
 
 def peer_address(ticket: StockTicket, rank: Rank) -> Address:

@@ -79,8 +79,8 @@ class StockLeases:
         """The latest requests, by engine id, engine address and request id. The value is None once the producer was
         notified that the request was read or is not needed."""
         self._agents = BoundedMap[tuple[str, str, Rank], tuple[str, float]](_AGENTS_MAX)
-        """The last known NIXL agent of each stock rank, by engine id, peer address and rank, and the time at which it
-        replaced an earlier agent; -inf for a rank's first agent."""
+        """For each stock rank, by engine id, peer address and rank: the name of its NIXL agent, and the time at which
+        this agent was first seen in place of another agent, or -inf for a rank's first agent."""
 
     def request_of(self, ticket: StockTicket) -> StockRequest:
         """Return the arrival time and the proofs of the request that `ticket` is for.

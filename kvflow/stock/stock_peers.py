@@ -116,8 +116,8 @@ class StockPeers(StockPart):
             The service; None if `serve_version` is empty.
 
         Raises:
-            ConfigError: stock readers cannot be served: from this cache, with CURVE, or by several ranks without
-                `ranks`.
+            ConfigError: stock readers cannot be served: they cannot read this cache, CURVE is on, which they do not
+                have, or the engine has several ranks and `ranks` is None.
         """
         config = cache.config
         if not self.serve_version:

@@ -389,8 +389,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         """End all leases, because the blocks' contents are no longer valid, for example after new weights. Return True.
 
-        vLLM does not notify the scheduler in any other way before its workers sleep. So if sleep mode is enabled, also
-        forget the workers' ranks, which will register their caches again.
+        vLLM also calls this before its workers sleep, and does not otherwise notify the scheduler of that. So if sleep
+        mode is enabled, forget the ranks of the workers, which will register their caches again.
         """
         self._scheduler.withdraw_all()
         if self._vllm_config.model_config.enable_sleep_mode and _NOTIFIES_OF_SLEEP:

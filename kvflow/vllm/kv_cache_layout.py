@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-_POOL = "vllm"  # the one pool that all groups take block ids from
+_POOL = "vllm"  # all groups take block ids from the same pool
 _UNSUPPORTED_SPECS = (HiddenStateCacheSpec, SinkFullAttentionSpec)
 _FP8 = {
     "fp8": torch.float8_e4m3fn,
