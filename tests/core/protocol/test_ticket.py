@@ -751,5 +751,5 @@ def test_tickets_without_leases_have_digests_too() -> None:
     for ticket in (asked, Ticket.rendezvous(TICKET, "secret")):
         assert after_json(ticket) == ticket
         for changes in ({"remote_block_ids": [3, 12]}, {"remote_request_id": "another"}):
-            with pytest.raises(RequestError, match=r"mixed from several|rendezvous knows no blocks"):
+            with pytest.raises(RequestError, match=r"mixed from several|pending ticket has no blocks"):
                 Ticket.from_params({**ticket.to_params(), **changes})
