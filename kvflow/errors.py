@@ -322,7 +322,7 @@ class PeerError(KVFlowError):
         """Seconds for which loads from the peer fail without contacting it; None if the next load contacts it."""
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """Return a copy of this error that names the request.
+        """Return a copy of this error that names the request and, as the peer, the engine `engine_id`.
 
         Loads that share a handshake each raise their own copy.
         """

@@ -61,7 +61,7 @@ def importing_part(name: str, what: str, kind: type[KVFlowError]) -> Iterator[No
 def preload(*names: str) -> None:
     """Import optional parts now, so that the event loop need not wait for the import at the first request.
 
-    Missing parts are skipped.
+    A part that is not installed (its folder was deleted) is skipped.
 
     Args:
         names: names of parts in `PARTS`.

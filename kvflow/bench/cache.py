@@ -109,7 +109,10 @@ class CacheShape:
 
 
 class BenchCache:
-    """The cache of a rank: one array per layer with axes [K or V, block, head, token, word], for any `shape.order`."""
+    """The KV cache of a rank, for benches. Each layer is an array of 4-byte words.
+
+    Its indexes are [K or V, block, head, token, word], whatever the memory order `shape.order` is.
+    """
 
     def __init__(self, shape: CacheShape, memory: Memory | None = None, device: str | None = None) -> None:
         """Create an unfilled cache in `memory`, or in new memory.

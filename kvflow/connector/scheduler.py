@@ -119,7 +119,7 @@ class ConnectorScheduler:
         self._producers.introduce(ticket)
 
     def forget_ranks(self) -> None:
-        """Offer nothing until `introduce` is called again, and have steps ask the workers for new introductions.
+        """Offer no prompt until `introduce` is called again. The next steps ask the workers for new introductions.
 
         Call this when the ranks are about to register their caches again, for example after a sleep, because existing
         tickets name the earlier registrations. The workers answer with `ConnectorWorker.introduction`.

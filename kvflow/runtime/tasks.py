@@ -33,7 +33,7 @@ class Tasks:
         """Make the object; `start` starts the tasks. `owner`: name of the runtime in logs.
 
         `on_break` is called once, when a task has died.
-        `close` is called if the supervisor's task is cancelled, as when a program ends and cancels all tasks.
+        `close` closes the runtime. It is called if the task that runs all others is cancelled, as when a program ends.
         """
         self._owner = owner
         self._on_break = on_break

@@ -110,7 +110,7 @@ class KVFlowManager(CommonKVManager):
         self.receivers: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
         self._rooms_lock = threading.RLock()  # reentrant: finalizers of requests may run while it is held
         self._held: dict[int, list[Load]] = {}
-        """Loads of failed requests that may still write to the decode server's pages, by the request's room."""
+        """Loads of failed requests that may still write to the decode server's pages, by SGLang's bootstrap room."""
         self._incompatible: dict[str, tuple[str, float]] = {}
         """Reason why a prefill server is incompatible with this decode server, and the time at which that was found, by
         the prefill server's address."""

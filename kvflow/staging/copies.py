@@ -360,7 +360,9 @@ def scatter_tokens(
 
 
 def scatter_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
-    """Return a function that writes chunk i to chunk `chunk_indices[i]` of block `block_ids[i]`, in CPU memory."""
+    """Return a `Copy` for CPU memory, which writes chunk i of its source to chunk `chunk_indices[i]` of block
+    `block_ids[i]` of its target.
+    """
 
     def copy(source: View, target: View) -> None:
         places, values = np.asarray(target), np.asarray(source)

@@ -101,7 +101,7 @@ class EngineRanks:
         self._metadata_by_rank = {card.tp_rank: card.metadata for card in found}
 
     def begin(self, engine_id: str, tp_rank: int, tp_size: int, metadata: bytes) -> None:
-        """Set this rank's metadata, and drop the cards of the other ranks.
+        """Set this rank's metadata, and drop the encoded metadata (cards) of the engine's other ranks.
 
         Only the rank's runtime calls this, when a cache is registered.
 

@@ -270,7 +270,7 @@ class LoadVerifier:
 def _part_of(local: LocalRank, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> messages.DigestPart:
     """Return the part of a request for digests that names the layers, heads and tokens of `chunks`.
 
-    These chunks are read from the rank of `source` by `block_map`.
+    `chunks` are the chunks that the load reads from the rank of `source`. `block_map` pairs its layers with local ones.
     """
     size, mine = block_map.chunk_tokens, local.cache_shares[block_map.local_set]
     layers = tuple(mine.layers[ours] for ours, _ in block_map.layer_pairs)

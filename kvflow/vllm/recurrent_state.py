@@ -79,7 +79,7 @@ def _recurrent(heads: int, tp_size: int) -> StateTensor:
 
 
 def _shared(name: str, units: int, size: int, tp_size: int) -> Segment:
-    """Return the description of a range of a state tensor that `tp_size` ranks divide, all with the same share.
+    """Return the description of a range of a state tensor that `tp_size` ranks divide into parts of equal size.
 
     A rank has `units` units, for example heads, each of `size` entries.
     """

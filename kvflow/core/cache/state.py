@@ -237,7 +237,7 @@ class StatePart:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the regions of each layer, in order: one for each row, such as "conv.x.0"."""
+        """Names of a layer's memory regions, in order: one for each row of its state tensor, such as "conv.x.0"."""
         return tuple(f"{self.name}.{row}" for row in range(self.rows))
 
     @property

@@ -353,7 +353,7 @@ def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
 def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
     """Return which heads the local rank, with cache share `ours`, reads from the producer's rank with share `theirs`.
 
-    None if the local rank neither reads from that rank nor reports to it.
+    None if the local rank neither reads heads from that rank nor notifies it that its lease was read.
     """
     return next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
 

@@ -73,7 +73,7 @@ class _Budget:
 
 
 def _fits(more: Amount, *budgets: _Budget) -> bool:
-    """Return True if `more` fits within the limits of each budget, or the budget has no granted permit."""
+    """Return True if each budget has room for `more`. A budget without a granted permit has room for any amount."""
     for budget in budgets:
         if budget.permits:
             for taken, wanted, most in zip(budget.used, more, budget.limits, strict=True):

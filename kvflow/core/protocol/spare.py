@@ -17,7 +17,8 @@ import msgspec
 
 SPARE_MARK = "~kvflow~"
 SPARE_CHARS_MAX = 4096
-"""Maximum length of a spare, in characters. If a ticket's ranks do not fit, the spare names only the first rank."""
+"""Maximum length of a spare (the copy of a ticket's field "kvflow" behind its request id), in characters. If the leases
+of all ranks do not fit, the spare has only that of the first rank."""
 
 
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:

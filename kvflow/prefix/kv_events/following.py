@@ -288,14 +288,15 @@ class Subscriber:
     """Async context manager that receives the KV events of engines and applies them to a `PrefixMap`.
 
     Use the map only in the event loop of the `async with` block; between two awaits the map is consistent. Cancelling
-    the block ends all tasks.
+    the `async with` block ends all tasks.
 
     Args:
         prefix_map: map that all events are applied to.
         sources: publishers to receive events from.
 
     Raises:
-        ConfigError: a source is invalid, for example its endpoint is no address, or two have the same `holder`.
+        ConfigError: a source is invalid, for example its endpoint is no address, or two sources name the same engine as
+            `holder`.
         UsageError: the Subscriber was entered twice.
     """
 

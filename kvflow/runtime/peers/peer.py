@@ -105,9 +105,9 @@ class Connection:
         self.unused: asyncio.Event | None = None
         """Event that is set when `users` becomes 0; None until a task first waits for that."""
         self.complete_with: Sequence[Connection] = ()
-        """Connections of the last load whose ranks together had all layers of this rank. This connection is the first.
+        """Connections to the ranks that the last load read from, this one first, if those ranks have all local layers.
 
-        A load over the same connections skips that check.
+        A load over the same connections need not check again that no layer is missing.
         """
         self.reads_directly: bool | None = None
         """True if every read from the peer writes straight to the cache, without buffers; None until computed."""

@@ -107,7 +107,8 @@ class TicketResolver:
         """
         self._plans: BoundedMap[tuple[Parallelism, int], RankPlan] = BoundedMap(_PLANS_MAX)
         self._warned_of_drafts: BoundedMap[tuple[str, str], None] = BoundedMap(_PLANS_MAX)
-        """Bounded set of (engine id, address) for which `_warn_of_drafts` has logged its warning."""
+        """Bounded set of producers, as (engine id, address), about which `_warn_of_drafts` has warned: the layers of
+        the producer's draft model are not read."""
 
     async def resolve(self, ticket: Ticket, on_source: OnSource) -> list[Source]:
         """Connect the ranks that a load with a checked ticket needs.

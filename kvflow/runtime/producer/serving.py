@@ -214,7 +214,7 @@ class Serving:
         return made
 
     def _take_blocks(self, request: ServeRequest) -> HeldBlocks:
-        """Check `request`, and take the blocks, the seal and any host blocks of its lease.
+        """Check `request`, mark its blocks as leased, and reserve its seal and, if blocks are staged, its host blocks.
 
         If this raises a RequestError, nothing is taken.
         """
