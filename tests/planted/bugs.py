@@ -268,7 +268,7 @@ BUGS: dict[str, Bug] = {
     # --- checks and Config
     "True is a number": Bug(
         "return partial(checked, kind=_struct_with(Int64 if hint is int else hint), error=error)",
-        "return partial(checked, kind=_held((Int64 if hint is int else hint) | bool), error=error)",
+        "return partial(checked, kind=_struct_with((Int64 if hint is int else hint) | bool), error=error)",
         ("tests/test_border.py::test_a_field_of_another_type_is_refused_and_named",),
     ),
     "a rank's port may be above the last": Bug(
