@@ -33,21 +33,13 @@ _HISTOGRAMS = {
     "load_bytes": ("Bytes that one load has read.", _BYTES_BUCKETS),
 }
 _COUNTERS = {
-    "load_failures": ("load_failures", "Loads that failed or were abandoned.", "reason"),
-    "tickets_refused": (
-        "tickets_refused",
-        "Requests with parameters that could not be used: their prompts were computed.",
-        "reason",
-    ),
-    "loads": ("loads", "Loads that succeeded, by the kind of proof that their bytes are fresh.", "freshness"),
-    "lease_outcomes": ("leases", "Leases that have ended.", "outcome"),
-    "prefix_questions": ("prefix_questions", "Questions to peers for prefixes.", "outcome"),
-    "prefix_runs": (
-        "prefix_runs",
-        "Questions of peers for prefixes, and leases that were ended because blocks were reused.",
-        "outcome",
-    ),
-    "late_reads": ("late_reads", "Reads that ended after their lease: the text may be wrong.", "reader"),
+    "load_failures": ("Loads that failed or were abandoned.", "reason"),
+    "tickets_refused": ("Requests with parameters that could not be used: their prompts were computed.", "reason"),
+    "loads": ("Loads that succeeded, by the kind of proof that their bytes are fresh.", "freshness"),
+    "leases": ("Leases that have ended.", "outcome"),
+    "prefix_questions": ("Questions to peers for prefixes.", "outcome"),
+    "prefix_runs": ("Questions of peers for prefixes, and leases that ended because blocks were reused.", "outcome"),
+    "late_reads": ("Reads that ended after their lease: the text may be wrong.", "reader"),
 }
 
 
@@ -72,7 +64,7 @@ class KVFlowStats(KVConnectorStats):
             data["loads"].append(report.freshness)
         for _, error in results.failed.values():
             data["load_failures"].append(type(error).__name__ if error else _ABANDONED)
-        data["lease_outcomes"] += (str(outcome) for _, outcome in results.leases)
+        data["leases"] += (str(outcome) for _, outcome in results.leases)
         data["prefix_questions"] += map(str, results.answers)
 
     def is_empty(self) -> bool:
@@ -86,7 +78,7 @@ class KVFlowStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """Return the numbers that vLLM's periodic log line shows, by their labels in that line."""
         seconds, sizes = sorted(self.data["load_seconds"]), self.data["load_bytes"]
-        outcomes = Counter(self.data["lease_outcomes"])
+        outcomes = Counter(self.data["leases"])
         return {
             "Loads": len(seconds),
             "Failed loads": len(self.data["load_failures"]),
@@ -119,8 +111,8 @@ class KVFlowPromMetrics(KVConnectorPromMetrics):
             for key, (what, buckets) in _HISTOGRAMS.items()
         }
         self._counters = {
-            key: self._counter_cls(name=f"vllm:kvflow_{name}", documentation=what, labelnames=[*labelnames, label])
-            for key, (name, what, label) in _COUNTERS.items()
+            key: self._counter_cls(name=f"vllm:kvflow_{key}", documentation=what, labelnames=[*labelnames, label])
+            for key, (what, label) in _COUNTERS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
