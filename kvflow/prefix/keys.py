@@ -1,11 +1,11 @@
-"""Keys that name a prefix by its content, so that engines which hold the same prefix give it the same name.
+"""Keys that name a prefix by its content: all engines compute the same keys for the same tokens.
 
-A key is one digest of 32 bytes over a salt and all tokens before the block's end:
+The key of the first t tokens is one digest of 32 bytes over a salt and these tokens:
 
     key(t) = BLAKE2b-256( b"kvflow-prefix-1\\0" + u32le(len(salt)) + salt + int64le of each of tokens[0:t] )
 
-So a key does not depend on how the tokens are cut into blocks: engines with blocks of 16 and of 32 tokens compute equal
-keys at each boundary that both have. Keys are always computed from tokens, never from an engine's own block hashes.
+So a key does not depend on the block size: engines with blocks of 16 and of 32 tokens compute equal keys at each
+boundary that both have. Keys are computed from tokens, never from an engine's own block hashes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _TOKEN_DTYPE = np.dtype("<i8")
 
 
 def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") -> list[bytes]:
-    """Return one key for each full block of a prompt: the `keys` of a `PrefixRequest` and of `PrefixCache.match`.
+    """Return one key for each full block of a prompt, for `PrefixRequest.keys` or `PrefixCache.match`.
 
     Args:
-        tokens: token ids of the prompt. Anything else that distinguishes prompts, such as an adapter or pictures, must
-            change numbers in `tokens`, in the same way at the engine that shares a prefix and at the reader.
-        block_tokens: number of tokens between two keys. If the two engines use different numbers, the reader finds
-            only prefixes with an end at which both engines have a key.
+        tokens: token ids of the prompt. If prompts also differ in something else, such as an adapter or pictures, mark
+            that in `tokens`, in the same way on both engines.
+        block_tokens: number of tokens between two keys. If two engines use different numbers, only prefixes that end
+            where both have a key are found.
         salt: at most 1,024 bytes, such as a tenant's name. Only engines with the same salt share prefixes.
 
     Returns:
@@ -50,7 +50,7 @@ def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") 
 
 
 def key_state(salt: bytes) -> hashlib.blake2b:
-    """Return the hash state of an empty prompt. Updated with `token_bytes(tokens)`, it gives the key of `tokens`.
+    """Return the hash state of an empty prompt. Updated with `token_bytes(tokens)`, its digest is the key of `tokens`.
 
     Raise RequestError if `salt` is not bytes, or is too long.
     """
@@ -62,8 +62,8 @@ def key_state(salt: bytes) -> hashlib.blake2b:
 
 
 def token_bytes(tokens: Sequence[int], what: str) -> bytes:
-    """Return `tokens` as little-endian 64-bit integers, the bytes that keys hash.
+    """Return `tokens` as little-endian 64-bit integers, the form in which keys hash tokens.
 
-    Raise RequestError if a token is no integer; `what` names the argument in the error message.
+    Raise RequestError if a token is no integer. `what`: name of the argument, for the error message.
     """
     return whole_numbers(tokens, what).astype(_TOKEN_DTYPE, copy=False).tobytes()

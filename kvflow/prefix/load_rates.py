@@ -12,7 +12,7 @@ _QUEUED_S_MAX = 1.0
 
 
 class LoadRates:
-    """Seconds per token of recent loads, by engine id. Remembers the 1,024 engines that were read from last."""
+    """Seconds per token of recent loads, by engine id. Only the last 1,024 engines are remembered."""
 
     def __init__(self) -> None:
         self._s_per_token = BoundedMap[str, float](_ENGINES_MAX)
@@ -20,7 +20,7 @@ class LoadRates:
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
         """Update the seconds per token of the engine that a load has read from, by the load's report.
 
-        `ticket`: the load's ticket, or the first of several.
+        `ticket`: the load's first ticket.
         """
         if not report.tokens:
             return
@@ -34,7 +34,7 @@ class LoadRates:
     def expected_s(self, engine_id: str, tokens: int, queued_tokens: float) -> float | None:
         """Return the seconds that a load of `tokens` tokens should take; None if no load from the engine is known.
 
-        `queued_tokens`: tokens that the engine has leased to other readers. They add at most a second.
+        `queued_tokens`: tokens that the engine has leased to other readers. They add at most one second.
         """
         s_per_token = self._s_per_token.get(engine_id)
         if s_per_token is None:

@@ -1,4 +1,4 @@
-"""An engine's prefix cache as kvflow uses it: the protocol `PrefixCache`, and the statistics of a shared cache."""
+"""The protocol that an engine's prefix cache implements, and the statistics of a shared prefix cache."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class PrefixCache(Protocol):
     """Protocol that an engine's prefix cache implements. Both methods run on the event loop, and must not block it."""
 
     def match(self, keys: Sequence[bytes], key_tokens: int) -> PinnedPrefix | Awaitable[PinnedPrefix | None] | None:
-        """Find the longest beginning of a prefix that is in the cache now, and pin its blocks.
+        """Find the longest beginning of a prefix that is in the cache, and pin its blocks.
 
         Args:
             keys: keys made by `prefix_keys`: key i covers the first (i + 1) * `key_tokens` tokens.
-            key_tokens: number of tokens between two keys. The reader chooses this number, so it may differ from the
-                block size of this cache.
+            key_tokens: number of tokens between two keys, chosen by the reader; it may differ from this cache's block
+                size.
 
         Returns:
             The pinned prefix, or None if not even the first key is in the cache. The number of tokens must be a
@@ -43,7 +43,7 @@ class PrefixCache(Protocol):
         ...
 
     def unpin(self, pinned: PinnedPrefix) -> None:
-        """Remove the pin that a call of `match` has put on a prefix. Called once for each prefix returned by `match`.
+        """Remove the pin of a prefix. Called once for each prefix that `match` has returned.
 
         Args:
             pinned: the object that `match` has returned.
@@ -53,21 +53,19 @@ class PrefixCache(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingStatistics:
-    """State of a shared prefix cache: numbers of prefixes and blocks leased now, and counts of questions by outcome.
-
-    A question is a peer's `SeekRequest` for a prefix.
-    """
+    """State of a shared prefix cache, and counts of questions (a peer's `SeekRequest`) by outcome."""
 
     prefixes: int
     pinned_blocks: int
-    """Number of blocks in the leased prefixes; a block in several prefixes counts once."""
+    """Number of blocks in leased prefixes; a block in several prefixes counts once."""
     found: int
-    """Number of questions from peers that this rank answered with an offer of a prefix."""
+    """Number of questions answered with an offer of a prefix."""
     missed: int
     """Number of questions for a prefix that the cache does not have."""
     busy: int
     """Number of questions answered without a prefix because the maximum number of blocks was pinned, too many questions
-    or leases were open, or the cache took too long."""
+    or leases were open, or the cache took too long.
+    """
     failed: int
     """Number of questions for which `PrefixCache.match` raised an error, or returned a prefix that cannot be leased."""
     reclaimed: int

@@ -30,16 +30,15 @@ GivenPeer: TypeAlias = "PeerAddress | Ticket | Mapping[str, Any] | str"
 
 @dataclass(frozen=True, slots=True)
 class PrefixRequest:
-    """Request to fill `block_ids` with the longest beginning of a prefix that one of `peers` has in its cache.
+    """Request to fill `block_ids` with the longest beginning of a prefix that one of `peers` has in its prefix cache.
 
     `keys` come from `prefix_keys(prompt, key_tokens)`; the best `key_tokens` is the block size of the local cache. Each
     of `peers` is the address of one of the peer's ranks ("tcp://host:port"), a `PeerAddress`, or any ticket of the
-    peer. At most 64 peers are allowed; all are asked at the same time.
+    peer. At most 64 peers are allowed.
 
-    `block_ids` are the local blocks, in prompt order, for the tokens from `cached_tokens` to the end of the last key.
-    If their number is not exact, RequestError names the given and the needed number. For a cache of several groups,
-    give one list for each group. A group with a sliding window needs blocks for the same tokens, of which those at the
-    end of the prefix are filled. A group of recurrent state needs its slot.
+    `block_ids` are the local blocks, in prompt order, for exactly the tokens from `cached_tokens` to the end of the
+    last key. For a cache of several groups, give one list for each group. A group with a sliding window needs blocks
+    for the same tokens; only the blocks at the end of the prefix are filled. A group of recurrent state needs its slot.
     """
 
     request_id: str
@@ -48,27 +47,27 @@ class PrefixRequest:
     block_ids: GivenBlockIds
     peers: GivenPeers
     cached_tokens: Count = 0
-    """Number of leading tokens that the local cache already holds in full blocks. They are not read from a peer."""
+    """Number of leading tokens that the local cache already holds in full blocks. These are not read."""
     deadline_s: Seconds | None = None
-    """Seconds that the whole pull may take, from asking the peers to the last byte; Config.load_deadline_s if None."""
+    """Seconds that the whole pull may take, from asking the peers to the last byte; None: Config.load_deadline_s."""
     answer_within_s: Seconds = 0.25
-    """Seconds to wait for the peers' answers. Later offers are used only if none of the earlier ones could be read."""
+    """Seconds to wait for the peers' answers. Later offers are used only if no earlier offer could be read."""
     priority: int = 0
     after: GivenEvent = None
-    """Device event after which the device no longer touches the local blocks, as in `LoadRequest.after`. If None, the
-    device must not be using the blocks."""
+    """Device event after which the device no longer touches the local blocks, as in `LoadRequest.after`. None: the
+    device is not using the blocks.
+    """
     recompute_s_per_token: Seconds | None = None
     """Seconds that the local engine takes to compute one token. A prefix is not read from a peer if earlier loads from
-    that peer show that computing the prefix should be faster. If there were no such loads, or if None, it is read.
+    that peer show that computing should be faster. Without such loads, or if None, the prefix is read.
     """
     rest: Ticket | Mapping[str, Any] | None = None
     """Ticket of an engine that has computed the whole prompt. The tokens after the prefix are read from that engine
-    while the prefix is read from a peer; if the prefix cannot be read, all tokens are read from that engine. With
-    this ticket `block_ids` are the blocks of all tokens that it offers, with windows and state as in a `LoadRequest`.
+    while the prefix is read from a peer; if the prefix cannot be read, all tokens are read from that engine.
+    `block_ids` are then the blocks of all tokens that the ticket offers, with windows and state as in a `LoadRequest`.
     """
     prompt: Sequence[int] | None = None
-    """Token ids of the prompt. The load fails if the ticket `rest` is for another prompt, as with `LoadRequest.prompt`.
-    """
+    """Token ids of the prompt. A load of the ticket `rest` fails if the ticket is for another prompt."""
     every_rank: bool = False
     """True if other ranks of the local engine will also load the tickets that `Prefixes.seek` returns."""
 
@@ -77,36 +76,37 @@ class PrefixRequest:
 class PrefixOffer:
     """A peer's offer of a prefix, with a lease. Load the ticket, or release the lease by `Runtime.release_blocks`.
 
-    After a load of the ticket, pass the load's report to `Prefixes.learn`.
+    After a load of the ticket, pass its report to `Prefixes.learn`.
     """
 
     peer: str
-    """Text with the peer's engine id, and the address of one of the peer's ranks."""
+    """The peer's engine id, and the address of one of its ranks."""
     ticket: Ticket
     num_tokens: int
     queued_bytes: int
     """Bytes that the peer has leased to other readers of prefixes."""
     round_trip_s: float
-    """Seconds from asking the peer's ranks to the last answer of these ranks."""
+    """Seconds from the question to the last answer of the peer's ranks."""
     pull_s: float | None = None
-    """Expected seconds to read the tokens that are not cached locally, by the measured speed of earlier loads from the
-    peer, plus `round_trip_s`; None if there were no earlier loads."""
+    """Expected seconds to read the tokens that are not cached locally, judged by earlier loads from the peer, plus
+    `round_trip_s`; None without such loads.
+    """
     compute_s: float | None = None
     """Expected seconds to compute the same tokens locally; None if `PrefixRequest.recompute_s_per_token` is None."""
 
     @property
     def pays(self) -> bool:
-        """False if computing the tokens locally is expected to be faster than reading them from the peer."""
+        """False if computing the tokens locally should be faster than reading them from the peer."""
         return self.pull_s is None or self.compute_s is None or self.pull_s <= self.compute_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixAnswer:
-    """A peer's answer to the question for a prefix, and whether the prefix was read from that peer."""
+    """A peer's answer to the question for a prefix."""
 
     peer: str
     num_tokens: int
-    """Number of tokens that the peer has offered; 0 if it made no offer."""
+    """Number of tokens that the peer has offered; 0 if none."""
     why: str
     """Reason why the prefix was not read from the peer; "" if it was."""
 
@@ -117,46 +117,46 @@ class PrefixReport:
 
     request_id: str
     num_tokens: int
-    """Number of the prompt's tokens in the local blocks after the pull, including `PrefixRequest.cached_tokens`."""
+    """Number of the prompt's tokens in the local blocks, including `PrefixRequest.cached_tokens`."""
     pulled_tokens: int
-    """Number of tokens of the prefix that were read from a peer, without those of `cached_tokens` and `rest`."""
+    """Number of tokens of the prefix that were read from a peer, without `cached_tokens` and the tokens from `rest`."""
     bytes: int
     source: str
-    """Name and address of the peer that the prefix was read from; "" if it was read from none."""
+    """Name and address of the peer that the prefix was read from; "" if no prefix was read."""
     answers: tuple[PrefixAnswer, ...]
     loads: tuple[LoadReport, ...]
     """Reports of the successful loads: the load of the prefix, if any, then the load of `PrefixRequest.rest`, if any.
     """
     pull_s: float | None
-    """`PrefixOffer.pull_s` of the used offer or, if no offer was used, of the last one considered; None if unknown."""
+    """`PrefixOffer.pull_s` of the used offer or, if none was used, of the last one considered; None if unknown."""
     compute_s: float | None
     """`PrefixOffer.compute_s` of the used offer or, if none was used, of the last one considered; None if unknown."""
 
     @property
     def payload(self) -> builtins.bytes:
-        """Bytes that the engine of the ticket `PrefixRequest.rest` has passed to `Lease.complete`; else empty."""
+        """Bytes that the engine of the ticket `PrefixRequest.rest` passed to `Lease.complete`; else empty."""
         return self.loads[-1].payload if self.loads else b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixStatistics(PartStatistics):
-    """Counts of pulls by outcome, and of the tokens and bytes of prefixes that pulls have read from peers."""
+    """Counts of pulls by outcome, and of the tokens and bytes of prefixes read from peers."""
 
     pulls: int
     hits: int
-    """Number of pulls that have read a prefix from a peer."""
+    """Number of pulls that read a prefix from a peer."""
     tokens: int
     bytes: int
     failed_sources: int
-    """Number of failed attempts to read an offered prefix from a peer, including reads that outlasted the lease."""
+    """Number of failed attempts to read an offered prefix, including reads that outlasted the lease."""
     declined: int
-    """Number of offers that were not loaded because computing the tokens was expected to be faster."""
+    """Number of offers not loaded because computing the tokens was expected to be faster."""
     sharing: SharingStatistics | None
-    """Statistics of the prefix cache that is shared now, counted since `Prefixes.share`; None if none is shared."""
+    """Statistics of the shared prefix cache since `Prefixes.share`; None if no cache is shared."""
 
 
 def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRequest:
-    """Return `given` as a valid PrefixRequest with plain Python numbers and strings. Raise RequestError if it is none.
+    """Return `given` as a valid PrefixRequest with plain Python numbers and strings, or raise RequestError.
 
     `verb`: name of the called method, for the error message.
     """
@@ -170,9 +170,9 @@ def checked_prefix_request(given: object, verb: str, limits: Limits) -> PrefixRe
 def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]) -> None:
     """Raise RequestError unless `tables` (block ids by group) have exactly as many blocks as `request` needs.
 
-    Needed are blocks for the tokens from `cached_tokens` to the end of the last key or, with `rest`, to the last token
-    that the ticket `rest` offers. With `rest` only groups that keep all tokens are checked here, and with a pending
-    ticket no group is: the load of the ticket checks the others.
+    Needed are blocks for the tokens from `cached_tokens` to the end of the last key or, with the ticket `rest`, to the
+    ticket's last token. With `rest` only groups that keep all tokens are checked, and with a pending ticket none is:
+    the load of the ticket checks the others.
     """
     rest, cached = request.rest, request.cached_tokens
     tokens, whose = len(request.keys) * request.key_tokens, "its keys are for"
@@ -197,7 +197,7 @@ def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: S
 
 
 def token_size_bytes(local: LocalRank) -> int:
-    """Return the bytes that one token takes in this rank's KV cache. Count only layers that keep all tokens."""
+    """Return the bytes that one token takes in this rank's KV cache, in layers that keep all tokens."""
     size = 0
     for share, regions in zip(local.cache_shares, local.regions, strict=True):
         if local.groups[share.group].whole:

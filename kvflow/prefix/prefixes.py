@@ -1,4 +1,4 @@
-"""The class `Prefixes`: methods to share prefixes with peers, to ask peers for a prefix, and to read it from them."""
+"""The class `Prefixes`, which shares prefixes with peers, and reads prefixes from peers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Prefixes(Part):
     """Optional feature of a runtime that shares prefixes of prompts with peers, and reads prefixes from peers.
 
-    Pass an object of this class to the runtime: `Runtime(config, parts=[Prefixes()])`. A runtime without one refuses
-    peers that ask for a prefix.
+    To use it, create the runtime by `Runtime(config, parts=[Prefixes()])`. A runtime without this part refuses peers
+    that ask for a prefix.
     """
 
     name = "prefix"
@@ -55,17 +55,15 @@ class Prefixes(Part):
     def share(self, cache: PrefixCache, *, pinned_blocks_max: int | None = None) -> SharedPrefixes:
         """Let peers read prefixes from an engine's prefix cache, until the KV cache is unregistered.
 
-        A peer that asks for a prefix gets an ordinary lease on the longest beginning of it in the cache. Unless
-        `PrefixCache.match` is asynchronous, the peer is answered in the same turn of the event loop.
+        A peer gets an ordinary lease on the longest beginning of a prefix that is in the cache.
 
         Args:
-            cache: the prefix cache; its methods are called on the runtime's loop.
-            pinned_blocks_max: maximum number of blocks that are pinned for all readers together; a quarter of the KV
-                cache's blocks if None. If a lease would exceed this number, the peer gets an empty answer.
+            cache: the prefix cache. Its methods are called on the runtime's loop.
+            pinned_blocks_max: maximum number of blocks that are pinned for all readers together; None: a quarter of the
+                KV cache's blocks. If a lease would exceed this number, the peer gets no prefix.
 
         Returns:
-            A handle with methods to take blocks back (`SharedPrefixes.reclaim`) and to end the sharing
-                (`SharedPrefixes.close`).
+            A handle that can take blocks back and end the sharing.
 
         Raises:
             UsageError: `cache` is no PrefixCache, the runtime is a consumer or shares a cache already, this object is
@@ -82,20 +80,20 @@ class Prefixes(Part):
         return self._shared
 
     async def seek(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
-        """Ask all peers at once for a prefix, but read nothing.
+        """Ask all peers for a prefix, and return their offers without reading.
 
-        For engines that allocate blocks once they have an offer; others call `pull`.
+        For engines that allocate blocks only after an offer; other engines call `pull`.
 
         Each offer has a lease. Load the offer's ticket within a few seconds, or keep the lease open by
-        `Runtime.keep_leases`. Release unused offers by `Runtime.release_blocks`; otherwise their leases expire. If
-        `seek` is cancelled, it releases all offers.
+        `Runtime.keep_leases`. Release an unused offer by `Runtime.release_blocks`. If `seek` is cancelled, it releases
+        all offers.
 
         Args:
             request: the keys, and the peers to ask. `block_ids` may be empty.
 
         Returns:
-            The offers, sorted by number of tokens, most first, and then by how busy the engine is, least busy first.
-                Empty if no peer has offered more tokens than `request.cached_tokens`.
+            The offers of more tokens than `request.cached_tokens`: most tokens first and, if equal, the least busy
+                engine first.
 
         Raises:
             RequestError: the request is invalid.
@@ -111,19 +109,19 @@ class Prefixes(Part):
         return tuple(one.offer for one in found)
 
     async def pull(self, request: PrefixRequest) -> PrefixReport:
-        """Fill local blocks with the longest beginning of a prefix that a peer has in its cache: see `PrefixRequest`.
+        """Fill local blocks with the longest beginning of a prefix that a peer has in its prefix cache.
 
-        All peers are asked at once, and the longest offered prefix is loaded. If that load fails, the next peer's
-        prefix is read into the same blocks, within the same deadline, once no byte from the first peer can land. If no
-        peer has the prefix, or no read succeeds, no error is raised: the report has no pulled tokens, and the engine
-        has to compute the prefix. If `pull` is cancelled, it returns within Config.cancel_grace_s; if bytes may still
-        land then, the load is in `Runtime.quarantines`.
+        All peers are asked at the same time, and the longest offered prefix is loaded. If that load fails, the next
+        peer's prefix is read into the same blocks, within the same deadline, once no byte from the first peer can land.
+        If no prefix could be read, no error is raised: the report has 0 pulled tokens, and the engine has to compute
+        the prefix. If `pull` is cancelled, it returns within Config.cancel_grace_s; if bytes may still land then, the
+        load is in `Runtime.quarantines`.
 
         Args:
             request: the keys of the prompt, the local blocks, and the peers to ask.
 
         Returns:
-            The number of tokens in the local blocks, the peer that they were read from, and the answers of all peers.
+            The report of the pull.
 
         Raises:
             RequestError: the request is invalid; its subclass BlocksBusy: a local block is in use by another request.
@@ -145,13 +143,12 @@ class Prefixes(Part):
             pull.ended.set()
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
-        """Record how long the load of an offer took, to make later values of `PrefixOffer.pull_s` more exact.
+        """Record how long the load of an offer took, for later values of `PrefixOffer.pull_s`.
 
-        Call it if your engine itself loads the offers of `seek`; `pull` records its own loads.
+        For an engine that loads offers of `seek` itself; `pull` records its own loads.
 
         Args:
-            ticket: ticket of the load; the first one of a load of several tickets. If the ticket is not from `seek`,
-                nothing is recorded.
+            ticket: the load's first ticket. If it is not from `seek`, nothing is recorded.
             report: report of the load.
 
         Raises:
@@ -171,14 +168,14 @@ class Prefixes(Part):
         return PrefixStatistics(open_requests=len(self._pulls), sharing=sharing, **self._counts)
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
-        """Only for the runtime: prepare for a KV cache that was just registered. See `Part.registered`."""
+        """Only for the runtime: prepare for a newly registered KV cache, as `Part.registered` says."""
         self._owner.begin(runtime)
         self._questions, self._shared = PrefixQuestions(cache, self._rates), None
         self._pulls = set()
         self._counts = dict.fromkeys(("pulls", "hits", "tokens", "bytes", "failed_sources", "declined"), 0)
 
     def end(self, why: Ending, wait_s: float = 0.0) -> None:
-        """Only for the runtime: cancel all questions to peers, and stop sharing. See `Part.end`."""
+        """Only for the runtime: cancel all questions to peers, and stop sharing, as `Part.end` says."""
         if why is Ending.ABANDONED:
             self._questions = self._shared = None
             return
@@ -188,12 +185,12 @@ class Prefixes(Part):
             self._shared.close()
 
     async def drained(self) -> None:
-        """Only for the runtime: wait until all pulls have ended. See `Part.drained`."""
+        """Only for the runtime: wait until all pulls have ended, as `Part.drained` says."""
         for one in tuple(self._pulls):  # a call of `seek` ends by itself, and holds no local blocks
             await one.ended.wait()
 
     async def release(self, timeout_s: float) -> str:
-        """Only for the runtime: wait until all pulls have ended. See `Part.release`.
+        """Only for the runtime: wait until all pulls have ended, as `Part.release` says.
 
         Return "", or a message that a pull is still under way after `timeout_s`.
         """

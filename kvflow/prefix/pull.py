@@ -1,10 +1,10 @@
-"""A pull: ask peers for a prefix, then load it from the holders (the peers that offer it) with most tokens.
+"""A pull: ask peers for a prefix, then load the prefix from the holders (the peers that offer it) with most tokens.
 
-The tickets of all holders that offer equally many tokens go into one ordinary load, which goes on with the next ticket
-if one fails. If all fail, the next load is from holders that offer fewer tokens.
+The tickets of all holders that offer equally many tokens go into one ordinary load, which tries the next ticket if one
+fails. If all fail, the next load is from holders that offer fewer tokens.
 
 As for any load, success proves that the lease covered the whole read. Nothing proves that the blocks hold the tokens
-that the keys name: the reader trusts the holder, as with any offer.
+that the keys name: the reader trusts the holder.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Pull:
     ) -> None:
         """Prepare a pull of `request`, a result of `checked_prefix_request`.
 
-        Raise RequestError if the request's ticket `rest` is invalid, or if the number of its blocks does not fit the
-        number of its tokens. `counts`: counts of `PrefixStatistics` by field name, which the pull increases.
+        Raise RequestError if the request's ticket `rest` is invalid, or if the request's blocks do not fit its tokens.
+        `counts`: counts of `PrefixStatistics` by field name, which the pull increases.
         """
         self._groups = cache.local.groups
         self._loader = cache.loader
@@ -60,18 +60,18 @@ class Pull:
         now_s = asyncio.get_running_loop().time()
         self._deadline_at_s, self._answers_until_s = now_s + deadline_s, now_s + self._answer_within_s
         self._search: Search
-        """The engines that were asked, and their answers. Set by `run`."""
+        """The engines that were asked, with their answers. Set by `run`."""
         self._tried: list[Holder] = []
         self._source_holder: Holder | None = None
-        """The holder that the prefix was read from; None before a load has succeeded."""
+        """Holder that the prefix was read from; None before a load has succeeded."""
         self._loaded_from: Sequence[Holder] = ()
-        """Holders of all tickets of the successful load. The load itself releases the leases that it did not use."""
+        """Holders of all tickets of the successful load. The load releases the leases that it did not use."""
         self.ended = asyncio.Event()
         self._local_tokens = 0
-        """Number of the prompt's tokens in the local blocks after the successful loads, including cached tokens."""
+        """Number of the prompt's tokens in the local blocks after the successful loads, with the cached tokens."""
 
     async def run(self, questions: PrefixQuestions) -> PrefixReport:
-        """Ask the peers, load the prefix, and return the report. Errors and cancellation as in `Prefixes.pull`."""
+        """Ask the peers, load the prefix, and return the report. Errors and cancellation are as for `Prefixes.pull`."""
         self._counts["pulls"] += 1
         self._search = await questions.ask(self._request, self._answer_within_s)
         try:
@@ -81,14 +81,14 @@ class Pull:
         return self._make_report(loads)
 
     def _left_s(self) -> float:
-        """Return the seconds until the deadline; 0 or less once it has passed."""
+        """Seconds until the deadline; negative after it."""
         return self._deadline_at_s - asyncio.get_running_loop().time()
 
     async def _load_prefix(self) -> list[LoadReport]:
         """Load the prefix from the holders that offer most tokens; if all fail, from holders that offer fewer.
 
-        Return the report of the successful load, or an empty list. A load may end up to `cancel_grace_s` after the
-        deadline; no load begins after the deadline, so this delay happens once at most.
+        Return a list with the report of the successful load, or an empty list. A load may end up to `cancel_grace_s`
+        after the deadline, but no load begins after it.
         """
         with ExitStack() as kept:
             for spare in self._search.holders:
@@ -107,8 +107,8 @@ class Pull:
     async def _next_holders(self) -> list[Holder]:
         """Return the holders to load from next, the least busy first; all of them offer equally many tokens.
 
-        Leave out holders from which reading the tokens should take longer than computing them. Return an empty list if
-        no holder is left and none answers in time.
+        Leave out holders if computing the tokens should be faster than reading them. Return an empty list if no holder
+        is left and none answers before the deadline.
         """
         while holders := await self._search.wait_for_best(self._tried, self._answers_until_s):
             del holders[TICKETS_MAX:]
@@ -120,7 +120,7 @@ class Pull:
     async def _load_both(self) -> list[LoadReport]:
         """Load the prefix from a holder and, at the same time, the tokens after the prefix by the ticket `rest`.
 
-        If no holder offers a usable prefix, load all tokens by the ticket `rest`. Return the loads' reports.
+        If no holder offers a usable prefix, load all tokens by `rest`. Return the loads' reports.
         """
         cached = self._request.cached_tokens
         if holders := await self._next_holders():
@@ -172,8 +172,8 @@ class Pull:
     ) -> Load:
         """Start a load of `ticket` into the local blocks of `tables`, which has one array of block ids for each group.
 
-        The first block holds token `cached_tokens`; if None, the request's `cached_tokens`. `part` is appended to the
-        request id of the load. `tokens` and `keep_offer` are `num_tokens` and `keep_offer` of the `LoadRequest`.
+        The first block begins with token `cached_tokens` (None: the request's `cached_tokens`). `part`: suffix of the
+        load's request id. `tokens`, `keep_offer`: `num_tokens` and `keep_offer` of the `LoadRequest`.
         """
         request = self._request
         return self._loader.start(
@@ -199,9 +199,9 @@ class Pull:
         return self._start_load(rest, tables, cached_tokens=cached_tokens, tokens=tokens, keep_offer=keep_offer)
 
     async def _await_load(self, holders: Sequence[Holder], load: Load) -> LoadReport | None:
-        """Await a load from `holders`, and return its report. Return None if the load failed and its blocks are safe.
+        """Await a load from `holders`. Return its report, or None if it failed and its blocks are safe.
 
-        If the load failed, and bytes may still land in its blocks at the deadline, raise the load's error.
+        If it failed, and bytes may still land in its blocks at the deadline, raise the load's error.
         """
         try:
             report = await load
@@ -215,9 +215,9 @@ class Pull:
         return report
 
     def _note_failures(self, holders: Sequence[Holder], load: Load, error: str) -> Holder:
-        """Set `Holder.why` of each holder that `load` tried, and count failures. Return the holder that was tried last.
+        """Set `Holder.why` of the holders that `load` tried, and count failures. Return the holder that was tried last.
 
-        `error`: text of the load's error; "" if the load succeeded.
+        `error`: text of the load's error; "" if it succeeded.
         """
         last, attempts = holders[0], load.attempts or ()
         last.why = error
@@ -228,9 +228,9 @@ class Pull:
         return last
 
     def _is_worth_reading(self, one: Holder) -> bool:
-        """Return False if computing the tokens should be faster than reading them; then put this into `Holder.why`.
+        """Return False, and set `Holder.why`, if computing the tokens should be faster than reading them.
 
-        Return True if the speed of loads from the holder is not known.
+        Return True if the speed of loads from the holder is unknown.
         """
         offer = one.offer
         if not offer.pays:
@@ -239,7 +239,7 @@ class Pull:
         return offer.pays
 
     def _make_report(self, loads: Sequence[LoadReport]) -> PrefixReport:
-        """Return the report of the pull, with those of its successful `loads`. Count the tokens that were read."""
+        """Return the pull's report, with the reports of its successful `loads`. Count the tokens that were read."""
         request, taken = self._request, self._source_holder
         judged = taken or (self._tried[-1] if self._tried else None)
         pulled = 0 if taken is None else taken.offer.num_tokens - request.cached_tokens
@@ -265,7 +265,7 @@ def _tickets_of(holders: Sequence[Holder]) -> list[Ticket]:
 
 
 async def _wait_until_safe(load: Load, within_s: float) -> bool:
-    """Wait until no byte can land in the blocks of a failed load. Return False if `within_s` pass first."""
+    """Wait until no byte can land in the blocks of a failed load. Return False if that takes longer than `within_s`."""
     if load.safe:
         return True
     try:
@@ -277,14 +277,14 @@ async def _wait_until_safe(load: Load, within_s: float) -> bool:
 
 
 def _quarantine_of(loads: Sequence[Load]) -> Quarantine | None:
-    """Return one quarantine for those `loads` in whose blocks bytes may still land; None if there is no such load."""
+    """Return one quarantine for all `loads` in whose blocks bytes may still land; None if there are none."""
     unsafe = [load for load in loads if not load.safe]
     return _UnsafeLoads(unsafe) if len(unsafe) > 1 else next(iter(unsafe), None)
 
 
 @dataclass(frozen=True, slots=True)
 class _UnsafeLoads:
-    """Quarantine that joins several failed loads, for the attribute `quarantine` of one error."""
+    """Quarantine that joins several failed loads, for an error's attribute `quarantine`."""
 
     loads: Sequence[Load]
 
@@ -308,9 +308,9 @@ class _UnsafeLoads:
 def _cut_to_whole_blocks(
     request: PrefixRequest, groups: Sequence[GroupFacts], tables: Sequence[BlockIds]
 ) -> PrefixRequest:
-    """Return `request` with only those keys that end at the end of a local block in every group.
+    """Return `request` with only the keys that end at the end of a local block in every group.
 
-    Two loads fill the local blocks: one up to the end of a key, the other after it. They must not share a block.
+    Two loads fill the local blocks, one up to the end of a key, the other after it, and must not share a block.
     """
     whole = [(group.block_size, len(ids)) for group, ids in zip(groups, tables, strict=True) if group.whole]
     unit = math.lcm(request.key_tokens, *(size for size, _ in whole))
@@ -321,10 +321,7 @@ def _cut_to_whole_blocks(
 
 
 def _as_block_ids(tables: Sequence[BlockIds]) -> Any:
-    """Return block ids (`tables`: one array for each group) in the form of `LoadRequest.block_ids`.
-
-    For one group this is a list of block ids; for several groups, a list of these lists.
-    """
+    """Return `tables`, one array of block ids for each group, in the form of `LoadRequest.block_ids`."""
     return tables[0].tolist() if len(tables) == 1 else [ids.tolist() for ids in tables]
 
 
@@ -333,7 +330,7 @@ def _blocks_filled_by(
 ) -> list[BlockIds]:
     """Return the local blocks, by group, that a prefix of `tokens` tokens fills; for a window only the last ones.
 
-    `tables`: block ids by group, beginning with the block that follows the `cached` tokens.
+    `tables`: block ids by group, from the block after the `cached` tokens on.
     """
     filled = []
     for group, ids in zip(groups, tables, strict=True):
@@ -353,8 +350,8 @@ def _divide_blocks(
 ) -> tuple[list[BlockIds], list[BlockIds]]:
     """Divide local blocks, by group, into those that a prefix of `tokens` tokens fills and those after the prefix.
 
-    All blocks of windows and recurrent state are in the second list. `tables`: block ids by group, beginning with the
-    block that follows the `cached` tokens.
+    All blocks of windows and recurrent state go to the second list. `tables`: block ids by group, from the block after
+    the `cached` tokens on.
     """
     heads, tails = [], []
     for group, ids in zip(groups, tables, strict=True):

@@ -1,4 +1,4 @@
-"""The state of one search for a prefix: the engines that were asked, and their answers so far."""
+"""One search for a prefix: the engines that were asked, and their answers so far."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Holder:
         return -self.offer.num_tokens, self.offer.queued_bytes
 
     def is_at(self, engine_id: str, address: str) -> bool:
-        """Return True if the offer's ticket is for engine `engine_id` with its first rank at `address`."""
+        """Return True if the offer's ticket is of engine `engine_id` with its first rank at `address`."""
         return (self.offer.ticket.engine_id, self.offer.ticket.address) == (engine_id, address)
 
 
@@ -33,11 +33,11 @@ class Search:
     """The engines that are asked for one prefix, and their answers. Offers that arrive after `end` are released."""
 
     def __init__(self, peers: Iterable[str], release: Callable[[Ticket], None]) -> None:
-        """`peers`: the peers, as the request names them. `release`: function that releases the lease of a ticket."""
+        """`peers`: the peers to ask, as the request names them. `release`: releases the lease of a ticket."""
         self._answers: dict[str, Holder | PrefixAnswer] = {}
-        """Answers, by the peer as the request names it: a Holder if the peer has made an offer, else a PrefixAnswer."""
+        """A Holder for each peer that has made an offer, else a PrefixAnswer, by the peer as the request names it."""
         self.tasks: list[asyncio.Task[None]] = []
-        """Tasks that ask the engines, one for each engine."""
+        """Tasks that ask the engines, one for each."""
         self._release_ticket = release
         self._ended = False
         for peer in peers:
@@ -45,7 +45,7 @@ class Search:
 
     @property
     def holders(self) -> list[Holder]:
-        """Engines that have made an offer, in the order of the last `sort`. Later offers are not sorted."""
+        """Engines that have made an offer, in the order of the last `sort`, then those with later offers."""
         return [answer for answer in self._answers.values() if isinstance(answer, Holder)]
 
     @property
@@ -61,12 +61,12 @@ class Search:
     def set_reason(self, peer_given: str, peer: str, why: str = _NOT_ANSWERED) -> None:
         """Record why an engine has made no offer so far.
 
-        `peer_given`: the peer, as the request names it. `peer`: name of the peer in the report. `why`: the reason.
+        `peer_given`: the peer, as the request names it. `peer`: its name in the report. `why`: the reason.
         """
         self._answers[peer_given] = PrefixAnswer(peer=peer, num_tokens=0, why=why)
 
     def add_offer(self, peer_given: str, offer: PrefixOffer) -> None:
-        """Record the offer of a peer, or release it if the search has ended.
+        """Record a peer's offer or, if the search has ended, release it.
 
         `peer_given`: the peer, as the request names it.
         """
@@ -78,8 +78,7 @@ class Search:
     def sort(self, offset: int) -> None:
         """Sort the answers: holders first, in the order of `Holder.sort_key`, then the peers without an offer.
 
-        `offset` is a random number that decides the order of equally good holders, so that readers that ask the same
-        engines do not all read from the same engine.
+        `offset`: a random number that orders equally good holders, so that not all readers read from the same one.
         """
         asked = list(self._answers.items())
         at = offset % max(len(asked), 1)
@@ -90,10 +89,10 @@ class Search:
         self._answers = dict(sorted(asked[at:] + asked[:at], key=place))
 
     async def wait_for_best(self, tried: Collection[Holder], until_s: float) -> list[Holder]:
-        """Return the holders with most tokens among the holders that are not in `tried`, the least busy engine first.
+        """Return the holders with most tokens, except holders in `tried`, the least busy engine first.
 
-        If all holders are in `tried`, wait for further offers, until the loop's time is `until_s`. Return an empty list
-        if none arrives.
+        If all holders are in `tried`, wait for further offers until loop time `until_s`. Return an empty list if none
+        arrives.
         """
         while True:
             left = [one for one in self.holders if one not in tried]
@@ -107,7 +106,7 @@ class Search:
             await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     def end(self, keep: Collection[Holder] = ()) -> None:
-        """End the search: release all offers, including later ones, but not the offers of the holders in `keep`."""
+        """End the search: release all offers, now and when they arrive, except those of the holders in `keep`."""
         self._ended = True
         for one in self.holders:
             if one not in keep:

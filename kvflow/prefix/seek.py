@@ -1,7 +1,7 @@
 """Asks several engines how much of a prefix each has in its cache.
 
-One task asks each engine. The task goes on after `PrefixQuestions.ask` has returned, so that an offer that arrives too
-late is given back.
+One task asks each engine. The task continues after `PrefixQuestions.ask` has returned, so that a late offer is
+released.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ _ADDRESSES_MAX = 1 << 10
 
 
 class _Engine(NamedTuple):
-    """An engine that is asked for a prefix, with its ranks."""
+    """An engine to be asked for a prefix, with its ranks."""
 
     asked_ranks: list[Address]
-    """Ranks that are asked for the prefix: those that this reader rank reads from or, if `every_rank`, all ranks."""
+    """Ranks to ask: those that this reader rank reads from or, if `PrefixRequest.every_rank`, all ranks."""
     other_ranks: list[RankLease]
-    """Ranks that this reader rank does not read from. They are not asked, but the ticket of an offer must name them."""
+    """Ranks that this reader rank does not read from. They are not asked, but the offer's ticket must name them."""
     connection: Connection
-    """Connection to one of the ranks in `asked_ranks`."""
+    """Connection to one of `asked_ranks`."""
     fixed_ports: bool
 
 
 _RankOffer: TypeAlias = tuple[Address, messages.Offer, RankLease]
-"""Address of a rank, the rank's offer of a prefix, and the lease that the offer comes with."""
+"""Address of a rank, its offer of a prefix, and the offered lease."""
 
 
 class PrefixQuestions:
-    """Asks other engines for prefixes that could be read into one registered KV cache."""
+    """Asks other engines for prefixes that can be read into one registered KV cache."""
 
     def __init__(self, cache: RegisteredCache, rates: LoadRates) -> None:
         self._cache = cache
@@ -67,10 +67,9 @@ class PrefixQuestions:
         self._rates = rates
         self._tasks: set[asyncio.Task[None]] = set()
         self._addresses: BoundedMap[str, PeerAddress] = BoundedMap(_ADDRESSES_MAX)
-        """Engine and rank that listen at an address; the key is the address as given in a request."""
+        """Engine and rank that listen at an address, by the address as requests give it."""
         self._unanswered: dict[str, tuple[float, float]] = {}
-        """Loop time of the oldest unanswered question to each peer, and the seconds allowed for that question's answer.
-        """
+        """Loop time of the oldest unanswered question to each peer, and the seconds that its answer may take."""
 
     def close(self) -> None:
         """Cancel all questions to peers. Reports then say that these peers have not answered in time."""
@@ -80,12 +79,12 @@ class PrefixQuestions:
     async def ask(self, request: PrefixRequest, within_s: float) -> Search:
         """Ask all peers of `request` for its prefix. Return a search with the answers, the best holders first.
 
-        Wait until all peers have answered, or `within_s` has passed. After the first offer of the whole prefix, wait
-        for other offers at most as long again as that offer took. The search accepts later answers until
-        `Search.end`. If `ask` is cancelled, all offers are released.
+        Wait until all peers have answered, but at most `within_s` and, after the first offer of the whole prefix, at
+        most as long again as that offer took. The search accepts later answers until `Search.end`. If `ask` is
+        cancelled, all offers are released.
 
-        A peer is not asked if an earlier question to that peer is still unanswered, after both the seconds allowed for
-        that question and `within_s`.
+        A peer is skipped if an earlier question to it is still unanswered, after both the seconds allowed for that
+        question and `within_s`.
         """
         loop, question_id = asyncio.get_running_loop(), self._cache.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)
@@ -117,7 +116,7 @@ class PrefixQuestions:
     async def _ask_peer(
         self, search: Search, given: str, peer: GivenPeer, request: PrefixRequest, question_id: str
     ) -> None:
-        """Body of a task: ask one engine, and record its answer in `search`. `given`: the peer as the request names it.
+        """Ask one engine, and record its answer in `search`. `given`: the peer as the request names it.
 
         Task `kvflow-seek <request>`: begun by a search, for each engine that it asks. Ends with the answer.
         """
@@ -206,7 +205,7 @@ class PrefixQuestions:
         return engine._replace(connection=connection)
 
     def _check_blocks(self, ticket: Ticket, at: Address) -> None:
-        """Raise ProtocolError if `ticket` names blocks that do not exist in the KV cache of the rank `at`.
+        """Raise ProtocolError if `ticket` names blocks that the KV cache of the rank `at` does not have.
 
         Raise LeaseExpired if the rank has registered its KV cache again since the offer.
         """
@@ -217,10 +216,7 @@ class PrefixQuestions:
             )
 
     async def _find_ranks(self, peer: GivenPeer, request: PrefixRequest) -> _Engine:
-        """Connect to an engine, and find the ranks to ask. Raise a KVFlowError if there are none, or on failure.
-
-        The ranks are those that this reader rank reads from or, if `request.every_rank`, all ranks.
-        """
+        """Connect to an engine, and find the ranks to ask. If that fails, or there are none, raise a KVFlowError."""
         if isinstance(peer, str):
             peer = self._addresses.get(peer) or await self._identify(peer)
         fixed = isinstance(peer, PeerAddress)
@@ -249,7 +245,7 @@ class PrefixQuestions:
         return _Engine(wanted, others, first, fixed)
 
     async def _identify(self, given: str) -> PeerAddress:
-        """Ask the rank that listens at address `given` for its engine and rank, and return them as a PeerAddress."""
+        """Ask the rank that listens at address `given` for its engine and rank."""
         address = given if given.startswith("tcp://") else f"tcp://{given}"
         address = PeerAddress(engine_id="unknown", address=address).address
         nobody = Address("unknown", Rank(0, 0, 0), address)
@@ -278,9 +274,9 @@ def _peer_name(peer: GivenPeer) -> str:
 
 
 def _check_tokens(question: SeekRequest, offered: _RankOffer) -> _RankOffer:
-    """Return `offered` if its number of tokens is a multiple of the question's `key_tokens`, and covered by its keys.
+    """Return `offered`, or raise ProtocolError if its number of tokens does not fit `question`.
 
-    Raise ProtocolError otherwise.
+    The number must be a multiple of `question.key_tokens`, and covered by the question's keys.
     """
     at, offer, _ = offered
     keys, key_tokens = len(question.keys) // KEY_BYTES, question.key_tokens
@@ -295,7 +291,7 @@ def _join_offers(engine: _Engine, question_id: str, offers: Sequence[_RankOffer]
 
     Ranks may have a prefix in different blocks. Blocks of a window or of recurrent state fit one number of tokens only,
     so ranks with windows or state must offer equally many tokens. If they do not, or if `offers` is empty, return None.
-    Raise ProtocolError if the number of a rank's blocks does not fit its tokens.
+    Raise ProtocolError if a rank's blocks do not fit its tokens.
     """
     if not offers:
         return None

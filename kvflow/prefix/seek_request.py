@@ -1,4 +1,4 @@
-"""The side-channel message that asks a rank for a prefix. The rank replies with a `LeaseAnswer`."""
+"""The side-channel message that asks a rank for a prefix. The reply is a `LeaseAnswer`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from kvflow.core.protocol import messages
 from kvflow.prefix.keys import KEY_BYTES
 
 KEYS_MAX = 1 << 10
-"""Maximum number of keys in one `SeekRequest`, so that answering it blocks the peer's event loop only for a short time.
-"""
+"""Maximum number of keys in a `SeekRequest`, so that the peer's event loop can answer in a short time."""
 LEASE_ID_PREFIX = "kvflow-prefix/"
-"""Beginning of the request id of each lease on a prefix. It keeps these ids apart from those of an engine's requests.
-"""
+"""Beginning of the request id of each prefix lease. It keeps these ids apart from those of an engine's requests."""
 
 
 class SeekRequest(messages.ReaderRequest, frozen=True, kw_only=True, tag="seek"):
@@ -27,4 +25,4 @@ class SeekRequest(messages.ReaderRequest, frozen=True, kw_only=True, tag="seek")
     """Keys of the prefix, 32 bytes each, concatenated. Key i covers the first (i + 1) * `key_tokens` tokens."""
     key_tokens: Size
     alone: bool = True
-    """True if exactly one reader rank will read the offer."""
+    """True if exactly one reader rank will read the offered blocks."""

@@ -1,8 +1,7 @@
 """Answers peers that ask for a prefix, with ordinary leases on blocks that the engine's prefix cache has pinned.
 
-Blocks of a prefix are not held after the end of their lease (`core.protocol.proof`), because readers check the seal
-once more after the last byte. So the engine may reuse the blocks the moment the lease ends, and `reclaim` waits for no
-reader.
+The engine may reuse the blocks of a prefix the moment their lease ends, since readers check the seal once more after
+the last byte (`core.protocol.proof`). So `reclaim` waits for no reader.
 """
 
 from __future__ import annotations
@@ -63,12 +62,12 @@ class SharedPrefixes:
         self._groups = registered.local.groups
         self._token_bytes = token_size_bytes(registered.local)
         self._pins: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
-        """Number of leases that pin each block; indexed by the block's entry number in the block ledger."""
+        """Number of leases that pin each block, by the block's entry number in the block ledger."""
         self._pinned_blocks = self._leased_tokens = 0
         self._prefix_of_lease: dict[OpenLease, PinnedPrefix] = {}
-        """Pinned prefixes by their open leases, the oldest lease first."""
+        """The pinned prefix of each open lease, the oldest lease first."""
         self._waiting_replies: dict[asyncio.Future[messages.Reply], asyncio.Future[object]] = {}
-        """Futures of replies that wait for an asynchronous `match`, each with the task or future of that `match`."""
+        """Futures of replies that wait for an asynchronous `match`, each with the task or future of its `match`."""
         self._counts = dict.fromkeys(("found", "missed", "busy", "failed", "reclaimed"), 0)
         self._closed = False
 
@@ -79,7 +78,7 @@ class SharedPrefixes:
 
     @property
     def pinned_blocks(self) -> int:
-        """Number of blocks that are pinned for readers now. A block in several leased prefixes counts once."""
+        """Number of blocks that are pinned for readers now; a block in several leased prefixes counts once."""
         return self._pinned_blocks
 
     @property
@@ -90,15 +89,15 @@ class SharedPrefixes:
     def reclaim(self, blocks: int) -> int:
         """End leases immediately, the oldest first, until `blocks` pinned blocks are free.
 
-        For an engine that needs blocks back. `PrefixCache.unpin` is called for each ended lease before this returns.
-        Loads of these leases fail, even if all bytes were read. With staging (host buffers), a block that is being
-        copied is unpinned only once its copy has ended.
+        For an engine that needs blocks back. `PrefixCache.unpin` is called for each ended lease before `reclaim`
+        returns; only blocks that are being copied to a host buffer (staging) are unpinned after their copy. Loads of
+        these leases fail, even if all bytes were read.
 
         Args:
-            blocks: number of blocks to free; if fewer are pinned, all of them are freed.
+            blocks: number of blocks to free; if fewer are pinned, all are freed.
 
         Returns:
-            Number of blocks that this call has freed.
+            Number of freed blocks.
 
         Raises:
             RequestError: `blocks` is no number of blocks.
@@ -116,11 +115,10 @@ class SharedPrefixes:
     def end(self, pinned: PinnedPrefix) -> None:
         """End all leases of a pinned prefix immediately. Call this before the engine reuses the blocks.
 
-        `PrefixCache.unpin` is called, and loads fail, as with `reclaim`.
+        `PrefixCache.unpin` is called for each lease, and loads of these leases fail.
 
         Args:
-            pinned: the object that `PrefixCache.match` has returned. If `match` has returned this object several times,
-                all of its leases end. If none is open, nothing happens.
+            pinned: an object that `PrefixCache.match` has returned.
 
         Raises:
             UsageError: this is not the runtime's event loop.
@@ -132,9 +130,9 @@ class SharedPrefixes:
                 self._revoke(opened)
 
     def close(self) -> None:
-        """Stop sharing, and end all leases immediately. Peers that wait for an answer, or ask later, get no prefix.
+        """Stop sharing, and end all leases immediately. A second call does nothing.
 
-        A second call does nothing.
+        Peers that wait for an answer, or ask later, get no prefix.
 
         Raises:
             UsageError: this is not the runtime's event loop.
@@ -149,7 +147,7 @@ class SharedPrefixes:
                 self._revoke(opened)
 
     def _revoke(self, opened: OpenLease) -> None:
-        """Revoke a lease. If the lease ends at once, unpin its prefix; otherwise a callback does so at its end."""
+        """Revoke a lease. Unpin its prefix now if the lease ends immediately, else in a callback at its end."""
         self._serving.revoke(opened.entry)
         if opened.outcome.done():
             self._unpin_ended(opened)
@@ -240,7 +238,10 @@ class SharedPrefixes:
             self._unpin(pinned)
 
     def _lease_prefix(self, question: SeekRequest, keys: Sequence[bytes], pinned: object) -> messages.Reply:
-        """Open a lease on the prefix that `match` has returned. Return a reply with its offer or without a prefix."""
+        """Open a lease on `pinned`, a result of `match`.
+
+        Return a reply with its offer or, if that fails, without a prefix.
+        """
         if pinned is None:
             return self._empty_answer("missed")
         if not isinstance(pinned, PinnedPrefix):
@@ -292,7 +293,7 @@ class SharedPrefixes:
     def _tokens_that_fit(self, blocks: int) -> int:
         """Return a number of tokens for which a prefix takes at most `blocks` blocks in all groups of layers together.
 
-        It is a lower estimate: a longer prefix may fit, too.
+        It is a low estimate: a longer prefix may fit, too.
         """
         whole = [group.block_size for group in self._groups if group.whole] or [1]
         rest = sum(group.blocks_needed(group.window + 1) for group in self._groups if not group.whole)

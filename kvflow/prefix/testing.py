@@ -21,9 +21,9 @@ class FakePrefixCache:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._blocks_of: dict[bytes, tuple[int, ...]] = {}
-        """Ids of all blocks of a prefix, by the key of the whole prefix."""
+        """Block ids of each prefix, by the key of the whole prefix."""
         self.pins: Counter[int] = Counter()
-        """Number of pins of each block, by block id."""
+        """Number of pins of each block id."""
         self.asked = 0
         """Number of calls of `match` so far."""
 
@@ -32,7 +32,7 @@ class FakePrefixCache:
 
         Args:
             tokens: token ids of the prompt, from the first one on.
-            block_ids: ids of the blocks that hold these tokens, one for each full block, in prompt order.
+            block_ids: ids of the blocks that hold these tokens, in prompt order.
             salt: salt of the keys, as for `prefix_keys`.
         """
         keys = prefix_keys(tokens, self._block_tokens, salt=salt)
@@ -58,7 +58,7 @@ class FakePrefixCache:
 
         Args:
             keys: keys of the prefix, one for each `key_tokens` tokens.
-            key_tokens: number of tokens between two keys. If it is no multiple of `block_tokens`, nothing is found.
+            key_tokens: number of tokens between two keys, a multiple of `block_tokens`; else nothing is found.
 
         Returns:
             The pinned prefix; None if not even the first key is in the cache.

@@ -1,7 +1,7 @@
 """KV events: messages in which an engine publishes the blocks that its prefix cache stores and removes.
 
-vLLM and SGLang publish them (`--kv-events-config`); your own engine publishes them by a `Publisher`. A `Subscriber`
-receives the events of many engines, and applies them to a `PrefixMap`, which names the engines to ask for a prefix.
+vLLM and SGLang publish KV events (`--kv-events-config`); your own engine does so by a `Publisher`. A `Subscriber`
+applies the events of many engines to a `PrefixMap`, which names the engines to ask for a prefix.
 """
 
 from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockRemoved, BlockStored

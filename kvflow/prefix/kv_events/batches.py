@@ -1,11 +1,11 @@
 """KV events as vLLM and SGLang publish them: batches of changes to the blocks in an engine's prefix cache.
 
 A batch is msgpack: an array of time, events and data parallel rank. An event is a map with its class name under `type`
-(vLLM since 0.26, SGLang since 0.5.23), or an array that begins with that name (earlier versions). Index 7 of the array
-is the name of an adapter in vLLM, and in SGLang 0.5.18 to 0.5.22 a map of fields that later versions have by name.
+(vLLM since 0.26, SGLang since 0.5.23), or an array that begins with the class name (earlier versions). In vLLM index 7
+of the array is the name of an adapter; in SGLang 0.5.18 to 0.5.22 it is a map of further fields by name.
 
-Missing fields get their defaults. Unknown keys and entries are skipped, and so are events of an unknown type or form.
-The cost of a batch is bounded by its bytes and by the limits below, which are checked before the entries are read.
+Missing fields get their defaults. Unknown keys, array entries and events are skipped. The cost of decoding a batch is
+bounded by its size in bytes and by the limits below, which are checked before the entries are decoded.
 """
 
 from __future__ import annotations
@@ -26,43 +26,42 @@ TOKENS_MAX, BLOCK_TOKENS_MAX = 1 << 20, 1 << 16
 _ERROR_CHARS_MAX = 200
 
 BlockHash: TypeAlias = int | Annotated[bytes, Meta(max_length=64)]
-"""An engine's own hash of a block: the hash or its low 64 bits (vLLM), or a signed number of 64 bits (SGLang)."""
+"""An engine's own hash of a block: the whole hash or its low 64 bits (vLLM), or a signed 64-bit number (SGLang)."""
 _Hashes: TypeAlias = Annotated[list[BlockHash], Meta(max_length=BLOCKS_MAX)]
 _ExtraKeys: TypeAlias = Annotated[list[str | tuple[str, int]], Meta(max_length=1 << 10)]
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: a prefix cache has stored consecutive blocks of a prompt, after the block `parent_block_hash`."""
+    """Event: a prefix cache has stored consecutive blocks of a prompt, which follow the block `parent_block_hash`."""
 
     block_hashes: _Hashes
-    """The engine's own hashes of the stored blocks, in prompt order: see `BlockHash`."""
+    """The engine's own hashes of the stored blocks, in prompt order."""
     parent_block_hash: BlockHash | None = None
-    """The engine's own hash of the block before the first stored block; None if that one is the first of a prompt."""
+    """The engine's own hash of the block before the first stored block; None if there is no block before."""
     token_ids: Annotated[list[int], Meta(max_length=TOKENS_MAX)]
     """Token ids of all stored blocks, in prompt order: `block_size` for each block."""
     block_size: Annotated[int, Meta(ge=1, le=BLOCK_TOKENS_MAX)]
     """Number of tokens in a block."""
     lora_id: int | None = None
-    """Number of the LoRA adapter that the blocks were computed with, if any."""
+    """Number of the LoRA adapter that computed the blocks, if any."""
     medium: str | None = None
-    """Kind of memory that the blocks are in. "GPU" or None is the cache that the engine computes with, even on a CPU.
-    """
+    """Kind of memory that holds the blocks. "GPU" or None is the cache that the engine computes with, even on a CPU."""
     lora_name: str | None = None
-    """Name of the LoRA adapter that the blocks were computed with, if any."""
+    """Name of the LoRA adapter that computed the blocks, if any."""
     extra_keys: Annotated[list[_ExtraKeys | None], Meta(max_length=BLOCKS_MAX)] | None = None
-    """For each block, None or a list of values that its hash includes besides tokens: a cache salt as text, a picture
-    as (identifier, offset in tokens from the beginning of the block).
+    """For each block, None or what its hash covers besides tokens: a cache salt as text, a picture as (identifier,
+    offset in tokens from the beginning of the block).
     """
     group_idx: int | None = None
-    """Index of the group of layers that the blocks belong to, if the KV cache has several."""
+    """Index of the blocks' group of layers, if the KV cache has several groups."""
     kv_cache_spec_kind: str | None = None
-    """Kind of that group of layers, such as "full_attention" or "sliding_window"."""
+    """Kind of the blocks' group of layers, such as "full_attention" or "sliding_window"."""
     cache_salt: str | None = None
     """Cache salt of the request; only SGLang sends it."""
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: a prefix cache has removed blocks from one kind of memory, in one group of layers."""
+    """Event: a prefix cache has removed blocks of one group of layers from one kind of memory."""
 
     block_hashes: _Hashes
     medium: str | None = None
@@ -70,7 +69,7 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Event: a prefix cache has removed all of its blocks, or all of its blocks in one kind of memory."""
+    """Event: a prefix cache has removed all of its blocks, or all of its blocks in the kind of memory `medium`."""
 
     medium: str | None = None
     """Kind of memory that was cleared; None if all kinds were."""
@@ -100,14 +99,14 @@ _MALFORMED = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
-    """Return an iterator over the events of a batch. It decodes an event when it reaches it, and skips unknown events.
+    """Decode a batch. Events are decoded one by one, while the result is iterated over.
 
     Args:
         payload: bytes of the batch: the last frame of a ZeroMQ message.
         peer: name of the sender, for the error message.
 
     Returns:
-        An iterator over the events in the order of the batch. The iterator raises no errors.
+        An iterator over the events, in order. It skips events of unknown types, and raises no errors.
 
     Raises:
         ProtocolError: `payload` is no batch, or the batch is too large.
@@ -127,7 +126,7 @@ def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
 
 
 def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
-    """Return the event that the msgpack bytes `raw` encode; None if the event's type or form is unknown."""
+    """Return the event that the msgpack bytes `raw` encode, or None if its type or form is unknown."""
     kind = memoryview(raw)[0]
     is_array = 0x90 <= kind <= 0x9F or kind in (0xDC, 0xDD)
     try:
@@ -138,7 +137,7 @@ def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
 
 
 def _array_to_map(raw: msgspec.Raw) -> bytes:
-    """Convert an event in msgpack from an array of fields (earlier engine versions) to a map of fields by name."""
+    """Convert a msgpack event from an array of fields (earlier engine versions) to a map of fields by name."""
     tag, *values = _array_decoder.decode(raw)
     kind = _name_decoder.decode(tag)
     names = _EVENT_TYPES[kind].__struct_fields__ if kind in _EVENT_TYPES else ()
@@ -150,12 +149,12 @@ def _array_to_map(raw: msgspec.Raw) -> bytes:
 
 
 def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: int | None = None) -> bytes:
-    """Encode events as one batch in msgpack, in the form that vLLM publishes.
+    """Encode events as one msgpack batch, in vLLM's form.
 
     Args:
         events: events in the order in which they happened.
         ts: time in seconds since the epoch.
-        data_parallel_rank: data parallel rank of the engine, if the engine has several.
+        data_parallel_rank: data parallel rank of the engine, if it has several.
 
     Returns:
         The bytes of the batch, to be sent as the last frame of a ZeroMQ message.
@@ -171,9 +170,9 @@ def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: in
 
 
 def _event_as_map(event: msgspec.Struct) -> dict[str, Any]:
-    """Return an event as a dict of its fields by name. Leave out a field that vLLM does not have if its value is None.
+    """Return an event as a dict of its fields by name. Leave out None values of fields that vLLM does not have.
 
-    vLLM's router refuses a batch with a key that it does not know, even if the value is null.
+    vLLM's router refuses a batch with an unknown key, even if the value is null.
     """
     kind = type(event).__name__
     left_out = {name for name in _FIELDS_NOT_IN_VLLM.get(kind, ()) if getattr(event, name) is None}

@@ -1,10 +1,10 @@
 """Receives the KV events of engines, applies them to a `PrefixMap`, and recovers from lost events.
 
-One task for each publisher owns the sockets that receive its events. Sequence numbers show which batches were missed,
-and the publisher is asked to replay these. If it cannot, all blocks of the engine are forgotten, since a missed event
-may have removed them. If the connection breaks, or sequence numbers begin again, the publisher may have restarted: all
-blocks of the engine are forgotten, and the batches that the publisher still keeps are replayed. A batch is applied a
-few blocks at a time, and other tasks of the event loop run in between.
+For each publisher one task owns the sockets. Sequence numbers show which batches were missed, and the publisher is
+asked to replay these. If the publisher cannot, all blocks of the engine are forgotten, since a missed event may have
+removed them. If the connection breaks, or sequence numbers begin again, the publisher may have restarted: all blocks of
+the engine are forgotten, and the batches that the publisher still keeps are replayed. A batch is applied a few blocks
+at a time, so that other tasks of the event loop run in between.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvflow.runtime.channel.lookups import Lookups
 logger = logger_of(__name__)
 
 LIVE_BATCHES_MAX = 256
-"""Maximum number of received batches in the queue of a socket. ZeroMQ drops further ones; they are then replayed."""
+"""Maximum number of received batches in a socket's queue. ZeroMQ drops further batches, which are then replayed."""
 REPLAYED_BATCHES_MAX = 1000
 REPLAY_TIMEOUT_S = 5.0
 """Seconds to wait for the next message of a replay."""
@@ -52,10 +52,10 @@ class EventSource:
     """A publisher of KV events: an engine, or one of its data parallel ranks, which have consecutive ports.
 
     Args:
-        holder: name of the publisher in the results of `PrefixMap.holders`, such as the address of its side channel.
+        holder: name of the publisher in results of `PrefixMap.holders`, such as the address of its side channel.
         endpoint: address at which the publisher sends events, `tcp://host:port`.
-        replay_endpoint: address at which the publisher replays events. Without one, a missed event makes the map forget
-            all blocks of the publisher, and blocks that were stored before the Subscriber connected stay unknown.
+        replay_endpoint: address at which the publisher replays events. If None, a missed event makes the map forget all
+            blocks of the publisher, and blocks stored before the Subscriber connected stay unknown.
         topic: topic of the publisher's events; "" for any.
 
     Raises:
@@ -73,11 +73,11 @@ class EventSource:
 
 @dataclass(slots=True, kw_only=True)
 class SourceStatistics:
-    """State and counts of one publisher's events. `connected`: the connection for live events is open now.
+    """State and counts of the events of one publisher. `connected`: the connection for live events is open now.
 
-    `sequence` is the sequence number of the last applied batch, -1 before the first. `batches` counts applied batches,
-    `replays` the replays that the publisher was asked for, `forgotten` how often all blocks of the publisher were
-    forgotten, and `refused` messages that were no batch of events; the first of these logs a warning.
+    `sequence`: number of the last applied batch, -1 before the first. `batches`: applied batches. `replays`: replays
+    asked for. `forgotten`: how often all blocks of the publisher were forgotten. `refused`: messages that were no batch
+    of events; the first one logs a warning.
     """
 
     connected: bool = False
@@ -89,7 +89,7 @@ class SourceStatistics:
 
 
 class _Follower:
-    """Receives the KV events of one publisher through its own sockets, and applies them to the map."""
+    """Receives the KV events of one publisher, and applies them to the map."""
 
     def __init__(self, source: EventSource, prefix_map: PrefixMap) -> None:
         self.source, self.statistics = source, SourceStatistics()
@@ -98,7 +98,7 @@ class _Follower:
         self._last_live = -1  # the last sequence number of a live message
         self._socket = self._context.socket(zmq.SUB)
         self._replays: list[zmq.asyncio.Socket] = []
-        """The socket of the last replay, open or closed; empty before the first replay."""
+        """The socket of the last replay, open or closed, if any."""
         self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
         try:
             self._connect()
@@ -125,7 +125,6 @@ class _Follower:
             forks.ignore_events(socket)
 
     def close(self) -> None:
-        """Close the socket of live events and its monitor."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
@@ -134,7 +133,7 @@ class _Follower:
         """Receive and apply the publisher's events until cancelled.
 
         Task `kvflow-kv-events <holder>`: one for each source of a `Subscriber`, until the `async with` block ends. The
-        block raises its error.
+        block raises the task's error.
         """
         await self._choose_ip_version()
         poller = zmq.asyncio.Poller()
@@ -148,10 +147,7 @@ class _Follower:
                 await self._on_message(await self._socket.recv_multipart())
 
     async def _choose_ip_version(self) -> None:
-        """If the publisher's host has no IPv4 address, connect again by IPv6.
-
-        ZeroMQ looks a host name up for one version of IP only, and first for IPv4.
-        """
+        """If the publisher's host has no IPv4 address, connect again by IPv6. ZeroMQ tries one IP version only."""
         host = tcp_host_of(self._endpoint)
         try:
             if not host or is_v6(host) or not is_v6(await Lookups().find_address(host)):
@@ -164,9 +160,9 @@ class _Follower:
         self._socket.connect(self._endpoint)
 
     async def _on_connection(self, event: int) -> None:
-        """On a new connection, have missed batches replayed. On a broken one, forget all blocks of the publisher.
+        """Handle `event`, a zmq.Event from the socket's monitor.
 
-        `event`: the zmq.Event that the monitor of the socket has reported.
+        On a new connection, have missed batches replayed. On a broken one, forget the publisher's blocks.
         """
         self.statistics.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
         if self.statistics.connected:
@@ -175,7 +171,7 @@ class _Follower:
             await self._reset("its connection broke")
 
     async def _on_message(self, frames: Sequence[bytes]) -> None:
-        """Apply the batch of a live message to the map. If earlier batches were missed, first have them replayed."""
+        """Apply the batch of a live message to the map. If earlier batches were missed, have them replayed first."""
         message = read_message(frames, LIVE_FRAME_COUNTS)
         if message is None or message[0] == END_OF_REPLAY:
             self._count_refused(f"a message without a sequence number, bytes of its frames: {_frame_sizes(frames)}")
@@ -194,11 +190,11 @@ class _Follower:
 
     @property
     def _next_sequence(self) -> int:
-        """Sequence number of the batch after the last applied one."""
+        """Sequence number after that of the last applied batch."""
         return self.statistics.sequence + 1
 
     async def _apply_batch(self, number: int, payload: bytes) -> None:
-        """Apply the batch with sequence number `number` to the map a few blocks at a time, and count it.
+        """Apply the batch with sequence number `number` to the map, and count it.
 
         If `payload` is no batch, forget all blocks of the publisher instead. Other tasks of the loop run in between.
         """
@@ -215,7 +211,7 @@ class _Follower:
         await asyncio.sleep(0)
 
     def _count_refused(self, why: str) -> None:
-        """Count a message that is no batch of events. For the first one, log a warning with the reason `why`."""
+        """Count a message that is no batch of events. If it is the first one, log a warning with the reason `why`."""
         self.statistics.refused += 1
         if self.statistics.refused == 1:
             logger.warning(
@@ -225,12 +221,12 @@ class _Follower:
             )
 
     async def _reset(self, why: str) -> None:
-        """Forget all blocks of the publisher, and expect its sequence numbers to begin at 0 again."""
+        """Forget all blocks of the publisher, and expect sequence number 0 next. `why`: reason, for the log."""
         await self._forget_blocks(why)
         self.statistics.sequence = self._last_live = -1
 
     async def _forget_blocks(self, why: str) -> None:
-        """Forget all blocks of the publisher, if any of its batches was applied, and log the reason `why`."""
+        """If any batch of the publisher was applied, forget all of its blocks and log the reason `why`."""
         if self.statistics.sequence >= 0:
             logger.info("KV events of %s: %s; all its blocks are forgotten", self.source.holder, why)
             self.statistics.forgotten += 1
@@ -240,7 +236,7 @@ class _Follower:
     async def _catch_up(self) -> None:
         """Ask the publisher to replay the missed batches that it still keeps, and apply them.
 
-        Ask again if some of them get lost on the way, as long as each replay brings further batches.
+        If batches of a replay get lost, ask again, as long as each replay brings further batches.
         """
         before = -2
         while self.source.replay_endpoint is not None and before < self.statistics.sequence:
@@ -253,7 +249,7 @@ class _Follower:
                 logger.info("KV events of %s: no replay: %r", self.source.holder, error)
 
     async def _replay(self, endpoint: str) -> bool:
-        """Ask for a replay at `endpoint`, and apply its batches. Return True if all arrived, up to the end message."""
+        """Ask for a replay at `endpoint`, and apply its batches. Return True if the replay was complete."""
         with self._context.socket(zmq.DEALER) as socket:
             self._replays = [socket]
             limits = {"messages_max": REPLAYED_BATCHES_MAX, "bytes_max": BATCH_BYTES_MAX}
@@ -287,16 +283,14 @@ def _frame_sizes(frames: Sequence[bytes]) -> str:
 class Subscriber:
     """Async context manager that receives the KV events of engines and applies them to a `PrefixMap`.
 
-    Use the map only in the event loop of the `async with` block; between two awaits the map is consistent. Cancelling
-    the `async with` block ends all tasks.
+    Use the map only in the event loop of the `async with` block. Cancelling that block ends all tasks.
 
     Args:
         prefix_map: map that all events are applied to.
         sources: publishers to receive events from.
 
     Raises:
-        ConfigError: a source is invalid, for example its endpoint is no address, or two sources name the same engine as
-            `holder`.
+        ConfigError: a source is invalid, or two sources have the same `holder`.
         UsageError: the Subscriber was entered twice.
     """
 
@@ -310,7 +304,7 @@ class Subscriber:
         self._task_group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
         self._in_forked_child = False
-        """True in a forked child process, which must not touch the parent's tasks."""
+        """In a forked child process, which must not touch the parent's tasks."""
 
     async def __aenter__(self) -> Self:
         if self._tasks or self._followers:
@@ -343,7 +337,7 @@ class Subscriber:
             self._close()
 
     def forked(self) -> None:
-        """In a forked child process: receive no events. `kvflow.forks` calls this in the child."""
+        """In a forked child process: stop receiving events. `kvflow.forks` calls this in the child."""
         self._in_forked_child = True
         for follower in self._followers:
             follower.ignore_events()
@@ -356,6 +350,6 @@ class Subscriber:
         """Return the state and the counts of each publisher so far.
 
         Returns:
-            A `SourceStatistics` by the name `EventSource.holder` of each publisher.
+            One `SourceStatistics` for each publisher, by `EventSource.holder`.
         """
         return {follower.source.holder: replace(follower.statistics) for follower in self._followers}

@@ -1,10 +1,10 @@
-"""Map of prefixes to the engines that have them, built from the engines' KV events: a hint, which may be wrong.
+"""The class `PrefixMap`, which knows from KV events which engines have a prefix in their cache.
 
 Events name blocks by the engine's own hashes and carry the tokens, so kvflow's keys are computed here. A block's key
-covers all tokens before the block's end, so a block with an unknown parent is skipped. A block is also skipped if its
+covers all tokens before the block's end, so a block after an unknown block is skipped. A block is also skipped if its
 key depends on something that the event lacks: the path of an adapter, embeddings, or SGLang's salt. vLLM's cache salt
-and pictures are marked in the tokens, as in the prompts of vLLM's requests. Only groups of layers that keep all of a
-prompt count; blocks of a window or of recurrent state say less about the cache.
+and pictures are marked in the tokens, as in the keys of vLLM's requests. Only groups of layers that keep the whole
+prompt count, not windows or recurrent state.
 """
 
 from __future__ import annotations
@@ -25,25 +25,22 @@ from kvflow.prefix.kv_events.batches import AllBlocksCleared, BlockHash, BlockRe
 
 BLOCKS_MAX = 100_000
 WHOLE_PROMPT_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
-"""Kinds of groups of layers, by vLLM's names, that keep the KV cache of the whole prompt; None: no kind is named."""
+"""vLLM's kinds of layer groups that keep the KV cache of the whole prompt; None: the event names no kind."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
-"""Approximate number of tokens, and number of blocks, of an event that are applied before other tasks of the loop run.
-"""
+"""Apply about this many tokens, or this many blocks, of an event, then let other tasks of the loop run."""
 _DEFAULT_MEDIUM = "GPU"
-"""Kind of memory (`medium`) of events that name none: that of the cache with which the engine computes."""
+"""Kind of memory (`medium`) of events that name none: the cache with which the engine computes."""
 _PLACES_MAX = 16
-"""Maximum number of places of one block. A place is a kind of memory, a group of layers and the engine's own hash; a
-block usually has one in each group.
-"""
+"""Maximum number of places of one block (kind of memory, group of layers and hash); usually one for each group."""
 
 _Place: TypeAlias = tuple[str, int | None, BlockHash]  # kind of memory, group of layers, the engine's hash of the block
 
 
 class _Block:
-    """A block of one engine, in one or more places: kind of memory, group of layers and the engine's own hash.
+    """A block of one engine, in one or more places (kind of memory, group of layers and the engine's own hash).
 
-    `hash_state` is the state of the key's hash after all tokens up to the block's end. `parent` is the key of the block
-    before, `start` and `end` are positions in tokens, and `children` is the number of blocks that follow directly.
+    `hash_state`: state of the key's hash after all tokens up to the block's end. `parent`: key of the block before.
+    `start`, `end`: positions in tokens. `children`: number of blocks that follow directly.
     """
 
     __slots__ = ("children", "end", "hash_state", "key", "parent", "places", "start")
@@ -59,10 +56,10 @@ class _Block:
 class _EngineBlocks:
     """The known blocks of one engine's prefix cache.
 
-    `blocks` are the blocks by key, and `places` the blocks by place (kind of memory, group of layers and the engine's
-    own hash). An engine may hold several copies of a block in one place, and publishes an event for each copy that it
-    stores or removes; `copies` has the number of copies in places with more than one. `leaves` are the keys of blocks
-    that no other block follows, the oldest first. `block_tokens` is the largest block size so far.
+    `blocks` has the blocks by key, and `places` by place (kind of memory, group of layers and the engine's own hash).
+    An engine publishes an event for each copy of a block in a place that it stores or removes; `copies` counts the
+    copies where there are several. `leaves`: keys of the blocks that no other block follows, the oldest first.
+    `block_tokens`: the largest block size so far.
     """
 
     def __init__(self, media: Collection[str | None]) -> None:
@@ -74,10 +71,10 @@ class _EngineBlocks:
         self.block_tokens = 1
 
     def add_block(self, hash_state: blake2b, place: _Place, parent: _Block | None, tokens: int) -> _Block:
-        """Record that the engine has stored a block of `tokens` tokens in `place`, after `parent`. Return the block.
+        """Record that `place` holds a block of `tokens` tokens, which follows the block `parent`. Return the block.
 
-        `hash_state`: state of the key's hash after all tokens up to the block's end. `parent`: None for the first block
-        of a prompt.
+        `hash_state`: state of the key's hash after all tokens up to the block's end. `parent`: None for a prompt's
+        first block.
         """
         key = hash_state.digest()
         block = self.blocks.get(key)
@@ -101,7 +98,7 @@ class _EngineBlocks:
         return block
 
     def _remove_place(self, place: _Place) -> None:
-        """Record that no block is in `place` (kind of memory, group of layers and hash). Forget a block in no place."""
+        """Remove a place (kind of memory, group of layers, hash). Forget its block if that has no other place."""
         self.copies.pop(place, None)
         block = self.places.pop(place, None)
         if block is not None:
@@ -110,10 +107,7 @@ class _EngineBlocks:
                 self._drop_block(block)
 
     def remove_steps(self, event: BlockRemoved) -> Iterator[None]:
-        """Return an iterator. Each step removes one copy of a block that the event names.
-
-        If no copy is left in a place (kind of memory, group of layers and hash), the step removes the place.
-        """
+        """Remove one copy of each block that the event names, and its place if no copy is left. Yield after each."""
         for name in event.block_hashes:
             place = (_medium_of(event), event.group_idx, name)
             copies = self.copies.pop(place, 1) - 1
@@ -124,16 +118,15 @@ class _EngineBlocks:
             yield
 
     def clear_steps(self, medium: str) -> Iterator[None]:
-        """Return an iterator. Each step records that one block is no longer in the kind of memory `medium`."""
+        """Record that no block is in the kind of memory `medium`. Yield after each removed place."""
         for place in [place for place in self.places if place[0] == medium]:
             self._remove_place(place)
             yield
 
     def parent_of(self, event: BlockStored) -> _Block | None:
-        """Return the block before the event's first block; None if that one is unknown or begins a prompt.
+        """Return the block before the event's first block. If there is none, or it is unknown, return None.
 
-        Look for this parent block in the event's kind of memory first. Then look in the other kinds of memory, since
-        the engine may have moved the block.
+        Search the event's kind of memory first, then the others, since the engine may have moved the block.
         """
         group, name = event.group_idx, event.parent_block_hash
         if name is None:
@@ -142,13 +135,13 @@ class _EngineBlocks:
         return next((self.places[place] for place in places if place in self.places), None)
 
     def forget_oldest(self) -> None:
-        """Forget the oldest block among those that no other block follows."""
+        """Forget the oldest block that no other block follows."""
         key = next(iter(self.leaves), None) or next(reversed(self.blocks))
         for place in self.blocks[key].places:
             self._remove_place(place)
 
     def _drop_block(self, block: _Block) -> None:
-        """Forget a block. If no other block follows its parent block, the parent becomes the oldest of the `leaves`."""
+        """Forget a block. If no other block follows its parent, the parent becomes the oldest of `leaves`."""
         del self.blocks[block.key]
         self.leaves.pop(block.key, None)
         parent = self.blocks.get(block.parent)
@@ -159,10 +152,7 @@ class _EngineBlocks:
                 self.leaves.move_to_end(parent.key, last=False)
 
     def matched_tokens(self, keys: Sequence[bytes], key_tokens: int) -> int:
-        """Return how many leading tokens of a prefix the engine has in an unbroken sequence of known blocks.
-
-        The number is a multiple of `key_tokens`, the number of tokens between two `keys`.
-        """
+        """Return how many leading tokens of a prefix are in known blocks of the engine: a multiple of `key_tokens`."""
         have, stride = 0, math.lcm(key_tokens, self.block_tokens)
         for end, key in enumerate(keys, 1):
             block = self.blocks.get(key)
@@ -180,14 +170,14 @@ class _EngineBlocks:
 
 
 class PrefixMap:
-    """Map of prefixes to the engines that have them, built from KV events alone. Its answers are hints, maybe wrong.
+    """Map of prefixes to the engines that have them, built from KV events. Its answers are hints, which may be wrong.
 
     Args:
-        salt: salt of the keys that are looked up; a map answers for one salt.
-        blocks_max: maximum number of blocks to remember for all engines together. Beyond that, the engine with most
-            blocks loses the oldest of its blocks that no other block follows.
-        media: kinds of memory that count as the engine's cache; None stands for events that name no kind. Events about
-            blocks in other kinds are ignored.
+        salt: salt of all keys that the map is asked for.
+        blocks_max: maximum number of blocks to remember for all engines together. Beyond that, forget the oldest block
+            that no other block follows, of the engine with most blocks.
+        media: kinds of memory that count as the engine's cache; None: events that name no kind. Events about other
+            kinds are ignored.
 
     Raises:
         RequestError: `salt` is not bytes or is too long, `blocks_max` is below 1, or `media` are no list of texts.
@@ -208,15 +198,14 @@ class PrefixMap:
         return sum(len(engine_blocks.blocks) for engine_blocks in self._holders.values())
 
     def holders(self, keys: Sequence[bytes], key_tokens: int) -> list[tuple[str, int]]:
-        """Return the engines that have the beginning of a prefix in their cache, as far as the map knows.
+        """Return the engines that, as far as the map knows, have at least the beginning of a prefix.
 
         Args:
             keys: keys of the prefix, made by `prefix_keys` with the map's salt.
             key_tokens: the `block_tokens` that the keys were made with.
 
         Returns:
-            Pairs of an engine's name and the number of leading tokens that the engine has, most tokens first. Engines
-                without any are left out.
+            Pairs of an engine's name and the number of leading tokens that the engine has, most tokens first.
 
         Raises:
             RequestError: `keys` are no list of bytes, or `key_tokens` is below 1.
@@ -231,7 +220,7 @@ class PrefixMap:
         """Apply an event of the engine `holder` to the map.
 
         Args:
-            holder: name under which `PrefixMap.holders` returns the engine, such as its address.
+            holder: name of the engine in results of `PrefixMap.holders`, such as its address.
             event: a `BlockStored`, `BlockRemoved` or `AllBlocksCleared`.
 
         Raises:
@@ -241,14 +230,14 @@ class PrefixMap:
             pass
 
     def steps(self, holder: str, event: KVEvent) -> Iterator[None]:
-        """Return an iterator that applies an event a few blocks at a time, so that other tasks can run in between.
+        """Return an iterator that applies an event, a few blocks at each step.
 
         Args:
-            holder: name under which `PrefixMap.holders` returns the engine.
+            holder: name of the engine, as for `apply`.
             event: a `BlockStored`, `BlockRemoved` or `AllBlocksCleared`.
 
         Returns:
-            An iterator. Exhaust it before the engine's next event.
+            An iterator. Exhaust it before the engine's next event; other tasks may run between its steps.
 
         Raises:
             RequestError: `event` has another type; raised by the iterator.
@@ -282,15 +271,15 @@ class PrefixMap:
             pass
 
     def forgetting(self, holder: str) -> Iterator[None]:
-        """Return an iterator that forgets all blocks of an engine, so that other tasks can run in between.
+        """Return an iterator that forgets all blocks of an engine in several steps.
 
-        The iterator's first step removes all blocks from the map; the others free their memory.
+        The first step removes all blocks from the map; the others free memory.
 
         Args:
             holder: name of the engine, as given to `apply`; an unknown name is ignored.
 
         Returns:
-            An iterator. Exhaust it before the engine's next event.
+            An iterator. Exhaust it before the engine's next event; other tasks may run between its steps.
         """
         known = self._holders.pop(holder, None)
         while known is not None and known.places:
@@ -299,9 +288,9 @@ class PrefixMap:
             yield
 
     def _store_steps(self, engine_blocks: _EngineBlocks, event: BlockStored) -> Iterator[None]:
-        """Return an iterator. Each step adds one block of the event to `engine_blocks`.
+        """Add the event's blocks to `engine_blocks`. Yield after each block.
 
-        The iterator ends early if the key of a block cannot be computed, or if the block before that one is not known.
+        The iterator ends early if a block's key cannot be computed, or if the block before it is unknown.
         """
         size, place = event.block_size, (_medium_of(event), event.group_idx)
         parent = engine_blocks.parent_of(event)
@@ -318,21 +307,21 @@ class PrefixMap:
             yield
 
     def _evict_excess(self) -> None:
-        """Forget blocks until at most `blocks_max` are left, each time one of the engine with most blocks."""
+        """Forget blocks until at most `blocks_max` are left, each time a block of the engine with most blocks."""
         over = self.blocks - self._blocks_max
         for _ in range(over):
             max(self._holders.values(), key=lambda engine_blocks: len(engine_blocks.blocks)).forget_oldest()
 
 
 def _medium_of(event: KVEvent) -> str:
-    """Return the kind of memory that an event is about; "GPU" if the event names none."""
+    """Return the kind of memory that an event names, or else "GPU"."""
     return _DEFAULT_MEDIUM if event.medium is None else event.medium
 
 
 def _has_known_keys(event: BlockStored) -> bool:
-    """Return True if the keys of the event's blocks can be computed, and their group of layers keeps all of a prompt.
+    """Return True if the keys of the event's blocks can be computed, and their group of layers keeps the whole prompt.
 
-    Keys cannot be computed for blocks of an adapter or with SGLang's salt, or if tokens are missing.
+    Keys cannot be computed for blocks of an adapter, for blocks with SGLang's salt, or if tokens are missing.
     """
     names, extra_keys = len(event.block_hashes), event.extra_keys
     return (
@@ -346,8 +335,8 @@ def _has_known_keys(event: BlockStored) -> bool:
 def _key_bytes_of(tokens: list[int], extra: Sequence[str | tuple[str, int]] | None, *, first: bool) -> bytes | None:
     """Return a block's tokens as the bytes that its key hashes, with the cache salt and pictures marked in the tokens.
 
-    `extra`: the block's `BlockStored.extra_keys`; if one has an unknown form, return None. `first`: the block is the
-    first of a prompt.
+    `extra`: the block's `BlockStored.extra_keys`; if an entry has an unknown form, return None. `first`: the block is
+    the first of a prompt.
     """
     prompt = tokens
     if extra:

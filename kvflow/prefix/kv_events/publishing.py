@@ -1,4 +1,4 @@
-"""Publishes the KV events of your own engine as vLLM does, so that subscribers to vLLM's events understand them."""
+"""Publishes the KV events of your own engine, in the form of vLLM's."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Publisher:
     """Async context manager that publishes KV events. One task answers subscribers that ask for missed batches.
 
     Args:
-        endpoint: address to publish at, such as `tcp://*:5557`; with port 0 the system chooses a port.
-        replay_endpoint: address at which subscribers ask for missed batches; None if missed batches are not sent again.
+        endpoint: address to publish at, such as `tcp://*:5557`; port 0: the system chooses a port.
+        replay_endpoint: address at which subscribers ask for missed batches; None: missed batches are not sent again.
         topic: ZeroMQ topic of the messages.
         batches_max: maximum number of batches to keep for replays.
         bytes_max: maximum size of all batches that are kept for replays, in bytes.
@@ -67,15 +67,12 @@ class Publisher:
 
     @property
     def endpoint(self) -> str:
-        """Address at which events are published; inside the `async with` block with the real port, if 0 was given."""
+        """Address at which events are published; in the `async with` block with the real port."""
         return self._endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Address at which subscribers ask for missed batches; None if there is none.
-
-        Inside the `async with` block it has the real port, if 0 was given.
-        """
+        """Address at which subscribers ask for missed batches, or None; in the `async with` block, the real port."""
         return self._replay_endpoint
 
     async def __aenter__(self) -> Self:
@@ -97,14 +94,14 @@ class Publisher:
         return self
 
     def forked(self) -> None:
-        """In a forked child process: publish nothing. `kvflow.forks` calls this in the child."""
+        """In a forked child process: stop publishing. `kvflow.forks` calls this in the child."""
         if self._replay_socket is not None:
             forks.ignore_events(self._replay_socket)
         self._socket = self._replay_socket = self._task = None
 
     def _bind(self, socket: zmq.Socket[Any], endpoint: str) -> str:
         # ZeroMQ drops messages silently if its queue is full, so the queue has room for a whole replay.
-        """Bind a socket to `endpoint`, and return the bound address, with the real port if `endpoint` has port 0."""
+        """Bind a socket to `endpoint`. Return the bound address, with the real port."""
         most = self._batches_max + 1000
         socket.bind(prepare_socket(socket, endpoint, messages_max=most, bytes_max=_REPLAY_REQUEST_BYTES_MAX))
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
@@ -127,7 +124,7 @@ class Publisher:
         self._socket = self._replay_socket = None
 
     def publish(self, events: Iterable[KVEvent]) -> int:
-        """Publish events as one batch. Do not wait for subscribers.
+        """Publish events as one batch, without waiting for subscribers.
 
         Args:
             events: events in the order in which they happened.
@@ -154,10 +151,10 @@ class Publisher:
         return number
 
     async def _answer_replays(self, socket: zmq.asyncio.Socket) -> None:
-        """Answer subscribers that ask for missed batches.
+        """Send missed batches to subscribers that ask for them.
 
-        Task `kvflow-kv-events-replays`: begun by a `Publisher`, until the `async with` block ends. If it dies, replays
-        are not answered.
+        Task `kvflow-kv-events-replays`: begun by a `Publisher`, until the `async with` block ends. If the task dies, no
+        missed batches are sent.
         """
         while True:
             match await socket.recv_multipart():
@@ -167,7 +164,7 @@ class Publisher:
                     await asyncio.sleep(0)
 
     async def _send_replay(self, socket: zmq.asyncio.Socket, client: bytes, start: int) -> None:
-        """Send a subscriber all kept batches from sequence number `start` on, then a message that ends the replay.
+        """Send a subscriber all kept batches from sequence number `start` on, then the message that ends a replay.
 
         `client`: the subscriber's ZeroMQ routing id.
         """

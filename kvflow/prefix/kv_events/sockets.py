@@ -1,7 +1,7 @@
 """Frames and sockets of KV events. A message has three frames: topic, sequence number (8 bytes, big endian), batch.
 
-A subscriber asks for a replay with the first sequence number that it needs. Each answer has an empty frame, then the
-three frames of a message; older SGLang leaves the topic out. The last answer has sequence number -1.
+A subscriber asks for a replay by the first sequence number that it needs. Each answer has an empty frame, then the
+three frames of a message; older SGLang leaves out the topic. The last answer has sequence number -1.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kvflow.hosts import ANY, bracket_ipv6_host, plain_host
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = -1
 LIVE_FRAME_COUNTS, REPLAYED_FRAME_COUNTS = (3,), (3, 4)
-"""Allowed numbers of frames in a live message, and in a replayed message, which begins with an empty frame and may lack
-the topic.
+"""Allowed numbers of frames in a live message, and in a replayed one, which begins with an empty frame and may lack the
+topic.
 """
 
 
@@ -33,7 +33,7 @@ def read_message(frames: Sequence[bytes], frame_counts: Sequence[int]) -> tuple[
 
 
 def sequence_bytes(sequence: int) -> bytes:
-    """Encode the sequence number of a batch of KV events as its message frame: 8 bytes, big-endian, signed."""
+    """Encode the sequence number of a batch as a message frame: 8 bytes, big-endian, signed."""
     return sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 
@@ -42,9 +42,8 @@ def prepare_socket(
 ) -> str:
     """Set the options of a socket before it is bound or connected. Return `endpoint` in the form that ZeroMQ takes.
 
-    The socket queues at most `messages_max` messages in each direction, refuses messages larger than `bytes_max`, and
-    drops unsent messages when it is closed. If `v6`, host names are looked up as IPv6 addresses. A wildcard address is
-    bound for both IP versions.
+    `messages_max`: maximum number of queued messages in each direction. Larger messages than `bytes_max` are refused.
+    `v6`: look up host names as IPv6 addresses. A wildcard address is bound for both IP versions.
     """
     endpoint = bracket_ipv6_host(endpoint)
     if endpoint.startswith("tcp://[::]:"):
@@ -58,6 +57,6 @@ def prepare_socket(
 
 
 def tcp_host_of(endpoint: str) -> str:
-    """Return the host name or IP address of a TCP endpoint, in normal form; "" if the endpoint is not TCP."""
+    """Return the host name or IP address of a TCP endpoint, normalized; "" if the endpoint is not TCP."""
     scheme, _, rest = bracket_ipv6_host(endpoint).partition("://")
     return (plain_host(rest.rpartition(":")[0]) or "") if scheme == "tcp" else ""
