@@ -1,17 +1,15 @@
 """The flight of a load: it owns what the load has claimed, posts reads, and knows when the last read has stopped.
 
 A posted read cannot be taken back (NIXL: releasing a handle does not stop the bytes). So a load that ends early waits
-here for its posted reads, up to a bound. After that bound its blocks are quarantined, and the flight outlives the load
-until no further byte can land in the blocks (invariant I1). Blocks, connections and the slots for seals in host memory
-are given back in one place, `_give_back`.
+for its posted reads, up to a bound. After that bound its blocks are quarantined, and the flight outlives the load until
+no further byte can land in the blocks (invariant I1).
 
-Most reads go straight into the cache. The others go through buffers, in copy groups (`CopyGroup`): reads from one or
-several ranks and, when the last of these reads has landed, a copy on the copy thread. A running copy cannot be taken
-back either, so it counts as a read.
+Most reads go straight into the cache. The others go through buffers, in copy groups (`CopyGroup`). A running copy
+cannot be taken back either, so it counts as a read.
 
 Every read needs a permit before it is posted, and keeps the permit until the read has stopped, quarantined or not. This
-cannot deadlock: a permit is requested only when its read can be posted at once, so the holder of a permit waits for
-nothing. And no holder of a permit asks for seal slots or buffers, which a load may hold while it waits.
+cannot deadlock: a permit is requested only when its read can be posted immediately, so the holder of a permit waits for
+nothing, also not for seal slots or buffers, which a load may hold while it waits.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ from kvflow.runtime.tasks import require_loop
 from kvflow.transport.base import ReadEnded, TransportError
 
 SealPieceOf: TypeAlias = Callable[[Source], Piece]
-"""Function that returns where to read a rank's seal: local address, remote address, size (`Flight.seal_piece`)."""
+"""Function that returns where to read a rank's seal: (local address, remote address, size in bytes)."""
 
 
 class Read(NamedTuple):
-    """A read from one rank, posted in one call. `carries_seal`: True if it also fetches the rank's seal."""
+    """A read from one rank, posted in one call. `carries_seal`: the read also fetches the rank's seal."""
 
     source: Source
     descriptors: Descriptors
@@ -49,16 +47,16 @@ class Read(NamedTuple):
 
 
 class CopyGroup(NamedTuple):
-    """Reads into buffers, with the copy from these buffers to the cache that follows when all reads have landed.
+    """Reads into buffers, and the copy from these buffers to the cache that follows when all reads have landed.
 
     If `copy` is None, the reads go straight into the cache.
     """
 
     reads: Sequence[Read]
     copy: Callable[[], None] | None = None
-    """Function that copies the filled buffers into the cache. Runs on the copy thread once all reads have landed."""
+    """Function that copies the filled buffers into the cache, on the copy thread."""
     release: Callable[[], None] | None = None
-    """Function that frees the buffers. Runs on the event loop when no read or copy can touch them again."""
+    """Function that frees the buffers, on the event loop, when no read or copy can touch them again."""
     on_land: Callable[[float, float], None] | None = None
     """Called when all bytes of the group are in the cache: `on_land(time now, time when its first read was posted)`."""
 
@@ -70,7 +68,7 @@ _LANDED = fire(TRANSFER_TABLE, TransferState.READING, "land")
 
 @dataclass(slots=True, eq=False)
 class _GroupState:
-    """Progress of one copy group: its `pending` reads, and whether all reads so far have succeeded (`intact`)."""
+    """Progress of a copy group: number of its `pending` reads, and whether all reads so far succeeded (`intact`)."""
 
     group: CopyGroup
     pending: int = 1  # posting the group counts as one until it is finished
@@ -79,11 +77,10 @@ class _GroupState:
 
 
 class Flight:
-    """The reads and copies of one load into local blocks, and everything that the load has claimed for them.
+    """The reads and copies of one load, and everything that the load has claimed for them.
 
-    A new flight claims its blocks in the ledger; BlocksBusy if it cannot. The flight also holds the connections to the
-    ranks that it reads from, and a slot of host memory (`SealSlots`) for the seal of each rank. It gives everything
-    back when no further byte can land in the blocks.
+    That is the load's local blocks, the connections to the ranks that it reads from, and a slot of host memory
+    (`SealSlots`) for each rank's seal. Everything is given back when no further byte can land in the blocks.
     """
 
     def __init__(
@@ -94,10 +91,9 @@ class Flight:
         priority: int,
         resources: FlightResources,
     ) -> None:
-        """Make the flight of a load, and claim `ids`, the entries of the load's local blocks in the block ledger.
+        """Claim the load's local blocks: `ids`, entries of the block ledger. BlocksBusy if one is in use.
 
-        `sources`, the ranks to read from, have slots for their seals (`SealSlots`). The flight gives these slots back,
-        also if it raises BlocksBusy here.
+        `sources`, the ranks to read from, have slots for their seals. BlocksBusy gives these slots back too.
         """
         try:
             resources.ledger.begin_load(ids)
@@ -113,26 +109,22 @@ class Flight:
         self.waits_for_permit = False
         """True while a read waits for its permit. Stays True if that wait was cancelled."""
         self.failed_source: Source | None = None
-        """Source of the first read that failed."""
         self._ids = ids
         self._sources = sources
         self._priority = priority
         self._resources = resources
         self.on_safe: Callable[[Flight], None] | None = None
-        """Callback for the moment when no further byte can land in the blocks. Gets the flight. None: no callback."""
+        """Callback, called with this flight when no further byte can land in the blocks."""
         self._under_way = 0
-        """Number of reads and copies under way, which cannot be taken back."""
         self._lost_groups: list[_GroupState] = []
         self._copies = 0
         self._seal_reads: dict[Source, Descriptors] = {}
-        """Descriptors of reads that fetch only a seal, by source: the seal of a growing lease is fetched many times."""
+        """Descriptors of reads that fetch only a seal, by source. The seal of a growing lease is fetched many times."""
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
-        """Future that ends when all reads and copies have ended. It gets an exception if that can never be known.
-
-        None until a task needs it.
-        """
+        """Future that ends with the last read or copy; with an exception if that end can never be known. None until
+        needed."""
         for source in sources:
             source.connection.users += 1
 
@@ -146,14 +138,13 @@ class Flight:
 
     @property
     def loss_error(self) -> BaseException | None:
-        """The error because of which it can never be known when the last read has stopped; None without that error."""
+        """Error that says why the end of the last read can never be known; None if it can be known."""
         return self._end.exception() if self._end is not None and self._end.done() else None
 
     async def settled(self) -> None:
-        """Wait until no further byte can land in the load's local blocks.
+        """Wait until no further byte can land in the load's local blocks. UsageError if called on another event loop.
 
-        Raises RuntimeBroken if that can never be known, because the transport died. Raises UsageError if called on
-        another event loop than the one of the flight.
+        RuntimeBroken if that can never be known, because the transport died.
         """
         if not self.safe:
             ending = self._end_future()
@@ -162,26 +153,26 @@ class Flight:
 
     @property
     def under_way(self) -> int:
-        """Number of reads and copies that are under way."""
+        """Number of reads and copies under way."""
         return self._under_way
 
     @property
     def reads_blocks(self) -> bool:
-        """True while a read or a copy is under way, not counting fetches of seals."""
+        """True while a read or a copy is under way, other than a fetch of a seal."""
         return self._under_way > sum(source.proof.fetch_under_way for source in self._sources)
 
     def seal_piece(self, source: Source) -> Piece:
-        """Return where to read the seal of `source`: address of the local slot, address at the producer, and size."""
+        """Return where to read the seal of `source`: (address of the local slot, address at the producer, size)."""
         slots = self._resources.seal_slots
         return Piece(slots.address + source.seal_slot * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
 
     async def read_all(self, reads: Iterable[Read]) -> bool:
         """Post `reads`, which go straight into the cache, and wait until all have landed.
 
-        Returns True if the leases covered the whole read (see `core.protocol.proof`). The seal of a rank is fetched
-        with the first read from that rank, or right after. If a seal shows that its lease has ended, posts no further
-        read and returns False. If a read fails, raises the first TransportError; if the transport died, RuntimeBroken.
-        The caller then has to call `stop`. If cancelled, posts no further read.
+        Return True if the leases covered the whole read (see `core.protocol.proof`), False if a seal shows that its
+        lease has ended. The seal of a rank is fetched with the first read from that rank, or right after. Raise the
+        first TransportError, or RuntimeBroken if the transport died; the caller then has to call `stop`. In all these
+        cases, and if cancelled, post no further read.
         """
         if self.state is TransferState.PENDING:
             self.state = _READING
@@ -197,8 +188,8 @@ class Flight:
     async def read_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
         """Post the reads of each copy group that `groups` yields, and wait for all reads and copies.
 
-        Returns True if the leases covered the whole read. If a lease has ended, posts no further read and returns
-        False. Raises the first TransportError or CopyFailed, or RuntimeBroken; the caller then has to call `stop`.
+        Return True if the leases covered the whole read; False, without posting further reads, if a lease has ended.
+        After TransportError, CopyFailed or RuntimeBroken the caller has to call `stop`.
         """
         if self.state is TransferState.PENDING:
             self.state = _READING
@@ -213,10 +204,7 @@ class Flight:
         return await self._fetch_seals_again(unproven) if fresh and unproven else fresh
 
     def land(self) -> None:
-        """End the flight after success, and give back everything that it has claimed.
-
-        Every posted byte has landed, and no read is posted afterwards.
-        """
+        """End the flight after every posted byte has landed, and give back everything that it has claimed."""
         assert self.state is TransferState.READING, "it has flown"
         self.state = _LANDED
         self._give_back()
@@ -224,8 +212,8 @@ class Flight:
     async def stop(self, grace_s: float) -> bool:
         """End the flight in any state. Wait up to `grace_s` seconds for posted reads. Return whether all have stopped.
 
-        If some have not stopped, their bytes may still land, so quarantine the blocks. If the waiting task is
-        cancelled, the wait goes on, and CancelledError is raised at its end. No other wait holds a cancellation back.
+        If not, quarantine the blocks. If the waiting task is cancelled, the wait goes on, and CancelledError is raised
+        at its end.
         """
         cancelled = False
         if self.state in (TransferState.PENDING, TransferState.READING):
@@ -243,10 +231,7 @@ class Flight:
         return self.safe
 
     def note_all_stopped(self) -> None:
-        """Record that all reads have stopped, and end a quarantine, because the transport was closed in good order.
-
-        Called after the poller has ended.
-        """
+        """Record that all reads have stopped, and end a quarantine. For use once the transport was closed cleanly."""
         lost, self._lost_groups = self._lost_groups, []
         for group_state in lost:
             self._group_step_ended(group_state, intact=False)
@@ -255,7 +240,7 @@ class Flight:
             self.nudge()
 
     async def wait_until_below(self, count: int, *, copies_beside: int = 0) -> None:
-        """Wait until fewer than `count` reads and copies are under way, not counting up to `copies_beside` copies.
+        """Wait until fewer than `count` reads and copies are under way. Up to `copies_beside` copies do not count.
 
         If the flight has failed, wait until all reads and copies have stopped, then raise the flight's error.
         """
@@ -270,7 +255,7 @@ class Flight:
     async def wait_for_change(self) -> None:
         """Wait until a read or a copy has ended, or `nudge` was called.
 
-        If the flight has failed, wait until all reads and copies have stopped, then raise the flight's error.
+        If the flight has failed, wait until all have stopped, then raise the flight's error.
         """
         if self._error is None and (self._end is None or not self._end.done()):
             self._progress = asyncio.get_running_loop().create_future()
@@ -290,16 +275,13 @@ class Flight:
             self._give_back()
 
     def fail(self, error: TransportError | RuntimeBroken, source: Source) -> None:
-        """Fail the flight as if a read from `source` had failed with `error`, although no read has failed."""
+        """Fail the flight with `error`, as if a read from `source` had failed."""
         if self._error is None:
             self._error, self.failed_source = error, source
         self.nudge()
 
     async def post_seal_read(self, source: Source) -> None:
-        """Wait for a permit, then post a read of only the seal of `source`. Do not wait for the end of that read.
-
-        If the flight has failed by then, raise the flight's error instead of posting.
-        """
+        """Wait for a permit, then post a read of only the seal of `source`. Do not wait for the end of that read."""
         if (seal := self._seal_reads.get(source)) is None:
             seal = self._seal_reads[source] = fetch_seal(self.seal_piece(source))
         await self._post_when_permitted(source, seal, None, fetches_seal=True)
@@ -307,7 +289,7 @@ class Flight:
     def _judge_proofs(self) -> tuple[bool, list[Source]]:
         """Return (fresh, unproven). `fresh`: no proof says that the read is stale.
 
-        `unproven`: the sources with a seal that has to be fetched once more before their proofs can decide.
+        `unproven`: the sources that need another fetch of the seal before their proofs can decide.
         """
         now_s = self._resources.clock.now_s()
         fresh, unproven = True, []
@@ -360,10 +342,10 @@ class Flight:
     async def _post_when_permitted(
         self, source: Source, descriptors: Descriptors, group_state: _GroupState | None, *, fetches_seal: bool
     ) -> None:
-        """Wait for a permit, then post a read of `descriptors` from `source`.
+        """Wait for a permit, then post a read of `descriptors` from `source`. Raise the flight's error if there is one.
 
-        If the flight has failed by then, raise the flight's error instead of posting. `group_state`: state of the copy
-        group of the read; None if it has none. `fetches_seal`: True if one of the descriptors is the source's seal.
+        `group_state`: state of the read's copy group, if any. `fetches_seal`: one of the descriptors is the source's
+        seal.
         """
         resources, agent = self._resources, source.connection.agent
         size_bytes, count = descriptors.size_bytes, descriptors.table.shape[1]
@@ -410,7 +392,7 @@ class Flight:
         fetches_seal: bool,
         event: ReadEnded | RuntimeBroken,
     ) -> None:
-        """Callback of the poller when a read has stopped. With RuntimeBroken, it is never known when the read stops."""
+        """Callback of the poller when a read has stopped. RuntimeBroken: it can never be known when it stops."""
         resources = self._resources
         self._under_way -= 1
         if isinstance(event, RuntimeBroken):
@@ -463,10 +445,10 @@ class Flight:
         return cancelled
 
     def _group_step_ended(self, group_state: _GroupState, *, intact: bool) -> None:
-        """Record that one read of a copy group, or the posting of all its reads, has ended. `intact`: it succeeded.
+        """Record that a read of a copy group, or the posting of all its reads, has ended. `intact`: with success.
 
-        At the end of the last one, start the group's copy. If there is nothing to copy, or the group or the flight has
-        failed, free the group's buffers instead.
+        When the last one has ended, start the group's copy, or free its buffers if there is no copy or something has
+        failed.
         """
         group_state.intact = group_state.intact and intact
         group_state.pending -= 1
@@ -502,10 +484,7 @@ class Flight:
         self.nudge()
 
     def _give_back(self) -> None:
-        """Give back everything that the flight has claimed: blocks, slots for seals, and connections.
-
-        Called once, when no further byte can land in the blocks.
-        """
+        """Give back the blocks, the slots for seals and the connections. Called once, when no further byte can land."""
         resources = self._resources
         resources.ledger.end_load(self._ids)
         resources.seal_slots.give_back(self._sources)

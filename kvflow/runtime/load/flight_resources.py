@@ -3,9 +3,6 @@
 The `Poller` is the only task that takes events from the transport. When it ends, for whatever reason, it settles every
 flight, so no flight waits for events that nothing delivers (invariant I7). When a cache is unregistered, reads are
 settled after the transport has closed, since closing waits for them.
-
-`SealSlots` and `LoadThrottle` decide when a load may begin. A load needs a word of host memory for each seal that it
-fetches, and a burst of loads begins over many turns of the loop.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ OnReadEnd: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
 """Callback for the end of a read. Gets RuntimeBroken if it can never be known whether the read has ended."""
 
 TURN_S = 1e-3
-"""Seconds in which at most `_TURN_LOADS` loads start without waiting. Other loads wait for a later turn of the loop."""
+"""Period, in seconds, in which at most `_TURN_LOADS` loads start without waiting."""
 _TURN_LOADS = 3
 _PAUSE_MAX_S = 5e-3
 
@@ -58,7 +55,6 @@ class Poller:
         self._transport = transport
         self._on_notification = on_notification
         self._under_way: dict[PostedRead, OnReadEnd] = {}
-        """Callback for the end of each read under way."""
         self._cause: BaseException | None = None
         self._ended = self._transport_closing = False
 
@@ -70,7 +66,7 @@ class Poller:
     def post(self, agent: AgentName, descriptors: Descriptors, on_end: OnReadEnd) -> None:
         """Post a read of `descriptors` from the peer `agent`. Call `on_end` once when the read ends or fails.
 
-        Raises RuntimeBroken if the poller task has ended.
+        RuntimeBroken if the poller task has ended.
         """
         if self._ended:
             raise RuntimeBroken("the transfer poller has ended") from self._cause
@@ -102,8 +98,8 @@ class Poller:
     def end_reads(self, *, stopped: bool) -> None:
         """Call the callbacks of all reads under way, with an error.
 
-        If `stopped`, the reads are known to have stopped, and end with a TransportError. Otherwise it is not known
-        whether they have stopped, and each callback gets TransportBroken.
+        The error is a TransportError if the reads are known to have `stopped`, and TransportBroken if that is not
+        known.
         """
         under_way, self._under_way = self._under_way, {}
         for posted, on_end in under_way.items():
@@ -124,8 +120,8 @@ class Poller:
 class SealSlots:
     """Slots in host memory into which seals are fetched, and the queue of loads that wait for free slots.
 
-    A load may begin when each rank that it reads from has a slot. A load with a smaller priority goes first, loads of
-    equal priority in order of arrival. No load overtakes the first of the queue.
+    A load may begin when each rank that it reads from has a slot. Loads with a smaller priority go first, then those
+    that came first. No load overtakes the first of the queue.
     """
 
     def __init__(self, count: int) -> None:
@@ -140,7 +136,6 @@ class SealSlots:
 
     @property
     def waiting(self) -> int:
-        """Number of loads that wait for slots."""
         return sum(not turn.done() for *_, turn in self._queue)
 
     @property
@@ -169,7 +164,7 @@ class SealSlots:
             raise
 
     def give_back(self, sources: Sequence[Source]) -> None:
-        """Wipe the slots of `sources`, mark them as free, and give free slots to the loads that wait."""
+        """Wipe and free the slots of `sources`, and give free slots to the loads that wait."""
         for source in sources:
             self.table.slots[source.seal_slot] = 0
             self._free.append(source.seal_slot)
@@ -191,9 +186,9 @@ class SealSlots:
 class LoadThrottle:
     """Limits how many loads start in one turn of the event loop, so that a burst of loads does not block the loop.
 
-    Starting a load takes a tenth of a millisecond, in which nothing else runs. A single load does not wait. While many
-    reads wait to be posted, no load begins, so that the loop is idle at times: the thread that posts reads gets
-    Python's GIL at once from an idle loop, but only after a tenth of a second from a busy one.
+    Starting a load takes a tenth of a millisecond. While many reads wait to be posted, no load begins, so that the loop
+    is idle at times: the thread that posts reads gets Python's GIL immediately from an idle loop, but only after a
+    tenth of a second from a busy one.
     """
 
     def __init__(self, poller: ReadPoster) -> None:
@@ -209,10 +204,7 @@ class LoadThrottle:
         self._numbers = itertools.count()
 
     def try_start(self, now_s: float) -> bool:
-        """Return whether a load may start now. If not, the load has to await `wait_for_turn`.
-
-        A call that returns True counts as a start.
-        """
+        """Return whether a load may start now, and count the start. If not, the load has to await `wait_for_turn`."""
         if self._waiting:
             return False
         if now_s - self._turn_begun_s >= TURN_S:
@@ -234,7 +226,7 @@ class LoadThrottle:
     def _start_few(self) -> None:
         """Start at most `_TURN_LOADS` waiting loads, and schedule the next few for a later turn of the event loop.
 
-        Everything else that is ready runs before the next few. If the poller is behind, wait for `resume`, or 5 ms.
+        If the poller is behind, they start at `resume`, after 5 ms at the latest.
         """
         for _ in range(min(_TURN_LOADS, len(self._waiting))):
             *_, turn = heapq.heappop(self._waiting)
@@ -268,16 +260,13 @@ class FlightResources:
     copy_thread: CopyThread
     clock: Clock
     reads_max: int
-    """Largest number of reads, and of copies, that one load has under way.
-
-    With 2, one read hides the completion latency of the other.
-    """
+    """Largest number of reads that one load has under way, and of copies. With 2, one hides the other's latency."""
 
 
 def read_permit_queue(config: Config, *, grows: bool) -> FairQueue:
     """Return the queue of permits for reads, with limits in total and for each rank.
 
-    `grows`: the limit in bytes of a fast rank grows to the bytes that the rank delivers within `_AHEAD_S`.
+    `grows`: raise a fast rank's limit in bytes to what that rank delivers within `_AHEAD_S`.
     """
     of_peer = config.limits.peer_in_flight_bytes_max, *_PER_RANK_MAX
     in_all = config.in_flight_bytes_max, *_TOTAL_MAX

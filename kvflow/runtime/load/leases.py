@@ -1,15 +1,13 @@
 """Leases that other engines hold open for this rank: renewed while they are needed, then given back.
 
-*Keeping* a lease means renewing it: one notification per peer names the leases that are still needed. The first renewal
-is sent 0.25 s after a lease is needed at the latest, the next ones every third of the lease's ttl, so two renewals in a
-row may be lost. An engine with vLLM's own NixlConnector gets heartbeats instead (`Connection.lease_notifier`). Leases
-are kept for loads under way, and for requests that wait for their load. Most loads take a millisecond and renew
-nothing: each load costs one entry in a dict, and one timer serves all loads.
+*Renewing*: one notification per peer names the leases that are still needed. The first renewal is sent at most 0.25 s
+after a lease is needed, the next ones every third of the lease's ttl, so two renewals in a row may be lost. Most loads
+end before that and renew nothing. An engine with vLLM's own NixlConnector gets heartbeats instead
+(`Connection.lease_notifier`).
 
 *Giving back* a lease means to notify its rank, after a read or instead of a read: all blocks of a request may be cached
 already, or the request may be rejected before decode. A rank to which the transport is not connected gets one question
-on the side channel instead, and stays unconnected. It computes from the question which share of the lease the reader
-reports.
+on the side channel instead, from which it computes the share of the lease that the reader reports.
 
 Both are best effort: the seal says whether a lease was open during a read (`core.protocol.proof`), and a lease that is
 not given back expires.
@@ -49,11 +47,10 @@ _FIRST_RENEWAL_AFTER_S = 0.25  # most loads have ended by then, and renew nothin
 
 @dataclass(slots=True)
 class _RenewedLease:
-    """A lease of another engine that this rank renews, and the time of the next renewal (`due_s`)."""
+    """A lease of another engine that this rank renews every `pause_s` seconds, next at the time `due_s`."""
 
     source: Source
     pause_s: float
-    """Seconds from one renewal to the next."""
     due_s: float
 
 
@@ -107,7 +104,7 @@ class RemoteLeases:
         self._alarm = Alarm(cache.clock, self._renew)
         self._closed = False
         self.renewals_sent = 0
-        """Number of renewals sent: one for each lease in each notification."""
+        """Number of renewals sent, by lease."""
 
     def start_renewing(self, owner: object, ttl_s: float, source: Source) -> None:
         """Renew the lease of `source` regularly until `stop_renewing(owner)` is called.
@@ -126,7 +123,7 @@ class RemoteLeases:
             self._alarm.set(due_s)
 
     def stop_renewing(self, owner: object) -> None:
-        """Stop renewing all leases for which `start_renewing` was called with this `owner`. No effect without any."""
+        """Stop renewing all leases for which `start_renewing` was called with `owner`."""
         for kept in self._renewed.pop(owner, ()):
             kept.source.peer.leases_kept -= 1
 
@@ -134,9 +131,8 @@ class RemoteLeases:
     def renewing(self, ticket: Ticket) -> Iterator[None]:
         """Renew the leases of a checked ticket until the `with` block ends, for a request that waits for its load.
 
-        While the `with` block runs, a task looks up the leases as a load would, so their ranks are connected before the
-        load. If a lease cannot be renewed, nothing is raised here: the load fails later. Raises RuntimeClosed if the
-        runtime is closed.
+        A task also connects their ranks, as the load would. If a lease cannot be renewed, only the later load fails.
+        RuntimeClosed if the runtime is closed.
         """
         if ticket.offers_nothing:
             yield  # an empty offer: its leases have ended already
@@ -150,17 +146,17 @@ class RemoteLeases:
             self.stop_renewing(owner)
 
     def notify_finished(self, sources: Sequence[Source]) -> None:
-        """Notify the producer's rank of each of `sources` that this rank no longer needs the lease, read or not."""
+        """Notify the rank of each of `sources` that this rank no longer needs its lease, read or not."""
         for source in sources:
             source.connection.lease_notifier.notify_read(source)
 
     async def release(self, given: Ticket | Mapping[str, Any]) -> bool:
         """Give back all leases of a ticket, unread. Return whether every rank that holds a lease was notified.
 
-        One rank is notified first. The other ranks are notified only if that rank has, or had, a lease for the ticket's
-        request. This takes at most Config.handshake_timeout_s. For a pending ticket it also takes the time until the
-        offer comes, at most the ticket's `ttl_s`. Raises RequestError if the ticket is invalid, or the address of a
-        rank cannot be known. If cancelled, some ranks may have been notified.
+        One rank is notified first; the others only if that rank has, or had, a lease for the ticket's request. This
+        takes at most Config.handshake_timeout_s, and for a pending ticket also the time until the offer comes, at most
+        the ticket's `ttl_s`. RequestError if the ticket is invalid, or the address of a rank cannot be known. If
+        cancelled, some ranks may have been notified.
         """
         ticket, problems = self._resolver.read_ticket(given), list[KVFlowError]()
         notified = await self._release(ticket, problems)
@@ -169,9 +165,9 @@ class RemoteLeases:
         return notified
 
     def release_soon(self, ticket: Ticket) -> None:
-        """Start a task that gives the leases of `ticket` back. Its errors are logged, or dropped.
+        """Start a task that gives the leases of `ticket` back. Errors are logged or dropped, not raised.
 
-        If a rank cannot be reached, another task tries again later, as long as the rank's lease may be open.
+        If a rank cannot be reached, try again later, as long as its lease may be open.
         """
         give_up_s = self._clock.now_s() + min(ticket.ttl_s, self._config.lease_lifetime_s)
         self._begin_release(ticket, give_up_s, 0.0)
@@ -179,17 +175,14 @@ class RemoteLeases:
     def _begin_release(self, ticket: Ticket, give_up_s: float, paused_s: float) -> None:
         """Start a task that gives the leases of a ticket back.
 
-        `give_up_s`: time at which the last attempt has to be made. `paused_s`: seconds between the previous attempt and
-        this one; 0 for the first.
+        `give_up_s`: time of the last attempt. `paused_s`: seconds since the previous attempt; 0 for the first.
         """
         with contextlib.suppress(RuntimeUnavailable):
             work = self._release_with_retries(ticket, give_up_s, paused_s)
             self._spawn(work, name=f"kvflow-release {ticket.request_id}")
 
     async def _release_with_retries(self, ticket: Ticket, give_up_s: float, paused_s: float) -> None:
-        """Give the leases of `ticket` back. If a rank cannot be reached, start another attempt after a pause.
-
-        There is no further attempt after `give_up_s`, or when the runtime has closed.
+        """Give the leases of `ticket` back. If a rank cannot be reached, try again after a pause, until `give_up_s`.
 
         Task `kvflow-release <request>`: begun by `release_blocks` of a pending ticket, and by a load of several tickets
         for those that it did not need. Ends when the leases are given back, or when their time has passed.
@@ -226,21 +219,18 @@ class RemoteLeases:
     async def _await_offer(self, ticket: Ticket, on_lease: Callable[[Source, float], None]) -> Ticket:
         """Wait for the offer of a pending ticket, and return an ordinary ticket with the leases of that offer.
 
-        `on_lease` is called for each rank, with the source that has the rank's lease, and the lease's `ttl_s`.
+        `on_lease` is called for each rank, with its source and the lease's `ttl_s`.
         """
         growing = self._cache.part("growing", f"request {ticket.request_id!r}: a pending ticket")
         offered: Ticket = await growing.pending_tickets.await_offers(ticket, on_lease)
         return offered
 
     def _opens_within_s(self, ticket: Ticket) -> float:
-        """Return how many seconds to wait for the lease of a pending ticket to be opened; 0 for other tickets."""
+        """Return how many seconds the lease of a pending ticket may take to be opened; 0 for other tickets."""
         return min(ticket.ttl_s, self._config.lease_lifetime_s) if ticket.awaited else 0.0
 
     async def _release_pending(self, ticket: Ticket) -> bool:
-        """Wait for the offer of a pending ticket, and give its leases back. Return whether an offer came.
-
-        A lease that is opened too late expires.
-        """
+        """Wait for the offer of a pending ticket, and give its leases back. Return whether an offer came."""
         offered: list[Ticket] = []
         waiting = self._spawn(
             self._await_offer_and_release(ticket, offered), name=f"kvflow-release {ticket.request_id}"
@@ -324,10 +314,9 @@ class RemoteLeases:
         self._alarm.set(min((kept.due_s for leases in self._renewed.values() for kept in leases), default=math.inf))
 
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:
-        """Give back the lease of `ticket` at the rank `at`.
+        """Give back the lease of `ticket` at the rank `at`. PeerError if the rank cannot be reached, or Overloaded.
 
-        Return True if the rank was notified, or if the lease has ended already. Raises a PeerError if the rank cannot
-        be reached, or Overloaded.
+        Return True if the rank was notified, or if the lease has ended already.
         """
         named, local = ticket.find(at.rank), self._cache.local
         lease = named if named is not None and named.lease_id else None

@@ -29,14 +29,11 @@ _NAME_CHARS_MAX = 512
 _NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 LoadPerformer: TypeAlias = "Callable[[Load], Awaitable[LoadReport]]"
-"""A function that performs all steps of an accepted load, and returns the load's report."""
+"""Function that performs all steps of an accepted load, and returns the load's report."""
 
 
 def priority_of_unchecked(request: LoadRequest) -> int:
-    """Return the priority of a request that is not checked yet, or the default priority if it is invalid.
-
-    A request with an invalid priority is refused later.
-    """
+    """Return the priority of a request that is not checked yet, or the default priority if it is invalid."""
     if type(request) is LoadRequest and type(request.priority) is int:
         return request.priority
     found = checks.try_call(lambda: checks.whole(request.priority, "priority"))
@@ -50,25 +47,24 @@ class Load:
     `quarantine` of that error is the load. Cancelling a task that awaits a load cancels the load, as with any task;
     `asyncio.shield(load)` keeps the load going.
 
-    `async for progress in load` yields a `Progress` whenever more tokens have landed. The iteration ends when the load
-    ends, or raises what the load raises. A slow consumer sees only the latest progress:
+    `async for progress in load` yields a `Progress` whenever more tokens have landed, only the latest one to a slow
+    consumer. The iteration ends when the load ends, or raises what the load raises:
 
         load = runtime.start_load(request)
         async for progress in load:
             print(f"{progress.tokens} of {progress.tokens_in_all} tokens have landed")
         report = await load
 
-    Landed tokens may be used at once, by a model step that needs no other tokens: they are the prompt's, and were read
-    under a lease that was open. Meanwhile the rest of the blocks is written. If the load fails later, the landed tokens
-    stay in the engine's blocks, but the prompt is not complete. The blocks of a window or state belong to the prompt's
-    end, so they land last.
+    Landed tokens may be used immediately, by a model step that needs no other tokens: they are the prompt's, and were
+    read under an open lease. If the load fails later, they stay in the engine's blocks, but the prompt is not complete.
+    The blocks of a window or state belong to the prompt's end, so they land last.
 
-    Some loads yield only their last progress: if the prompt was complete before anything was read, if the load is
-    verified, or if it may have several tickets.
+    A load yields only its last progress if the prompt was complete before anything was read, if the load is verified,
+    or if it may read from several producers.
 
-    Several tasks may iterate. A task may stop midway, which does not affect the load. Cancelling a task that waits for
-    the next progress cancels the load, as awaiting does; to watch a load without that, wait with `progressed`. If a
-    task is cancelled in the body of the `async for`, it has to call `cancel` itself, best in a `finally`.
+    Several tasks may iterate, and each may stop midway without affecting the load. Cancelling a task that waits for the
+    next progress cancels the load, as awaiting does; to watch a load without that, wait with `progressed`. If a task is
+    cancelled in the body of the `async for`, it has to call `cancel` itself, best in a `finally`.
     """
 
     def __init__(
@@ -82,13 +78,8 @@ class Load:
     ) -> None:
         """Make the handle of a load. A refused load has only a request.
 
-        Args:
-            request: the request, checked.
-            ticket: the first ticket of the request.
-            tables: ids of the local blocks, one array for each group.
-            entries: the same blocks, as entries of the block ledger.
-            clock: the clock of the registered cache.
-            begun_s: time when the load was requested, by that clock.
+        `tables`: ids of the local blocks, one array for each group. `entries`: the same blocks, as entries of the block
+        ledger. `begun_s`: time when the load was requested, by `clock`.
         """
         self.request_id = request.request_id
         self.request = request
@@ -110,30 +101,31 @@ class Load:
         self.entries = entries
         self.begun_s = self._phase_begun_s = begun_s
         self.deadline_at_s = math.inf
-        """Time of the load's deadline, by the clock of the event loop."""
+        """Time of the load's deadline, by the event loop's clock."""
         self.phase = "queued"
         self.waits_for: Callable[[], str] | None = None
-        """Function that returns, for errors, what the current phase waits for; None if the phase's name says it."""
+        """Function that returns a text, for errors: what the current phase waits for. None if the phase's name says it.
+        """
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.performing_task: asyncio.Task[Any] | None = None
         """The task that performs the load; None before the load has begun."""
         self.outer_cancellations = 0
-        """`performing_task.cancelling()` when the load began: cancellations of that task that are not the load's."""
+        """`performing_task.cancelling()` when the load began: requests to cancel the task that did not come from the
+        loader."""
         self.overdue = False
         """True once the loader has cancelled the load, because its deadline has passed or the loader closes."""
         self.stall_text = ""
-        """What the load waited for when it became `overdue`, in words, for the error's message; may be empty."""
+        """What the load waited for when it became `overdue`, as text for the error's message; may be empty."""
         self.sources: Sequence[Source] = ()
-        """The ranks that are read from; empty before there is a plan."""
+        """The ranks that are read from; empty before the load is planned."""
         self.freshness = ""
-        """Kind of proof, as in a `LoadReport`; empty before there is a plan."""
+        """Kind of proof, as in a `LoadReport`; empty before the load is planned."""
         self.tokens = 0
-        """Number of tokens that the load reads."""
         self.flight: Flight | None = None
         self.lease_questions: Any = None
-        """The `growing.lease_questions.LeaseQuestions` about leases that are not complete; None if there are none."""
+        """The `growing.lease_questions.LeaseQuestions` about leases that are not complete; None without them."""
         self.landed: History | None = None
-        """How many tokens had landed at which times, if the load reads leases that are not complete; else None."""
+        """How many tokens had landed at which times; None unless the load reads leases that are not complete."""
         self.verification = Verification.OFF
         self.payload = b""
 
@@ -153,7 +145,7 @@ class Load:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Local blocks that the load fills. If there are several groups, those of the first group."""
+        """Local blocks that the load fills; of several groups, only those of the first group."""
         return self.block_tables[0] if self.tables else ()
 
     @property
@@ -163,7 +155,7 @@ class Load:
 
     @property
     def done(self) -> bool:
-        """True once the load has ended. Awaiting the load then returns or raises without waiting."""
+        """True once the load has ended, so that awaiting it returns or raises without waiting."""
         return self._outcome is not None or (self._task is not None and self._task.done())
 
     @property
@@ -174,7 +166,7 @@ class Load:
     def cancel(self) -> None:
         """Ask the load to end: awaiting it then raises CancelledError. No effect if the load is done.
 
-        The load ends within Config.cancel_grace_s. Its blocks may be reused when `settled()` returns, not before.
+        The load ends within Config.cancel_grace_s. Do not reuse its blocks before `settled()` returns.
 
         Raises:
             UsageError: called off the runtime's loop.
@@ -212,7 +204,7 @@ class Load:
             tokens: number of landed tokens that the caller knows of; -1 for none.
 
         Returns:
-            The latest progress, of more than `tokens` tokens. None if the load has ended without that.
+            The latest progress; None if the load has ended without more than `tokens` landed tokens.
 
         Raises:
             UsageError: called off the runtime's loop.
@@ -230,11 +222,8 @@ class Load:
     def note_progress(self, tokens: int, tokens_in_all: int) -> None:
         """Only for `kvflow.growing`: record that more tokens have landed, and wake tasks that wait for progress.
 
-        No effect if the load may read from several producers.
-
-        Args:
-            tokens: number of tokens, from the first one on, that are in the local blocks of all groups.
-            tokens_in_all: number of tokens that the load reads.
+        `tokens` counts from the prompt's first token, and is in the local blocks of all groups. No effect if the load
+        may read from several producers.
         """
         if self.attempts is None:  # else another producer may write there again
             self.progress = Progress(tokens, tokens_in_all)
@@ -246,13 +235,7 @@ class Load:
             self._progress_event = None
 
     def start_task(self, work: Callable[[], Coroutine[Any, Any, LoadReport]]) -> asyncio.Task[LoadReport]:
-        """Only for `Loader`: start a task that performs the load.
-
-        Args:
-            work: function that makes the coroutine that performs the load.
-
-        Returns:
-            The task; awaiting the load awaits this task.
+        """Only for `Loader`: start and return a task that performs the load, with the coroutine that `work` makes.
 
         Task `kvflow-load <request>`: begun by `start_load`; `load_blocks` runs in its caller's task. Ends with the
         load's outcome, within `cancel_grace_s` if it is cancelled. Whoever awaits the load gets its error.
@@ -261,21 +244,15 @@ class Load:
         return self._task
 
     def set_outcome(self, outcome: LoadReport | BaseException) -> None:
-        """Only for `Loader`: set the outcome of the load.
-
-        Args:
-            outcome: the report that awaiting the load returns, or the exception that it raises.
-        """
+        """Only for `Loader`: set the report that awaiting the load returns, or the exception that it raises."""
         self._outcome = outcome
         if self._progress_event is not None:
             self._wake()
 
     def enter_phase(self, phase: str, waits_for: Callable[[], str] | None = None) -> None:
-        """Only for steps of a load: begin a phase. The same phase may begin more than once.
+        """Only for steps of a load: begin `phase`, one of `requests.EVERY_PHASE`. A phase may begin more than once.
 
-        Args:
-            phase: name of the phase, one of `requests.EVERY_PHASE`.
-            waits_for: function that returns what the phase waits for, in words; None if the phase's name says it.
+        `waits_for`: function that returns what the phase waits for, as text; None if the phase's name says it.
         """
         now_s, self.waits_for = self._clock.now_s(), waits_for
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._phase_begun_s
@@ -284,8 +261,7 @@ class Load:
     def cancel_overdue(self) -> None:
         """Only for `Loader`: cancel the task that performs the load, because time is up or the loader closes.
 
-        Only the first call has an effect. A load that has not begun is not cancelled here: the loader fails such a load
-        when it begins.
+        A load that has not begun is not cancelled: the loader fails it when it begins.
         """
         if self.performing_task is not None and not self.overdue:
             self.overdue, self.stall_text = True, self._stall_text()
@@ -294,8 +270,7 @@ class Load:
     def take_back_cancel(self) -> bool:
         """Only for `Loader`: undo the task's cancellation by `cancel_overdue`, so that the task can raise an error.
 
-        Returns:
-            True if the task was cancelled by `cancel_overdue` alone.
+        Return True if nothing else had cancelled the task.
         """
         return (
             self.overdue
@@ -304,15 +279,9 @@ class Load:
         )
 
     def failure(self, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
-        """Only for steps of a load: make the error that the load fails with, which names the request and the peer.
+        """Only for steps of a load: return the error that the load fails with, which names the request and the peer.
 
-        Args:
-            kind: class of the error.
-            why: what went wrong.
-            facts: further arguments of the class.
-
-        Returns:
-            The error.
+        `kind`: class of the error. `why`: text. `facts`: further arguments of the class.
         """
         what = f"request {self.request_id!r} from {self.ticket.engine_id!r} at {self.ticket.address}"
         return kind(f"{what}: {why}", request_id=self.request_id, peer=self.ticket.address, **facts)
@@ -334,7 +303,7 @@ class Load:
     def end_phases(self) -> None:
         """Only for steps of a load: end the current phase, and correct the times of the phases.
 
-        Time in which the flight waited for permits counts as "queued", and time to post reads as "post", not as "wire".
+        Waits for permits count as "queued" and the posting of reads as "post", not as "wire".
         """
         self.enter_phase(self.phase, self.waits_for)
         flight = self.flight
@@ -351,13 +320,9 @@ class Load:
                 self.phase = "queued"
 
     def report(self, *, notified: bool = False) -> LoadReport:
-        """Only for steps of a load: end the phases of a load that has succeeded, and make its report.
+        """Only for steps of a load: end the phases of a load that has succeeded, and return its report.
 
-        Args:
-            notified: whether the producer was notified.
-
-        Returns:
-            The load's report.
+        `notified`: whether the producer was notified.
         """
         flight = self.flight
         self.end_phases()

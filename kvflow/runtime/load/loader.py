@@ -1,9 +1,9 @@
 """The loader: it accepts loads, performs them, and ends each load in one place.
 
 The kind of a load is decided when the load is accepted: its offer is known or still to come, from one ticket or from
-several. A load passes through phases (`requests.PHASES`), all under one deadline. Its errors are typed. When a load
-ends, no further byte can land in its local blocks, or the load is the `quarantine` of its error (invariant I1). A load
-succeeds only if the proof of every rank that was read says that the whole read was fresh (invariant I2).
+several. When a load ends, no further byte can land in its local blocks, or the load is the `quarantine` of its error
+(invariant I1). A load succeeds only if the proof of every rank that was read says that the whole read was fresh
+(invariant I2).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ logger = logger_of(__name__)
 
 
 NEVER_READ_AT = 3
-"""Number of failed loads from an engine after which a warning is logged, if no load from it has succeeded. More than 2,
-because the restart of a peer makes one or two loads fail."""
+"""Number of failed loads from an engine, without any success, after which a warning is logged. More than 2, because the
+restart of a peer makes one or two loads fail."""
 _ENGINES_MAX = 1024
 
 
@@ -115,14 +115,13 @@ class Loader:
 
     @property
     def quarantines(self) -> tuple[Load, ...]:
-        """Loads that have ended while bytes may still land in their blocks."""
         return tuple(self._quarantined.values())
 
     def load(self, request: LoadRequest) -> Coroutine[Any, Any, LoadReport]:
         """Return a coroutine that performs the load of `request`, for `Runtime.load_blocks`.
 
-        If too many loads start at once, the request is accepted or refused in the coroutine, when it has its turn.
-        Otherwise it is accepted now, or its error is raised now.
+        If too many loads start at the same time, the coroutine accepts or refuses the request when its turn has come.
+        Otherwise the request is accepted now, or its error is raised now.
         """
         begun_s = self._now_s()
         if self._throttle.try_start(begun_s):
@@ -136,7 +135,7 @@ class Loader:
     def start(self, request: LoadRequest) -> Load:
         """Accept `request`, start a task that performs the load, and return its handle, for `Runtime.start_load`.
 
-        If the request is not accepted, raises its error.
+        If the request is not accepted, raise its error.
         """
         load, perform = self._accept(request, self._now_s(), waited_s=0.0)
         load.start_task(partial(self._start_in_turn, load, perform)).add_done_callback(
@@ -190,10 +189,10 @@ class Loader:
         return await self._perform_and_record(load, perform)
 
     def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, LoadPerformer]:
-        """Check `request`, as far as that is possible without the peer. Return its load and the function to perform it.
+        """Check `request` as far as possible without the peer. Return its load and the function that performs it.
 
-        `waited_s`: seconds that the request has waited already; they count towards the load's deadline. A request that
-        is not accepted is counted, and its error is raised.
+        `waited_s`: seconds that the request has waited, which count towards the load's deadline. If the request is not
+        accepted, count it and raise its error.
         """
         cache, config = self._cache, self._config
         try:
@@ -227,9 +226,10 @@ class Loader:
         return load, perform
 
     def _parse_tickets(self, given: GivenTicket | Sequence[GivenTicket], what: str) -> list[Ticket]:
-        """Parse the ticket or tickets of a request. Return a list of tickets, at least one.
+        """Parse the ticket or tickets of a request. Return a list of at least one ticket.
 
-        RequestError if a ticket is invalid, if there are too many, or if they are for different prompts.
+        RequestError if a ticket is invalid, if there are too many, or if they are for different prompts. `what` names
+        the request in errors.
         """
         several: Sequence[Any] | None = (given,)
         if isinstance(given, list | tuple):
@@ -249,7 +249,7 @@ class Loader:
         return tickets
 
     def _set_deadline_timer(self, when_s: float) -> None:
-        """Set the timer that ends overdue loads to `when_s`; infinity stops the timer. One timer serves all loads."""
+        """Set the timer that cancels all loads past their deadline to `when_s`; infinity stops the timer."""
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         self._deadline_timer, self._deadline_timer_s = None, when_s
@@ -310,8 +310,8 @@ class Loader:
     def _note_never_read(self, engine_id: str, why: str) -> None:
         """Count a failed load, unless a load has read from that engine before. At `NEVER_READ_AT`, log a warning.
 
-        If all loads from an engine fail, prompts take long. A router that sends the requests elsewhere hides the
-        errors, so nothing but this warning shows the reason.
+        If all loads from an engine fail, prompts take long, and a router that sends the requests elsewhere hides the
+        errors. Only this warning shows the reason.
         """
         if self._cache.peers.has_delivered(engine_id):
             self._never_read.pop(engine_id, None)
@@ -334,7 +334,7 @@ class Loader:
             task.exception()  # mark it as retrieved: it is logged, and awaiting the load raises it
 
     def _overdue_error(self, load: Load) -> KVFlowError:
-        """Return the error of a load that ran out of time, or has to end because the loader or the transport ended."""
+        """Return the error of a load that ran out of time, or that ends because the loader or the transport ended."""
         phase, lost = load.current_phase, load.flight.loss_error if load.flight is not None else None
         if isinstance(lost, RuntimeBroken):
             return lost
@@ -363,8 +363,8 @@ class Loader:
     ) -> None:
         """Set a load's outcome, count it, report it to the observers, and drop the load from the open loads.
 
-        `result`: what awaiting the load returns or raises. `counted`: name of the count to increase. `outcome` and
-        `error`: texts for the record.
+        `result`: what awaiting the load returns or raises. `counted`: the count to increase. `outcome` and `error`:
+        texts for the observers' record.
         """
         load.set_outcome(result)
         if load.lease_questions is not None:

@@ -1,11 +1,9 @@
 """Plan a load: check that the request fits its offer, and decide which offered block goes to which local block. Pure.
 
-The input is tables of block ids; the result is chunks of tokens.
-
 Every rank of an engine holds the same prompt in the same blocks. So blocks are matched once for each pair of a local
-and a remote group of layers. Then the block ids of each rank are filled in. All block ids from outside are checked
-against the registered caches before they are used (invariant I8). A load of a few whole blocks from one rank is not
-planned here: `steps` has a faster planner for it.
+and a remote group of layers, as chunks of tokens (`Chunks`), and then the block ids of each rank are filled in. All
+block ids from outside are checked against the registered caches before they are used (invariant I8). `steps` has a
+faster planner for a few whole blocks from one rank.
 """
 
 from __future__ import annotations
@@ -27,23 +25,18 @@ from kvflow.runtime.load.requests import LoadRequest
 from kvflow.runtime.peers.peer import Source
 
 MatchedChunks: TypeAlias = Mapping[tuple[int, int], tuple[Chunks, ...]]
-"""Chunks to read, by the indexes (local group, remote group). Their `remote_ids` are not block ids yet, but positions
-in the offered block table of the group, which are the same for all ranks."""
+"""Chunks to read, by the indexes (local group, remote group). Their `remote_ids` are positions in the offered block
+table, which are the same for all ranks, not block ids yet."""
 
 
 class Plan(NamedTuple):
     """The ranks, tokens and blocks that a load reads. `plan_load` also sets the `chunks` and `tables` of `sources`."""
 
     sources: Sequence[Source]
-    """The ranks that are read from."""
     matched: MatchedChunks
     tokens: int
-    """Number of tokens that are read."""
     block_pairs: Sequence[tuple[int, int]] = ()
-    """Pairs (remote block id, local block id) of a load of a few blocks, which has no `matched` and no chunks.
-
-    Empty for all other loads.
-    """
+    """Pairs (remote block id, local block id) of a load of a few blocks, which has no `matched`; else empty."""
 
 
 def plan_load(
@@ -130,7 +123,7 @@ def check_against_ticket(
     """Check a request against the offer of `ticket`, as far as the offer is known. `tables`: the local blocks by group.
 
     PromptMismatch if the offer is for another prompt or number of tokens. RequestError if the local blocks do not fit
-    exactly the offered tokens, or go beyond the prompt.
+    the offered tokens exactly, or go beyond the prompt.
     """
     what = f"request {request.request_id!r}"
     if not ticket.awaited:
@@ -148,9 +141,9 @@ def check_awaited_offer(
 ) -> None:
     """Check a request against an offer for which the load has waited; `ticket` is the ticket of that offer.
 
-    Checks nothing if the request has neither `prompt` nor `num_tokens`. PromptMismatch if the offer is for another
-    prompt or number of tokens. If the local blocks do not end with the offered tokens: PromptMismatch if the request
-    has a prompt, else RequestError.
+    Do nothing if the request has neither `prompt` nor `num_tokens`. PromptMismatch if the offer is for another prompt
+    or number of tokens. If the local blocks do not end with the offered tokens: PromptMismatch if the request has a
+    prompt, else RequestError.
     """
     if request.prompt is not None or request.num_tokens is not None:
         _check_offer(ticket, request)
@@ -166,7 +159,7 @@ def check_blocks_fit(
 ) -> None:
     """Raise `kind` unless the local blocks, `tables`, are exactly those for the offered tokens that are not cached.
 
-    Checks nothing if the offer has no blocks.
+    Do nothing if the offer has no blocks.
     """
     if not ticket.has_blocks:
         return  # nothing is read

@@ -35,17 +35,17 @@ class LoadRequest:
     """Request to fill `block_ids`, in prompt order, from the blocks that `ticket` offers.
 
     `block_ids` begin with the block of token `cached_tokens` and end with the block of the last offered token
-    (`Ticket.offered_tokens`). If they do not, RequestError names both numbers. Without blocks (everything was cached)
-    nothing is read, and the producer is notified at once. If the offer has no blocks, nothing is read either, and
+    (`Ticket.offered_tokens`). If they do not, RequestError names both numbers. If there are none (everything was
+    cached), nothing is read, and the producer is notified. If the offer has no blocks, nothing is read either, and
     `LoadReport.tokens` is 0.
 
-    For a cache of several groups, `block_ids` are a list for each group, in order, or a dict by the groups' names. A
-    window's blocks end with the block of the last offered token, and a state's slot is for that token; either may be
-    left out.
+    For a cache of several groups, `block_ids` is a list for each group, in order, or a dict by group name. A window's
+    blocks end with the block of the last offered token, and a state's slot is for that token; either may be left out.
 
-    `ticket` is a Ticket or its dict, or a list of several for one prompt, the best first: if a producer fails or has
-    ended, the load reads from the next one. `deadline_s` covers every phase and defaults to Config.load_deadline_s.
-    Where loads have to wait for each other, a smaller `priority` goes first; loads of equal priority take turns.
+    `ticket` is a Ticket or its dict, or a list of several for one prompt, the best first: if a producer fails or its
+    lease has ended, the load reads from the next one. `deadline_s` covers every phase; None means
+    Config.load_deadline_s. Where loads have to wait for each other, a smaller `priority` goes first; loads of equal
+    priority take turns.
     """
 
     request_id: str
@@ -54,18 +54,18 @@ class LoadRequest:
     deadline_s: Seconds | None = None
     priority: int = 0
     prompt: Sequence[int] | None = None
-    """Token ids of the prompt. PromptMismatch if the ticket is for another prompt, as far as its producer has said."""
+    """Token ids of the prompt. PromptMismatch if the ticket is known to be for another prompt."""
     after: GivenEvent = None
     """Device event after which the device no longer uses the local blocks, such as a CUDA event recorded after the last
     step that used them. No byte lands before the event. **Without an event, the device must no longer use the blocks
     when the load is requested.**"""
     verify: bool | None = None
-    """Whether to compare the bytes with the producer's by checksums. True fails the load where that is not possible,
-    False never compares, None leaves it to Config.verify_share."""
+    """Whether to compare the bytes with the producer's by checksums. True: fail the load if that is not possible.
+    False: never compare. None: Config.verify_share decides."""
     num_tokens: Count | None = None
-    """Number of tokens that the offer must have, for callers that allocate blocks before they know the offer, as
-    with a pending ticket. PromptMismatch, before anything is read, if the offer has another number. Required if a group
-    with a sliding window has smaller blocks than all full-attention groups, unless `prompt` has as many tokens."""
+    """Number of tokens that the offer must have, for callers that allocate blocks before they know the offer, as with a
+    pending ticket. PromptMismatch, before anything is read, if the offer has another number. Required if a group with a
+    sliding window has smaller blocks than all full-attention groups, unless `prompt` has as many tokens."""
     keep_offer: bool = False
     """True: do not notify the producer at the end, because other requests will read the same offer. Call
     `Runtime.release_blocks` after the last request; `Runtime.keep_leases` keeps the blocks until then."""
@@ -93,7 +93,7 @@ class Verification(enum.StrEnum):
     """Outcome of comparing a load's bytes with the producer's bytes."""
 
     OFF = "off"
-    """The bytes were not to be compared."""
+    """No comparison was wanted."""
     VERIFIED = "verified"
     """The bytes are equal."""
     REPAIRED = "repaired"
@@ -101,15 +101,15 @@ class Verification(enum.StrEnum):
     MISMATCH = "mismatch"
     """The bytes differ: the load has failed."""
     UNVERIFIED = "unverified"
-    """The bytes could not be compared: the producer or this rank could not compute digests, at least not now."""
+    """The bytes could not be compared: the producer or this rank could not compute digests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """Result of one load that has succeeded.
 
-    `seconds` has an entry for each phase; their sum is `total_s`. A load that was verified also has "verify", and a
-    load that had to wait for its producer to compute more of the prompt also has "compute".
+    `seconds` has an entry for each phase; their sum is `total_s`. A verified load also has "verify", and a load that
+    waited for its producer to compute more of the prompt also has "compute".
     """
 
     request_id: str
@@ -125,13 +125,13 @@ class LoadReport:
     seconds: Mapping[str, float]
     verification: Verification = Verification.OFF
     freshness: str = "seal"
-    """Proof that the bytes are fresh. "seal": by the seal of each producer's lease. "deadline": the read ended before a
-    computed time until which the producer holds the blocks, for an engine that keeps no seals (`kvflow.stock`)."""
+    """Proof that the bytes are fresh. "seal": the seal of each producer's lease. "deadline": the read ended before the
+    time until which the producer surely holds the blocks, for an engine that keeps no seals (`kvflow.stock`)."""
     payload: builtins.bytes = b""
     """Extra bytes that the producer gave to `Lease.complete`; empty if the lease promised no payload."""
     attempts: Sequence[Attempt] = ()
-    """Producers of a load with several tickets or with `again`, in the order in which they were read. The last one has
-    delivered the whole load."""
+    """Outcomes of all attempts of a load with several tickets or with `again`, in order. The last attempt delivered the
+    whole load."""
 
     @property
     def verified(self) -> bool:
@@ -155,7 +155,7 @@ class Progress:
 
 
 class InFlight(NamedTuple):
-    """Size of the reads in flight: their bytes, their descriptors and their number."""
+    """Size of the reads in flight: bytes, descriptors and number of reads."""
 
     bytes: int
     descriptors: int
@@ -178,11 +178,11 @@ class LoadingStatistics:
     waiting_loads: int
     """Open loads that wait because other loads already read from Limits.source_ranks_max ranks in total."""
     waiting_reads: int
-    """Reads that wait for room within the bounds of Config (`in_flight_bytes_max` and others)."""
+    """Reads that wait for a permit, because of the limits of Config (`in_flight_bytes_max` and others)."""
     in_flight: InFlight
     """Reads that are posted and have not stopped, including reads into quarantined blocks."""
     peers: Mapping[str, PeerLoad]
-    """Reads in flight and waiting reads, for each rank with any, by the name of the rank's NIXL agent."""
+    """Reads in flight and waiting reads of each rank, by the name of the rank's NIXL agent."""
     quarantines: int
     """Loads that have ended while bytes may still land in their blocks."""
     succeeded: int
@@ -194,13 +194,13 @@ class LoadingStatistics:
     renewals: int
     """Renewals of leases, for loads under way and by `keep_leases`."""
     sources_left: int = 0
-    """Number of times that a load went on with another producer because one had failed."""
+    """Number of times that a load went on with another producer after a failure."""
     never_read: int = 0
-    """Number of engines from which at least three loads have failed and none has ever succeeded."""
+    """Number of engines from which no load has ever succeeded and at least three have failed."""
     verified: int = 0
     """Verified loads with bytes that were equal after the first read."""
     repaired: int = 0
-    """Verified loads with bytes that differed at first, and were equal after a second read."""
+    """Verified loads with bytes that differed after the first read, and were equal after the second."""
     mismatch: int = 0
     """Loads that failed after a comparison had found bytes that differ."""
     unverified: int = 0

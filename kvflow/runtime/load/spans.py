@@ -1,7 +1,6 @@
 """Span queues: the blocks of one group of layers, read span after span, for loads through buffers or of growing leases.
 
-A span is a range of consecutive tokens of the prompt. Spans are taken in prompt order. A span ends at the latest at the
-last token that can be read when the span is taken.
+A span is a range of consecutive tokens of the prompt. Spans are taken in prompt order.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ class SourcePart(NamedTuple):
     block_map: BlockMap
     chunks: Sequence[Chunks]
     scratch_bytes: int = 0
-    """Bytes of scratch memory that one remote block takes; 0 if remote blocks are read without scratch memory."""
+    """Bytes of scratch memory that one remote block takes; 0 if the blocks are read without scratch memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptSpan:
     """Consecutive local blocks of one group of layers, which a load fills in one step.
 
-    The blocks hold the tokens from position `start_token` to before `stop_token`. In the first and the last block of a
-    load only some of these tokens may be written.
+    They hold the tokens from position `start_token` to before `stop_token`; of a load's first and last block only some
+    tokens may be written.
     """
 
     queue: SpanQueue
@@ -50,21 +49,21 @@ class PromptSpan:
         return sorted({at % len(self.local_ids) for at, partly in ends.items() if partly})
 
     def chunks_of(self, part: SourcePart) -> Iterator[Chunks]:
-        """Yield the chunks of `part` with tokens in the span."""
+        """Yield the chunks of `part`, cut to the tokens of this span."""
         size = part.block_map.chunk_tokens
         for some in part.chunks:
             yield some.between(self.start_token // size, -(-self.stop_token // size))
 
 
 STOP_TOKEN = attrgetter("stop_token")
-"""Sort key of a span, the position after its last token. It merges the spans of several queues in prompt order."""
+"""Sort key of a span: the position after its last token. Merges the spans of several queues in prompt order."""
 
 
 class SpanQueue:
     """The blocks of one group of layers, which a load reads in prompt order, span after span, from one rank or several.
 
-    A span consists of whole units. A unit is a local block. If remote blocks are read whole, into scratch memory, a
-    unit is the smallest number of tokens that fills whole local and whole remote blocks.
+    A span consists of whole units. A unit is a local block; if remote blocks are read whole, into scratch memory, it is
+    the smallest number of tokens that fills whole local and whole remote blocks.
     """
 
     def __init__(
@@ -77,13 +76,10 @@ class SpanQueue:
     ) -> None:
         """Make a queue with all spans still to take.
 
-        Args:
-            parts: the chunks to read, by rank and layer set.
-            staging: the host blocks through which the group is read; None without host staging.
-            local_ids: ids of the local blocks; the last block holds the last token.
-            span_bytes_max: largest size of a span in bytes, so that one turn of the event loop stays short.
-            slot_bytes: size of a scratch buffer. If two units (a span and its tail) do not fit in a scratch buffer, or
-                one unit does not fit in the host blocks, no remote block is read whole.
+        `parts`: the chunks to read, by rank and layer set. `staging`: the host blocks through which the group is read,
+        if any. `local_ids`: the last of these blocks holds the last token. `span_bytes_max`: bound that keeps one turn
+        of the event loop short. `slot_bytes`: size of a scratch buffer. If two units do not fit in a scratch buffer, or
+        one unit does not fit in the host blocks, no remote block is read whole.
         """
         host_blocks = None if staging is None else staging.pool.size
         size = self._local_tokens = parts[0].block_map.local.block.tokens
@@ -111,17 +107,16 @@ class SpanQueue:
                 for some in part.chunks
             ),
         )
-        """Range of the positions in the prompt of all tokens that the spans read."""
+        """Positions in the prompt of all tokens that the spans read."""
         self._end = -(-self.tokens.stop // size) * size
         """Position in the prompt after the end of the last local block."""
         self._next_token = self.landed_upto = self.tokens.start // size * size
         """`_next_token`: position after all taken spans. `landed_upto`: position up to which all spans have landed."""
         self._landed: dict[int, int] = {}
-        """Spans that have landed although an earlier span of the prompt has not: `stop_token` by `start_token`."""
+        """Spans that have landed although an earlier span has not: `stop_token` by `start_token`."""
 
     @property
     def done(self) -> bool:
-        """True when all spans are taken."""
         return self._next_token >= self._end
 
     @property
@@ -138,18 +133,18 @@ class SpanQueue:
         return tokens * self._unit_bytes // self._unit
 
     def readable_bytes(self, readable_tokens: int) -> int:
-        """Return how many bytes the spans have in total that `take_spans(readable_tokens)` would return."""
+        """Return the size in bytes of the spans that `take_spans(readable_tokens)` would take."""
         return self.size_bytes(max(self._span_stop(readable_tokens) - self._next_token, 0))
 
     def take_spans(self, readable_tokens: int) -> Iterator[PromptSpan]:
-        """Take and return the next spans, up to the last whole unit of the prompt's first `readable_tokens` tokens.
+        """Take and return the next spans, up to the last whole unit within the first `readable_tokens` tokens.
 
-        A span is returned only once, by the first call that takes it.
+        No span is returned twice.
         """
         return self._take_until(max(self._span_stop(readable_tokens), self._next_token))
 
     def take_rest(self) -> Iterator[PromptSpan]:
-        """Take and return all spans that are left."""
+        """Take all spans that are left, and return them."""
         return self._take_until(self._end)
 
     def note_landed(self, span: PromptSpan) -> None:
@@ -161,7 +156,7 @@ class SpanQueue:
     def _span_stop(self, readable_tokens: int) -> int:
         """Return the position up to which spans may be taken when the first `readable_tokens` tokens are readable.
 
-        That is the end of the last whole unit, or the end of the queue if all of its tokens are readable.
+        That is the end of the last whole unit, or of the queue if all of its tokens are readable.
         """
         return self._end if readable_tokens >= self.tokens.stop else readable_tokens // self._unit * self._unit
 
@@ -195,23 +190,17 @@ class SpanPlanner(Protocol):
     def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
         """Return a queue for each pair of a group of layers and a rank. Ranks that fill the same buffer share a queue.
 
-        Args:
-            sources: the ranks to read from.
-            tables: the local blocks of each group.
+        `tables`: the local blocks of each group.
         """
         ...
 
     async def copy_group(self, span: PromptSpan) -> CopyGroup:
-        """Wait for the buffers that `span` needs, take them, and return the reads and the copy of the span.
-
-        Args:
-            span: a span that was taken from its queue.
-        """
+        """Wait for the buffers that `span` needs, take them, and return the reads and the copy of the span."""
         ...
 
 
 def parts_by_group(parts: Sequence[SourcePart]) -> list[tuple[int, list[SourcePart]]]:
-    """Collect `parts` by the local group of layers that they fill. Return (group index, parts), sorted by index."""
+    """Group `parts` by the local group of layers that they fill. Return (group index, parts), sorted by index."""
     found: dict[int, list[SourcePart]] = {}
     for part in parts:
         found.setdefault(part.block_map.local_group, []).append(part)
@@ -219,7 +208,7 @@ def parts_by_group(parts: Sequence[SourcePart]) -> list[tuple[int, list[SourcePa
 
 
 def parts_by_source(parts: Sequence[SourcePart]) -> Iterable[list[SourcePart]]:
-    """Collect `parts` by the rank that they are read from. Return one list of parts for each rank."""
+    """Group `parts` by the rank that they are read from. Return one list of parts for each rank."""
     found: dict[Source, list[SourcePart]] = {}
     for part in parts:
         found.setdefault(part.source, []).append(part)

@@ -1,7 +1,7 @@
 """The steps of a load with a known offer: connect to its ranks, plan, claim, read, check the proofs, notify the ranks.
 
-`perform` calls them. Options are chosen once, after the plan: a growing lease, a promised payload, buffers, a
-comparison with the producer's bytes. Most loads are read straight into the cache (`read_directly`).
+Options are chosen once, after the plan: a growing lease, a promised payload, buffers, a comparison with the producer's
+bytes. Most loads are read straight into the cache (`read_directly`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from kvflow.runtime.assembly import RegisteredCache
 
 ReadBlocks: TypeAlias = Callable[[Load, Flight, Plan], Awaitable[bool]]
-"""A function that reads a load's blocks: directly, through buffers, while they are computed, or with a comparison of
-digests. Awaiting its result gives True if the leases covered the whole read (`Flight.read_all`)."""
+"""Function that reads a load's blocks: directly, through buffers, while they are computed, or with a comparison of
+digests. Awaiting its result gives True if the leases covered the whole read."""
 
 _LEASE_ENDED = "the lease has ended (expired, revoked, or read by all its readers): compute the prompt again"
 _PAST_DEADLINE = "the read ended later than the producer surely holds the blocks: compute the prompt again"
@@ -85,10 +85,7 @@ async def perform(cache: RegisteredCache, load: Load) -> LoadReport:
 
 
 async def _perform_empty(cache: RegisteredCache, load: Load) -> LoadReport:
-    """Perform a load that reads no block: wait for the payload (extra bytes), if promised, then notify the producer.
-
-    If the producer cannot be notified, its lease expires, so nothing is lost.
-    """
+    """Perform a load that reads no block: wait for the payload (extra bytes), if promised, then notify the producer."""
     ticket = load.ticket
     if ticket.offers_nothing:
         return load.report()  # an empty offer: its leases have ended already
@@ -116,7 +113,7 @@ def _plan(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> Plan
 
 
 def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None:
-    """Return the plan of a small load: a few whole blocks from one rank, in one slice. Return None for other loads."""
+    """Return the plan of a small load: a few whole blocks from one rank, in one slice. None for other loads."""
     connection, lease, ticket, count = source.connection, source.lease, load.ticket, len(load.entries)
     limits, pairs = cache.config.limits, connection.region_map
     if pairs is None or count > FEW_BLOCKS or source.proof.grows or ticket.extends or lease.payload:
@@ -133,8 +130,8 @@ def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None
 async def _wait_for_admission(cache: RegisteredCache, load: Load) -> None:
     """Wait for the request's device event `after`, then for a free slot in host memory for the seal of each rank.
 
-    Overloaded if too many loads wait for such slots already. RequestError if the load reads from more ranks than there
-    may be slots. The connections are held during the wait, so none is removed before this load uses it.
+    Overloaded if too many loads wait for slots already. RequestError if the load reads from more ranks than there may
+    be slots. The connections are held during the wait, so none is removed before this load uses it.
     """
     request, slots, waiting_max = load.request, cache.resources.seal_slots, cache.config.loads_waiting_max
     ranks, ranks_max = len(load.sources), cache.config.limits.source_ranks_max
@@ -162,8 +159,7 @@ async def _wait_for_admission(cache: RegisteredCache, load: Load) -> None:
 def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
     """Choose how to read the load's blocks, and begin to read. Return an awaitable for the result.
 
-    The blocks are read at once or while they are computed, through buffers or not, with or without a comparison of
-    digests. The result is True if the leases covered the whole read.
+    The result is True if the leases covered the whole read.
     """
     ticket, verify = load.ticket, load.request.verify
     if plan.block_pairs:
@@ -197,7 +193,7 @@ def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, source
 async def _notify_and_report(cache: RegisteredCache, load: Load, sources: Sequence[Source]) -> LoadReport:
     """Wait for the payload, if one was promised. Then notify every rank with a lease, and return the load's report.
 
-    If other loads are to read the same offer (`LoadRequest.keep_offer`), no rank is notified.
+    With `LoadRequest.keep_offer` no rank is notified, since other loads are to read the same offer.
     """
     if load.lease_questions is not None:
         tokens = counted(load.tokens, "token")
@@ -214,9 +210,9 @@ async def _notify_and_report(cache: RegisteredCache, load: Load, sources: Sequen
 
 
 def _stale_error(load: Load) -> LoadError:
-    """Return the error of a load that read from a lease that had ended too early to prove the read fresh.
+    """Return the error of a load whose lease ended too early to prove the read fresh.
 
-    That is PrefillFailed if the prompt could not be computed, else LeaseExpired.
+    It is PrefillFailed if the prompt could not be computed, else LeaseExpired.
     """
     if load.freshness == "deadline":
         return load.failure(LeaseExpired, _PAST_DEADLINE)
@@ -248,7 +244,7 @@ def _verify_by_chance(cache: RegisteredCache) -> bool:
 
 
 def _reads_directly(cache: RegisteredCache, connection: Connection) -> bool:
-    """Return whether all reads over `connection` go straight into the cache. Computed once, and kept there."""
+    """Return whether all reads over `connection` go straight into the cache. Computed once per connection."""
     if connection.reads_directly is None:
         pieces = any(may_use_scratch(cache, one) for one in connection.block_maps)
         connection.reads_directly = not pieces and not cache.memory.staging
@@ -262,7 +258,7 @@ def may_use_scratch(cache: RegisteredCache, block_map: BlockMap) -> bool:
     """Return whether a peer's blocks may be read into scratch memory first, and then copied into the cache.
 
     True if a block would otherwise be read in several pieces, or if Config.scratch is "always". False for opaque
-    blocks, and if scratch memory is off.
+    blocks, or if scratch memory is off.
     """
     if block_map.opaque or not cache.scratch:
         return False
@@ -271,9 +267,9 @@ def may_use_scratch(cache: RegisteredCache, block_map: BlockMap) -> bool:
 
 
 def read_directly(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
-    """Read the whole load straight into the cache; all of its blocks are computed. Return an awaitable.
+    """Read the whole load straight into the cache; all of its blocks are computed.
 
-    The result is True if the leases covered the whole read.
+    Return an awaitable of True if the leases covered the whole read.
     """
     return flight.read_all(direct_reads(cache, plan.sources, flight.seal_piece))
 
@@ -283,7 +279,8 @@ def direct_reads(
 ) -> Iterator[Read]:
     """Yield the reads of all `sources`, one of each rank in turn, so that all ranks are busy.
 
-    With `seal_piece_of`, the first read from each rank also fetches the rank's seal, if it has to be fetched.
+    With `seal_piece_of`, the first read from each rank also fetches the rank's seal, unless a read has fetched it
+    already.
     """
     if len(sources) == 1:
         yield from reads_of_chunks(cache, sources[0], sources[0].chunks, seal_piece_of)
@@ -305,7 +302,7 @@ def reads_of_chunks(
 ) -> Iterator[Read]:
     """Yield the reads of `chunks` from the rank `source`, each within the limits of a slice.
 
-    With `seal_piece_of`, the first read also fetches the rank's seal, if it has to be fetched.
+    With `seal_piece_of`, the first read also fetches the rank's seal, unless a read has fetched it already.
     """
     limits, head = cache.config.limits, None
     if seal_piece_of is not None and source.connection.carries_seals and not source.proof.fetch_posted:
