@@ -1,15 +1,14 @@
 """CachedPrompts: with each step, an engine's scheduler reports to the workers which blocks hold which prompts.
 
-Once a step has computed tokens in a block, the block holds them until the engine's block pool reuses the block for
-other contents. In between, the engine's prefix cache may free the block and find it again any number of times. The
-workers get a report when a block is filled and when it is reused. So each worker knows which prompts its memory holds,
-and answers peers' questions by itself: no question reaches the scheduler, an idle engine answers like a busy one, and
-no peer takes blocks from the engine's pool.
+Once a step has computed tokens in a block, the block holds them until the engine's block pool reuses it. In between,
+the engine's prefix cache may free the block and find it again any number of times. Since the workers get a report when
+a block is filled and when it is reused, they answer peers' questions by themselves: no question reaches the scheduler,
+an idle engine answers like a busy one, and no peer takes blocks from the engine's pool.
 
-The engine's block pool has to offer `watch`, a function that takes the ids of blocks that are in use. When the pool
-reuses a watched block, it calls `note_reused` once, before the step that will write the block is sent to the workers.
-The block may not have been reported by then, because blocks filled by a request's answer are reported with the step
-after the request's end. Such blocks are left out of the report.
+The block pool has to offer `watch`, a function that takes block ids. When the pool reuses a watched block, it calls
+`note_reused` once, before the step that writes the block goes to the workers. A block may be reused before it was
+reported, because blocks of a request's answer are reported with the step after the request's end. Such blocks are left
+out of the report.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from kvflow.connector.step import NO_BLOCK, CachedBlocks, Step
 __all__ = ["CachedPrompts", "GroupTablesOf"]
 
 GroupTablesOf: TypeAlias = Callable[[str], Sequence[Sequence[int]]]
-"""Function that takes a request id and returns the request's block tables: a list with one table for each group of
-layers, even if there is only one group."""
+"""Function that takes a request id and returns its block tables: always a list with one table for each group of
+layers."""
 
 
 @dataclass(slots=True)
@@ -35,15 +34,15 @@ class _Prompt:
     keys: Sequence[bytes]
     """For each full block of the prompt, in order: the key of the prompt's prefix that ends with that block."""
     reported: int = 0
-    """Number of blocks, from the beginning of the prompt, that have been reported to the workers."""
+    """Number of blocks, from the beginning of the prompt, that the workers know."""
 
 
 class CachedPrompts:
     """Reports to an engine's workers which blocks hold which prompts, for the workers to share with peers.
 
-    `block_tokens` is the number of tokens in a block, the same in all groups. `watch` is a function of the engine's
-    block pool: for each of the given block ids, the pool calls `note_reused` once it reuses the block. `null_block` is
-    the id in a block table that means that the group needs no block there.
+    A block has `block_tokens` tokens in all groups. `watch` is a function of the engine's block pool: for each given
+    block id, the pool calls `note_reused` once it reuses the block. `null_block` is the id that block tables have where
+    the group needs no block.
     """
 
     def __init__(
@@ -57,8 +56,8 @@ class CachedPrompts:
         """Prefix key of the tokens in each block, by block id, as the workers will know after the next step."""
         self._reused: list[int] = []
         self._cached_blocks: list[CachedBlocks] = []
-        """Blocks of requests that have ended since the last step, for the next step's report. The pool may have reused
-        some of these blocks."""
+        """Blocks of requests that have ended since the last step, for the next report. The pool may have reused
+        some."""
 
     def __repr__(self) -> str:
         blocks, requests = counted(len(self._key_of), "block"), counted(len(self._prompts), "request")
@@ -66,7 +65,7 @@ class CachedPrompts:
 
     @property
     def must_report(self) -> bool:
-        """True if reused blocks have to be reported to the workers, which then need a step even without requests."""
+        """True if the workers must get a report of reused blocks, even in a step without requests."""
         return bool(self._reused)
 
     def add(self, request_id: str, keys: Sequence[bytes]) -> None:
@@ -75,17 +74,17 @@ class CachedPrompts:
             self._prompts[request_id] = _Prompt(keys)
 
     def note_reused(self, block_id: int) -> None:
-        """Record, for the next report, that the engine's pool reuses a watched block for other contents."""
+        """Record, for the next report, that the engine's pool reuses a watched block."""
         if self._key_of.pop(block_id, None) is not None:
             self._reused.append(block_id)
 
     def build_step(
         self, step: Step, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
-        """Set in `step` the blocks that are reused and the blocks that this step fills with tokens of prompts.
+        """Set in `step` the reused blocks and the blocks that this step fills with tokens of prompts.
 
-        `scheduled` has the total of computed tokens of each request once the step has run. `preempted` are the ids of
-        requests that have lost their blocks, and `block_ids` returns a request's block tables.
+        `scheduled` has each request's total of computed tokens after the step. `preempted` are the ids of requests that
+        have lost their blocks, and `block_ids` returns a request's block tables.
         """
         for request_id in preempted:
             if request_id in self._prompts:
@@ -106,11 +105,11 @@ class CachedPrompts:
     def finish(
         self, request_id: str, *, keys: Callable[[], Sequence[bytes]], computed: int, block_ids: Sequence[Sequence[int]]
     ) -> None:
-        """Add the full blocks of a request that has ended, of its prompt and its answer, to the next report.
+        """Add the full blocks of an ended request, of its prompt and its answer, to the next report.
 
-        Blocks of the answer help requests that continue the conversation. `computed` is the request's number of
-        computed tokens, with those of the answer. `keys` returns the prefix key of each of its full blocks, in order.
-        `block_ids` are the request's block tables, which the request still has.
+        Blocks of the answer help requests that continue the conversation. `computed` counts the request's computed
+        tokens, answer included. `keys` returns the prefix key of each full block, in order. `block_ids` are the
+        request's block tables.
         """
         prompt = self._prompts.pop(request_id, None)
         full = computed // self._block_tokens
@@ -120,8 +119,8 @@ class CachedPrompts:
     def _newly_cached(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[CachedBlocks]:
         """Return a list with one report of the blocks at the indexes `span` of a request's block tables.
 
-        `keys` has the prefix key for each index. Blocks at the beginning of `span` that the workers know already are
-        left out. If that leaves no block, return an empty list.
+        `keys` has the prefix key for each index. Leading blocks that the workers already know are left out. If no block
+        remains, return an empty list.
         """
         rows = [tuple(self._block_at(table, at) for table in tables) for at in span]
         known = (
@@ -143,10 +142,7 @@ class CachedPrompts:
         ]
 
     def _without_reused(self, cached_blocks: CachedBlocks) -> CachedBlocks | None:
-        """Return `cached_blocks` with `NO_BLOCK` in place of each block that the pool has reused by now.
-
-        Return None if all blocks were reused.
-        """
+        """Return `cached_blocks` with `NO_BLOCK` for each block that the pool has reused since; None if none is left."""
         key_of, keys = self._key_of, cached_blocks.keys
         tables = tuple(
             tuple(one if key_of.get(one) == key else NO_BLOCK for key, one in zip(keys, table, strict=True))

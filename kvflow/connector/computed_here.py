@@ -1,7 +1,6 @@
-"""Counts and logs requests that this engine computes locally although they have a ticket, by reason.
+"""Counts and logs, by reason, requests that have a ticket but are computed locally.
 
-Each of these requests gets a correct answer. Without the log, nobody would notice that a prefill engine computes
-prompts in vain.
+Their answers are correct, so without the log nobody would notice that a prefill engine computes prompts in vain.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ _LOG_PERIOD_S = 60.0
 
 
 class ComputedHere(Counter[str]):
-    """Numbers of requests that are computed locally although they have a ticket, by reason, since the last log line.
+    """Number of requests with a ticket that were computed locally since the last log line, by reason.
 
-    The reason is a text that completes "because ...".
+    A reason is a text that follows "because".
     """
 
     _logged_s = -_LOG_PERIOD_S

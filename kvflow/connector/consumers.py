@@ -1,14 +1,13 @@
 """Requests that load their prompts: with a router's tickets, or with a prefix that peers offer.
 
-First a request is added. Then the engine asks how many tokens of the request can be loaded (`match`). Then the engine
-gives blocks to the request, which waits for its load or goes on without one. As long as the request has no blocks, the
-leases of its tickets are kept open (`Step.keep`). In every case the producers are notified once when no request needs
-the tickets: by a `Release`, or by the load.
+A request is added, then the engine asks how many of its tokens can be loaded (`match`), and then gives it blocks. The
+request waits for its load, or goes on without a load. Until it has blocks, the leases of its tickets are kept open
+(`Step.keep`). The producers are always notified, once no request needs the tickets: by a `Release`, or by the load.
 
-A ticket is used once: by one request, or by several samples of one prompt that share the ticket. The load of the first
-sample serves all samples. The others wait for that load, find part of the prompt in the engine's prefix cache, and each
-load the rest. If the first sample is aborted, the next sample takes its place. Once a sample has read the offer, or has
-tried to, no sample waits. The last sample that needs the ticket notifies the producer.
+A ticket is used by one request, or by several samples of one prompt. The first sample's load serves all samples: the
+others wait for it, find part of the prompt in the engine's prefix cache, and each load the rest. If the first sample is
+aborted, the next takes its place. Once a sample has read the offer, or has tried to, no sample waits. The last sample
+that needs the ticket notifies the producer.
 """
 
 from __future__ import annotations
@@ -40,21 +39,18 @@ _USED_TICKETS_MAX = 1 << 14
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Consumer:
-    """A request that may load its prompt."""
-
     request_id: str
     tickets: tuple[Ticket, ...]
-    """Tickets for the request's prompt; the load tries the first, and each further one if those before have failed."""
+    """Tickets for the request's prompt. The load tries the first; if a read fails, it tries the next."""
     use: _TicketUse
     offered_tokens: int = 0
-    """Number of prompt tokens that can be loaded; 0 if the first ticket offers no blocks, or more tokens than the
-    request can load."""
+    """Number of prompt tokens that can be loaded. 0 if the first ticket offers no blocks, or too many tokens."""
     prompt: Sequence[int] | None = None
-    """The prompt's token ids, if the load has to compare them with the producer's prompt: a pending ticket does not say
-    which prompt it is for. None if no ticket is pending, or if the engine does not know the token ids."""
+    """The prompt's token ids, if a ticket is pending and the engine knows the ids; else None. A pending ticket does not
+    say which prompt it is for, so the load compares prompts."""
     refusal: PromptMismatch | None = None
-    """Error with which the request must fail, or None. If there is an error, no ticket of the request may be used, and
-    the prompt must not be computed locally."""
+    """Error with which the request must fail, without using its tickets and without computing the prompt locally; or
+    None."""
     state: ConsumerState = ConsumerState.EXPECTED
 
     @property
@@ -67,25 +63,25 @@ class _TicketUse:
     """All requests of this engine that use one ticket."""
 
     shared: bool
-    """True if several requests, samples of one prompt, may have the ticket."""
+    """True if the ticket may be shared by several samples of one prompt."""
     readers: list[_Consumer] = field(default_factory=list)
-    """Requests that may still load the blocks that the ticket offers, or are loading them, in order of arrival."""
+    """Requests that are loading the offered blocks, or may still load them, in order of arrival."""
     load_tried: bool = False
-    """True once a request with the ticket has loaded the blocks, has tried to, or was computed without them."""
+    """True once a request has loaded the blocks, has tried to, or was computed without loading."""
 
     def must_wait(self, reader: _Consumer) -> bool:
-        """Return True if `reader` has to wait for an earlier request with the same ticket.
+        """Return True if `reader` must wait for an earlier request's load with the same ticket.
 
-        The earlier request's load fills the engine's prefix cache, so `reader` may have less to load afterwards.
+        That load fills the engine's prefix cache, so `reader` may have less to load afterwards.
         """
         ahead = next(one for one in self.readers if one is reader or one.state is not ConsumerState.ABANDONED)
         return not self.load_tried and ahead is not reader
 
     def remove_reader(self, reader: _Consumer, *, unread: bool) -> bool:
-        """Remove `reader`, which no longer needs the ticket. Return True if the workers must get a `Release` for it.
+        """Remove `reader`, which no longer needs the ticket. Return True if the workers must release the ticket.
 
-        `unread`: no load of `reader` has begun. Otherwise the load has notified the producer, and no `Release` is
-        needed, unless the ticket is shared and `reader` was the last request that needed it.
+        `unread`: `reader` has not begun to load. A load that has begun has notified the producer; then a release is
+        only needed if the ticket is shared, and no other request needs it.
         """
         self.readers.remove(reader)
         self.load_tried = self.load_tried or not unread or reader.state is ConsumerState.LOCAL
@@ -93,18 +89,17 @@ class _TicketUse:
 
 
 class ConsumingRequests:
-    """All requests of an engine that may load their prompts, and what the workers have to do for them next."""
+    """All requests of an engine that may load their prompts, and the workers' next work for them."""
 
     def __init__(self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect) -> None:
         self.computed_here = ComputedHere()
-        """Numbers of requests that are computed locally although they have a ticket, by reason."""
+        """Number of requests that have a ticket but are computed locally, by reason."""
         self._config = config
         self._groups = groups
         self._dialect = dialect
         self._requests: dict[str, _Consumer] = {}
         self._uses = BoundedMap[tuple[str, str], _TicketUse](_USED_TICKETS_MAX)
-        """Use of each ticket that came with a request, for the latest tickets, by engine id and request id of the
-        ticket."""
+        """Use of each of the latest routers' tickets, by the ticket's engine id and request id."""
         self._next_step = Step()
 
     def __len__(self) -> int:
@@ -118,8 +113,8 @@ class ConsumingRequests:
     def add(self, request: EngineRequest, params: Mapping[str, Any], sharing: Sharing) -> None:
         """Add a request that may load its prompt with the tickets in `params`, its `kv_transfer_params`.
 
-        `sharing` says whether other requests may have the same tickets. RequestError if `params` are not a ticket, or
-        if the ticket is used already; PromptMismatch if it is for other tokens. See `ConnectorScheduler.add`.
+        RequestError if `params` are not a ticket, or if the ticket is used already; PromptMismatch if it is for other
+        tokens.
         """
         what, prompt = f"request {request.request_id!r}", request.prompt_token_ids
         reason = "its parameters are not a ticket"
@@ -160,11 +155,10 @@ class ConsumingRequests:
     def _refuse_mismatch(
         self, request: EngineRequest, tickets: tuple[Ticket, ...], prompt: Sequence[int], what: str
     ) -> bool:
-        """If a ticket is for the same tokens with other pictures or the like, record a refusal and return True.
+        """If a ticket is for the same tokens but, for example, other pictures, record a refusal and return True.
 
-        Such a request may have lost its pictures on the way here. If all tickets are for `prompt`, the request's marked
-        token ids, return False. Raise PromptMismatch if a ticket is for other tokens; `what` begins the message. No
-        ticket is given back to its producer, since the request that the ticket is for may still come.
+        If all tickets are for `prompt`, the request's marked token ids, return False. PromptMismatch if a ticket is for
+        other tokens; `what` begins the message. No ticket is released, since the request that it is for may still come.
         """
         agreed = False
         for ticket in tickets:
@@ -187,10 +181,10 @@ class ConsumingRequests:
         return False
 
     def _use_of(self, ticket: Ticket, sharing: Sharing, what: str) -> _TicketUse:
-        """Return the `_TicketUse` of a new request's ticket, which is recorded if the ticket is new.
+        """Return the `_TicketUse` of a new request's ticket. If the ticket is new, record its use.
 
-        RequestError, with a message that begins with `what`, if this request may not use the ticket: another request
-        has it and does not share it, all samples that shared it are done, or another engine uses it.
+        RequestError, with a message that begins with `what`, if the ticket is used up, not shared, or used by another
+        engine.
         """
         use = _TicketUse(shared=sharing is not Sharing.ALONE)
         found = self._setdefault_use(ticket, use)
@@ -207,9 +201,9 @@ class ConsumingRequests:
         return found
 
     def refusal(self, request_id: str) -> PromptMismatch | None:
-        """Return the error with which a request must fail, since its ticket is for other pictures or the like.
+        """Return the error with which a request must fail, because its ticket is for other pictures or the like.
 
-        Return None for any other request. See `ConnectorScheduler.refusal`.
+        None for any other request.
         """
         request = self._requests.get(request_id)
         return None if request is None else request.refusal
@@ -217,7 +211,7 @@ class ConsumingRequests:
     def refuse(self, refused: Iterable[tuple[str, PromptMismatch]]) -> None:
         """Record, for each request id in `refused`, the error with which the request must fail.
 
-        Loads have found these errors. Unknown request ids change nothing.
+        Loads have found these errors. Ignore unknown ids.
         """
         for request_id, error in refused:
             request = self._requests.get(request_id)
@@ -225,7 +219,7 @@ class ConsumingRequests:
                 request.refusal = error
 
     def adopt(self, request_id: str, tickets: tuple[Ticket, ...]) -> None:
-        """Add a request that may load a prefix of its prompt with `tickets`, which came with peers' answers.
+        """Add a request that may load a prefix of its prompt with `tickets`, which peers have sent as answers.
 
         UsageError if the request has a ticket already.
         """
@@ -236,7 +230,7 @@ class ConsumingRequests:
         self._next_step.keep[request_id] = tickets
 
     def reject(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
-        """Have the next step release the tickets in `params`, unless a request has used them.
+        """Have the next step release the tickets in `params`, unless another request has used them.
 
         `request` was refused before it was added, or has ended. RequestError if `params` are not a ticket.
         """
@@ -245,7 +239,7 @@ class ConsumingRequests:
             self.give_back(request.request_id, tickets)
 
     def give_back(self, request_id: str, tickets: tuple[Ticket, ...], *, last: bool = True) -> None:
-        """Have the next step release `tickets`, which a request will not read. Tickets without blocks need no release.
+        """Have the next step release `tickets`, which a request will not read. Ignore tickets without blocks.
 
         `last`: no other request needs the tickets, so their producers are notified.
         """
@@ -253,9 +247,9 @@ class ConsumingRequests:
             self._next_step.release.append(Release(request_id=request_id, tickets=tickets, last=last))
 
     def match(self, request_id: str, num_computed_tokens: int) -> Matched:
-        """Return how many tokens of a request can be loaded, beyond `num_computed_tokens` that are cached locally.
+        """Return how many tokens of a request can be loaded, beyond `num_computed_tokens` in the engine's own cache.
 
-        See `ConnectorScheduler.num_new_matched_tokens`.
+        Return None in place of the number if the request has to wait for another request's load.
         """
         request = self._expected_request(request_id)
         tokens = 0 if request is None else request.offered_tokens - num_computed_tokens
@@ -266,10 +260,9 @@ class ConsumingRequests:
         return (None, False) if request.use.must_wait(request) else (tokens, True)
 
     def update_after_alloc(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
-        """Have the next step load a request's last `num_external_tokens` offered tokens into its blocks `block_ids`.
+        """Have the next step load a request's last `num_external_tokens` offered tokens into the blocks `block_ids`.
 
-        If `num_external_tokens` is 0, nothing is loaded, and the request is computed locally. UsageError if the blocks
-        do not fit the tokens.
+        If `num_external_tokens` is 0, the request is computed locally. UsageError if the blocks do not fit the tokens.
         """
         request = self._expected_request(request_id)
         if request is None:
@@ -304,17 +297,14 @@ class ConsumingRequests:
         step.abandon = [request_id for request_id in ours.abandon if request_id in self._requests]
 
     def note_received(self, request_ids: Iterable[str]) -> None:
-        """Record that the loads of these requests have ended, successfully or not. Other ids change nothing."""
+        """Record that these requests' loads have ended, successfully or not. Ignore other ids."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and allows(CONSUMER_TABLE, request.state, "received"):
                 self._fire(request, "received")
 
     def finish(self, request_id: str) -> bool:
-        """Record that the engine has ended a request.
-
-        Return True if the engine must hold the request's blocks, since a load may still write to them.
-        """
+        """Record that the engine has ended a request. Return True if a load may still write to the request's blocks."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -331,18 +321,18 @@ class ConsumingRequests:
         return (first, *others)
 
     def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _TicketUse) -> _Consumer:
-        """Add a request in state EXPECTED, which may load the blocks that `tickets` offer, to `use`, and return it."""
+        """Add a request, in state EXPECTED, that may load with `tickets`, to `use` and to all requests. Return it."""
         consumer = self._requests[request_id] = _Consumer(request_id=request_id, tickets=tickets, use=use)
         use.readers.append(consumer)
         return consumer
 
     def _expected_request(self, request_id: str) -> _Consumer | None:
-        """Return the request with this id if its state is EXPECTED (it has no blocks yet), else None."""
+        """Return the request with this id if it has no blocks yet (state EXPECTED), else None."""
         request = self._requests.get(request_id)
         return request if request is not None and request.state is ConsumerState.EXPECTED else None
 
     def _still_waits(self, request_id: str, tickets: tuple[Ticket, ...]) -> bool:
-        """Return True if the request still has no blocks, and `tickets` is the very tuple that it was added with."""
+        """Return True if the request still has no blocks, and was added with this very tuple `tickets`."""
         request = self._expected_request(request_id)
         return request is not None and request.tickets is tickets
 

@@ -1,7 +1,7 @@
 """Converts block ids of an engine's scheduler to block ids of its ranks, which may have registered smaller blocks.
 
-If the sizes differ, each block of the engine consists of several consecutive blocks of the ranks. Block tables from the
-engine have ids of the engine's blocks; all block tables that go to the workers have ids of the ranks' blocks.
+Then each block of the engine consists of several consecutive blocks of the ranks. The engine's block tables have the
+engine's ids; block tables for the workers have the ranks' ids.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PagedGroup(NamedTuple):
         """Return the indexes of the registered blocks that hold a prompt's tokens after its first `computed` tokens.
 
         Args:
-            computed: number of tokens at the beginning of the prompt that are left out.
+            computed: number of tokens at the beginning of the prompt to leave out.
             tokens: number of tokens of the prompt. If the group has a window, blocks before the window are left out.
 
         Returns:
@@ -61,7 +61,7 @@ class PagedGroup(NamedTuple):
 
 
 def as_registered(facts: GroupFacts, block_size: int) -> PagedGroup:
-    """Return the engine's group `facts` as a PagedGroup for which the ranks have registered blocks of `block_size`.
+    """Return the group `facts` of the engine as a PagedGroup; the ranks have registered blocks of `block_size` tokens.
 
     ConfigError if `block_size` does not divide the block size in `facts`.
     """
@@ -73,10 +73,7 @@ def as_registered(facts: GroupFacts, block_size: int) -> PagedGroup:
 
 
 class PagedGroups:
-    """All groups of layers of an engine's cache, with the engine's block sizes and those of the ranks.
-
-    Until `set_block_sizes` is called, both are the same.
-    """
+    """All groups of layers of an engine's cache, with the engine's block sizes and the ranks' (at first the same)."""
 
     def __init__(self, facts: Sequence[GroupFacts]) -> None:
         self._facts = tuple(facts)
@@ -84,18 +81,17 @@ class PagedGroups:
 
     @property
     def blocks_stay(self) -> bool:
-        """True if no group has a window or state, so that a prompt's blocks stay as they are while the answer grows."""
+        """True if no group has a window or state: then a prompt's blocks stay unchanged while the answer grows."""
         return all(group.facts.whole for group in self._groups)
 
     @property
     def empty_tables(self) -> BlockTables:
-        """One empty block table for each group."""
         return ((),) * len(self._groups)
 
     def set_block_sizes(self, sizes: Sequence[int]) -> None:
-        """Set the ranks' block size for each group. ConfigError if a size does not divide the engine's block size.
+        """Set the ranks' block size for each group.
 
-        Also ConfigError if `sizes` has another number of groups.
+        ConfigError if `sizes` has another number of groups, or a size does not divide the engine's block size.
         """
         if len(sizes) != len(self._facts):
             raise ConfigError(f"groups: {len(self._facts)} here, the ranks have registered {len(sizes)}")
@@ -104,9 +100,9 @@ class PagedGroups:
     def prompt_blocks(self, block_ids: GivenTables, tokens: int, *, complete: bool = True) -> BlockTables:
         """Return, for each group, the ids of the registered blocks that hold the first `tokens` tokens of a request.
 
-        `block_ids` is the engine's block table of the request; blocks that are not in it yet are left out. A slot of
-        recurrent state holds the state after the last token, so it is left out, too, unless the prompt is `complete`.
-        UsageError if `block_ids` does not have one table for each group.
+        `block_ids` is the engine's block table of the request, which may still lack blocks. A slot of recurrent state
+        holds the state after the last token, so it is left out unless the prompt is `complete`. UsageError if
+        `block_ids` does not have one table for each group.
         """
         return tuple(
             group.blocks(ids, 0, tokens) if complete or group.facts.kind is not GroupKind.STATE else ()
@@ -116,9 +112,8 @@ class PagedGroups:
     def missing_blocks(self, block_ids: GivenTables, tokens: int, external: int, what: str) -> BlockTables:
         """Return, for each group, the ids of the registered blocks into which a request's missing tokens are loaded.
 
-        Of the first `tokens` tokens of the request, the last `external` are missing. UsageError, with a message that
-        begins with `what`, if the tokens do not fit the blocks in `block_ids`, the engine's block table of the request.
-        Also UsageError if `block_ids` does not have one table for each group.
+        Of the request's first `tokens` tokens, the last `external` are missing. UsageError, with a message that begins
+        with `what`, if they do not fit `block_ids`, the engine's block table, or if it lacks a group.
         """
         computed, tables = tokens - external, self._tables(block_ids)
         found = tuple(group.blocks(ids, computed, tokens) for group, ids in zip(self._groups, tables, strict=True))
@@ -132,7 +127,7 @@ class PagedGroups:
         return found
 
     def _tables(self, block_ids: GivenTables) -> tuple[Sequence[int], ...]:
-        """Return `block_ids`, which may be a single table, as a tuple with one table for each group.
+        """Return one table for each group. `block_ids` may be a single table, if there is a single group.
 
         UsageError if the number of tables differs from the number of groups.
         """

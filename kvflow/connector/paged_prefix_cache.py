@@ -1,12 +1,11 @@
 """The prefix cache that a worker shares with its peers: which blocks of one rank hold which prompts, by prefix key.
 
-The scheduler's half reports with each step which blocks are new and which are reused (`connector.cached_prompts`).
-Before a step writes into reused blocks, the worker removes these blocks from this cache, which returns the prefixes
-that peers may be reading there. This cache has the engine's block ids, in all groups of layers. Only a pinned prefix
-has the ids of the blocks that the rank has registered.
+With each step the scheduler's half reports new and reused blocks (`connector.cached_prompts`). Before a step writes
+into reused blocks, the worker removes them from this cache, which returns the prefixes that peers may be reading there.
+The cache has the engine's block ids. Only a pinned prefix has the ids of the blocks that the rank has registered.
 
-Steps arrive on the engine's thread, and peers' questions on the thread of the runtime's loop. Neither thread waits for
-the other longer than a lookup takes.
+Steps arrive on the engine's thread, and peers' questions on the thread of the runtime's loop. Neither waits for the
+other longer than a lookup takes.
 """
 
 from __future__ import annotations
@@ -33,27 +32,27 @@ class _Entry(NamedTuple):
 
     parent: bytes
     blocks: tuple[list[int], ...]
-    """For each group, the ids of all blocks that hold those tokens: an engine may compute the same prefix twice."""
+    """For each group, the ids of all blocks that hold those tokens: an engine may compute a prefix twice."""
 
 
 @dataclass(slots=True)
 class _ReportedBlocks:
-    """Blocks of one report, which enter the cache once the device has computed them: when `event` has happened.
+    """Blocks of one report, which enter the cache once they are computed.
 
-    If `event` is None, they have been computed already.
+    Then the device event `event` happens; if None, they are already computed.
     """
 
     event: DeviceEvent | None
     cached_blocks: Sequence[CachedBlocks]
     reused: set[int] = field(default_factory=set)
-    """Ids of blocks that the engine has reused since the report. They do not enter the cache."""
+    """Ids of blocks that the engine has reused since the report, and that must not enter the cache."""
 
 
 class PagedPrefixCache:
     """Finds prompts' prefixes in an engine's paged cache, for peers to read. Implements `PrefixCache`.
 
-    A pinned prefix does not keep the engine from reusing its blocks: when the engine does, the prefix's leases end.
-    `block_tokens` is the number of tokens in a block of the engine, the same in all groups.
+    The engine may reuse blocks of a pinned prefix: then the prefix's leases end. An engine's block has `block_tokens`
+    tokens.
     """
 
     def __init__(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:
@@ -67,7 +66,7 @@ class PagedPrefixCache:
         self._pinned: dict[int, tuple[PinnedPrefix, frozenset[int]]] = {}
         """Prefixes that peers may be reading, and the ids of the engine's blocks that hold each, by `id(pinned)`."""
         self._unread_waiters: dict[int, asyncio.Future[None]] = {}
-        """Futures that are done once no peer reads a pinned prefix, for `wait_unread`, by `id(pinned)`."""
+        """For `wait_unread`: by `id(pinned)`, a future that is done once no peer reads the prefix."""
 
     def __repr__(self) -> str:
         return f"<PagedPrefixCache {counted(len(self._entries), 'key')}, {len(self._pinned)} being read>"
@@ -80,10 +79,7 @@ class PagedPrefixCache:
     # --- the engine's thread
 
     def add(self, cached_blocks: Sequence[CachedBlocks], ready: DeviceEvent | None) -> None:
-        """Add the blocks that a submitted step fills, once the device event `ready` has happened.
-
-        If `ready` is None, add the blocks at once.
-        """
+        """Add the blocks that a submitted step fills, once the device event `ready` has happened (None: now)."""
         with self._lock:
             self._reported.append(_ReportedBlocks(ready, cached_blocks))
             self._add_computed()
@@ -91,7 +87,7 @@ class PagedPrefixCache:
     def remove_reused(self, reused: Iterable[int]) -> list[PinnedPrefix]:
         """Remove the blocks with the ids `reused`, and return the prefixes that peers may be reading in them.
 
-        The caller has to end the leases of these prefixes before the engine writes to the blocks.
+        The caller must end these prefixes' leases before the engine writes to the blocks.
         """
         gone = frozenset(reused)
         with self._lock:
@@ -107,7 +103,7 @@ class PagedPrefixCache:
         """Return the longest prefix of a prompt that is in the cache, in whole blocks, or None.
 
         Peers may read the prefix until `unpin` is called. `keys` are the keys of the prompt's prefixes of `key_tokens`,
-        2 * `key_tokens`, ... tokens. See `PrefixCache`.
+        2 * `key_tokens`, ... tokens.
         """
         with self._lock:
             self._add_computed()
@@ -123,7 +119,7 @@ class PagedPrefixCache:
             return None
 
     def unpin(self, pinned: PinnedPrefix) -> None:
-        """Unpin a prefix that `match` has returned, because no peer reads it now. Wake callers of `wait_unread`."""
+        """Unpin a prefix that `match` has returned and that no peer reads. Wake callers of `wait_unread`."""
         with self._lock:
             self._pinned.pop(id(pinned), None)
         waiting = self._unread_waiters.pop(id(pinned), None)
@@ -131,7 +127,7 @@ class PagedPrefixCache:
             waiting.set_result(None)
 
     async def wait_unread(self, pinned: PinnedPrefix) -> None:
-        """Wait until nothing reads the blocks of `pinned`. Call this after the prefix's leases were ended.
+        """Wait until nothing reads the blocks of `pinned`. Call this after the leases of `pinned` have ended.
 
         Return at once, unless a copy from these blocks to host buffers has begun.
         """
@@ -141,11 +137,11 @@ class PagedPrefixCache:
     # --- with the lock
 
     def _find_tables(self, key: bytes, tokens: int) -> tuple[list[list[int]] | None, int]:
-        """Find the blocks that hold a prompt's first `tokens` tokens; `key` is the key of this prefix.
+        """Find the blocks of a prompt's first `tokens` tokens, by the prefix key `key`.
 
-        Return a pair: a block table for each group, and `tokens`. The tables have ids of the engine's blocks, and
-        `NO_BLOCK` where a group needs no block. If a block is missing, the pair is None, and the largest number of
-        tokens for which a shorter prefix may be in the cache.
+        Return a block table for each group, and `tokens`. The tables have the engine's block ids, and `NO_BLOCK` where
+        a group needs no block. If a block is missing, return None and the largest number of tokens for which a shorter
+        prefix may be in the cache.
         """
         size, end, entries = self._block_tokens, tokens // self._block_tokens, self._entries
         firsts = [group.facts.first_needed(tokens) // size for group in self._groups]
@@ -170,7 +166,7 @@ class PagedPrefixCache:
         return pinned
 
     def _add_computed(self) -> None:
-        """Add the reported blocks to the cache that the device has computed by now."""
+        """Add the reported blocks that are computed by now to the cache."""
         while self._reported:
             first = self._reported[0]
             if first.event is not None and not has_happened(first.event, "prefix cache"):

@@ -21,10 +21,7 @@ _NAME_CHARS_MAX = 200
 
 
 def runtime_id_of(request_id: str) -> str:
-    """Return the request id that the runtime uses for an engine's request: `request_id`, shortened if it is long.
-
-    Of a long id, the beginning and a digest of the whole id remain.
-    """
+    """Return the runtime's request id for an engine's `request_id`: of a long id, the beginning and a digest."""
     if len(request_id) <= _NAME_CHARS_MAX:
         return request_id
     digest = hashlib.blake2b(request_id.encode(), digest_size=8, usedforsecurity=False).hexdigest()
@@ -34,7 +31,7 @@ def runtime_id_of(request_id: str) -> str:
 def producer_params(rendezvous: Ticket) -> dict[str, Any]:
     """Return the `kv_transfer_params` for the prefill request that will compute the prompt of a pending ticket.
 
-    The request at the decode engine, which reads that prompt, gets `rendezvous.to_params()`.
+    The decode request, which reads that prompt, gets `rendezvous.to_params()`.
 
     Args:
         rendezvous: a pending ticket, made by `Ticket.rendezvous`.
@@ -53,19 +50,18 @@ def producer_params(rendezvous: Ticket) -> dict[str, Any]:
 
 
 def pending_id_in(params: Mapping[str, Any]) -> str | None:
-    """Return the request id of the pending ticket in `params`, with which readers wait for this prompt.
+    """Return the request id of the pending ticket in `params`, a prefill request's `kv_transfer_params`, or None.
 
-    Return None if `params`, the prefill request's `kv_transfer_params`, have no such id. RequestError if it is invalid.
+    RequestError if the id is invalid.
     """
     given = _kvflow_value(params, _PENDING_ID)
     return None if given is None else checks.request_id(given, REQUEST_ID_CHARS_MAX)
 
 
 def pending_ticket_in(params: Mapping[str, Any]) -> Ticket | None:
-    """Return the pending ticket in `params`, with which readers wait for this prompt, or None if there is none.
+    """Return the pending ticket in `params`, a prefill request's `kv_transfer_params`, or None.
 
-    `params` are the prefill request's `kv_transfer_params`. RequestError if the ticket is not pending, or if
-    `pending_id_in` returns another request id than the ticket has.
+    RequestError if the ticket is not pending, or if `pending_id_in` returns another request id than the ticket has.
     """
     given = _kvflow_value(params, _PENDING_TICKET)
     if given is None:
@@ -82,12 +78,12 @@ def pending_ticket_in(params: Mapping[str, Any]) -> Ticket | None:
 def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the `kv_transfer_params` for a load of one prompt that several engines have computed, or will compute.
 
-    The load reads from the first engine. If that read fails, or the lease there has ended, the load reads from the next
+    The load reads from the first engine. If that read fails, or the lease there has ended, it reads from the next
     engine.
 
     Args:
-        params: for each engine, in the order in which the load tries them, the `kv_transfer_params` in the engine's
-            answer, or `Ticket.to_params()`.
+        params: for each engine, in the order to try: the `kv_transfer_params` in the engine's answer, or
+            `Ticket.to_params()`.
 
     Returns:
         Parameters for the decode engine's request.
@@ -103,9 +99,9 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def other_params_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the `kv_transfer_params` of the further tickets that `params_of_several` has put into `params`.
+    """Return the `kv_transfer_params` of the second and later engines in `params`, a result of `params_of_several`.
 
-    Empty if there are none. RequestError if they are not a list of dicts.
+    Empty if there is only one engine. RequestError if the further parameters are not a list of dicts.
     """
     given = _kvflow_value(params, _OTHERS)
     if given is None:
@@ -126,14 +122,14 @@ def _own_params(ticket: Ticket) -> dict[str, Any]:
 
 
 class Dialect(NamedTuple):
-    """How tickets are read from and written to `kv_transfer_params`. The defaults are for kvflow's own engines."""
+    """How to read tickets from `kv_transfer_params` and write them. The defaults are for kvflow's own engines."""
 
     read_ticket: Callable[[Mapping[str, Any]], Ticket] = Ticket.from_params
-    """Function that returns the ticket in `kv_transfer_params`; it raises RequestError if they are not a ticket."""
+    """Function that returns the ticket in `kv_transfer_params`, or raises RequestError."""
     params_of: Callable[[Ticket], dict[str, Any]] = _own_params
     shown_id: Callable[[str], str] = str
-    """Function that takes a request id and returns the text that stands for the id in names of leases."""
+    """Function that takes a request id and returns the text for it in names of leases."""
 
 
 OWN_DIALECT = Dialect()
-"""Reads and writes tickets of kvflow's own engines."""
+"""Dialect of kvflow's own engines."""

@@ -1,7 +1,6 @@
 """PluginSettings: checks the JSON settings of an engine's plugin: fields of `kvflow.Config` and the plugin's own keys.
 
-`Config` checks its fields. A msgspec struct checks the types of the plugin's own settings. Each ConfigError says where
-the settings come from and which key is wrong.
+Each ConfigError names the place of the settings and the wrong key.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ class PluginSettings:
     """Rules for the settings that users give to an engine's plugin: which keys are known, and who may set them."""
 
     where: str
-    """Place where users write the settings, for error messages: for example the name of an environment variable."""
+    """Place where users write the settings, for error messages, for example the name of an environment variable."""
     engine: str
     """Name of the engine, for example "vLLM", for error messages."""
     from_engine: Collection[str]
-    """Names of fields of Config that the plugin takes from the engine, so that users cannot set them."""
+    """Fields of Config that the plugin takes from the engine, so that users cannot set them."""
     own_keys: Collection[str] = ()
-    """Keys of settings that only this plugin has; all other keys must be fields of Config."""
+    """Keys of settings that only this plugin has. All other keys must be fields of Config."""
 
     def check_known(self, given: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a user's settings `given` have an unknown key, or a key that users cannot set."""
+        """Raise ConfigError if the user's settings `given` have an unknown key, or a key that users cannot set."""
         known = {entry.name for entry in fields(Config)}.difference(self.from_engine)
         listed = ", ".join(self.from_engine)
         hint = f" ({listed} come from {self.engine})" if given.keys() & {*self.from_engine} else ""
         checks.check_known(given, known.union(self.own_keys), where=self.where, hint=hint)
 
     def own_settings(self, given: Mapping[str, Any], kind: type[OwnT]) -> OwnT:
-        """Return an object of the class `kind`, made from the user's settings in `given` with keys in `own_keys`.
+        """Return an object of the struct `kind` with the values of `own_keys` in `given`, the user's settings.
 
         ConfigError if a key in `given` is unknown or has a wrong type.
         """
@@ -55,10 +54,10 @@ class PluginSettings:
 
         Args:
             given: the user's settings, decoded from JSON.
-            values: fields of Config that are derived from the engine, and the plugin's defaults.
+            values: fields of Config from the engine, and the plugin's defaults. A user's setting overrides a default.
 
         Returns:
-            The Config. A user's setting overrides a default.
+            The Config.
 
         Raises:
             ConfigError: a setting is unknown, has a wrong type, or is invalid. The error names the place and the

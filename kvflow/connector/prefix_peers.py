@@ -29,30 +29,30 @@ _EVENT_PEERS_MAX = 4
 
 @dataclass(slots=True, kw_only=True)
 class PrefixPeers:
-    """Asks a worker's peers whether they hold prefixes of prompts, with these settings."""
+    """The peers that a worker asks for prefixes of prompts, and the settings for asking."""
 
     prefixes: Prefixes
     """The `Prefixes` object of the worker's runtime, which sends the questions."""
     wait_s: float = 0.05
-    """Longest time to wait for the answers to a question, in seconds."""
+    """Seconds to wait at most for the answers to a question."""
     recompute_s_per_token: float | None = None
-    """Seconds that this engine takes to compute a token. If given, no prefix is loaded from a peer from which earlier
-    loads took longer than that for each token."""
+    """Seconds that this engine takes to compute a token. If given, no prefix is loaded from a peer that took longer for
+    each token of earlier loads."""
     every_rank: bool = False
-    """True if all ranks of this engine load the found prefix; False if only the rank that asks loads it."""
+    """True if all ranks of this engine load the found prefix; False if only the rank that asks does."""
     events: tuple[EventSource, ...] = ()
-    """Sources of KV events of other engines (`follow_events`). By these events this worker knows which engines have
-    part of a prefix, and asks them, too. The `holder` of each source is the address of that engine's side channel."""
+    """Sources of other engines' KV events (`follow_events`), which show which engines have part of a prefix; these are
+    asked, too. The `holder` of a source is the address of its engine's side channel."""
     known_peers: tuple[str, ...] = ()
-    """Addresses of peers for `connect_peers`: connecting takes longer than a question may, so it is done in advance."""
+    """Addresses for `connect_peers`: connecting takes longer than a question may, so it is done in advance."""
     _map: PrefixMap = field(default_factory=PrefixMap)
 
     async def ask(self, question: Question) -> tuple[PrefixOutcome, tuple[Ticket, ...], tuple[Ticket, ...]]:
-        """Ask the peers that `question` names, and those that have part of the prefix by their KV events.
+        """Ask the peers that `question` names, and those that have part of the prefix according to their KV events.
 
         Return the outcome and two tuples of tickets, with leases that peers have opened for this question. The first
-        tuple is for the load: all its tickets offer the largest number of tokens that any peer has, and the best peer
-        comes first. The tickets of the second tuple are to be given back.
+        tuple is for the load: its tickets offer the largest number of tokens that any peer has, the best peer first.
+        The second tuple is to be released.
         """
         request = PrefixRequest(
             runtime_id_of(question.request_id),
@@ -79,7 +79,7 @@ class PrefixPeers:
     async def connect_peers(self, within_s: float) -> None:
         """Connect this rank to `known_peers`. Return when all are connected, after `within_s` seconds at the latest.
 
-        If a peer cannot be reached in that time, the first question to that peer connects to it.
+        The first question to a peer that was not reached connects to it.
         """
         peers, nothing = self.known_peers[:PEERS_MAX], (bytes(KEY_BYTES),)
         await self._seek(
@@ -87,14 +87,14 @@ class PrefixPeers:
         )
 
     async def follow_events(self) -> None:
-        """Receive the KV events of the sources in `events` until cancelled: the body of a task."""
+        """Receive the KV events of the sources in `events` until this task is cancelled."""
         async with Subscriber(self._map, self.events):
             await asyncio.Event().wait()
 
     def _holders_by_events(self, question: Question) -> list[str]:
         """Return addresses of peers that, by their KV events, have more of the prefix than this engine, best first.
 
-        The peer with the most tokens comes first. Return nothing if the question does not use events.
+        Empty if the question does not use events.
         """
         found = self._map.holders(question.keys, question.key_tokens) if question.use_events else []
         return [peer for peer, tokens in found if tokens > question.cached_tokens][:_EVENT_PEERS_MAX]

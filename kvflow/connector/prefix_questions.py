@@ -1,13 +1,12 @@
 """The scheduler's questions to peers for prefixes: at most one for each request, before the request gets blocks.
 
-When the engine first asks how much of a prompt can be loaded, a question to peers is made, which goes to the workers
-with the next step. The request waits until the workers report the answer. The tickets in the answer are then used like
-any other ticket.
+When the engine first asks how much of a prompt can be loaded, a question is made, which goes to the workers with the
+next step. The request waits for the answer, and then uses the tickets in it.
 
-Requests with prompts that begin alike ask in turn: each waits at most once for the answer to another request. A request
-also waits once for the load of another request, if that load brings at least half of the tokens that the request still
-lacks. Afterwards the request finds those tokens in the engine's prefix cache, and asks for the rest if that is worth a
-question. Requests that have little in common but a system prompt load at the same time.
+Requests with prompts that begin alike ask in turn: each waits at most once for another request's answer. A request also
+waits once for another request's load, if that load brings at least half of the tokens that the request still lacks. It
+then finds those tokens in the engine's prefix cache, and asks for the rest if that is worth a question. Requests that
+have little in common but a system prompt load at the same time.
 """
 
 from __future__ import annotations
@@ -30,22 +29,19 @@ _SOURCE = "remote_kv_source"
 
 
 class PrefixOutcome(enum.StrEnum):
-    """Outcome of a question to peers for a prefix."""
-
     FOUND = "found"
     NOTHING = "nothing"
     SLOWER = "slower"
-    """A peer has a prefix, but loading the prefix would take longer than computing it."""
+    """A peer has a prefix, but loading it would take longer than computing it."""
     LATE = "late"
-    """The time for answers ran out before every peer had answered, and no answer offered a prefix."""
+    """The time for answers ended before every peer had answered, and no answer offered a prefix."""
 
 
 def source_in(params: Mapping[str, Any] | None) -> str | None:
-    """Return the address of the peer that, by the router, holds a prefix of the prompt; None if no peer is named.
+    """Return the address of the peer that, according to the router, holds a prefix of the prompt, or None.
 
-    `params` are the request's `kv_transfer_params`. Routers of vLLM and llm-d name the peer in the key
-    "remote_kv_source": `{"kv_request_id": ..., "remote_host": ..., "remote_port": ...}`. RequestError if host and port
-    are not valid.
+    Routers of vLLM and llm-d name the peer in the key "remote_kv_source" of `params`, the `kv_transfer_params`:
+    `{"kv_request_id": ..., "remote_host": ..., "remote_port": ...}`. RequestError if host and port are invalid.
     """
     given = None if params is None else params.get(_SOURCE)
     if given is None:
@@ -63,7 +59,7 @@ class _State(enum.IntEnum):
     NEW = 0
     ASKED = 1
     LOADING = 2
-    """The answer has arrived; if peers offer a prefix, the request loads it next."""
+    """The peers have answered; if one offers a prefix, the request loads it next."""
     ENDED = 3
 
 
@@ -76,16 +72,16 @@ class _AskingRequest:
     use_events: bool
     state: _State = _State.NEW
     blocker: _AskingRequest | None = None
-    """The other request that this request waits for, or has last waited for. None if this request has not waited yet,
-    or has asked."""
+    """The request that this request waits for, or has last waited for. None before it has waited, and after it has
+    asked."""
     blocked_through: _State = _State.NEW
-    """The last state of `blocker` in which this request has to wait. It only rises: with ASKED, this request waits for
-    the other request's answer, with LOADING for the other request's load."""
+    """Last state of `blocker` in which this request has to wait: ASKED to wait for the answer to `blocker`, LOADING to
+    wait for its load. It only rises."""
 
     def wait_for(self, other: _AskingRequest, through: _State) -> bool:
         """Have this request wait until the state of `other` is beyond `through`. Return whether this request waits.
 
-        If this request has already waited for a request to pass that state, do nothing and return False.
+        If it has already waited in this way for any request, return False.
         """
         if through <= self.blocked_through:
             return False
@@ -93,11 +89,11 @@ class _AskingRequest:
         return True
 
     def waits(self) -> bool:
-        """Return True if this request still waits, since the state of `blocker` is not beyond `blocked_through`."""
+        """Return True if this request still waits: the state of `blocker` is not beyond `blocked_through`."""
         return self.blocker is not None and _State.NEW < self.blocker.state <= self.blocked_through
 
     def keys_in_common(self, other: _AskingRequest) -> int:
-        """Return how many prefix keys, from the beginning, this request and `other` have in common.
+        """Return how many leading prefix keys this request and `other` have in common.
 
         Each key depends on all tokens before it, so a binary search finds the number.
         """
@@ -108,8 +104,8 @@ class _AskingRequest:
 class PrefixQuestions:
     """Decides which requests ask peers for a prefix of their prompts, and when; holds the questions for the next step.
 
-    `peers` are the addresses to ask if the router names no peer for a request. If `use_events`, the peers that have
-    part of the prefix by their KV events are asked, too. No question is made for fewer than `tokens_min` tokens.
+    `peers` are asked if the router names no peer. With `use_events`, so are peers that have part of the prefix
+    according to their KV events. No question is made for fewer than `tokens_min` tokens.
     """
 
     def __init__(self, peers: Sequence[str], *, block_tokens: int, tokens_min: int, use_events: bool = False) -> None:
@@ -119,17 +115,17 @@ class PrefixQuestions:
         self._tokens_min = tokens_min
         self._requests: dict[str, _AskingRequest] = {}
         self._active_by_first_key: dict[bytes, dict[str, _AskingRequest]] = {}
-        """Requests in state ASKED or LOADING, by the prefix key of their prompts' first block, then by request id."""
+        """Requests in state ASKED or LOADING, by the prefix key of their first block and by request id."""
         self._next_questions: list[Question] = []
 
     def __repr__(self) -> str:
         return f"<PrefixQuestions {counted(len(self._requests), 'request')}>"
 
     def add(self, request_id: str, keys: Sequence[bytes], source: str | None) -> None:
-        """Add a request that has no ticket from a prefill engine, unless it is too short for a question.
+        """Add a request that has no ticket from a prefill engine. Ignore it if it is too short for a question.
 
-        `keys` are the prefix keys of the prompt's full blocks; the prompt's last token is left out, since it is always
-        computed locally. `source` is the address of the peer that the request's router has named, or None.
+        `keys` are the prefix keys of the prompt's full blocks, without the last token, which is always computed
+        locally. `source` is the address of the peer that the router has named, or None.
         """
         peers, use_events = (self._peers, self._use_events) if source is None else ((source,), False)
         if (peers or use_events) and len(keys) * self._block_tokens >= self._tokens_min:
@@ -138,8 +134,8 @@ class PrefixQuestions:
     def ask_or_wait(self, request_id: str, num_computed_tokens: int) -> bool:
         """Return True if the request has to wait: for its turn to ask peers, or for their answer.
 
-        If it is the request's turn, make its question. `num_computed_tokens` is the number of the prompt's tokens that
-        the engine's own cache has.
+        If it is the request's turn, make its question. The engine's own cache has `num_computed_tokens` of the prompt's
+        tokens.
         """
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.NEW:
@@ -164,7 +160,7 @@ class PrefixQuestions:
     def _waits_behind_another(self, request: _AskingRequest, num_computed_tokens: int) -> bool:
         """Have `request` wait for another request with a prompt that begins alike, and return True.
 
-        Return False if there is no request worth waiting for, or if `request` has waited in this way before.
+        Return False if none is worth waiting for, or if `request` has already waited in this way.
         """
         begun = self._active_by_first_key.get(request.keys[0], {}).values()
         if begun:
@@ -177,15 +173,15 @@ class PrefixQuestions:
         return asked is not None and request.wait_for(asked, _State.ASKED)
 
     def take_questions(self) -> list[Question]:
-        """Return the questions that were made since the last call, except those of requests that have ended."""
+        """Return the questions made since the last call, without those of ended requests."""
         taken, self._next_questions = [one for one in self._next_questions if one.request_id in self._requests], []
         return taken
 
     def note_answer(self, request_id: str, *, found: bool) -> bool:
         """Record that a request's question was answered. Return True if the request was still waiting for the answer.
 
-        `found`: peers offer a prefix. If they do not, the request's waiters go on, and other requests that would ask
-        the same peers only for keys that this question had do not ask at all.
+        `found`: a peer offers a prefix. If not, requests that wait for this one go on, and requests that would ask the
+        same peers for only a part of these keys do not ask.
         """
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.ASKED:
@@ -200,7 +196,7 @@ class PrefixQuestions:
         return True
 
     def resume_waiters(self, request_id: str) -> None:
-        """Let other requests that wait for this request go on, since its load has ended or it loads nothing."""
+        """Let requests that wait for this one go on, since its load has ended or it loads nothing."""
         request = self._requests.get(request_id)
         if request is not None:
             request.state = _State.ENDED
@@ -210,6 +206,5 @@ class PrefixQuestions:
                 self._active_by_first_key.pop(request.keys[0], None)
 
     def finish(self, request_id: str) -> None:
-        """Forget a request that has ended. Other requests that wait for this request go on."""
         self.resume_waiters(request_id)
         self._requests.pop(request_id, None)

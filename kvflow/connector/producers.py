@@ -1,8 +1,8 @@
 """Requests that compute their prompts for readers, and the leases of those prompts.
 
-The step that completes a prompt opens the prompt's lease, under a name that is secret until the request ends and its
-ticket goes to the router. After that, the blocks are held until the workers report the end of the lease. Before that, a
-preemption or an abort may take the blocks at once, since no reader can know the lease.
+The step that completes a prompt opens its lease, under a name that stays secret until the request ends and the router
+gets the ticket. Until then a preemption or an abort may take the blocks at once, since no reader can know the lease.
+Afterwards the blocks are held until the workers report the end of the lease.
 
 If readers wait for the prompt with a pending ticket (`Ticket.rendezvous`), the prompt *flows*: its lease is opened in
 the prompt's first step, grows with every step, and may be read at any time. A preemption recalls the lease: the workers
@@ -43,25 +43,23 @@ _WARNED_ENGINES_MAX = 1 << 8
 class _Producer:
     request_id: str
     num_prompt_tokens: int
-    """Number of prompt tokens that may be offered: all, or all but the last (`withhold_last_token`)."""
+    """Number of prompt tokens that may be offered: all, or with `withhold_last_token` all but the last."""
     prompt: Sequence[int] | None
     serve_id: str | None = None
-    """Request id of the pending ticket with which readers wait for this prompt, which names the lease. None if no
-    readers wait, or if a lease of that name has already been opened and recalled, or was declined."""
+    """Request id of the readers' pending ticket, which becomes the name of the lease. None if no readers wait, or if
+    that lease was recalled or declined."""
     saved: Save | None = None
-    """The prompt's open lease: the `Save` that opened the lease, with all blocks and tokens added since. None if no
-    lease is open."""
+    """The `Save` that opened the prompt's lease, with all blocks and tokens added since. None if no lease is open."""
     num_computed_tokens: int = 0
     state: ProducerState = ProducerState.COMPUTING
 
     @property
     def complete(self) -> bool:
-        """True once all prompt tokens are computed."""
         return self.num_computed_tokens >= self.num_prompt_tokens
 
 
 class ProducingRequests:
-    """All requests of an engine that offer their prompts, and what the workers have to do for them next."""
+    """All requests of an engine that offer their prompts, and the workers' next work for them."""
 
     def __init__(
         self, config: SchedulingConfig, groups: PagedGroups, dialect: Dialect, new_secret: Callable[[], str]
@@ -71,11 +69,11 @@ class ProducingRequests:
         self._dialect = dialect
         self._new_secret = new_secret
         self._introduction: Ticket | None = None
-        """Ticket without blocks that names all ranks of this engine; the tickets of all offers are made from this
-        ticket. While it is None, nothing is offered."""
+        """Ticket without blocks that names all ranks of this engine, and from which all offers' tickets are made. While
+        None, nothing is offered."""
         self._requests: dict[str, _Producer] = {}
         self._warned_engines = BoundedMap[tuple[str, str], None](_WARNED_ENGINES_MAX)
-        """Engine id and address of each engine at which readers have waited for a prompt that this engine computes; one
+        """Other engines (engine id and address) at which readers have waited for a prompt that is computed here. One
         warning was logged for each."""
         self._next_step = Step()
 
@@ -90,15 +88,15 @@ class ProducingRequests:
     def introduce(self, ticket: Ticket | None) -> None:
         """Set the ticket that names the ranks of this engine, so that prompts can be offered.
 
-        If `ticket` is None, offer nothing, and have each step ask the workers for new tickets that name their ranks
+        If `ticket` is None, offer nothing, and have each step ask the workers for new tickets
         (`ConnectorWorker.introduction`).
         """
         self._introduction, self._next_step.introduce = ticket, ticket is None
 
     def add(self, request: EngineRequest, params: Mapping[str, Any]) -> None:
-        """Add a request that offers its prompt. Readers may wait for it with a pending ticket, which `params` then has.
+        """Add a request that offers its prompt. `params` may have the pending ticket of readers that already wait.
 
-        If they wait at another engine or DP rank, redirect them to this one.
+        If the readers wait at another engine or DP rank, redirect them to this engine.
         """
         pending = pending_ticket_in(params)
         self._requests[request.request_id] = _Producer(
@@ -111,9 +109,9 @@ class ProducingRequests:
             self._redirect_readers(request.request_id, pending, self._introduction)
 
     def _redirect_readers(self, request_id: str, pending: Ticket, ours: Ticket) -> None:
-        """If a prompt's readers wait at another engine or DP rank than this one, redirect them to this one.
+        """If readers with the pending ticket `pending` wait at another engine or DP rank, redirect them to this engine.
 
-        `pending` is the readers' pending ticket. `ours` is a ticket without blocks that names this engine's ranks.
+        `ours` is a ticket without blocks that names this engine's ranks.
         """
         places = ({rank.address for rank in one.ranks} for one in (pending, ours))
         if (pending.engine_id, pending.dp_rank) == (ours.engine_id, ours.dp_rank) and set.intersection(*places):
@@ -136,8 +134,8 @@ class ProducingRequests:
     def build_step(self, scheduled: Mapping[str, int], preempted: Iterable[str], block_ids: TablesOf) -> Step:
         """Return the workers' work in this engine step for prompts that are offered to readers.
 
-        `scheduled` has the total of computed tokens of each request once the step has run. `preempted` are the ids of
-        requests that have lost their blocks, and `block_ids` returns a request's blocks.
+        `scheduled` has each request's total of computed tokens after the step. `preempted` are the ids of requests that
+        have lost their blocks, `block_ids` returns a request's blocks.
         """
         for request_id in preempted:
             self._preempt(request_id)
@@ -152,18 +150,17 @@ class ProducingRequests:
         return step
 
     def note_sent(self, request_ids: Iterable[str]) -> None:
-        """Record that the leases of these requests have ended. Requests in other states than SENDING do not change."""
+        """Record that the leases of these requests have ended. Ignore requests in states other than SENDING."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None and allows(PRODUCER_TABLE, request.state, "sent"):
                 self._fire(request, "sent")
 
     def finish(self, request_id: str, *, completed: bool, block_ids: GivenTables | None) -> Finished:
-        """Record that the engine has ended a request, and offer its prompt if its blocks still hold all of it.
+        """Record that the engine has ended a request, and offer its prompt if its blocks still hold the whole prompt.
 
         Return the parameters for the router and whether the engine must hold the blocks. `completed`: the request was
-        not aborted and has not failed. `block_ids`: the blocks that the request still has, if known. See
-        `ConnectorScheduler.request_finished`.
+        neither aborted nor failed. `block_ids`: the blocks that the request still has, if known.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -202,9 +199,8 @@ class ProducingRequests:
     def _give_up(self, request: _Producer, *, flows: bool) -> None:
         """End a request without a ticket for the router.
 
-        `flows`: readers may be reading the prompt while it is computed. If so, the lease ends with a notification to
-        these readers, and the blocks are held until no read can succeed. If not, no reader has a ticket, and
-        the blocks are free at once.
+        `flows`: readers may be reading the prompt while it is computed. Then notify them, end the lease, and hold the
+        blocks until no read can succeed. Otherwise the blocks are free at once.
         """
         if flows:
             self._send(request)
@@ -215,24 +211,24 @@ class ProducingRequests:
             self._decline(request, "the request has ended before its prompt was computed")
 
     def _decline(self, request: _Producer, reason: str) -> None:
-        """If readers wait for the prompt of `request`, have the next step notify them that they will not get it.
+        """If readers wait for the prompt of `request`, have the next step notify them that it will not come.
 
-        `reason` is for the readers' error message.
+        Their error message has the `reason`.
         """
         serve_id, request.serve_id = request.serve_id, None
         if serve_id is not None:
             self._next_step.decline.append(Decline(serve_id=serve_id, reason=reason))
 
     def _withdraw(self, request: _Producer) -> None:
-        """If `request` has an open lease, have the next step end that lease. No reader may know the lease yet."""
+        """If `request` has an open lease, have the next step end it. No reader may know the lease yet."""
         save, request.saved = request.saved, None
         if save is not None and any(save.block_tables):
             self._next_step.withdraw.append(request.request_id)
 
     def _recall(self, request: _Producer) -> None:
-        """Have the next step end a growing lease, although readers may be reading the prompt.
+        """Have the next step end a growing lease.
 
-        The loads of these readers fail, even if the prompt is computed again.
+        The loads of its readers fail, even if the prompt is computed again.
         """
         self._fire(request, "preempt")
         self._next_step.recall.append(request.request_id)
@@ -252,10 +248,10 @@ class ProducingRequests:
             self._next_step.recall.append(request_id)  # the request was preempted first, and then ended
 
     def _still_holds_prompt(self, request: _Producer, block_ids: GivenTables | None) -> bool:
-        """Return True if `request` has an open lease, and the blocks of that lease still hold its prompt.
+        """Return True if `request` has an open lease, and the lease's blocks still hold the whole prompt.
 
-        `block_ids` are the blocks that the request has now: if given, they must be those of the lease. A recurrent
-        state must not have advanced beyond the prompt.
+        `block_ids` are the request's present blocks: if given, they must be those of the lease. A recurrent state must
+        not have advanced beyond the prompt.
         """
         save = request.saved
         if save is None or (self._config.has_state and request.num_computed_tokens > save.num_tokens):
@@ -263,9 +259,9 @@ class ProducingRequests:
         return block_ids is None or self._groups.prompt_blocks(block_ids, save.num_tokens) == save.block_tables
 
     def _recall_prompts_with_lost_blocks(self, block_ids: TablesOf) -> None:
-        """Recall each growing lease that has lost blocks of its prompt, because a window or state has moved on.
+        """Recall each growing lease that has lost blocks of its prompt.
 
-        Windows and recurrent states advance while the answer is computed. Requests that this step does not schedule are
+        A window or recurrent state may advance while the answer is computed. Requests that are not in this step are
         checked, too.
         """
         if self._groups.blocks_stay:
@@ -276,10 +272,10 @@ class ProducingRequests:
                 self._recall(request)
 
     def _open_or_extend(self, request: _Producer, block_ids: TablesOf, *, late: bool) -> None:
-        """Have the next step open or extend the lease of a request, because this step computes more of its tokens.
+        """Have the next step open or extend a request's lease, because this step computes more of the request's tokens.
 
-        `late`: the prompt was complete before this step, so windows or recurrent state may have advanced beyond it. In
-        a cache that has these, a late prompt without a lease gets none.
+        `late`: the prompt was complete before this step. Then, in a cache with windows or recurrent state, no lease is
+        opened, since these may have advanced beyond the prompt.
         """
         computing = request.state is ProducerState.COMPUTING
         if self._introduction is None or not (computing or request.state is ProducerState.FLOWING):
@@ -297,8 +293,8 @@ class ProducingRequests:
     def _offer(self, request: _Producer, block_ids: GivenTables, name: str | None) -> None:
         """Have the next step open the lease of a request's prompt.
 
-        `name` is the name under which readers wait for the lease: they may read while the prompt is computed. If it is
-        None, the lease gets a secret name, which no reader knows yet.
+        `name` is the lease's name if readers wait for it; they may read while the prompt is computed. None for a secret
+        name.
         """
         tokens, flows = self._config.offered_of(request.num_prompt_tokens), name is not None
         computed = min(request.num_computed_tokens, tokens)
@@ -318,9 +314,9 @@ class ProducingRequests:
             self._next_step.save.append(save)
 
     def _grow(self, request: _Producer, save: Save, block_ids: GivenTables) -> None:
-        """Have the next step add newly computed tokens to a growing lease.
+        """Have the next step add the tokens that this step computes, if any, to a growing lease.
 
-        `save` describes the lease so far. If this step computes no tokens of the prompt, do nothing.
+        `save` describes the lease so far.
         """
         computed = min(request.num_computed_tokens, save.num_tokens)
         tables = self._groups.prompt_blocks(block_ids, save.num_tokens, complete=computed == save.num_tokens)

@@ -1,6 +1,6 @@
 """Transition tables for requests in an engine's scheduler: one for requests that load prompts, one for offered prompts.
 
-See `core.policy.states` for `fire` and `allows`. The pictures in docs/architecture.md are drawn from these tables.
+`core.policy.states` applies the tables. The pictures in docs/architecture.md are drawn from them.
 """
 
 from __future__ import annotations
@@ -60,5 +60,5 @@ PRODUCER_TABLE: Table[ProducerState, ProducerEvent] = {
 
 
 def request_blocks_held(state: ConsumerState | ProducerState) -> bool:
-    """Return True if the blocks of a request in `state` must stay unchanged, even after the engine has ended it."""
+    """Return True if the engine must not reuse the blocks of a request in `state`, even if the request has ended."""
     return state in (ConsumerState.RECEIVING, ConsumerState.ABANDONED, ProducerState.SENDING)

@@ -1,7 +1,7 @@
 """The scheduler's half of a connector, for any engine: which prompts are loaded, and the work of each step.
 
 An engine's scheduler calls a `ConnectorScheduler`, which decides without waiting and hands the work to the engine's
-workers as a `Step`. In the order of a request's life:
+workers as a `Step`. For each request, the calls in order are:
 
     add                      a request has arrived
     num_new_matched_tokens   how many tokens of its prompt can be loaded? may be asked again and again
@@ -10,10 +10,9 @@ workers as a `Step`. In the order of a request's life:
     update_from_workers      what the workers have finished
     request_finished         may its blocks be freed, and what does the router get?
 
-A request consumes (its parameters have a ticket) or produces (they have `do_remote_decode`).
-`connector.request_states` has the states of both; `consumers` and `producers` hold the requests. A ticket is used for
-one load only. After that load, well or not, further requests with the same ticket, for example retries, are computed
-locally. If a load fails, the engine decides whether the request fails or is computed locally.
+A request consumes (its parameters have a ticket) or produces (they have `do_remote_decode`). A ticket is used for one
+load only. Later requests with the same ticket, for example retries, are computed locally. If a load fails, the engine
+decides whether the request fails or is computed locally.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class ConnectorScheduler:
 
     Args:
         config: settings of the scheduler's half.
-        new_secret: function that returns another unguessable text at each call.
-        dialect: how tickets are read from and written to the parameters that routers carry.
+        new_secret: function that returns a new unguessable text at each call.
+        dialect: how to read tickets from the parameters that routers carry, and write them.
         questions: decides which peers are asked for prefixes of which prompts; None: no peer is asked.
     """
 
@@ -105,15 +104,15 @@ class ConnectorScheduler:
     def introduce(self, ticket: Ticket) -> None:
         """Set the ticket that names the engine's ranks, so that prompts can be offered.
 
-        If the ranks have registered smaller blocks than the engine's, each block of the engine consists of several
-        consecutive blocks of the ranks. Block tables in a `Step` then have ids of the ranks' blocks.
+        If the ranks have registered smaller blocks than the engine's, block tables in a `Step` have ids of the ranks'
+        blocks: several consecutive ids for each block of the engine.
 
         Args:
-            ticket: the tickets that name the single ranks (`ConnectorWorker.introduction`), merged by `merge_tickets`.
+            ticket: the ranks' tickets (`ConnectorWorker.introduction`), merged by `merge_tickets`.
 
         Raises:
-            ConfigError: the ranks have another number of groups than the engine, or their blocks do not divide the
-                engine's.
+            ConfigError: the ranks have another number of groups than the engine, or the engine's block size is no
+                multiple of theirs.
         """
         self._groups.set_block_sizes([group.block_size for group in ticket.groups] or [ticket.block_size])
         self._producers.introduce(ticket)
@@ -122,15 +121,15 @@ class ConnectorScheduler:
         """Offer no prompt until `introduce` is called again. The next steps ask the workers for new introductions.
 
         Call this when the ranks are about to register their caches again, for example after a sleep, because existing
-        tickets name the earlier registrations. The workers answer with `ConnectorWorker.introduction`.
+        tickets name the earlier registrations.
         """
         self._producers.introduce(None)
 
     def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
         """Add a request that has arrived. A request that neither loads nor offers a prompt changes nothing.
 
-        If the prompt's tokens agree with the ticket, but pictures, an adapter or the like do not, this method does not
-        raise. Instead, `refusal` returns the error: the request must not be computed, and a load of it fails.
+        If the prompt has the ticket's tokens, but not its pictures, adapter or the like, this method does not raise.
+        Instead, `refusal` returns the error: the request must not be computed, and its load fails.
 
         Args:
             request: the request.
@@ -159,8 +158,7 @@ class ConnectorScheduler:
     def note_computed_here(self, reason: str) -> None:
         """Count a request that has a ticket but is computed locally for a reason that only the engine knows.
 
-        `add` counts the requests that it refuses. Once a minute, a log line has the number of counted requests for each
-        reason.
+        `add` counts the requests that it refuses. Once a minute, the counts are logged by reason.
 
         Args:
             reason: text that follows "because" in the log line.
@@ -170,9 +168,9 @@ class ConnectorScheduler:
     def refusal(self, request_id: str) -> PromptMismatch | None:
         """Return the error with which a request must fail, because only the tokens of its prompt agree with its ticket.
 
-        For example, a router may have dropped the prompt's pictures. If this engine computed the prompt, the answer
-        would be for a prompt without pictures. The engine can fail the request at once, or give it blocks: then the
-        request's load fails with the same error.
+        For example, a router may have dropped the prompt's pictures: a local answer would be for a prompt without
+        pictures. The engine can fail the request at once, or give it blocks: then the request's load fails with the
+        same error.
 
         Args:
             request_id: id of the request in the engine.
@@ -189,7 +187,7 @@ class ConnectorScheduler:
         `refusal` returns the errors.
 
         Args:
-            refused: request ids and errors: `Results.refused` of the workers. Unknown ids change nothing.
+            refused: request ids and errors: `Results.refused` of the workers. Unknown ids are ignored.
         """
         self._consumers.refuse(refused)
 
@@ -217,10 +215,10 @@ class ConnectorScheduler:
         self._consumers.give_back(request_id, tickets, last=last)
 
     def reject(self, request: EngineRequest) -> None:
-        """Release the tickets of a request that was refused before it could be added, or that has ended.
+        """Release the ticket of a request that was refused before it could be added, or that has ended.
 
-        With the next step, the producer is notified, unless another request has used the ticket. For a request without
-        a ticket, do nothing.
+        The producer is notified with the next step, unless another request has used the ticket. A request without a
+        ticket changes nothing.
 
         Args:
             request: the request.
@@ -242,9 +240,9 @@ class ConnectorScheduler:
             num_computed_tokens: number of the prompt's tokens that the engine's own cache has, in whole blocks.
 
         Returns:
-            The number of tokens beyond `num_computed_tokens`, and True if the load runs while the engine goes on with
-            other steps. The number is None if the request has to wait, for peers' answers or another request's load. It
-            is 0 if nothing can be loaded, or less than `SchedulingConfig.fetch_tokens_min`.
+            The number of tokens, and True if the load runs while the engine goes on with other steps. The number is
+            None if the request has to wait for peers' answers or another request's load. It is 0 if nothing can be
+            loaded, or less than `SchedulingConfig.fetch_tokens_min`.
         """
         if self._questions.ask_or_wait(request_id, num_computed_tokens):
             return None, False
@@ -255,11 +253,11 @@ class ConnectorScheduler:
 
         Args:
             request_id: id of the request in the engine.
-            block_ids: ids of all blocks of the request in prompt order, beginning with blocks that are computed. With
-                several groups, one such list for each group: for a group with a window, with null blocks in place of
-                blocks that are not needed; for a group of state, with the state's slot at the end.
-            num_external_tokens: the number of tokens that `num_new_matched_tokens` returned. If it is 0, nothing is
-                loaded, and the producer is notified.
+            block_ids: ids of all blocks of the request in prompt order, beginning with computed blocks. With several
+                groups, one list for each: a group with a window has null blocks in place of unneeded blocks, a group of
+                state has the state's slot at the end.
+            num_external_tokens: the number that `num_new_matched_tokens` returned. If it is 0, nothing is loaded, and
+                the producer is notified.
 
         Raises:
             UsageError: the blocks do not fit the number of tokens, or there are fewer or more lists than groups.
@@ -272,14 +270,13 @@ class ConnectorScheduler:
         """Return the work of all workers in this engine step: everything that was decided since the last call.
 
         Args:
-            scheduled: for each request in the step, by id, its total of computed tokens once the step has run.
+            scheduled: for each request in the step, by id, its total of computed tokens after the step.
             preempted: ids of requests that have lost their blocks before the step.
             block_ids: function that takes the id of a request with blocks and returns the ids of all its blocks, in the
                 form of `update_after_alloc`.
 
         Returns:
-            The argument for `ConnectorWorker.prepare` and `ConnectorWorker.begin` on every rank. The next call does not
-            return this work again.
+            The argument for `ConnectorWorker.prepare` and `ConnectorWorker.begin` on every rank.
 
         Raises:
             UsageError: `block_ids` returns fewer or more lists than there are groups.
@@ -297,14 +294,14 @@ class ConnectorScheduler:
         sent: Iterable[str] = (),
         found: Mapping[str, tuple[Ticket, ...]] = MappingProxyType({}),
     ) -> None:
-        """Take in the results of the workers. Ids of requests that are not waiting for a result change nothing.
+        """Record the results of the workers. Ids of requests that await no result are ignored.
 
         Args:
             received: ids of requests with loads that have ended on all workers, successfully or not
                 (`Results.received`).
             sent: ids of requests with leases that have ended on all workers (`Results.sent`).
-            found: tickets in peers' answers, by request id (`Results.found`). If the request is still waiting
-                for the answer, it loads with these tickets (`adopt`). Otherwise the tickets are given back.
+            found: tickets in peers' answers, by request id (`Results.found`). A request that still waits for the answer
+                loads with these tickets (`adopt`). For any other request the tickets are released.
         """
         self._consumers.note_received(received)
         self._producers.note_sent(sent)
@@ -321,8 +318,8 @@ class ConnectorScheduler:
         Args:
             request_id: id of the request in the engine.
             completed: True if the request ended normally; False if it was aborted or has failed.
-            block_ids: ids of the blocks that the request still has. If given, and if a block of the prompt is not among
-                them, nothing is offered. Nor is a prompt offered if a recurrent state has advanced beyond it.
+            block_ids: ids of the blocks that the request still has. If given, the prompt is offered only if these
+                include all its blocks. Nor is it offered if a recurrent state has advanced beyond it.
 
         Returns:
             The parameters for the router, and `hold_blocks`: if True, the engine must not reuse the request's blocks
@@ -339,6 +336,6 @@ class ConnectorScheduler:
     def withdraw_all(self) -> None:
         """Have the next step end each lease that readers know and may be reading.
 
-        Call this when the contents of the blocks must not be read any longer, for example after new weights.
+        Call this when the blocks must not be read any longer, for example after new weights.
         """
         self._producers.withdraw_all()

@@ -23,21 +23,21 @@ class SchedulingConfig:
 
     block_size: Size
     lease_ttl_s: Seconds
-    """Seconds for which an offered prompt's blocks are held for readers, from the end of the prefill request on."""
+    """Seconds for which an offered prompt's blocks are held for readers, from the end of the prefill request."""
     groups: SchedulerGroups = ()
-    """Groups of layers of the cache, in the order of the engine's block tables; `block_size` must be that of the first.
-    If empty, there is one group of full attention."""
+    """Groups of layers of the cache, in the order of the engine's block tables; the first must have `block_size`. Empty
+    for one group of full attention."""
     fetch_tokens_min: Size = 1
-    """Smallest number of tokens to load. If fewer tokens of a prompt are missing, they are computed locally."""
+    """Smallest number of tokens to load. If fewer are missing, they are computed locally."""
     full_blocks_only: bool = False
-    """True to offer only full blocks. A prompt shorter than one block then offers nothing."""
+    """True to offer only full blocks: a prompt shorter than one block offers nothing."""
     leave_last_token: bool = False
-    """True to never load a whole prompt: an offer of all tokens is not loaded at all. The engine computes the prompt's
-    last token in any case, and in a cache with windows, blocks that this token needs may be freed once the whole prompt
-    is computed. Always on for a cache with recurrent state, since a state belongs to one token only."""
+    """True to ignore offers of a whole prompt. The engine computes a prompt's last token in any case, and in a cache
+    with windows, blocks that this token needs may be freed once the whole prompt is computed. Always on for a cache
+    with recurrent state, since a state belongs to one token only."""
     withhold_last_token: bool = False
-    """True to offer a prompt without its last token, although this engine computes that token. Needed for readers that
-    load no whole prompts, if this engine cannot leave the last token out."""
+    """True to offer a prompt without its last token, although this engine computes that token. For readers that load no
+    whole prompts, if routers or engines cannot leave the last token out of the prefill request."""
     release_failed_loads: bool = True
     """True to release the ticket when a load fails, so that the producer can reuse the blocks before the lease expires.
     False if routers retry with the same ticket, for example at another decode engine."""
@@ -75,7 +75,7 @@ class SchedulingConfig:
             params: the request's `kv_transfer_params`.
 
         Returns:
-            True if `params` ask for a load, and this engine's role is to load prompts.
+            True if `params` ask for a load, and this engine's role is to load.
         """
         return self.consumes and bool(params.get("do_remote_prefill"))
 
@@ -86,8 +86,8 @@ class SchedulingConfig:
             params: the request's `kv_transfer_params`.
 
         Returns:
-            True if `params` ask for an offer, and this engine's role is to offer prompts. False for a request that
-            loads its prompt.
+            True if `params` ask for an offer, and this engine's role is to offer. False for a request that loads its
+            prompt.
         """
         return self.produces and bool(params.get("do_remote_decode")) and not self.takes(params)
 
@@ -95,12 +95,12 @@ class SchedulingConfig:
     def full_block_tokens(self) -> int:
         """Smallest number of tokens that fills whole blocks in all groups of full attention.
 
-        Groups with a window or recurrent state are left out, since they do not keep a whole prompt.
+        Groups with a window or recurrent state do not count, since they do not keep a whole prompt.
         """
         return math.lcm(*(group.block_size for group in self.all_groups if group.whole), 1)
 
     def offered_of(self, num_prompt_tokens: int) -> int:
-        """Return how many tokens of a prompt with `num_prompt_tokens` tokens are offered.
+        """Return how many tokens of a prompt are offered.
 
         Args:
             num_prompt_tokens: number of tokens of the prompt.

@@ -1,10 +1,10 @@
 """The workers' half of a connector, for any engine: carries out the steps that `connector.scheduler` makes.
 
 In each step the engine calls `prepare`, `begin` and `collect`. `begin` and `collect` never wait: loads, leases and
-questions to peers run as tasks on the loop of a `blocking.Runtime`, and go on between the steps. Each result is
-reported once and is final. A request is reported as received when its load has ended, well or not, and no byte can land
-in its blocks. A request is reported as sent when its lease has ended, but only if the router got its ticket
-(`Step.send`), since only then does the engine wait for the lease. If a task dies, `collect` raises the task's error.
+questions to peers run as tasks on the loop of a `blocking.Runtime`. Each result is reported once and is final. A
+request is reported as received when its load has ended, well or not, and no byte can land in its blocks. It is reported
+as sent when its lease has ended, but only if the router got its ticket (`Step.send`), since only then does the engine
+wait for the lease. If a task dies, `collect` raises the task's error.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _PINNED_BLOCKS_MAX = 1 << 31  # no bound: a pinned prefix keeps no block from be
 
 
 class FailedLoad(NamedTuple):
-    """A load that has failed, with the error, or a load that was abandoned, with None.
+    """A load that has failed, with the error, or that was abandoned, with None.
 
-    No byte can land in the blocks after this report. Their contents are undefined.
+    No further byte can land in the blocks. Their contents are undefined.
     """
 
     block_tables: BlockTables
@@ -59,7 +59,7 @@ class FailedLoad(NamedTuple):
 
 @dataclass(slots=True)
 class Results:
-    """Loads, leases and questions to peers that have ended since the last call of `collect`, by the request's id."""
+    """Loads, leases and questions to peers that have ended since the last call of `collect`, by request id."""
 
     loaded: dict[str, LoadReport] = field(default_factory=dict)
     failed: dict[str, FailedLoad] = field(default_factory=dict)
@@ -67,8 +67,8 @@ class Results:
     """Request id and outcome of each ended lease. `sent` has only the ids of requests for which the engine waits."""
     sent: set[str] = field(default_factory=set)
     found: dict[str, tuple[Ticket, ...]] = field(default_factory=dict)
-    """For each request with an answered question to peers: the tickets with which to load, all for the same number of
-    tokens, the best peer first. No tickets if no peer has a prefix that is worth a load."""
+    """By request id, the tickets in the answers to its question: all for the same number of tokens, the best peer
+    first. Empty if no peer has a prefix that is worth a load."""
     answers: list[PrefixOutcome] = field(default_factory=list)
     """Outcome of each question in `found`, in the same order."""
 
@@ -81,7 +81,7 @@ class Results:
     def refused(self) -> tuple[tuple[str, PromptMismatch], ...]:
         """Request id and error of each load that found a prompt with the same tokens but, for example, other pictures.
 
-        This is the argument for `ConnectorScheduler.refuse`.
+        For `ConnectorScheduler.refuse`.
         """
         errors = ((request_id, one.error) for request_id, one in self.failed.items())
         return tuple(
@@ -93,21 +93,21 @@ class Results:
 
 @dataclass(slots=True, eq=False)
 class _ReceivingRequest:
-    """A request that waits for the engine to give it blocks for its load, or that is loading."""
+    """A request that waits for blocks from the engine, or that is loading."""
 
     kept_leases: ExitStack = field(default_factory=ExitStack)
-    """Contexts that renew the leases of the request's tickets. After it is closed, the leases may expire."""
+    """Contexts that renew the leases of the request's tickets. After this stack is closed, the leases may expire."""
     load: Load | None = None
     abandoned: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _SavedPrompt:
-    """A prompt that this rank offers: its lease, and in `sent`, whether the engine waits for the end of the lease."""
+    """A prompt that this rank offers. `sent` is True if the engine waits for the end of its lease."""
 
     save: Save
     restart_timer: asyncio.TimerHandle | None = None
-    """Timer that restarts the lease's time to live again and again, until the router gets the ticket; then None."""
+    """Timer that periodically restarts the lease's time to live until the router gets the ticket; then None."""
     lease: Lease | None = None
     outcome: LeaseOutcome | None = None
     sent: bool = False
@@ -124,13 +124,12 @@ class _SavedPrompt:
     def keep_restarting(self, lease: Lease) -> None:
         """Restart the time to live of `lease` now, and periodically until `stop_restarting` is called.
 
-        So the lease cannot expire before the router gets the ticket and a reader can read.
+        So the lease cannot expire before the router gets the ticket.
         """
         lease.restart(self.save.ttl_s)
         self.restart_timer = asyncio.get_running_loop().call_later(self.save.ttl_s / 3, self.keep_restarting, lease)
 
     def stop_restarting(self) -> None:
-        """Stop restarting the lease's time to live."""
         if self.restart_timer is not None:
             self.restart_timer.cancel()
             self.restart_timer = None
@@ -149,23 +148,23 @@ class ConnectorWorker:
         self._runtime = runtime
         self._peers = peers
         self._counts_yielded: dict[str, int] = {}
-        """Counts of outcomes at the last call of `shared_outcomes`, by the names of `SharingStatistics` fields."""
+        """Counts at the last call of `shared_outcomes`, by the names of `SharingStatistics` fields."""
         self._prefix_cache: PagedPrefixCache | None = None
-        """The prefix cache that is shared with peers; None until `share` is called."""
+        """The prefix cache that peers share; None until `share` is called."""
         self._sharing: SharedPrefixes | None = None
         self._lock = threading.Lock()
-        """Lock for `_results`, which both the engine's thread and the loop's thread use."""
+        """Lock for `_results`, which two threads use: the engine's and the loop's."""
         self._results = Results()
         self._internal_error: BaseException | None = None
         self._saved: dict[str, _SavedPrompt] = {}
-        """Prompts that this rank offers, by request id. Each is removed when the end of its lease is reported."""
+        """Prompts that this rank offers, by request id, until the end of their leases is reported."""
         self._receiving: dict[str, _ReceivingRequest] = {}
         self._withdrawn: set[Lease] = set()
         """Leases that this worker has ended, and that hold their blocks until no read can succeed."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def introduction(self) -> Ticket:
-        """Return a ticket that names this rank. `ConnectorScheduler.introduce` needs those of all ranks, merged.
+        """Return a ticket that names this rank. Merge all ranks' tickets for `ConnectorScheduler.introduce`.
 
         Returns:
             A ticket without blocks.
@@ -200,12 +199,10 @@ class ConnectorWorker:
         self._runtime.start(share).result(_RECALL_TIMEOUT_S)
 
     def connect_peers(self, *, follow_events: bool) -> None:
-        """Begin to connect to the known peers (`PrefixPeers.known_peers`), and return at once.
-
-        Call this once a cache is registered.
+        """Begin to connect to `PrefixPeers.known_peers`, and return at once. Call this once a cache is registered.
 
         Args:
-            follow_events: True to receive KV events, too. Only one rank of an engine does: the rank that asks peers.
+            follow_events: True to receive KV events, too. Only the rank that asks peers does so.
         """
         if self._peers is not None:
             peers = self._peers
@@ -226,9 +223,9 @@ class ConnectorWorker:
     def prepare(self, step: Step) -> None:
         """Before a step computes, end all reads of blocks that the step will write, and ask its questions to peers.
 
-        Return at once, unless peers may be reading blocks that the step will write. Then wait until no read of these
-        blocks can succeed: for shared prefixes one turn of the runtime's loop, and for a prompt that is read while it
-        is computed (`Step.recall`) about `Limits.seal_hold_s`.
+        Return at once, unless peers may be reading such blocks. Then wait until no read of them can succeed: for shared
+        prefixes one turn of the runtime's loop, for a prompt that is read while it is computed (`Step.recall`) about
+        `Limits.seal_hold_s`.
 
         Args:
             step: the step that `ConnectorScheduler.build_step` has returned.
@@ -247,14 +244,13 @@ class ConnectorWorker:
     def begin(self, step: Step, *, ready: DeviceEvent | None = None, after: DeviceEvent | None = None) -> None:
         """Start the loads and leases of a step, after `prepare`. Return at once.
 
-        For a device that computes asynchronously, such as a GPU, `ready` and `after` are device events, such as
-        `torch.cuda.Event`.
+        `ready` and `after` are events of a device that computes asynchronously, for example `torch.cuda.Event`.
 
         Args:
             step: the step that `ConnectorScheduler.build_step` has returned.
-            ready: device event that happens when the device has computed this step's prompts. None if it has already.
-            after: device event before which the step's loads must not write to their blocks, since earlier work may
-                still read these; recorded before the step's own work. None if the loads may write at once.
+            ready: device event that happens when this step's prompts are computed. None if they are already.
+            after: device event before which the loads must not write to their blocks, since earlier work may still read
+                these; recorded before the step's own work. None if the loads may write at once.
 
         Raises:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
@@ -286,7 +282,7 @@ class ConnectorWorker:
     ) -> None:
         """Start all work of a step, in an order that is safe for work on the same blocks.
 
-        If that raises, it is a bug in kvflow, and `collect` raises the error.
+        `collect` raises the error if this fails, which is a bug in kvflow.
         """
         try:
             self._start(runtime, step, ready, after)
@@ -332,7 +328,7 @@ class ConnectorWorker:
             self._receiving[request_id] = request
 
     def _stop_keeping(self, request_id: str) -> None:
-        """Forget a request that loads nothing further, and stop renewing the leases of its tickets."""
+        """Forget a request that will not load again, and stop renewing the leases of its tickets."""
         if request_id in self._receiving:
             self._receiving.pop(request_id).kept_leases.close()
 
@@ -386,7 +382,7 @@ class ConnectorWorker:
     def _save(self, runtime: Runtime, save: Save, ready: DeviceEvent | None) -> None:
         """Open the lease of a prompt that the step completes, or that readers may read while it is computed.
 
-        `ready` happens when the device has computed the step. If the lease cannot be opened, notify waiting readers.
+        The device event `ready` happens when the step is computed. If no lease can be opened, notify waiting readers.
         """
         offer = self._saved[save.request_id] = _SavedPrompt(save)
         request = ServeRequest(
@@ -419,9 +415,9 @@ class ConnectorWorker:
         self._report_if_ended(offer)
 
     def _grow(self, offer: _SavedPrompt, grow: Grow, ready: DeviceEvent | None) -> None:
-        """Add newly computed tokens and their blocks to the lease of a prompt that is read while it is computed.
+        """Add newly computed tokens and their blocks to a lease that readers may read while its prompt is computed.
 
-        If the lease has ended, do nothing. `ready` happens when the device has computed the tokens.
+        If the lease has ended, do nothing. The device event `ready` happens when the tokens are computed.
         """
         if (lease := offer.open_lease) is None:
             return
@@ -434,10 +430,7 @@ class ConnectorWorker:
             lease.fail(f"{type(error).__name__}: {error}")
 
     def _send(self, offer: _SavedPrompt) -> None:
-        """Start the lease's time to live, because the router gets the ticket now.
-
-        From this step on, the engine waits for the end of the lease.
-        """
+        """Start the lease's time to live: the router gets the ticket now, and the engine waits for the lease's end."""
         offer.sent = True
         if offer.lease is not None:
             offer.lease.restart(offer.save.ttl_s)
@@ -445,7 +438,7 @@ class ConnectorWorker:
         self._report_if_ended(offer)
 
     def _withdraw(self, offer: _SavedPrompt) -> None:
-        """End the lease of `offer` early, because its blocks will be used for something else."""
+        """End the lease of `offer` early, because its blocks will be reused."""
         if not offer.sent:
             del self._saved[offer.save.request_id]
         offer.stop_restarting()
@@ -456,8 +449,7 @@ class ConnectorWorker:
     def _report_if_ended(self, offer: _SavedPrompt) -> None:
         """If the lease of `offer` has ended, add its outcome to the results.
 
-        Do nothing if the request still goes on, with an offer that was not sent to the router: `_send` or `_withdraw`
-        calls this again.
+        Do nothing if the request goes on and has not been sent: `_send` or `_withdraw` calls this again.
         """
         request_id = offer.save.request_id
         current = self._saved.get(request_id) is offer
@@ -470,9 +462,9 @@ class ConnectorWorker:
                 del self._saved[request_id]
 
     async def _recall(self, step: Step, read: Sequence[PinnedPrefix]) -> None:
-        """End the leases of the requests in `step.recall`, and the leases of the prefixes `read`.
+        """End the leases of the requests in `step.recall`, and those of the prefixes `read`.
 
-        Return once no read of these leases' blocks can succeed.
+        Return once no read of their blocks can succeed.
         """
         ended: list[Awaitable[object]] = []
         if self._sharing is not None and self._prefix_cache is not None:
@@ -518,11 +510,11 @@ class ConnectorWorker:
 
 
 def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None) -> LoadRequest:
-    """Return the `LoadRequest` for the work `receive`; the load writes no block before the device event `after`.
+    """Return the `LoadRequest` for `receive`. The load writes no block before the device event `after`.
 
-    With a pending ticket, the deadline is the longest time that a lease may live, since the load goes on while the
-    prompt is computed. A load in vain ends earlier: the load has to begin within the ticket's `ttl_s`, and the producer
-    reports if it fails.
+    With a pending ticket, the deadline is the longest lifetime of a lease, since the load lasts while the prompt is
+    computed. A load in vain ends earlier: it has to begin within the ticket's `ttl_s`, and the producer reports
+    failures.
     """
     config = runtime.config
     pending = any(ticket.awaited for ticket in receive.tickets)
@@ -542,7 +534,7 @@ def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None)
 async def _release_ticket(runtime: Runtime, ticket: Ticket) -> None:
     """Notify the producer of `ticket` that no request here will read the blocks.
 
-    If the notification fails, log the error: the lease then expires by itself.
+    If that fails, log the error: the lease then expires by itself.
     """
     try:
         await runtime.release_blocks(ticket)
@@ -551,10 +543,9 @@ async def _release_ticket(runtime: Runtime, ticket: Ticket) -> None:
 
 
 def _notify_declined(runtime: Runtime, declined: Decline) -> None:
-    """Notify the readers that wait for a prompt that the prompt will not be offered here.
+    """Notify the readers that wait for a prompt that it will not be offered here.
 
-    If the readers wait at another engine, the rank with `tp_rank` 0 and `pp_rank` 0 notifies that engine; other ranks
-    do nothing.
+    If they wait at another engine, only the rank with `tp_rank` 0 and `pp_rank` 0 notifies it.
     """
     if declined.waiting_at is not None and (runtime.config.tp_rank, runtime.config.pp_rank) != (0, 0):
         return
