@@ -142,7 +142,7 @@ class CachedPrompts:
         ]
 
     def _without_reused(self, cached_blocks: CachedBlocks) -> CachedBlocks | None:
-        """Return `cached_blocks` with `NO_BLOCK` for each block that the pool has reused since; None if none is left."""
+        """Return `cached_blocks` with `NO_BLOCK` for each block that the pool has reused; None if all are."""
         key_of, keys = self._key_of, cached_blocks.keys
         tables = tuple(
             tuple(one if key_of.get(one) == key else NO_BLOCK for key, one in zip(keys, table, strict=True))

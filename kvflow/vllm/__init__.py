@@ -1,8 +1,7 @@
 """kvflow's connector for vLLM: `kv_connector` "KVFlowConnector", `kv_connector_module_path` "kvflow.vllm".
 
 If kvflow is installed as a package, the connector's name is enough: vLLM finds `register` by the entry point
-`vllm.general_plugins` and calls it in each of its processes. Importing this module therefore imports no heavy module of
-vLLM.
+`vllm.general_plugins` and calls it in each process. So importing this module imports no heavy module of vLLM.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """KVFlowConnector: kvflow as vLLM's KV connector (KVConnectorBase_V1), for producers, consumers and both.
 
-vLLM makes one connector object in its scheduler and one in each worker. The scheduler's object passes vLLM's calls to a
-`connector.scheduler.ConnectorScheduler`. A worker's object passes them to a `connector.worker.ConnectorWorker` over a
-runtime with its own thread. Transfers continue while no step runs. A worker's step never waits for a load; it waits
-only for the end of leases of blocks that it will overwrite (`handle_preemptions`).
+vLLM makes one connector object in its scheduler, over a `connector.scheduler.ConnectorScheduler`, and one in each
+worker, over a `connector.worker.ConnectorWorker` and a runtime with its own thread. Transfers continue while no step
+runs. A worker's step never waits for a load; it waits only for the end of leases of blocks that it will overwrite
+(`handle_preemptions`).
 
 If a model has windows or recurrent state, the prefill engine computes the prompt without its last token. The decode
-engine computes that token in any case, for its logits, and needs the cache as it was before that token: a state cannot
-be rolled back by one token, and vLLM frees a window's first block with the last token.
+engine computes that token in any case, for its logits, and needs the cache as it was before: a state cannot be rolled
+back by one token, and vLLM frees a window's first block with the last token.
 
-The connector refuses to start with kinds of caches that it does not know (see `kv_cache_layout`), and with caches on a
-device that the transport cannot reach.
+The connector refuses to start with unknown kinds of caches (see `kv_cache_layout`), and with caches on a device that
+the transport cannot reach.
 """
 
 from __future__ import annotations
@@ -85,36 +85,35 @@ _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPP
 
 @dataclass(frozen=True)
 class KVFlowMetadata(KVConnectorMetadata):
-    """The work of one engine step, sent from the scheduler's connector to the workers' connectors."""
+    """The work of one engine step, from the scheduler's connector object to the workers'."""
 
     step: Step
-    """The work of every worker in this step."""
     cards: tuple[bytes, ...] = ()
-    """The metadata of all workers for stock readers, encoded (`EngineRanks.card`), since a stock reader may ask any
-    worker about all workers. Empty if the workers have it already."""
+    """For stock readers: all workers' encoded metadata (`EngineRanks.card`), since a stock reader may ask any worker
+    about all workers. Empty if the workers have it already."""
 
 
 @dataclass(frozen=True)
 class KVFlowIntroduction(KVConnectorHandshakeMetadata):
-    """A worker's message to the scheduler's connector that says how readers reach the worker."""
+    """Message from a worker to the scheduler's connector object: how readers reach the worker."""
 
     ticket: Ticket
     """Ticket without blocks that names the worker's rank and address (`ConnectorWorker.introduction`)."""
     card: bytes = b""
-    """The worker's metadata for stock readers, encoded (`EngineRanks.card`); empty if `stock_peers` is off."""
+    """The worker's encoded metadata for stock readers (`EngineRanks.card`); empty if `stock_peers` is off."""
 
 
 @dataclass(frozen=True)
 class KVFlowWorkerReport(KVConnectorWorkerMetadata):
-    """A worker's report to the scheduler's connector, or those of all workers together; sent with a step's results."""
+    """Report of one worker, or of all workers, to the scheduler's connector object; sent with a step's results."""
 
     introductions: tuple[KVFlowIntroduction, ...] = ()
     """New introductions of workers that have registered their caches again, for example after a sleep."""
     found: Mapping[str, tuple[Ticket, ...]] = field(default_factory=dict)
-    """For each request that waits for peers' answers, by id: the tickets with which to load a prefix of its prompt."""
+    """By id of each request that waits for peers' answers: the tickets to load a prefix of its prompt with."""
     refused: tuple[tuple[str, PromptMismatch], ...] = ()
-    """Ids and errors of requests that must fail, since the load found a prompt with the same tokens, but with other
-    pictures, another adapter or another cache salt."""
+    """Ids and errors of requests that must fail, since their load found the same tokens, but other pictures, another
+    adapter or another cache salt."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowWorkerReport:
         others = cast(KVFlowWorkerReport, other)
@@ -126,35 +125,32 @@ class KVFlowWorkerReport(KVConnectorWorkerMetadata):
 
 
 class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
-    """kvflow as vLLM's KV connector: one object in vLLM's scheduler, and one in each worker.
-
-    vLLM creates the objects, and calls each method on the scheduler's or a worker's object, as KVConnectorBase_V1 says.
-    """
+    """kvflow as vLLM's KV connector: one object in vLLM's scheduler, and one in each worker."""
 
     _cache_hit_source = CacheHitSource.P2P
     _cards: tuple[bytes, ...] = ()
     """In the scheduler: the workers' encoded metadata for stock readers (`EngineRanks.card`), for the next step."""
     _picture_ids_from_content = True
-    """In the scheduler: True if vLLM's identifiers of pictures depend on the pictures' content. If False, prompts with
+    """In the scheduler: True if vLLM's identifiers of pictures depend on the pictures' content; if not, prompts with
     pictures cannot be compared."""
     _recomputes_failed_loads = False
     """In the scheduler: True if vLLM computes a prompt locally after its load has failed."""
     _spreads_samples = False
     """In the scheduler: True if vLLM may give samples of one prompt to several engines."""
     _prefixes: RequestPrefixes | None = None
-    """In the scheduler: shares and pulls prefixes of requests' prompts; None if the configuration asks for neither."""
+    """In the scheduler: shares and loads prefixes of prompts; None if the configuration asks for neither."""
     _shares_prefixes = False
     """In a worker: True if peers may read prefixes from this engine's cache."""
     _asks_for_engine = True
-    """In a worker: True if this rank asks peers for prefixes, on behalf of the whole engine."""
+    """In a worker: True if this rank asks peers for prefixes on behalf of the whole engine."""
     _pulls_prefixes = False
     """In a worker: True if this engine asks peers for prefixes and loads them."""
     _worker_report = KVFlowWorkerReport()
-    """In a worker: the report to send with the results of the next step."""
+    """In a worker: the report that goes out with the results of the next step."""
     _device: Device | None = None
-    """In a worker: device of the cache, on which events are recorded; None if the cache is on the CPU."""
+    """In a worker: device of the cache, on which events are recorded; None on the CPU."""
     _ranks: EngineRanks | None = None
-    """In a worker: the metadata of all ranks of this engine for stock readers; None if `stock_peers` is off."""
+    """In a worker: metadata of all ranks of this engine for stock readers; None if `stock_peers` is off."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -219,10 +215,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the name of the cache layout that vLLM has to use: with heads before tokens in a block.
+        """Return the name of the cache layout that vLLM has to use: in a block, heads come before tokens.
 
-        In this layout the bytes of one head in a block are contiguous, so a rank can read only its own heads. Return
-        None for models with MLA: any layout will do.
+        Then the bytes of a head in a block are contiguous, so a rank can read only its own heads. Return None for
+        models with MLA: any layout will do.
         """
         return None if vllm_config.model_config is None or vllm_config.model_config.use_mla else "LBHNC"
 
@@ -230,7 +226,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def supports_sleep_mode(cls, vllm_config: VllmConfig) -> bool:
         """Return True: kvflow can unregister the cache before vLLM sleeps, and register it again afterwards.
 
-        vLLM calls `release_kv_caches` and `restore_kv_caches` for that, if this version of vLLM knows them.
+        For that, vLLM calls `release_kv_caches` and `restore_kv_caches` if its version has them.
         """
         return True
 
@@ -283,9 +279,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.note_computed_here("log probabilities of its prompt are requested")
 
     def _fail_if_refused(self, request: Request) -> bool:
-        """Fail `request` if its ticket is for a prompt with the same tokens but, for example, other pictures.
+        """If the ticket of `request` is for the same tokens but other pictures or the like, fail the request.
 
-        Return True if the request was failed. Its prompt must be neither loaded nor computed.
+        Return whether the request was failed: then its prompt must be neither loaded nor computed.
         """
         error = self._scheduler.refusal(request.request_id)
         if error is not None:
@@ -299,7 +295,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def _on_rejected(self, request: Request) -> None:
         """Release the ticket of a request that vLLM's HTTP server has refused, or that has failed there.
 
-        vLLM adds that request to the scheduler only to abort it at once.
+        vLLM adds such a request to the scheduler only to abort it at once.
         """
         try:
             self._scheduler.reject(engine_request_of(request, picture_ids_from_content=self._picture_ids_from_content))
@@ -309,7 +305,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def _leave_out_last_token(self, request: Request) -> bool:
         """Have the offer of `request`'s prompt end before the last token. Return False if that is not possible.
 
-        The last token is either removed from the request, or with `withhold_last_token` computed but not offered.
+        The last token is removed from the request, or with `withhold_last_token` computed but not offered.
         """
         if not self._scheduling.withhold_last_token:
             return _remove_last_token(request)
@@ -358,8 +354,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def _introduce(self, workers: Sequence[KVFlowIntroduction]) -> None:
         """Begin to offer prompts from the ranks of `workers`, which are all workers of this engine.
 
-        With the next step, each worker gets the metadata of all workers for stock readers. That is before any router
-        gets a ticket.
+        The next step brings each worker all workers' metadata for stock readers, before any router gets a ticket.
         """
         self._scheduler.introduce(merge_tickets([worker.ticket for worker in workers]))
         self._cards = tuple(worker.card for worker in workers if worker.card)
@@ -380,17 +375,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(group.index for group in self._groups)
 
     def _transferred_tables(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
-        """Return a request's block tables for the transferred groups only, in the order of `_groups`.
-
-        `tables` has a table for each group of layers in vLLM.
-        """
+        """Return those of `tables`, one for each of vLLM's groups, that belong to `_groups`, in that order."""
         return tuple(tables[group.index] for group in self._groups)
 
     def reset_cache(self) -> bool:
         """End all leases, because the blocks' contents are no longer valid, for example after new weights. Return True.
 
-        vLLM also calls this before its workers sleep, and does not otherwise notify the scheduler of that. So if sleep
-        mode is enabled, forget the ranks of the workers, which will register their caches again.
+        vLLM also calls this before its workers sleep, and gives no other sign of that. So if sleep mode is enabled,
+        forget the ranks of the workers, which will register their caches again.
         """
         self._scheduler.withdraw_all()
         if self._vllm_config.model_config.enable_sleep_mode and _NOTIFIES_OF_SLEEP:
@@ -428,11 +420,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.share([as_registered(one, size // split) for one, split in facts], size)
 
     def release_kv_caches(self) -> None:
-        """Unregister the cache: afterwards kvflow reads and writes nothing there. vLLM then unmaps the memory."""
+        """Unregister the cache, before vLLM unmaps its memory: afterwards kvflow reads and writes nothing there."""
         self._runtime.unregister()
 
     def restore_kv_caches(self) -> None:
-        """Register the cache again after a sleep, when vLLM has mapped its memory again.
+        """Register the cache again after a sleep, once vLLM has mapped its memory.
 
         With its next step, the scheduler asks this worker for a new ticket that names its rank.
         """
@@ -459,8 +451,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Store the work of the step that begins.
 
-        In a worker, also record a device event that happens when the device has done all work of earlier steps. The
-        step's loads wait for this event before they write.
+        In a worker, also record a device event that happens when all work of earlier steps is done. The step's loads
+        wait for this event before they write.
         """
         super().bind_connector_metadata(connector_metadata)
         if self.role is KVConnectorRole.WORKER:
@@ -469,24 +461,24 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 self._ranks.show(cards)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin the part of the step's work that need not wait for the step to compute: loads, and ends of leases."""
+        """Begin the work that need not wait for the step to compute: loads, and ends of leases."""
         prepared: dict[str, Any] = {"reused": (), "recall": [], "questions": []}
         step = msgspec.structs.replace(self._step, save=[], grow=[], cached_blocks=[], **prepared)
         self._worker.begin(step, after=self._before_step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing, since a request is scheduled only after its load has ended."""
+        """Do nothing: a request is scheduled only after its load has ended."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Do nothing, since readers read the blocks directly from the cache."""
+        """Do nothing: readers read the blocks directly from the cache."""
 
     def wait_for_save(self) -> None:
-        """Open and extend leases of the blocks that the step computes. Despite its name, do not wait.
+        """Open and extend leases of the blocks that the step computes. Despite the method's name, do not wait.
 
-        The step's forward pass has been submitted by now, and a device event shows when it is done. The router gets
-        tickets only after the step's results.
+        The step's forward pass has been submitted, and a device event shows when it is done. The router gets tickets
+        only after the step's results.
         """
         step = Step(save=self._step.save, grow=self._step.grow, cached_blocks=self._step.cached_blocks)
         self._worker.begin(step, ready=self._record_event())
@@ -524,10 +516,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._runtime.close()
 
     def _record_event(self) -> DeviceEvent | None:
-        """Record and return a device event that happens once the device has done all work submitted so far.
-
-        Return None if the cache is on the CPU.
-        """
+        """Return a new device event that happens once all work submitted so far is done. None on the CPU."""
         return None if self._device is None else record_event(self._device)
 
     @property
@@ -552,7 +541,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _computed_after_step(output: SchedulerOutput) -> dict[str, int]:
-    """Return, for each request in the step, by id, its total of computed tokens once the step has run."""
+    """Return, for each request in the step, by id, its total of computed tokens after the step."""
     cached = output.scheduled_cached_reqs
     before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -560,7 +549,7 @@ def _computed_after_step(output: SchedulerOutput) -> dict[str, int]:
 
 
 def _log_as_vllm() -> None:
-    """Pass kvflow's log lines to the handlers of vLLM's logger, unless the logger "kvflow" is configured already."""
+    """Pass kvflow's log lines to the handlers of vLLM's logger, unless the logger "kvflow" is already configured."""
     ours, theirs = logging.getLogger("kvflow"), logging.getLogger("vllm")
     if not ours.handlers and ours.level == logging.NOTSET:
         for handler in theirs.handlers:
@@ -572,8 +561,8 @@ def _log_as_vllm() -> None:
 def _remove_last_token(request: Request) -> bool:
     """Remove the last prompt token of `request`, limit the answer to one token, and return True.
 
-    Do nothing and return False if the prompt has only one token or no token ids, or if the request asks for log
-    probabilities of its prompt.
+    If the prompt has only one token or no token ids, or if the request asks for log probabilities of its prompt, only
+    return False.
     """
     cut = request.num_prompt_tokens > 1 and request.prompt_token_ids is not None
     if not cut or request.get_skip_reading_prefix_cache():

@@ -1,8 +1,7 @@
-"""Converts vLLM's requests for `connector.scheduler`, with all keys that distinguish their prompts.
+"""Converts vLLM's requests for `connector.scheduler`, with all keys that distinguish prompts.
 
-vLLM's prefix cache distinguishes blocks by their tokens and by further keys (`extra_keys` in
-`vllm.v1.core.kv_cache_utils`): adapter, pictures and their positions, cache salt, embeddings. kvflow compares the
-prompts of tickets by the same keys.
+vLLM's prefix cache distinguishes blocks by tokens and by further keys (`extra_keys` in `vllm.v1.core.kv_cache_utils`):
+adapter, pictures and their positions, cache salt, embeddings. kvflow compares the prompts of tickets by the same keys.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ def picture_ids_from_content(vllm_config: VllmConfig) -> bool:
 
 
 def spreads_samples(vllm_config: VllmConfig) -> bool:
-    """Return True if this engine is one of several in a data-parallel server, as its engine id shows.
+    """Return True if the engine id says that this engine is one of several in a data-parallel server.
 
-    That server may give samples of one prompt to several engines.
+    Such a server may give samples of one prompt to several engines.
     """
     engine_id, rank = vllm_config.kv_transfer_config.engine_id, vllm_config.parallel_config.data_parallel_index
     return str(engine_id).endswith(f"_dp{rank}")
@@ -47,8 +46,8 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
     """Return whether other requests may have the same ticket as the request `request_id`, by the form of that id.
 
     vLLM turns n samples of a prompt into requests "0_ID" to "n-1_ID" with the same ticket. `spread`: the samples may be
-    on several engines; if so, only the engine with sample 0 uses the ticket. If an ordinary request has an id of this
-    form, the only difference is that the producer is notified one step later.
+    on several engines; then only the engine with sample 0 uses the ticket. For an ordinary request with an id of this
+    form, the producer is only notified one step later.
     """
     sample = _SAMPLE.match(request_id)
     if sample is None:
@@ -59,7 +58,7 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
 def engine_request_of(request: Request, *, picture_ids_from_content: bool) -> EngineRequest:
     """Return vLLM's `request` as an `EngineRequest`, with token ids only if it has `kv_transfer_params`.
 
-    `picture_ids_from_content`: vLLM's identifiers of pictures are made from the pictures' content.
+    `picture_ids_from_content`: vLLM makes its identifiers of pictures from their content.
     """
     params, tokens = request.kv_transfer_params, None
     if params is not None:
@@ -70,9 +69,8 @@ def engine_request_of(request: Request, *, picture_ids_from_content: bool) -> En
 def tokens_of(request: Request, num_tokens: int, *, picture_ids_from_content: bool) -> Sequence[int] | None:
     """Return the first `num_tokens` token ids of a request's prompt and answer, marked with vLLM's further keys.
 
-    These keys are all that vLLM puts into block hashes besides token ids: adapter, cache salt, pictures, embeddings.
-    Return None if token ids and keys do not identify the prompt, since it has pictures with identifiers that do not
-    depend on their content (`picture_ids_from_content` is False).
+    These are for adapter, cache salt, pictures and embeddings. Return None if the request has pictures, and
+    `picture_ids_from_content` is False: then vLLM's identifiers do not depend on the pictures' content.
     """
     if request.mm_features and not picture_ids_from_content:
         return None

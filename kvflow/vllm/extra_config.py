@@ -1,8 +1,7 @@
 """kvflow's settings from vLLM's configuration: each rank's `Config`, and the keys of `kv_connector_extra_config`.
 
-The keys of `kv_connector_extra_config` are the fields of `Extra`, and those of `kvflow.Config` except the fields that
-vLLM itself sets (`_FROM_VLLM`). Nothing is guessed: an unknown key or a value of the wrong type is a ConfigError that
-names the key.
+These keys are the fields of `Extra`, and those of `kvflow.Config` except the fields that vLLM itself sets
+(`_FROM_VLLM`). Nothing is guessed: for an unknown key or a value of a wrong type, a ConfigError names the key.
 """
 
 from __future__ import annotations
@@ -38,14 +37,11 @@ _STOCK_DEFAULTS = {"lease_ttl_s": 120.0}
 
 
 class StockExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Value of the key `stock`: settings for the exchange with stock engines (`stock_peers`), see docs/stock.md.
-
-    Times are in seconds.
-    """
+    """Value of the key `stock`: settings for the exchange with stock engines (`stock_peers`), see docs/stock.md."""
 
     hashes: tuple[str, ...] = ()
     """vLLM's compatibility hashes of further stock engines to read from. Engines with the hash that the installed vLLM
-    computes are always read from."""
+    computes are always read."""
     serve_hash: str = ""
     """Compatibility hash in answers to stock readers; if empty, the hash that the installed vLLM computes."""
     serve_version: str = ""
@@ -54,9 +50,10 @@ class StockExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Tensor-parallel sizes of the stock engines. Needed if ranks have copies of the same heads (MLA, or more ranks
     than heads)."""
     lease_s: float = 30.0
-    """The stock producers' `kv_lease_duration`. With a larger value here, a load may succeed with wrong contents."""
+    """The stock producers' `kv_lease_duration`, in seconds. With a larger value here, a load may succeed with wrong
+    contents."""
     router_s: float = 5.0
-    """Longest time from the end of a prefill until the decode engine has the request's parameters from the router."""
+    """Seconds from the end of a prefill until the decode engine has the parameters from the router, at most."""
 
 
 class EventsExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,7 +69,7 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of `kv_connector_extra_config` that are not fields of kvflow.Config; see docs/vllm.md."""
 
     fetch_tokens_min: Size = 1
-    """Smallest number of tokens to load. If fewer tokens of a prompt are missing, they are computed locally."""
+    """Smallest number of tokens to load. If fewer are missing, they are computed locally."""
     full_blocks_only: bool = False
     """True to offer only full blocks of a prompt."""
     release_failed_loads: bool = True
@@ -80,22 +77,22 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     kv_format: str | None = None
     """Name of the byte format of the cache, if the attention backend has several (see `layout_for_backend`)."""
     stock_peers: bool = False
-    """True to exchange blocks with engines that run vLLM's own NixlConnector, in both directions."""
+    """True to exchange blocks, in both directions, with engines that run vLLM's own NixlConnector."""
     stock: StockExtra = StockExtra()
     share_prefixes: bool = False
     """True to let peers read prefixes from this engine's cache."""
     prefix_peers: tuple[str, ...] | None = None
-    """Addresses of engines to ask for prefixes of prompts without tickets, one address for each engine. (): ask only
-    peers that the router names. None: ask no peer."""
+    """Addresses, one for each engine, to ask for prefixes of prompts without tickets. (): ask only peers that the
+    router names. None: ask no peer."""
     prefix_events: tuple[EventsExtra, ...] = ()
-    """Sources of KV events, by which this engine knows the prefixes that other engines have, and asks those engines.
-    `holder` is the engine's address, as in `prefix_peers`."""
+    """Sources of other engines' KV events: this engine asks those with part of a prefix. `holder` is the engine's
+    address, as in `prefix_peers`."""
     prefix_tokens_min: Size = 256
-    """Smallest number of prompt tokens missing in the local cache for which peers are asked for a prefix."""
+    """Smallest number of missing prompt tokens for which to ask peers for a prefix."""
     prefix_wait_s: Seconds = 0.05
-    """Longest time to wait for peers' answers to a question for a prefix, in seconds."""
+    """Seconds to wait at most for peers' answers about a prefix."""
     recompute_s_per_token: Seconds | None = None
-    """Seconds that this engine takes to compute a token. A prefix is computed locally if it would take longer to load.
+    """Seconds that this engine takes to compute a token. A prefix is computed locally if loading it would take longer.
     None: load every prefix that a peer has."""
 
     @property
@@ -165,7 +162,7 @@ def warn_of_side_channel(vllm_config: VllmConfig) -> None:
 def _refuse_routed_experts(vllm_config: VllmConfig) -> None:
     """Raise ConfigError if vLLM has to return the routed experts (MoE) of each token.
 
-    Only the engine that computes a prompt knows the experts of the prompt's tokens.
+    Only the engine that computes a prompt knows its experts.
     """
     holders = (getattr(vllm_config, name, None) for name in ("aux_output_config", "model_config"))
     if any(getattr(holder, "enable_return_routed_experts", False) for holder in holders):
@@ -184,7 +181,7 @@ def _staging(buffer_device: str) -> dict[str, str]:
 def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
     """Return the number of KV heads in a layer of the model, or None if kvflow can derive it from the tensors.
 
-    With one rank, or with MLA, each rank has all heads of a layer, even if layers have different numbers of heads.
+    With one rank, or with MLA, each rank has all heads, even if layers have different numbers of heads.
     """
     if vllm_config.model_config.use_mla or vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
@@ -192,9 +189,9 @@ def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
 
 
 def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> SchedulingConfig:
-    """Return the settings for a `ConnectorScheduler`, from vLLM's configuration. ConfigError names a wrong setting.
+    """Return the settings for a `ConnectorScheduler`, from vLLM's configuration and the transferred `groups` of layers.
 
-    `groups` are the transferred groups of layers.
+    ConfigError names a wrong setting.
     """
     _refuse_routed_experts(vllm_config)
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config

@@ -52,19 +52,19 @@ _FP8 = {
 class Group:
     """A group of layers of vLLM's KV cache that is transferred.
 
-    `index` is the index of the group among all groups, and so of its table among a request's block tables.
+    `index` is its index among all of vLLM's groups and among a request's block tables.
     """
 
     index: int
     specs: Mapping[str, KVCacheSpec]
-    """vLLM's spec of each layer in the group, by layer name."""
+    """vLLM's spec of each layer, by layer name."""
     facts: GroupFacts
     frees_blocks: bool
-    """True if some layer of the group does not attend to the whole prompt, so that earlier blocks may be freed."""
+    """True if a layer of the group does not attend to the whole prompt, so that vLLM may free earlier blocks."""
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
-    """Return those groups of layers that vLLM has its KV connector transfer.
+    """Return the groups of layers that vLLM has its KV connector transfer.
 
     ConfigError if there are none, or if kvflow cannot transfer the layers of a group.
     """
@@ -95,10 +95,10 @@ def _group(index: int, group: KVCacheGroupSpec) -> Group:
 
 
 def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
-    """Return the kind of a layer's attention, and its window or chunk in tokens, 0 if it has none.
+    """Return the kind of a layer's attention, and its window or chunk in tokens, or 0.
 
     kvflow's sliding window does not count the token itself, so it is a token shorter than vLLM's. ConfigError, with a
-    message that begins with `what`, if kvflow cannot transfer layers of this kind.
+    message that begins with `what`, if kvflow cannot transfer such layers.
     """
     if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
         raise ConfigError(f"{what}: tokens_per_state is {spec.tokens_per_state}: compressed tokens are not transferred")
@@ -134,11 +134,11 @@ def cache_groups(
     *,
     kv_format: str | None,
 ) -> list[CacheGroup]:
-    """Return a CacheGroup, which kvflow can register, for each of `groups`, with this rank's tensors and their layout.
+    """Return a registrable CacheGroup for each of `groups`, with this rank's tensors and their layout.
 
-    `kv_caches` has the tensor of each layer, by layer name. `kv_format` is the byte format that the user has
-    configured, or None. If attention kernels use smaller blocks than vLLM, the kernels' blocks are registered, several
-    for each block of vLLM. LayoutError if kvflow does not know how an attention backend lays out its blocks.
+    `kv_caches` has each layer's tensor, by layer name. `kv_format` is the user's byte format, or None. If attention
+    kernels use smaller blocks than vLLM, the kernels' blocks are registered. LayoutError if kvflow does not know how an
+    attention backend lays out its blocks.
     """
     numbers = _layer_numbers(
         [name for group in groups for name in group.specs], vllm_config.model_config.get_total_num_hidden_layers()
@@ -181,12 +181,11 @@ def cache_groups(
 
 
 def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dict[str, int]:
-    """Return a number for each layer name. A layer has the same number on all engines with the model.
+    """Return a number for each layer name, the same on all engines with the model.
 
-    Engines may have different layers: a pipeline stage has only some layers, and maybe one engine has a draft model. So
-    a layer's number is made from the number in its name. Layers with equal numbers in their names, such as an
-    attention layer and its indexer, are distinguished by the order of their names. Layers of a draft model have numbers
-    in a separate range. A layer belongs to a draft model if its name says so, or if the number in its name is at least
+    Engines may have different layers, such as those of one pipeline stage. So a layer's number is made from the number
+    in its name. Names with the same number, such as an attention layer and its indexer, are numbered in their order.
+    Layers of a draft model have a separate range: their names say so, or the number in the name is at least
     `model_layers`, the number of the model's own layers.
 
     Raises:
@@ -209,10 +208,7 @@ def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dic
 
 
 def _state_spec(group: Group) -> MambaSpec:
-    """Return the spec of the layers' recurrent state, which must be the same for all layers of `group`.
-
-    LayoutError if the layers' specs differ.
-    """
+    """Return the spec of the recurrent state of the layers of `group`. LayoutError if the layers differ."""
     first, *others = group.specs.values()
     if not isinstance(first, MambaSpec) or any(other != first for other in others):
         raise LayoutError(f"layers {', '.join(group.specs)}: their state differs: {[first, *others]}")
@@ -222,7 +218,7 @@ def _state_spec(group: Group) -> MambaSpec:
 def _model_groups(group: Group, vllm_config: VllmConfig) -> int | None:
     """Return how many head groups a Mamba 2 layer of `group` has in the whole model; None if unknown.
 
-    The shapes of a rank's tensors do not show that number, since all ranks may have copies of a single head group.
+    The shapes of a rank's tensors do not show this, since all ranks may have copies of a single head group.
     """
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(group.specs))
     found = {getattr(getattr(layer, "norm", None), "n_groups", None) for layer in layers.values()}
@@ -230,7 +226,7 @@ def _model_groups(group: Group, vllm_config: VllmConfig) -> int | None:
 
 
 def _attention_view(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmConfig) -> torch.Tensor:
-    """Return a view of a layer's cache tensor with the shape that its attention backend uses and its real dtype.
+    """Return a view of a layer's cache tensor with its real dtype and the shape that its attention backend uses.
 
     vLLM stores fp8 as uint8. LayoutError if the kernels' block size does not divide the group's.
     """
@@ -246,10 +242,9 @@ def _attention_view(name: str, cache: torch.Tensor, group: Group, vllm_config: V
 
 
 def _split(caches: Mapping[str, torch.Tensor], group: Group) -> int:
-    """Return how many blocks of the attention kernels make up one block of vLLM.
+    """Return how many blocks of the attention kernels make up one block of vLLM, from the tensors `caches` of a group.
 
-    `caches` has the tensors of a group's layers. If this number differs between layers, return the largest number;
-    `_layout_of` then refuses the other layers.
+    If layers differ, return the largest number; `_layout_of` then refuses the other layers.
     """
     return max((group.facts.block_size // cache.shape[-2] for cache in caches.values()), default=1)
 
@@ -257,9 +252,9 @@ def _split(caches: Mapping[str, torch.Tensor], group: Group) -> int:
 def _by_layout(
     caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Divide the layers in `caches` into sets of equal attention backend, tensor shape and dtype.
+    """Divide the layers in `caches` into sets with equal attention backend, tensor shape and dtype.
 
-    For each set, which one layout describes, yield the backend's name and the layers' tensors by layer name.
+    One layout describes a set. Yield each set's backend name, and its tensors by layer name.
     """
     found: defaultdict[tuple[str, torch.Size, torch.dtype], dict[str, torch.Tensor]] = defaultdict(dict)
     for name, cache in caches.items():
@@ -305,7 +300,7 @@ def _cpu_format(kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> 
 def _quantized_format(backend: str, vllm_config: VllmConfig) -> str | None:
     """Return the byte format of a quantized cache: vLLM's `cache_dtype`, for example "fp8_ds_mla".
 
-    Return None if the cache is not quantized, or if kvflow's table for `backend` has no format of that name.
+    None if the cache is not quantized, or if kvflow's table for `backend` has no such format.
     """
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     known = {name for row in rows_of(backend, vllm.__version__) for name in (*row.kv_formats, *row.byte_formats)}

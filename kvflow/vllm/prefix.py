@@ -1,8 +1,8 @@
-"""Shares and pulls prefixes in vLLM's scheduler: prefix keys of requests, vLLM's block pool, questions to peers.
+"""Shares and loads prefixes in vLLM's scheduler: prefix keys of requests, vLLM's block pool, questions to peers.
 
-vLLM's block pool can watch a block (`BlockPool.unpin_blocks`): it calls a function when it reuses the block for other
-contents, or drops its whole cache. kvflow has the blocks of requests watched. The workers get the report that a block
-is reused with the step that may write to the block. The pool works as before: no block is pinned for peers.
+vLLM's block pool can watch a block (`BlockPool.unpin_blocks`): it calls a function when it reuses the block, or drops
+its whole cache. kvflow has the blocks of requests watched, and reports a reused block to the workers with the step that
+may write to the block. The pool works as before: no block is pinned for peers.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ logger = logger_of("vllm.kvflow")
 
 
 def sharing_obstacle(groups: Sequence[Group], kv_cache_config: KVCacheConfig) -> str:
-    """Return the reason why prefixes in this cache can be neither shared with peers nor loaded from peers.
-
-    Return "" if there is none.
-    """
+    """Return why prefixes in this cache can be neither shared with peers nor loaded from peers; "" if they can."""
     sizes = {group.facts.block_size for group in groups}
     if any(group.facts.kind is GroupKind.STATE for group in groups):
         return "the model has state per request, which blocks do not hold"
@@ -80,11 +77,7 @@ def prefix_peers_of(vllm_config: VllmConfig, extra: Extra) -> PrefixPeers:
 
 
 class RequestPrefixes:
-    """Shares prefixes of vLLM's requests with peers, and pulls prefixes from peers, in the scheduler's connector.
-
-    To share, it reports to the workers which blocks hold which prompts. To pull, it has peers asked for prefixes of new
-    requests.
-    """
+    """Shares prefixes of requests with peers, and loads prefixes from peers, in the scheduler's connector object."""
 
     def __init__(
         self,
@@ -94,9 +87,9 @@ class RequestPrefixes:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
     ) -> None:
-        """Read the user's settings `extra`, for a cache with the transferred `groups`.
+        """Take the user's settings from `extra`, for a cache with the transferred `groups`.
 
-        ConfigError if prefixes are to be pulled, but `kv_role` or `kv_load_failure_policy` does not allow that.
+        ConfigError if prefixes are to be loaded, but `kv_role` or `kv_load_failure_policy` does not allow that.
         """
         transfer = vllm_config.kv_transfer_config
         if extra.pulls_prefixes and not transfer.is_kv_consumer:
@@ -141,7 +134,7 @@ class RequestPrefixes:
 
     @property
     def must_report(self) -> bool:
-        """True if reused blocks have to be reported to the workers, which then need a step even without requests."""
+        """True if the workers must get a report of reused blocks, even in a step without requests."""
         return self._cached_prompts is not None and self._cached_prompts.must_report
 
     def add(self, request: Request) -> None:
@@ -169,19 +162,16 @@ class RequestPrefixes:
     def build_step(
         self, step: Step, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: GroupTablesOf
     ) -> None:
-        """Set in `step` the blocks that are reused and the blocks that this step fills with tokens of prompts.
+        """Set in `step` the reused blocks and the blocks that this step fills with tokens of prompts.
 
-        `scheduled` has the total of computed tokens of each request once the step has run. `preempted` are the ids of
-        requests that have lost their blocks, and `block_ids` returns a request's block tables.
+        `scheduled` has each request's total of computed tokens after the step. `preempted` are the ids of requests that
+        have lost their blocks. `block_ids` returns a request's block tables.
         """
         if self._cached_prompts is not None:
             self._cached_prompts.build_step(step, scheduled, preempted=preempted, block_ids=block_ids)
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """Report the blocks of `request`, which has ended, with the next step.
-
-        `block_ids` are the block tables of the request, which still has these blocks.
-        """
+        """Report the blocks of `request`, which has ended but still has its `block_ids`, with the next step."""
         if self._cached_prompts is not None:
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self._cached_prompts.finish(

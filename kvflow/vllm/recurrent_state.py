@@ -1,9 +1,8 @@
 """The tensors of a layer's recurrent state in vLLM, and how tensor-parallel ranks divide them.
 
 vLLM stores a slot as bytes: the last inputs of a convolution, the recurrent state, then padding. For the kinds of state
-that vLLM defines itself, this module knows which bytes belong to which head, so engines with different tensor-parallel
-sizes can exchange them. For other kinds a rank's slot is transferred whole, and both engines need the same
-tensor-parallel size.
+that vLLM itself defines, this module knows which bytes belong to which head, so engines with different tensor-parallel
+sizes can exchange them. A slot of another kind is transferred whole, between engines of the same tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from kvflow.errors import LayoutError
 
 
 def state_tensors(spec: MambaSpec, tp_size: int, *, model_groups: int | None) -> tuple[StateTensor, ...]:
-    """Return a description of the tensors in a slot, in vLLM's order: how `tp_size` ranks divide each tensor.
+    """Describe the tensors in a slot, in vLLM's order: how `tp_size` ranks divide each tensor.
 
-    A slot holds the state of one request in one layer. `model_groups` is the number of Mamba 2 head groups of a layer
-    in the whole model, or None.
+    A slot is one request's state in one layer. `model_groups` is a layer's number of Mamba 2 head groups in the whole
+    model, or None.
     """
     axis = 0 if is_conv_state_dim_first() else 1
     match spec.mamba_type, spec.shapes:
@@ -54,8 +53,7 @@ def state_tensors(spec: MambaSpec, tp_size: int, *, model_groups: int | None) ->
 def slots_of(cache: torch.Tensor, spec: MambaSpec) -> tuple[torch.Tensor, ...]:
     """Return a view of `cache` for each state tensor of a layer; the first dimension of a view is the slot.
 
-    `cache` is vLLM's tensor of the layer, with the shape (slots, 1, 1, bytes of a slot). LayoutError if it has another
-    shape.
+    `cache` is vLLM's tensor of the layer, with the shape (slots, 1, 1, bytes of a slot), else LayoutError.
     """
     if cache.dim() != 4 or cache.shape[1:3] != (1, 1):
         raise LayoutError(f"state: expected (B, 1, 1, C), got {tuple(cache.shape)}")
@@ -79,7 +77,7 @@ def _recurrent(heads: int, tp_size: int) -> StateTensor:
 
 
 def _shared(name: str, units: int, size: int, tp_size: int) -> Segment:
-    """Return the description of a range of a state tensor that `tp_size` ranks divide into parts of equal size.
+    """Describe a range of a state tensor that `tp_size` ranks divide into equal parts.
 
     A rank has `units` units, for example heads, each of `size` entries.
     """
@@ -87,9 +85,9 @@ def _shared(name: str, units: int, size: int, tp_size: int) -> Segment:
 
 
 def _grouped(name: str, entries: int, size: int, model_groups: int) -> Segment:
-    """Return the description of a range of a state tensor that ranks divide by Mamba 2 head groups.
+    """Describe a range of a state tensor that ranks divide by Mamba 2 head groups.
 
-    A rank has `entries` entries, `size` for each head group. If the model has only one head group, each rank has a copy
-    of that group.
+    A rank has `entries` entries, `size` for each head group. If the model has a single head group, each rank has a
+    copy.
     """
     return Segment(name=name, size=entries, units=entries // size, model_units=model_groups)

@@ -1,4 +1,4 @@
-"""Settings for stock peers (`stock_peers`), made from vLLM's configuration and vLLM's own code for NixlConnector."""
+"""Settings for stock peers (`stock_peers`), from vLLM's configuration and vLLM's own code for NixlConnector."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _UNSAFE_CHARS = re.compile(r"[^!-+\--~]|:")
 def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str], None]) -> StockPeers:
     """Return the `StockPeers` for one rank, with the compatibility hash that the installed vLLM computes.
 
-    When a stock reader reports a request as read after the end of the lease, `on_late_read` is called with the request
-    id. ConfigError names a wrong setting in `extra`.
+    If a stock reader reports a read after the end of the lease, `on_late_read` is called with the request id.
+    ConfigError names a wrong setting in `extra`.
     """
     backend = get_current_attn_backends(vllm_config)[0].get_name()
     own, given = compute_nixl_compatibility_hash(vllm_config, backend), extra.stock
@@ -48,8 +48,8 @@ def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str]
 def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Dialect:
     """Return a Dialect for `kv_transfer_params` of both kvflow engines and stock engines.
 
-    It reads tickets of both, and writes tickets that readers of both kinds can use. ConfigError if the model or a
-    setting does not allow the exchange with stock engines.
+    It reads tickets of both, and writes tickets that readers of both can use. ConfigError if the model or a setting
+    does not allow the exchange with stock engines.
     """
     if scheduling.has_state:
         raise ConfigError("stock_peers: the model has state per request, which is not exchanged with stock engines")

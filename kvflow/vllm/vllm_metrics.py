@@ -1,7 +1,7 @@
 """kvflow's numbers in vLLM's own metrics: in vLLM's periodic log line, and at its Prometheus endpoint.
 
-Each connector object collects the outcomes of loads, leases and questions to peers. vLLM sends them to its frontend,
-and combines those of all ranks.
+Each connector object collects outcomes of loads, leases and questions to peers. vLLM sends them to its frontend, and
+combines those of all ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class KVFlowStats(KVConnectorStats):
         self.data: dict[str, list[Any]] = {key: [] for key in (*_HISTOGRAMS, *_COUNTERS)}
 
     def add_results(self, results: Results) -> None:
-        """Add the outcomes of the loads, leases and questions to peers in a worker's `results`."""
         data = self.data
         for report in results.loaded.values():
             data["load_seconds"].append(report.total_s)
@@ -76,7 +75,7 @@ class KVFlowStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the numbers that vLLM's periodic log line shows, by their labels in that line."""
+        """Return the numbers for vLLM's periodic log line, by their labels in that line."""
         seconds, sizes = sorted(self.data["load_seconds"]), self.data["load_bytes"]
         outcomes = Counter(self.data["leases"])
         return {
