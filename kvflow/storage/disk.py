@@ -1,8 +1,8 @@
-"""The store's directory and files, by system calls. All functions run on the store's I/O thread, and may raise OSError.
+"""A store's directory and files, by system calls. All functions run on the store's I/O thread, and may raise OSError.
 
-A file is written under a name that ends in `.part`: first its blocks, then its header. The file is synced, renamed to
-its final name, and then the directory is synced. So a crash leaves either a complete file or a `.part` file, which is
-removed when the directory is opened again. One process at a time owns a directory: the process holds a lock on it.
+A file is written under a name that ends in `.part`: first the blocks, then the header. The file is synced and renamed,
+and then the directory is synced. So a crash leaves either a complete file or a `.part` file, which is removed when the
+directory is opened again. The process that uses a directory holds a lock on it.
 
 An entry is a stored file, with its record in the index (`index.Entry`).
 """
@@ -37,7 +37,7 @@ _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: openin
 
 
 class StoreDirectory:
-    """The directory that holds a store's files, and the lock on this directory."""
+    """The directory of a store's files, and the lock on this directory."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -46,8 +46,8 @@ class StoreDirectory:
     def open(self) -> list[Entry]:
         """Lock the directory, remove incomplete files, and return an `Entry` for each file, least recently used first.
 
-        Create the directory if it does not exist. Raise BlockingIOError if another owner has locked it. Call `close` in
-        any case, even after an error.
+        If the directory does not exist, create it. Raise BlockingIOError if another owner has locked it. Even after an
+        error, call `close`.
         """
         os.makedirs(self.path, exist_ok=True)
         self._lock_fd = os.open(self.path_of(_LOCK_FILE), os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
@@ -75,14 +75,13 @@ class StoreDirectory:
             self._lock_fd = -1
 
     def remove(self, file: str) -> None:
-        """Remove the file called `file` from the directory, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path_of(file))
 
     def remove_all(self, files: Sequence[str]) -> None:
-        """Remove the files called `files`, and sync the directory so that they stay removed after a crash.
+        """Remove the named files, and sync the directory so that they stay removed after a crash.
 
-        If a file cannot be removed, still remove all others; then raise the first OSError.
+        If a file cannot be removed, still remove the others; then raise the first OSError.
         """
         failed: OSError | None = None
         for file in files:
@@ -95,7 +94,7 @@ class StoreDirectory:
             raise failed
 
     def sync(self) -> None:
-        """Sync the directory, so that new file names and removals of files survive a crash."""
+        """Sync the directory, so that new file names and removals survive a crash."""
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -103,7 +102,6 @@ class StoreDirectory:
             os.close(folder)
 
     def path_of(self, name: str) -> str:
-        """Return the path of the file called `name`."""
         return os.path.join(self.path, name)
 
 
@@ -116,11 +114,13 @@ class EntryFile:
         self.complete = False
         """True once the file has its final name."""
         self.remove_when_closed = False
-        """True if `close` must remove the file, because it is damaged."""
+        """True if `close` must remove the file, because the file is damaged."""
         self.restored = False
-        """True once a restore from the file has succeeded. `close` then sets the file's time, so it is evicted last."""
+        """True once a restore from the file has succeeded. `close` then updates the file's time, so that it is evicted
+        last.
+        """
         self.victims = list(victims)
-        """Index entries of files that must be removed to make room for this file, and were not removed yet."""
+        """Index entries of files that must still be removed to make room for this file."""
         self._directory = directory
         self._mover = mover
         self._partial_name = entry.file + _PARTIAL_SUFFIX
@@ -139,7 +139,7 @@ class EntryFile:
         self._mover.register_file(self.fd, self.entry.size_bytes)
 
     def commit(self, header: EntryHeader) -> None:
-        """Write `header`, sync the file and give it its final name. Call this once all blocks are written."""
+        """Write `header`, sync the file and give it its final name. For use once all blocks are written."""
         start = encode_header(header)
         if os.pwrite(self.fd, start, 0) != len(start):
             raise OSError("the header was written only in part")
@@ -151,8 +151,8 @@ class EntryFile:
     def open(self) -> EntryHeader:
         """Open the file to read it, and return its header. Do not block, even if the path is a FIFO or a device.
 
-        Raise NotAnEntry if the file is damaged or no regular file, FileNotFoundError if there is none, and MoveFailed
-        if reading the header failed.
+        Raise NotAnEntry if the file is damaged or no regular file, FileNotFoundError if it does not exist, and
+        MoveFailed if reading the header failed.
         """
         try:
             self.fd = os.open(self._directory.path_of(self.entry.file), os.O_RDONLY | _OPEN_FLAGS)
@@ -175,7 +175,7 @@ class EntryFile:
         return header
 
     def close(self) -> None:
-        """Close the file. Remove it if `remove_when_closed` is set or it was not completed. Raise nothing."""
+        """Close the file. If it was not completed, or `remove_when_closed` is set, remove it. Raise nothing."""
         if self.fd >= 0:
             self._mover.deregister_file(self.fd)
             with contextlib.suppress(OSError):

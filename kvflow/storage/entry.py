@@ -4,9 +4,9 @@
     body: msgpack of `EntryHeader`                             padded to a multiple of 4096 bytes
     the blocks, in the order of `placing`
 
-The header is written after the blocks, and then the file gets its final name, so a file with that name was complete
-once. Later damage is found by `decode_header`, which checks the header, or by a restore, which compares the digests in
-the header with the digests of the blocks that were read.
+A file gets its final name only once the blocks and then the header are written. Later damage is found by
+`decode_header`, which checks the header, or by a restore, which compares the digests in the header with those of the
+restored blocks.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ VERSION = 1
 _MAGIC = b"kvfentry"
 _HEADER_PREFIX = struct.Struct("<8sIIQ")
 HEADER_PREFIX_BYTES = _HEADER_PREFIX.size
-"""Number of bytes at the start of a file, before the header's body. They contain the length of the body."""
+"""Number of bytes before the header's body. They contain the length of the body."""
 _ALIGNMENT = 4096
 _BODY_BYTES_MAX = 8 << 20
-"""Maximum size of the header's body. A million digests, one for each layer, fit."""
+"""Maximum size of the header's body. A million digests fit."""
 
 
 class NotAnEntry(Exception):
-    """Raised if a file is damaged, incomplete, or no file of a store. The message says why."""
+    """Raised if a file is damaged, incomplete, or no file of a store. The message says which."""
 
 
 class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """The header of a stored file: what the file contains, and the digests of its blocks."""
+    """The header of a stored file: facts about its blocks, and their digests."""
 
     fingerprint: bytes
     """Hash of the facts that describe the layout of the saved KV cache, from `fingerprint_of`."""
@@ -62,12 +62,12 @@ class EntryHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fingerprint_of(facts: Sequence[object]) -> bytes:
-    """Return a SHA-256 hash of the `facts` that describe the layout of a KV cache. Equal `repr`s give equal hashes."""
+    """Return a SHA-256 hash of `facts`, which describe the layout of a KV cache. Equal `repr`s give equal hashes."""
     return hashlib.sha256(repr((VERSION, *facts)).encode(), usedforsecurity=False).digest()
 
 
 def entry_name(fingerprint: bytes, key: bytes) -> str:
-    """Return the first 40 characters of the name of each file saved under `key`. A random suffix follows in the name.
+    """Return the first 40 characters of the names of files saved under `key`. A random suffix follows in each name.
 
     `fingerprint`: hash of the KV cache's layout, so that caches with different layouts have different files.
     """
@@ -88,17 +88,17 @@ def checked_key(key: object, what: str) -> bytes:
 
 
 def encode_header(header: EntryHeader) -> bytes:
-    """Return the encoded header, padded: all bytes of the file before its first block."""
+    """Return the encoded header with its padding: all bytes of the file before its first block."""
     body = msgspec.msgpack.encode(header)
     start = _HEADER_PREFIX.pack(_MAGIC, VERSION, zlib.crc32(body), len(body))
     return (start + body).ljust(header.data_start, b"\0")
 
 
 def header_size_bytes(start: bytes) -> int:
-    """Return the size in bytes of the header of a file, with its padding: the offset of the first block.
+    """Return the size in bytes of a file's header with its padding: the offset of the first block.
 
-    `start`: the first bytes of the file. Raise NotAnEntry if `start` has fewer than `HEADER_PREFIX_BYTES` bytes, or is
-    no beginning of a stored file of this version.
+    Raise NotAnEntry if `start`, the first bytes of the file, has fewer than `HEADER_PREFIX_BYTES` bytes, or is no
+    beginning of a stored file of this version.
     """
     if len(start) < HEADER_PREFIX_BYTES:
         raise NotAnEntry(f"it has {counted(len(start), 'byte')}")
@@ -115,7 +115,7 @@ def header_size_bytes(start: bytes) -> int:
 def decode_header(start: bytes, file_bytes: int) -> EntryHeader:
     """Return the decoded header of a file of `file_bytes` bytes that begins with `start`.
 
-    Raise NotAnEntry if the header is damaged or incomplete, or says another file size than `file_bytes`.
+    Raise NotAnEntry if the header is damaged or incomplete, or is for another file size.
     """
     end = header_size_bytes(start)
     _, _, expected, length = _HEADER_PREFIX.unpack_from(start)

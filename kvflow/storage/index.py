@@ -1,9 +1,8 @@
-"""Index of a store: its entries (one record for each stored file), in the order in which they are evicted.
+"""Index of a store: one entry for each stored file, in the order of eviction.
 
-Entries with files that could not be read are not found, and are evicted first. Among the others, the entry that was
-saved or restored longest ago is evicted first. An entry that is being read is never evicted. An entry that is being
-written counts with its full size from the beginning; a replaced entry counts until the last restore from it has ended.
-So all files together never exceed `bytes_max`.
+Entries of unreadable files are evicted first; then the entry that was saved or restored longest ago. An entry that is
+being read is never evicted. An entry that is being written counts with its full size from the beginning; a replaced
+entry counts until the last restore from it has ended. So all files together never exceed `bytes_max`.
 """
 
 from __future__ import annotations
@@ -18,26 +17,28 @@ from kvflow.errors import StoreFull
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Record of one stored file in the index."""
+    """Record of one stored file in a store's index."""
 
     name: str
-    """Result of `entry.entry_name` for the key that the file was saved under; `file` is the name of the file."""
+    """Result of `entry.entry_name` for the key of the saved blocks. The field `file` is the file's name."""
     file: str
     size_bytes: int
     readers: int = 0
     unreadable: bool = False
-    """True once a read of the file has failed. The entry still takes room, but `find` does not return it."""
+    """True once a read of the file has failed. The file still takes room, but `find` does not return the entry."""
     dropped: bool = False
-    """True once the entry was removed from the index. Its bytes count until the last restore from it has ended."""
+    """True once the entry was removed from the index. The file takes room until the last restore from it has ended."""
     dropped_by_caller: bool = False
-    """True if `Storage.drop` was called for the entry during its eviction, so `put_back` must not put it back."""
+    """True if `Storage.drop` was called for the entry while it was being evicted, so `put_back` must not put it
+    back.
+    """
 
 
 class StoreIndex:
-    """The entries of a store, in the order in which they are evicted, and the bytes that all files take."""
+    """The entries of a store in the order of eviction, and the bytes that all files take."""
 
     def __init__(self, bytes_max: int, existing: Iterable[Entry] = ()) -> None:
-        """`existing`: entries of the files that are in the directory already, in the order of eviction."""
+        """`existing`: entries of the files that are already in the directory, in the order of eviction."""
         self.bytes_max = bytes_max
         self.used_bytes = 0
         self._entries: OrderedDict[str, Entry] = OrderedDict()
@@ -49,7 +50,10 @@ class StoreIndex:
         return len(self._entries)
 
     def drop_all(self, names: Collection[str] | None) -> list[Entry]:
-        """Remove the entries called `names` from the index, unreadable ones too; all entries if None. Return them."""
+        """Remove the entries called `names`, or all entries if None, from the index.
+
+        Return them, unreadable entries too.
+        """
         listed = [*self._entries] if names is None else [name for name in names if name in self._entries]
         dropped = [self._entries[name] for name in listed]
         for entry in dropped:
@@ -57,14 +61,14 @@ class StoreIndex:
         return dropped
 
     def find(self, name: str) -> Entry | None:
-        """Return the entry called `name`; None if there is none, or if its file is unreadable."""
+        """Return the entry called `name`, or None if there is none or its file is unreadable."""
         entry = self._entries.get(name)
         return None if entry is None or entry.unreadable else entry
 
     def reserve(self, size_bytes: int, request_id: str) -> list[Entry]:
         """Reserve room of `size_bytes` for a save. Return the entries evicted for it; the caller removes their files.
 
-        If evicting all entries that are not being read would not make enough room, raise StoreFull and evict none.
+        If evicting all entries that are not being read would not suffice, raise StoreFull and evict none.
         """
         excess, victims = self.used_bytes + size_bytes - self.bytes_max, []
         for entry in self._entries.values():
@@ -83,9 +87,9 @@ class StoreIndex:
         return victims
 
     def put_back(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Put evicted `entries` back into the index, because their files were not removed. They are evicted first.
+        """Put evicted `entries` back, because their files could not be removed. They will be evicted first.
 
-        Entries that were replaced or dropped by a caller in the meantime are not put back. Return these: their files
+        Return the entries that were replaced or dropped by a caller meanwhile: these are not put back, and their files
         must still be removed.
         """
         kept = {
@@ -98,9 +102,9 @@ class StoreIndex:
         return [entry for entry in entries if entry.name not in kept]
 
     def mark_unreadable(self, entry: Entry) -> bool:
-        """Mark `entry` as unreadable after a failed read of its file: `find` ignores it, and it is evicted first.
+        """Mark `entry` after a failed read of its file: `find` ignores it, and it is evicted first.
 
-        If the entry was dropped or marked before, do nothing. Return whether this call has marked it.
+        Return True, or False if the entry was dropped or marked before.
         """
         if entry.dropped or entry.unreadable:
             return False
@@ -109,13 +113,14 @@ class StoreIndex:
         return True
 
     def release(self, size_bytes: int) -> None:
-        """Free the room of `size_bytes` that `reserve` took for a save that was not completed."""
+        """Free the room of `size_bytes` that `reserve` took for a save that failed."""
         self.used_bytes -= size_bytes
 
     def commit(self, entry: Entry) -> Entry | None:
-        """Add the entry of a complete file, with room that was reserved. Return the entry that it replaces, or None.
+        """Add the entry of a complete file, in reserved room.
 
-        The replaced entry is dropped. If `entry` was added before, do nothing, even if it was dropped since.
+        Return the entry that it replaces, if any, which is dropped. If `entry` was added before, even if dropped since,
+        do nothing.
         """
         before = self._entries.get(entry.name)
         if before is entry or entry.dropped:
@@ -135,7 +140,10 @@ class StoreIndex:
             self.used_bytes -= entry.size_bytes
 
     def end_read(self, entry: Entry) -> None:
-        """Record that a restore from `entry` has ended. If it was the last one of a dropped entry, free the room."""
+        """Record that a restore from `entry` has ended.
+
+        If it was the last restore from a dropped entry, free the room.
+        """
         entry.readers -= 1
         if entry.dropped and not entry.readers:
             self.used_bytes -= entry.size_bytes

@@ -1,6 +1,6 @@
-"""Offsets of blocks in a stored file: ordered by layer set (layers of equal shape), then region, then block; no gaps.
+"""Offsets of blocks in a stored file: by layer set (layers of equal shape), then region, then block, without gaps.
 
-`plan_read` is used with the file as the remote side: addresses are offsets in the file, and the file is the device.
+`plan_read` plans the copies, with the file as the remote side: addresses are offsets in the file.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, plan_rea
 from kvflow.core.plan.slices import cut_slices
 
 FILE_DEVICE = "file"
-"""Device kind of files in descriptors. The device's number is the file descriptor."""
+"""Device kind of files in descriptors. The device number is the file descriptor."""
 _DESCRIPTORS_AT_ONCE = 1 << 13  # descriptors
 
 
 class BlockSpan(NamedTuple):
     """Consecutive blocks of a group, to copy or digest together.
 
-    `group`: index of the group. `first`: position of the first of these blocks among all blocks of the group in the
-    file, from 0. `ids`: block ids.
+    `group`: index of the group. `first`: position of the first block among the group's blocks in the file. `ids`: block
+    ids.
     """
 
     group: int
@@ -35,9 +35,7 @@ class BlockSpan(NamedTuple):
 def data_bytes(layer_sets: Sequence[tuple[int, Regions]], counts: Sequence[int]) -> int:
     """Return the bytes that the blocks of a stored file take, without the header.
 
-    Args:
-        layer_sets: for each layer set the index of its group, and its regions.
-        counts: number of blocks of each group in the file.
+    `layer_sets`: for each layer set the index of its group, and its regions. `counts`: number of blocks of each group.
     """
     return sum(len(regions) * regions.block_size_bytes * counts[group] for group, regions in layer_sets)
 
@@ -52,16 +50,11 @@ def plan_file(
     bytes_max: int,
     descriptors_max: int,
 ) -> Iterator[Descriptors]:
-    """Yield the descriptors, slice by slice, that copy the blocks of `span` between memory and an open file.
+    """Yield descriptors, slice by slice, that copy the blocks of `span` between memory and the open file `fd`.
 
-    Args:
-        layer_sets: for each layer set the index of its group, and its regions.
-        counts: number of blocks of each group in the file.
-        span: blocks to copy.
-        fd: file descriptor of the file.
-        start: offset in bytes of the first of all blocks in the file.
-        bytes_max: maximum number of bytes in a slice.
-        descriptors_max: maximum number of descriptors in a slice.
+    `layer_sets`: for each layer set the index of its group, and its regions. `counts`: number of blocks of each group
+    in the file. `start`: offset in bytes of the file's first block. `bytes_max`, `descriptors_max`: maximum size of a
+    slice.
     """
     group, place, ids = span
     order = np.arange(place, place + len(ids), dtype=np.int64)
@@ -92,10 +85,7 @@ def plan_file(
 
 
 def _equal_stride_runs(regions: Regions, most: int) -> Iterator[tuple[int, int]]:
-    """Yield index ranges (first, after the last) of consecutive regions with the same distance between blocks.
-
-    A range has at most `most` regions.
-    """
+    """Yield index ranges (first, after the last) of at most `most` consecutive regions with equal strides."""
     first = 0
     for at in range(1, len(regions) + 1):
         if at == len(regions) or at - first == most or regions.strides[at] != regions.strides[first]:

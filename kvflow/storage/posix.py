@@ -1,14 +1,14 @@
 """Copies bytes between memory and files by NIXL's POSIX backend.
 
-`PosixMover` has its own NIXL agent, the third agent of the runtime. Its transfers (moves) name this agent as the remote
-agent, since a file belongs to no peer.
+`PosixMover` has its own NIXL agent, the third agent of the runtime. Its transfers (moves) name the same agent as the
+remote agent, since a file belongs to no peer.
 
 All moves share one queue of the kernel. With POSIX AIO the error of one move is reported for all moves, while bytes of
-each may still be on their way (seen in NIXL's source, 1.5). And after some errors a queue of any kind takes no further
-moves. So a failed move counts as lost (it may still run), and its handle is kept, since NIXL writes to the handle when
-the other moves end. Once no other move is under way, the agent is ended. With Linux AIO the end of the agent waits for
-the queue (`io_destroy`); with POSIX AIO `aio_cancel` says whether an operation still runs. With io_uring the end of the
-agent is not known to wait, so lost moves are known to have stopped only when the I/O thread has ended.
+each may still be on their way (seen in NIXL's source, 1.5), and after some errors no queue takes further moves. So a
+failed move counts as lost (it may still run), and its handle is kept, since NIXL writes to the handle when the other
+moves end. Once no other move is under way, the agent is ended. With Linux AIO the end of the agent waits for the queue
+(`io_destroy`); with POSIX AIO `aio_cancel` says whether an operation still runs. With io_uring the end of the agent may
+not wait, so lost moves are known to have stopped only when the I/O thread has ended.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _AIO_NOTCANCELED = 1  # from <aio.h>
 
 
 def _cancel_posix_aio(fd: int) -> bool:
-    """Cancel the POSIX AIO operations on file `fd` that have not begun. Return True if another one still runs."""
+    """Cancel the POSIX AIO operations on file `fd` that have not begun. Return True if another operation still runs."""
     return bool(ctypes.CDLL(None).aio_cancel(fd, None) == _AIO_NOTCANCELED)
 
 
 class PosixMover:
     """Implementation of `storage.store_thread.Mover` that copies bytes by NIXL's POSIX backend.
 
-    After `stop_lost_moves` has ended the NIXL agent, the next `register_file` or `begin` creates another agent.
+    `stop_lost_moves` ends the NIXL agent; the next `register_file` or `begin` creates another.
     """
 
     def __init__(self, name: str, params: Mapping[str, str], spans: Sequence[Span]) -> None:
         """Create the NIXL agent `name` with the backend parameters `params`, and register the memory `spans`.
 
-        Raise ConfigError if the backend cannot be created with `params`, or cannot register the memory.
+        Raise ConfigError if either fails.
         """
         self._bindings = import_bindings()
         self._errors = error_types(self._bindings)
@@ -56,7 +56,6 @@ class PosixMover:
         self._lost_handles: list[object] = []
         """NIXL handles of failed moves, which may still run."""
         self._agent: Any = None
-        """The NIXL agent; None before `_start` and after `close`."""
         self._backends: list[Any] = []
         self._memory: list[Any] = []
         self._files: dict[int, Any] = {}
@@ -124,7 +123,10 @@ class PosixMover:
         self._lost_handles, self._memory, self._files, self._backends, self._agent = [], [], {}, [], None
 
     def _start(self) -> None:
-        """If there is no NIXL agent, create one, and register all memory and open files. Raise NIXL's own errors."""
+        """If there is no NIXL agent, create one, and register the memory and the open files.
+
+        Raise NIXL's own errors.
+        """
         if self._agent is not None:
             return
         self._agent = new_agent(self._bindings, self._name)
@@ -145,6 +147,6 @@ class PosixMover:
         self._agent.registerMem(self._files[fd], self._backends)
 
     def _keep_lost(self, handle: object, error: Exception) -> MoveLost:
-        """Keep the handle of a failed move, which may still run. Return a MoveLost for the caller to raise."""
+        """Keep the handle of a failed move, which may still run. Return a MoveLost to raise."""
         self._lost_handles.append(handle)
         return MoveLost(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The class `Storage`: a runtime's methods to save blocks to files and to restore them."""
+"""The class `Storage`, which saves blocks to files and restores them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvflow.transport.base import TransportError
 
 
 def make_store_thread(config: Config, name: str) -> StoreThread:
-    """Return the store's I/O thread, not started yet. Choose by `config.transport` how it copies bytes.
+    """Return the store's I/O thread, not started. `config.transport` decides how it copies bytes.
 
     Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`. Ends when no file is moved; then its
     folder is free. If it dies, saves and restores under way fail, and their blocks stay leased or quarantined.
@@ -36,14 +36,14 @@ def make_store_thread(config: Config, name: str) -> StoreThread:
 class Storage(Part):
     """Optional feature of a runtime that saves blocks to files and restores them.
 
-    Pass an object of this class to the runtime: `Runtime(config, parts=[Storage("blocks")])`. Each rank uses its own
-    subfolder; only one runtime at a time may use a subfolder.
+    To use it, create the runtime by `Runtime(config, parts=[Storage("blocks")])`. Each rank uses its own subfolder;
+    only one runtime at a time may use a subfolder.
 
     Args:
-        folder: path of the folder for the files of all ranks; it is created if it does not exist.
-        bytes_max: maximum number of bytes that the files of this rank may take. The least recently used files are
-            removed (evicted) to make room.
-        files: only for tests: function that makes the store's I/O thread, from the config and the agent's name.
+        folder: path of the folder for the files of all ranks; created if it does not exist.
+        bytes_max: maximum number of bytes that the files of this rank may take. To make room, the least recently used
+            files are removed (evicted).
+        files: only for tests: makes the store's I/O thread, from the config and the agent's name.
 
     Raises:
         ConfigError: `folder` is no path, or `bytes_max` is no number of bytes.
@@ -71,12 +71,12 @@ class Storage(Part):
         return f"<kvflow.storage.Storage {self.folder!r}>"
 
     async def save(self, request: SaveRequest) -> SaveReport:
-        """Save blocks to a file under a key, from which `restore` can later fill blocks.
+        """Save blocks to a file under a key, with which `restore` finds them.
 
         During the save the blocks are leased: they may be read, but not written. When `save` returns, the file is
         complete and on disk; the least recently used files may have been removed to make room. If `save` is cancelled,
         it returns within Config.cancel_grace_s, and the file is either complete or not found. If the disk hangs, the
-        blocks stay leased after `save` has returned, until they are no longer read.
+        blocks stay leased after that, until they are no longer read.
 
         Args:
             request: the blocks to save, and their key.
@@ -87,7 +87,7 @@ class Storage(Part):
         Raises:
             RequestError: the request is invalid, or its file would be larger than `bytes_max`; its subclass BlocksBusy:
                 a block is being loaded or restored.
-            StoreFull: there is not enough room, even without all files that are not being read or written.
+            StoreFull: there is not enough room beside the files that are being read or written.
             StorageFailed: the disk has failed, or is full.
             DeadlineExceeded: the save took longer than the request's `deadline_s`.
             Overloaded: too many saves and restores are under way (Config.loads_waiting_max).
@@ -99,12 +99,12 @@ class Storage(Part):
         return await self._require("save").save(request)
 
     async def restore(self, request: RestoreRequest) -> RestoreReport:
-        """Fill local blocks from the file saved under a key, by this runtime or an earlier one with an equal KV cache.
+        """Fill local blocks from the file that this or an earlier runtime, with an equal KV cache, saved under a key.
 
         A restore succeeds only if the digests of the filled blocks equal those of the saved blocks. During the restore
-        the blocks are claimed, as by a load. If `restore` is cancelled, it returns within Config.cancel_grace_s. If
-        bytes may still land in the blocks after `restore` has ended, the restore is in `Storage.quarantines`, and is
-        the `quarantine` of the raised error.
+        the blocks are claimed, as by a load. If `restore` is cancelled, it returns within Config.cancel_grace_s. If it
+        ends while bytes may still land in the blocks, the restore is in `Storage.quarantines`, and is the `quarantine`
+        of the raised error.
 
         Args:
             request: the key, and the local blocks to fill.
@@ -114,8 +114,7 @@ class Storage(Part):
 
         Raises:
             NotStored: nothing is stored under the key, or the file was removed.
-            EntryDamaged: the file is damaged, or its blocks are not those that were saved. The file is removed; the
-                local blocks may hold anything.
+            EntryDamaged: the file is damaged, and is removed. The local blocks may hold anything.
             StorageFailed: the disk has failed.
             RequestError: the request is invalid, or its numbers of tokens or blocks differ from the saved ones; its
                 subclass BlocksBusy: a local block is leased, or is being written.
@@ -129,14 +128,13 @@ class Storage(Part):
         return await self._require("restore").restore(request)
 
     def has(self, key: bytes | str) -> bool:
-        """Return whether blocks are stored under a key. Look only at the index in memory, not at the file.
+        """Return whether blocks are stored under a key. Only the index in memory is searched; the file is not read.
 
         Args:
             key: the key that was given to `save`.
 
         Returns:
-            True if blocks are stored under `key`. Blocks that were saved from a KV cache with another layout do not
-                count.
+            True if blocks of a KV cache with the same layout are stored under `key`.
 
         Raises:
             RequestError: `key` is not bytes or text of 1 to 256 bytes.
@@ -148,11 +146,10 @@ class Storage(Part):
         return self._require("has", new_work=False).has(key)
 
     async def drop(self, keys: Sequence[bytes | str] | None = None) -> int:
-        """Remove stored files, so that their keys are no longer found.
+        """Remove stored files. Their keys are no longer found.
 
-        Restores under way continue, and read the removed file to its end. A save under way is not affected: its file is
-        stored when it is complete. If you do not want that file, let the save end before you call `drop`. If `drop` is
-        cancelled, the keys are still no longer found.
+        Restores under way read the removed file to its end. Saves under way are not affected; to remove their files
+        too, await these saves first. If `drop` is cancelled, the keys are still no longer found.
 
         Args:
             keys: keys of the files to remove, as given to `save`. None removes all files in this rank's folder,
@@ -163,7 +160,7 @@ class Storage(Part):
 
         Raises:
             RequestError: `keys` is no list of keys; nothing was removed.
-            StorageFailed: a file could not be removed. This runtime no longer finds it, but the next runtime may.
+            StorageFailed: a file could not be removed. This runtime no longer finds the file, but the next one may.
             UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
                 runtime's event loop.
             RuntimeUnavailable: the runtime is closed, or has no KV cache at the moment.
@@ -182,7 +179,7 @@ class Storage(Part):
         return self._store.statistics if self._store is not None and self._owner.registered else None
 
     async def registered(self, runtime: Supervisor, cache: RegisteredCache) -> None:
-        """Only for the runtime: open the store for a KV cache that was just registered. See `Part.registered`."""
+        """Only for the runtime: open the store for a newly registered KV cache, as `Part.registered` says."""
         self._owner.begin(runtime)
         store_thread = self._make_thread(cache.config, cache.local.reader)
         try:
@@ -191,7 +188,7 @@ class Storage(Part):
             raise ConfigError(f"{self!r}: the cache cannot be registered with it: {error}") from error
 
     def end(self, why: Ending, wait_s: float = 0.0) -> None:
-        """Only for the runtime: end all saves and restores soon. See `Part.end`."""
+        """Only for the runtime: make all saves and restores end soon, as `Part.end` says."""
         if self._store is None:
             return
         if why is Ending.ABANDONED:
@@ -201,12 +198,12 @@ class Storage(Part):
             self._store.close(CacheUnregistered if why is Ending.UNREGISTERED else RuntimeClosed)
 
     async def drained(self) -> None:
-        """Only for the runtime: wait until all saves and restores have ended. See `Part.drained`."""
+        """Only for the runtime: wait until all saves and restores have ended, as `Part.drained` says."""
         if self._store is not None:
             await self._store.drained()
 
     async def release(self, timeout_s: float) -> str:
-        """Only for the runtime: end the I/O thread. Return a message if that takes more than `timeout_s`, else ""."""
+        """Only for the runtime: end the I/O thread. Return "", or a message if that takes longer than `timeout_s`."""
         return "" if self._store is None else await self._store.aclose(timeout_s)
 
     def _require(self, what: str, *, new_work: bool = True) -> BlockStore:

@@ -30,11 +30,10 @@ class StoreRequest:
 class SaveRequest(StoreRequest):
     """Request to save `block_ids`, in prompt order, which hold `num_tokens` tokens, under `key`.
 
-    `key` is bytes or text of 1 to 256 bytes, such as a digest of the prompt: the store assumes that equal keys mean
-    equal blocks. If blocks are stored under `key` already, they are replaced. For a cache of several groups,
-    `block_ids` is one list for each group, in the order of the groups, or a mapping from the group's name to its list.
-    `deadline_s` defaults to Config.load_deadline_s. Among waiting saves, restores and loads, those with a smaller
-    `priority` go first.
+    `key` is bytes or text of 1 to 256 bytes, such as a digest of the prompt; equal keys must mean equal blocks. Blocks
+    that are stored under `key` already are replaced. For a cache of several groups, `block_ids` is one list for each
+    group, in the order of the groups, or a mapping from group names to lists. `deadline_s` defaults to
+    Config.load_deadline_s. Among waiting saves, restores and loads, those with a smaller `priority` go first.
     """
 
 
@@ -42,7 +41,7 @@ class SaveRequest(StoreRequest):
 class RestoreRequest(StoreRequest):
     """Request to fill the local blocks `block_ids`, in prompt order, with the blocks saved under `key`.
 
-    `num_tokens` and the number of blocks of each group must equal the saved ones. The fields have the same forms as in
+    `num_tokens` and the number of blocks of each group must equal the saved ones. Fields have the forms of
     `SaveRequest`.
     """
 
@@ -60,7 +59,7 @@ class StoreReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(StoreReport):
-    """Report of a save. `bytes` is the size of the file, `evicted` the number of files removed to make room for it.
+    """Report of a save. `bytes` is the size of the file, `evicted` the number of files removed to make room.
 
     `seconds` has the seconds of each phase: "check" (checks and digests), "queued" (waiting to copy), "move" (copying
     bytes) and "sync" (writing to disk).
@@ -71,9 +70,9 @@ class SaveReport(StoreReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport(StoreReport):
-    """Report of a restore. `seconds` has the seconds of each phase: "check", "queued", "move" and "sync".
+    """Report of a restore. `seconds` has the seconds of each phase.
 
-    "check" includes the digests, "queued" is waiting to copy, and "move" is copying bytes.
+    The phases are "check" (checks and digests), "queued" (waiting to copy), "move" (copying bytes) and "sync".
     """
 
 
@@ -81,20 +80,20 @@ class RestoreReport(StoreReport):
 class StoreStatistics(PartStatistics):
     """Contents of a store now, and counts of saves and restores since the KV cache was registered.
 
-    A save or restore counts as an open request until its file is closed.
+    A save or restore is an open request until its file is closed.
     """
 
     entries: int
     bytes: int
-    """Size of all files, including files that are being written, and removed files that are still being read."""
+    """Size of all files, with files that are being written, and removed files that are still being read."""
     bytes_max: int
     quarantines: int
     saved: int
     restored: int
     missed: int
-    """Number of restores that failed because nothing was stored under the key."""
+    """Number of restores that found nothing stored under the key."""
     damaged: int
-    """Number of restores that failed because the file was damaged, or did not hold the bytes that were saved."""
+    """Number of restores that failed because the file was damaged."""
     evicted: int
     dropped: int
     """Number of files that `Storage.drop` has removed."""

@@ -1,13 +1,13 @@
 """The store: saves blocks to files and restores them. Each save or restore has one deadline and one outcome.
 
 A save leases its blocks, computes their digests, makes room for a file, copies the bytes to the file, and adds the file
-to the index (the file is then an entry). A restore claims its blocks as a load does, and fills them from the file. It
-succeeds only if the digests of the filled blocks equal the saved digests. So bytes that were changed on disk or on the
-way are never reported as good.
+to the index. A restore claims its blocks as a load does, and fills them from the file. The restore succeeds only if the
+digests of the filled blocks equal the saved digests, so bytes that were changed on disk or on the way are never
+reported as good.
 
 A transfer (a save or a restore) is over when no byte can land in its blocks and its file is closed. The caller waits
-for that, but at most `cancel_grace_s`. After that the transfer outlives the call; if bytes may still land in its
-blocks, they are quarantined.
+for that at most `cancel_grace_s`; then the transfer outlives the call. If bytes may still land in the blocks, they are
+quarantined.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class BlockStore:
         self._idle.set()
         self._close_error: type[RuntimeUnavailable] | None = None
         self._outcomes = dict.fromkeys(_OUTCOMES, 0)
-        """Number of ended saves and restores, by the count in `StoreStatistics`, such as "saved"."""
+        """Numbers of ended saves and restores, by the field of `StoreStatistics`, such as "saved"."""
         self._evicted = self._dropped = 0
 
     @property
@@ -106,11 +106,11 @@ class BlockStore:
         return tuple(transfer for transfer in self._transfers if transfer.quarantined)
 
     def has(self, key: object) -> bool:
-        """Return True if blocks of this KV cache's layout are stored under `key`: see `Storage.has`."""
+        """Implementation of `Storage.has`."""
         return self._index.find(entry_name(self._stored_cache.fingerprint, checked_key(key, "key"))) is not None
 
     async def drop(self, keys: Sequence[bytes | str] | None) -> int:
-        """Remove the files stored under `keys`, or all files if None. Return how many: see `Storage.drop`."""
+        """Implementation of `Storage.drop`."""
         names = None
         if keys is not None:
             checks.count(keys, "keys")
@@ -137,19 +137,19 @@ class BlockStore:
         return len(files)
 
     async def save(self, request: SaveRequest) -> SaveReport:
-        """Save blocks to a file, and return the report: see `Storage.save`."""
+        """Implementation of `Storage.save`."""
         given = checks.instance(request, SaveRequest, "save")
         return await self._carry_out(self._accept(given, Direction.SAVE), self._save)
 
     async def restore(self, request: RestoreRequest) -> RestoreReport:
-        """Fill local blocks from a file, and return the report: see `Storage.restore`."""
+        """Implementation of `Storage.restore`."""
         given = checks.instance(request, RestoreRequest, "restore")
         return await self._carry_out(self._accept(given, Direction.RESTORE), self._restore)
 
     def close(self, error: type[RuntimeUnavailable]) -> None:
         """Make all saves and restores, also later ones, fail soon with `error`: RuntimeClosed or CacheUnregistered.
 
-        If called again, the `error` of the first call stays in force.
+        In a second call `error` is ignored.
         """
         self._close_error = self._close_error or error
         for transfer in self._transfers:
@@ -160,9 +160,9 @@ class BlockStore:
         await self._idle.wait()
 
     async def aclose(self, timeout_s: float) -> str:
-        """End the I/O thread once it copies no bytes. Return "", or a message if the thread has died or hangs.
+        """End the I/O thread once it copies no bytes.
 
-        The thread counts as hanging if it has not ended within `timeout_s`.
+        Return "", or a message if the thread has died, or hangs for `timeout_s`.
         """
         problem = ""
         try:
@@ -212,10 +212,10 @@ class BlockStore:
         return transfer
 
     async def _carry_out(self, transfer: StoreTransfer, work: Callable[[StoreTransfer], Awaitable[ReportT]]) -> ReportT:
-        """Run `work` (`_save` or `_restore`) for a save or restore within its deadline. Return the report of `work`.
+        """Run `work` (`_save` or `_restore`) for a transfer within its deadline. Return the report of `work`.
 
-        Raise a KVFlowError on failure. In each case first wait, at most `cancel_grace_s`, until no byte can land in the
-        blocks and the file is closed.
+        In any case first wait, at most `cancel_grace_s`, until no byte can land in the blocks and the file is closed.
+        Raise a KVFlowError on failure.
         """
         try:
             try:
@@ -245,7 +245,7 @@ class BlockStore:
         return f"request {transfer.request_id!r}: {transfer.direction} in {self._directory.path!r}"
 
     def _early_end_error(self, transfer: StoreTransfer) -> KVFlowError:
-        """Return the error of a save or restore that was ended because the store was closed or its deadline passed."""
+        """Return the error of a transfer that was ended because the store was closed or the deadline has passed."""
         what, phase = f"request {transfer.request_id!r}", transfer.phase
         if self._close_error is CacheUnregistered:
             return CacheUnregistered(f"{what}: the cache was unregistered in phase {phase!r}")
@@ -362,7 +362,7 @@ class BlockStore:
             )
 
     def _close_when_safe(self, transfer: StoreTransfer) -> None:
-        """Callback when no byte of a save or restore is being copied: release a save's blocks, and close the file.
+        """Callback when no byte of a transfer is being copied: release a save's blocks, and close the file.
 
         The I/O thread closes the file after all earlier jobs that use the file.
         """
@@ -376,14 +376,14 @@ class BlockStore:
             self._end_transfer(transfer)
 
     def _close_all(self) -> None:
-        """Last job of the I/O thread: close the files of all saves and restores, and unlock the directory."""
+        """Last job of the I/O thread: close all files, and unlock the directory."""
         for transfer in list(self._transfers):
             if transfer.file is not None:
                 transfer.file.close()
         self._directory.close()
 
     def _end_transfer(self, transfer: StoreTransfer) -> None:
-        """Update the index after the file of a save or restore was closed, and wake the tasks that wait for its end."""
+        """Update the index after the file of a transfer was closed, and wake the tasks that wait for its end."""
         if transfer not in self._transfers:
             return
         del self._transfers[transfer]
@@ -402,7 +402,7 @@ class BlockStore:
             self._idle.set()
 
     def _commit_entry(self, entry: Entry) -> None:
-        """Add the entry of a complete file to the index. If it replaces another entry, remove that one's file."""
+        """Add the entry of a complete file to the index. If the entry replaces another, remove that entry's file."""
         replaced = self._index.commit(entry)
         if replaced is not None:
             self._remove_file(replaced)
@@ -425,14 +425,11 @@ class BlockStore:
 async def open_store(cache: RegisteredCache, store_thread: StoreThread, folder: str, bytes_max: int) -> BlockStore:
     """Open and return the store of a KV cache that is being registered. If cancelled, nothing stays open.
 
-    Args:
-        cache: the KV cache with the blocks to save and restore.
-        store_thread: the store's I/O thread, not started yet.
-        folder: folder for the files of all ranks; this rank's subfolder is named by its DP, PP and TP rank.
-        bytes_max: maximum number of bytes that the files of this rank may take. If there are more, files are removed.
+    Raise ConfigError if blocks of this KV cache cannot be saved, or if the memory or the folder cannot be used.
 
-    Raises:
-        ConfigError: blocks of this KV cache cannot be saved, or the memory or the folder cannot be used.
+    `store_thread`: the store's I/O thread, not started. `folder`: folder for the files of all ranks; this rank's
+    subfolder is named by its DP, PP and TP rank. `bytes_max`: maximum number of bytes of this rank's files; if there
+    are more, files are removed.
     """
     stored, rank = StoredCache(cache), cache.rank
     directory = StoreDirectory(os.path.join(folder, f"dp{rank.dp}-pp{rank.pp}-tp{rank.tp}"))

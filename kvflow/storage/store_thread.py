@@ -1,12 +1,12 @@
 """The store's I/O thread, which copies bytes between memory and files and does all other work with files.
 
-A *move* copies bytes between memory and one file. A `Mover` carries moves out: by NIXL's POSIX backend or by system
-calls, according to the transport. All work with files is done by jobs on this one thread, in order: opening, moving,
-syncing, removing. So a file is closed after its last move, and each job sees the results of the jobs before it.
+A *move* copies bytes between memory and one file. A `Mover` carries out moves, by NIXL's POSIX backend or by system
+calls, depending on the transport. This one thread does all work with files in order, so a file is closed after its last
+move, and each job sees the results of the jobs before it.
 
 A posted move cannot be cancelled. When it has stopped, its `on_end` is called on the event loop, once. A move that has
 failed and may still run is *lost*: its `on_loss` is called immediately. When no other move is under way, the mover
-stops the lost moves (`Mover.stop_lost_moves`). Moves posted in the meantime begin after that.
+stops the lost moves (`Mover.stop_lost_moves`). Only after that do moves begin that were posted meanwhile.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ class Direction(enum.StrEnum):
 
 
 class LostMoves(enum.Enum):
-    """Result of `Mover.stop_lost_moves`: the state of the lost moves, which have failed but may still run."""
+    """Result of `Mover.stop_lost_moves`: whether the lost moves, which have failed but may still run, have stopped."""
 
     STOPPED = enum.auto()
-    """All lost moves have stopped."""
     NOT_YET = enum.auto()
     """A lost move is still running; call `stop_lost_moves` again."""
     NEVER = enum.auto()
@@ -52,34 +51,34 @@ class LostMoves(enum.Enum):
 
 
 class MoveFailed(TransportError):
-    """Error: bytes could not be copied to or from a file, or the header of a file could not be read."""
+    """Error: copying bytes to or from a file, or reading a file's header, failed."""
 
 
 class MoveLost(MoveFailed):
-    """Error: a copy of bytes to or from a file has failed, but may still run, so its bytes may still land."""
+    """Error: a copy of bytes to or from a file failed, but its bytes may still land."""
 
 
 class Mover(Protocol):
-    """Protocol of objects that copy bytes between memory and files. Created and used only on the store's I/O thread.
-
-    A move is one such copy, between memory and one file.
-    """
+    """Copies bytes between memory and files (a move: one copy). Created and used only on the store's I/O thread."""
 
     def register_file(self, fd: int, size_bytes: int) -> None:
-        """Register the open file `fd` of `size_bytes` bytes, so that moves can use it, or raise TransportError."""
+        """Register the open file `fd` of `size_bytes` bytes, so that moves can use it.
+
+        On failure raise TransportError.
+        """
 
     def deregister_file(self, fd: int) -> None:
-        """Forget the file `fd` before it is closed. No move may use it afterwards. Raise nothing."""
+        """Forget the file `fd`, which no later move uses, before it is closed. Raise nothing."""
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
         """Start a move between memory (the local side) and a file (the remote side), and return a handle of the move.
 
-        On the remote side the addresses are offsets in the file, and the device number is the file descriptor. If the
-        move failed but may run in part, raise MoveLost; if no part of it runs, raise another TransportError.
+        On the remote side addresses are offsets in the file, and the device number is the file descriptor. If the move
+        failed but may run in part, raise MoveLost; if no part of it runs, raise another TransportError.
         """
 
     def has_ended(self, handle: object) -> bool:
-        """Return whether the move with `handle`, a result of `begin`, has ended with success.
+        """Return whether a move has ended with success. `handle`: the result of `begin`.
 
         If the move failed, raise MoveFailed or, if it may still run, MoveLost.
         """
@@ -88,7 +87,7 @@ class Mover(Protocol):
         """Stop the lost moves, which failed with MoveLost, and return their state. No other move may be under way."""
 
     def close(self) -> None:
-        """Release the registered memory, files and handles. Called only while no move is under way."""
+        """Release the registered memory, files and handles. For use only while no move is under way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -105,9 +104,9 @@ class StoreThread:
     """The store's I/O thread: copies bytes between memory and files, and runs jobs, for callers on the event loop."""
 
     def __init__(self, name: str, make_mover: Callable[[Sequence[Span]], Mover]) -> None:
-        """`name`: name of the thread. `make_mover`: function that creates the `Mover`.
+        """`make_mover`: creates the `Mover`.
 
-        `make_mover` is called on the I/O thread, with the spans of memory that moves may read and write.
+        Called on the I/O thread, with the memory that moves may read and write.
         """
         self._name = name
         self._make_mover = make_mover
@@ -115,7 +114,7 @@ class StoreThread:
         self._keepalive: object = None
         self._thread: OwnerThread | None = None
         self._posted_moves: deque[_Move] = deque()
-        """Moves that have not begun. The thread begins them at its next step, unless a lost move may still run."""
+        """Moves that have not begun. They begin at the next step of the thread, unless a lost move may still run."""
         self._begun_moves: list[_Move] = []
         self._lost_moves: list[_Move] = []
         self._last_active_s = 0.0
@@ -123,7 +122,7 @@ class StoreThread:
         self._last_job: Callable[[], None] | None = None
         self._closing = False
         self.cause: BaseException | None = None
-        """Exception of a bug that has ended the thread; None if there was none. After a bug moves may still run."""
+        """Exception of a bug that has ended the thread, or None. After a bug moves may still run."""
 
     @property
     def moves_under_way(self) -> int:
@@ -131,16 +130,16 @@ class StoreThread:
 
     @property
     def mover(self) -> Mover:
-        """The object that copies bytes between memory and files. Available only after `open`."""
+        """The `Mover`, which exists only after `open`."""
         assert self._mover is not None, "it is open"
         return self._mover
 
     async def open(self, spans: Sequence[Span], keepalive: object) -> None:
-        """Start the I/O thread, and create the mover on it. Call `aclose` or `abandon` later, even if this fails.
+        """Start the I/O thread, and create the mover on it. Even after an error, call `aclose` or `abandon` later.
 
         Args:
             spans: memory that moves may read and write.
-            keepalive: owner of that memory, such as tensors. A reference is kept until no move can touch the memory.
+            keepalive: owner of that memory, such as tensors, which is referenced until no move can touch the memory.
 
         Raises:
             ConfigError: the mover cannot be created as configured, or cannot use this memory.
@@ -150,7 +149,7 @@ class StoreThread:
         self._mover = await self._thread.call(lambda: self._make_mover(spans))
 
     async def call(self, job: Callable[[], T]) -> T:
-        """Run `job` on the I/O thread and return its result. If cancelled, stop waiting; the job runs nevertheless."""
+        """Run `job` on the I/O thread, and return its result. If cancelled, stop waiting; the job still runs."""
         return await self._require_thread().call(job)
 
     def submit(self, job: Callable[[], None], then: Callable[[], None]) -> None:
@@ -178,8 +177,8 @@ class StoreThread:
         Args:
             descriptors: the bytes to copy, between memory (local side) and a file (remote side).
             direction: SAVE from memory to the file, RESTORE from the file to memory.
-            on_end: called once on the event loop when the move has stopped: with None if it succeeded, else with its
-                error. If it can never be known when the move stops, called with RuntimeBroken.
+            on_end: called once on the event loop when the move has stopped, with its error or None. If it can never be
+                known when the move stops, called with RuntimeBroken.
             on_loss: called on the event loop before `on_end` if the move has failed but may still run.
         """
         move = _Move(descriptors, direction, on_end, on_loss)
@@ -201,9 +200,8 @@ class StoreThread:
     def end_all_moves(self, problem: str) -> None:
         """Call `on_end` of every move that is still under way, because the I/O thread has ended or hangs.
 
-        Args:
-            problem: "" if the thread has ended normally; then all moves have stopped, also lost ones. Else the reason
-                why it can never be known when they stop, passed to `on_end` as RuntimeBroken.
+        `problem`: "" if the thread has ended normally; then all moves have stopped, also lost ones. Else the reason why
+        it can never be known when they stop, passed to `on_end` as RuntimeBroken.
         """
         for move in list(self._under_way):
             if problem:
@@ -265,7 +263,7 @@ class StoreThread:
         return True
 
     def _stop_lost_moves(self) -> None:
-        """Have the `Mover` stop the lost moves. If these have stopped, call `on_end` of each of these moves.
+        """Have the `Mover` stop the lost moves. If they have stopped, call `on_end` of each.
 
         No other move may be under way.
         """

@@ -1,8 +1,7 @@
-"""One save or restore. A `Flight` controls its reads and writes of the file, as it controls the reads of a load.
+"""One save or restore. A `Flight` controls the copies to or from the file, as it controls the reads of a load.
 
-The bytes are copied by the store's I/O thread. If a copy fails but may still run (a lost move, see
-`storage.store_thread`), the save or restore fails immediately. The move counts as under way until it is known to have
-stopped; until then the flight keeps the blocks and the permit of the move.
+The store's I/O thread copies the bytes. If a copy fails but may still run (a lost move), the save or restore fails
+immediately, but the flight keeps the blocks and the permit of the copy until the copy is known to have stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ if TYPE_CHECKING:
     from kvflow.runtime.peers.peer import Source
 
 STORE_AGENT = AgentName("store")
-"""Name under which copies to and from files wait in the queue of reads; a read waits under its peer's agent name."""
+"""Name under which copies to and from files wait in the queue of reads. A load's reads wait under the peer's agent
+name.
+"""
 
 
 def file_source() -> Source:
@@ -45,8 +46,8 @@ def file_source() -> Source:
 class StoreTransfer:
     """One save or restore. If a restore ends while bytes may still land, this object is its `quarantine`.
 
-    A restore's blocks are claimed by its flight. A save's blocks are leased until no byte is copied any longer; they
-    are not written. A transfer is over when its blocks were given back and its file was closed.
+    A restore's blocks are claimed by its flight. A save's blocks are leased, so not written, until no byte is copied
+    any longer. A transfer is over when its blocks were given back and its file was closed.
     """
 
     behind = False
@@ -63,14 +64,8 @@ class StoreTransfer:
     ) -> None:
         """Claim the blocks to fill, or lease the blocks to save. Raise BlocksBusy if a block is already in use.
 
-        Args:
-            request: the request, already checked.
-            direction: save or restore.
-            tables: block ids by group.
-            entries: numbers of the same blocks in the block ledger.
-            resources: objects that all flights share, such as the ledger.
-            store_thread: the I/O thread that copies the bytes.
-            deadline_s: seconds from now until the deadline.
+        `request`: checked already. `tables`: block ids by group. `entries`: numbers of the same blocks in the block
+        ledger. `resources`: objects that all flights share. `deadline_s`: seconds from now until the deadline.
         """
         loop = asyncio.get_running_loop()
         self.request, self.direction, self.tables = request, direction, tables
@@ -82,12 +77,13 @@ class StoreTransfer:
         self.flight = Flight(request.request_id, written, (), request.priority, replace(resources, poller=self))
         self.phase, self.seconds = PHASES[0], dict.fromkeys(PHASES, 0.0)
         self.outcome = "failed"
-        """Name of the count in `StoreStatistics` that the transfer increases at its end, such as "saved"."""
+        """Count in `StoreStatistics` that the transfer increases at its end, such as "saved"."""
         self.file: EntryFile | None = None
         """The file to write or read; None until it is known. From then on a save has room reserved in the index, and a
-        restore counts as a reader of the index entry."""
+        restore counts as a reader of the file's index entry.
+        """
         self.error: TransportError | None = None
-        """Error of the first copy of bytes that failed; None if none has failed."""
+        """Error of the first copy of bytes that failed, or None."""
         self._store_thread = store_thread
         self._now_s = resources.clock.now_s
         self._phase_begun_s = self._now_s()
@@ -107,7 +103,7 @@ class StoreTransfer:
             self.timeout.reschedule(asyncio.get_running_loop().time())
 
     def post(self, _agent: AgentName, descriptors: Descriptors, on_end: OnReadEnd) -> None:
-        """Start a copy of bytes between memory and the file, for the flight. Call `on_end` when it has stopped.
+        """Start a copy of bytes between memory and the file, for the flight. Call `on_end` when the copy has stopped.
 
         Raise TransportBroken if the I/O thread has ended.
         """

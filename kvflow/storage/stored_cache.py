@@ -1,8 +1,8 @@
-"""The memory that the store copies to and from files and digests: the KV cache or, if it is on a device, host buffers.
+"""The memory that the store copies to and from files: the KV cache or, if the KV cache is on a device, host buffers.
 
 Peers read through the same host buffers. A save or restore is cut into spans of consecutive blocks. Each span waits for
-free host blocks, as a span of a load does, and gives them back when no copy can touch them. So a save or restore of any
-size works with host buffers of any size.
+free host blocks, and gives them back when no copy can touch them. So a save or restore of any size works with host
+buffers of any size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvflow.verify.cache_digests import DigestedCache, DigestSpec
 
 
 class StoredCache:
-    """A registered KV cache, for the store: plans copies of its blocks to and from files, and computes digests."""
+    """A registered KV cache, as the store uses it: plans copies of blocks to and from files, and computes digests."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         """Find the memory of `cache` that can be copied to files. Raise ConfigError if its blocks cannot be saved."""
@@ -49,12 +49,13 @@ class StoredCache:
         self._staging = memory.staging if through else ()
         self.groups = local.groups
         self.tensors = named_layers(saved)
-        """The memory that is copied to and from files, as pairs of a layer's name and its tensors."""
+        """The memory that is copied to and from files: pairs of a layer's name and its tensors."""
         found = [(one.group, one.regions) for one in saved]
         self.layer_sets = [(group, regions.distinct) for group, regions in found]
         """For each layer set the index of its group, and its regions. A region of several layers is listed once."""
         self._digested_layers = [regions.distinct_layers for _, regions in found]
-        """Indices of the layers to digest, for each layer set. Of layers with the same memory only the first is listed.
+        """For each layer set the indices of the layers to digest. Of layers with the same memory only the first is
+        listed.
         """
         shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in found]
         shared = [regions.first_at_address for _, regions in found if len(regions.distinct) < len(regions)]
@@ -64,12 +65,8 @@ class StoredCache:
     async def moves(self, transfer: StoreTransfer, fd: int, start: int) -> AsyncGenerator[CopyGroup, None]:
         """Yield the copies to or from the file for all blocks of a transfer, as groups of reads for its flight.
 
-        With host buffers each group is one span of blocks, for which host blocks are taken just before it is yielded.
-
-        Args:
-            transfer: the save or restore.
-            fd: file descriptor of the file.
-            start: offset in bytes of the first block in the file.
+        With host buffers each group is one span of blocks, for which host blocks are taken just before the group is
+        yielded. `fd`: file descriptor. `start`: offset in bytes of the file's first block.
         """
         file, copy_to_host = file_source(), transfer.direction is Direction.SAVE
         counts = [len(ids) for ids in transfer.tables]
@@ -97,7 +94,7 @@ class StoredCache:
 
         The digests are in the order of layer sets and layers; layer sets without blocks are left out. All bytes of the
         blocks count, even after the prompt's end. Raise CopyFailed if a copy from the device failed. If cancelled, stop
-        waiting; the copy or computation under way goes on.
+        waiting; the computation under way goes on.
         """
         sums = [[0] * len(layers) for layers in self._digested_layers]
         for span in self._spans(tables):
@@ -145,12 +142,8 @@ class StoredCache:
     ) -> tuple[BlockIds, Callable[[], None] | None]:
         """Wait for free host blocks for a span. Return their block ids, and a function that gives them back.
 
-        For a KV cache on the host, return the block ids of the span itself, and None. Raise CopyFailed if the copy to
-        the host blocks failed.
-
-        Args:
-            span: blocks of the KV cache.
-            copy_to_host: True to copy the blocks from the device to the host blocks before returning.
+        If `copy_to_host`, first copy the blocks from the device to the host blocks; raise CopyFailed if that fails. For
+        a KV cache on the host, return the block ids of the span, and None.
         """
         if not self._staging:
             return span.ids, None
