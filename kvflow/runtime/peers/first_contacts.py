@@ -1,7 +1,7 @@
 """First contacts: never-connected peers are asked a few at a time, and others wait (`core.policy.contacts`).
 
 Forged tickets can name any number of peers that never answer. A peer that was connected before needs no turn, so it
-does not wait behind peers from forged tickets.
+does not wait behind them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def first_contact_timeout_s(config: Config) -> float:
 
 
 def overloaded(peer: Address, why: str) -> Overloaded:
-    """Return an Overloaded error: this rank cannot ask `peer`, because of `why`. The request id is added later."""
+    """Return an Overloaded error: this rank cannot ask `peer`, because of `why`. The caller adds the request id."""
     return Overloaded(f"{peer}: {why}", request_id="", peer=peer.address)
 
 
 class FirstContacts:
-    """Queue of first contacts, which are the first questions to never-connected peers.
+    """Queue of first contacts, the first questions to never-connected peers. Belongs to one event loop.
 
-    At most `limits.first_contacts_max` never-connected peers are asked at once. Belongs to one event loop.
+    At most `limits.first_contacts_max` never-connected peers are asked at the same time.
     """
 
     def __init__(self, config: Config) -> None:
@@ -53,9 +53,9 @@ class FirstContacts:
     ) -> T:
         """Wait for a turn to ask the never-connected `peer`, then await `question()` and return its result.
 
-        `on_turn` is called with the granted turn before the question. Raises Overloaded if no turn is granted within
-        Config.handshake_timeout_s. Raises PeerUnreachable if `peer` has not answered `first_contact_timeout_s` after
-        its turn began, and other peers wait for a turn. If cancelled, give up the turn or the position in the queue.
+        `on_turn` is called with the granted turn before the question. Overloaded if no turn is granted within
+        Config.handshake_timeout_s; PeerUnreachable if `peer` is silent for `first_contact_timeout_s` while other peers
+        wait for a turn. If cancelled, give up the turn or the position in the queue.
         """
         loop = asyncio.get_running_loop()
         contact = self._contacts.request_turn(loop.time())
@@ -85,7 +85,7 @@ class FirstContacts:
     def end_overdue(self) -> None:
         """If a new peer waits to be asked, end one first contact that has taken too long or is no longer wanted.
 
-        Called by a timer, and whenever a handshake has lost its last waiting load (`Contact.wanted` is False).
+        Called by a timer, and whenever a handshake has lost its last waiting load.
         """
         now_s = asyncio.get_running_loop().time()
         leaving = self._contacts.preempt_one(now_s)

@@ -1,8 +1,7 @@
 """The handshake: ask a rank for its metadata, check all of the metadata, and only then pass it to the transport.
 
-A connection is a remote agent in the transport. The agent is added once and never removed while a read from it runs.
-Every answer is checked before any of it is used. Text from a peer is made printable and cut to a maximum length before
-it enters errors and logs of this rank.
+A connection is a remote agent in the transport. The agent is added once, and never removed while a read from it runs.
+Text from a peer is made printable and cut to a maximum length before it enters errors and logs.
 """
 
 from __future__ import annotations
@@ -52,15 +51,15 @@ class Handshakes:
         self._side_channel = cache.side_channel
         self._local = cache.local
         self.lease_notifier = lease_notifier
-        """Object that notifies producers about their leases. Every new connection refers to it."""
+        """Object that notifies producers about their leases, for every new connection."""
         self.agents = cache.agents
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
         """Ask `peer` for its metadata and return a connection to it.
 
-        If the transport has an open connection to the same incarnation of the peer, return that one. `request_id` is
-        the request of the load that needs the peer. Raises a PeerError, Overloaded if this process has too few open
-        files left, or TimeoutError after Config.handshake_timeout_s. If cancelled, leave no agent in the transport.
+        If the transport has an open connection to the same incarnation of the peer, return that one. `request_id`: the
+        request of the load that needs the peer. Overloaded if this process has too few open files left; TimeoutError
+        after Config.handshake_timeout_s. If cancelled, leave no agent in the transport.
         """
         async with asyncio.timeout(self._config.handshake_timeout_s):
             at = peer.at
@@ -82,7 +81,7 @@ class Handshakes:
             return connection
 
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
-        """Ask `peer` a question and return the answer. Raises a PeerError if `peer` refuses or does not answer."""
+        """Ask `peer` a question and return the answer. PeerError if `peer` refuses or does not answer."""
         fingerprint = self._local.compatibility.fingerprint()
         reply = await self._side_channel.ask(request, fingerprint=fingerprint, timeout_s=timeout_s)
         if isinstance(reply, messages.Refusal):
@@ -93,9 +92,8 @@ class Handshakes:
 class Agents:
     """The remote agents in the transport, by name. Each agent is open, being added, or being removed.
 
-    Each incarnation of a remote rank has an agent of its own. The agent is removed once no `Peer` has its connection
-    (two addresses may lead to one rank) and no load holds the connection. An agent under removal can be added again
-    only after the removal.
+    Each incarnation of a remote rank has its own agent. It is removed once no `Peer` has its connection (two addresses
+    may lead to one rank) and no load holds the connection, and can be added again only after that.
     """
 
     def __init__(self, cache: RegisteredCache) -> None:
@@ -107,19 +105,17 @@ class Agents:
     async def find_open(self, agent: AgentName) -> Connection | None:
         """Wait until `agent` is not being added or removed, and return its open connection.
 
-        If the agent is not in the transport, return None: the caller may then `add` it, without another await in
-        between.
+        None if the agent is not in the transport: the caller may then `add` it, without another await in between.
         """
         while (change := self._changing.get(agent)) is not None:
             await asyncio.wait([change])
         return self._open.get(agent)
 
     async def add(self, at: Address, connection: Connection, metadata: bytes) -> None:
-        """Add the agent of the rank at `at` to the transport.
+        """Add the agent of the rank at `at` to the transport, and make `find_open` return `connection` for it.
 
-        From then on `find_open` returns `connection` for this agent. `metadata` is the agent metadata that the rank has
-        sent. Call this right after `find_open` has returned None. Raises a PeerError if the transport refuses
-        `metadata`, or if `metadata` describes an agent of another name. If cancelled, remove the agent again.
+        `metadata`: the agent metadata that the rank has sent. PeerError if the transport refuses the metadata, or if it
+        describes an agent of another name. If cancelled, remove the agent again.
         """
         agent = connection.agent
         change = self._begin(agent)
@@ -149,10 +145,7 @@ class Agents:
             self._remove_soon(connection, self._begin(connection.agent))
 
     async def wait_removed(self, agents: Collection[AgentName], timeout_s: float) -> bool:
-        """Wait until each of `agents` that is being removed is gone.
-
-        Return False if that takes longer than `timeout_s`.
-        """
+        """Wait until each of `agents` that is being removed is gone. Return False after `timeout_s` seconds."""
         changes = [self._changing[agent] for agent in agents if agent in self._changing]
         if not changes:
             return True
@@ -170,8 +163,8 @@ class Agents:
     async def _remove(self, connection: Connection) -> None:
         """Remove the connection's agent from the transport once no load holds the connection.
 
-        Task `kvflow-remove <agent>`: begun when a connection is dropped. Ends when no load holds it, and the
-        transport has removed the agent.
+        Task `kvflow-remove <agent>`: begun when a connection is dropped. Ends when no load holds it, and the transport
+        has removed the agent.
         """
         await connection.wait_idle()
         await self._transport.remove_peer(connection.agent)
@@ -186,10 +179,7 @@ class Agents:
 
 
 def _refusal_error(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerError:
-    """Return the error to raise for `refusal`, the answer of `peer`. Its class depends on the fields of the refusal.
-
-    `ours` describes this rank.
-    """
+    """Return the error to raise for `refusal`, the answer of `peer`, in a class that the refusal's fields choose."""
     if refusal.compatibility is not None:
         differences = ours.compatibility.differences(refusal.compatibility) or [peer_text(refusal.reason)]
         if refusal.cache_shares:
@@ -216,8 +206,8 @@ def _incompatible_error(peer: Address, differences: list[str]) -> PeerIncompatib
 def check_metadata(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
     """Check the metadata that `peer` has sent, and return the decoded regions, one `Regions` for each set of layers.
 
-    A set of layers has one shape of blocks. `ours` describes this rank. Raises PeerRefused if another engine answered,
-    PeerIncompatible if this rank cannot read the peer's blocks, or ProtocolError if the metadata is malformed.
+    A set of layers has one shape of blocks. `ours` describes this rank. PeerRefused if another engine answered,
+    PeerIncompatible if this rank cannot read the peer's blocks, ProtocolError if the metadata is malformed.
     """
     if metadata.engine_id != peer.engine_id:
         who = f"expected engine {peer.engine_id!r}, found {peer_text(metadata.engine_id)!r}"
@@ -244,8 +234,7 @@ def incompatibilities(
 ) -> list[str]:
     """Return one text for each reason why this rank cannot read blocks of the peer `rank` into its cache.
 
-    The list is empty if it can. `metadata` and `regions`, the decoded regions of `metadata`, describe the peer, `ours`
-    describes this rank.
+    `metadata` and its decoded `regions` describe the peer, `ours` describes this rank.
     """
     first = metadata.cache_shares[0]
     found = topology.differences(ours.cache_shares, metadata.cache_shares)

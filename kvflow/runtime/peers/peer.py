@@ -44,8 +44,8 @@ _DIGESTS_AT_ONCE_MAX = 4  # half of what a producer accepts from one reader by d
 class LocalRank:
     """Description of this rank, which it sends to peers and compares with their descriptions.
 
-    Made when a cache is registered. `cache_shares` and `regions` have one entry for each set of layers of the same
-    shape. `reader` is this rank's agent name, `caller` its own side channel address.
+    `cache_shares` and `regions` have one entry for each set of layers of the same shape. `reader` is this rank's agent
+    name, `caller` its side channel address.
     """
 
     reader: str
@@ -57,10 +57,7 @@ class LocalRank:
 
 
 class Connection:
-    """The connection to a peer after its handshake: facts from the peer's metadata that loads need.
-
-    All loads from the peer share one `Connection` object.
-    """
+    """The connection to a peer after its handshake, shared by all loads: facts from the peer's metadata."""
 
     def __init__(
         self,
@@ -79,14 +76,13 @@ class Connection:
         self.ticket_groups = ticket_groups(metadata.groups)
         of_group = {share.group: one.num_blocks for share, one in zip(metadata.cache_shares, regions, strict=True)}
         self.num_blocks = tuple(of_group[at] for at in range(len(self.groups)))
-        """Number of blocks in the peer's cache, for each group of layers."""
+        """Number of blocks in the peer's cache, by group of layers."""
         self.whole = tuple(group.whole for group in self.groups)
-        """For each group: True if its blocks hold a prompt from the first token on (no window, no state)."""
+        """By group: True if its blocks hold a prompt from the first token on (no window, no state)."""
         self.block_maps = block_maps = tuple(_block_maps(metadata, local, regions))
-        """One block map for each pair of a local and a remote set of layers that have layers in common.
+        """Block maps, one for each pair of a local and a remote set of layers that have layers in common.
 
-        A block map says which bytes of a remote block go where in a local block. Empty if loads read nothing from this
-        peer and only notify it at their end.
+        A block map says which bytes of a remote block go where in a local block. Empty if loads only notify this peer.
         """
         self.report_share = topology.report_share(local.cache_shares, metadata.cache_shares)
         self.staged = metadata.staged
@@ -105,17 +101,14 @@ class Connection:
         self.unused: asyncio.Event | None = None
         """Event that is set when `users` becomes 0; None until a task first waits for that."""
         self.complete_with: Sequence[Connection] = ()
-        """Connections to the ranks that the last load read from, this one first, if those ranks have all local layers.
+        """Connections to the ranks of the last load, this one first, if these ranks have all local layers.
 
         A load over the same connections need not check again that no layer is missing.
         """
         self.reads_directly: bool | None = None
-        """True if every read from the peer writes straight to the cache, without buffers; None until computed."""
+        """True if every read from the peer goes straight into the cache, without buffers; None until computed."""
         self.region_map: RegionMap | None = None
-        """Mapping of remote to local regions, with which `match_few` plans small loads fast.
-
-        None if `match_few` cannot plan loads from this peer. Set at the same time as `reads_directly`.
-        """
+        """Mapping of remote to local regions, with which `match_few` plans small loads fast; None if it cannot."""
 
     def __repr__(self) -> str:
         return f"<Connection {self.agent}, {counted(self.users, 'load')}>"
@@ -136,10 +129,7 @@ class Handshake:
     started_s: float
     task: asyncio.Task[None] | None = None
     contact: Contact | None = None
-    """The turn that this handshake was granted as a first contact.
-
-    None while it waits for a turn, or if it needs none.
-    """
+    """The turn that this handshake was granted as a first contact; None without a turn."""
     waiters: int = 0
 
     def add_waiters(self, count: int) -> None:
@@ -149,7 +139,6 @@ class Handshake:
             self.contact.wanted = self.waiters > 0
 
     def start_turn(self, contact: Contact) -> None:
-        """Set `contact`, the turn that this handshake was granted as a first contact."""
         self.contact = contact
         self.add_waiters(0)
 
@@ -163,34 +152,28 @@ class Peer:
         self.label = f"{self.engine_id} ({self.rank}) at {self.address}"
         self.state = PeerState.UNKNOWN
         self.was_connected = False
-        """True once a handshake with the peer has succeeded."""
         self.connection: Connection | None = None
         self.handshake: Handshake | None = None
         self.circuit = NEVER_FAILED
         self.last_error = ""
         self.last_error_type: type[PeerError] = PeerUnreachable
-        """Error class of the last failure that began a back-off.
-
-        Loads that fail during the back-off raise the same class.
-        """
+        """Class of the last error that began a back-off. Loads that fail during the back-off raise the same class."""
         self.has_delivered = False
         """True once a load has read fresh bytes from the peer."""
         self.last_used_s = now_s
         self.leases_kept = 0
-        """Number of the peer's leases that this rank renews now.
-
-        While it is above 0 the peer is not evicted as unused.
+        """Number of the peer's leases that this rank renews now. While it is above 0 the peer is not evicted as unused.
         """
         self.tried_incarnations: set[str] = set()
         """Incarnations already asked for: the last connection's, and those for which a handshake was tried since then.
 
-        For a ticket of an incarnation outside this set the peer is asked even during a back-off, once.
+        For a ticket of another incarnation the peer is asked even during a back-off, once.
         """
         self.past_incarnations: deque[str] = deque(maxlen=INCARNATIONS_MAX)
         self.questions = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
         """Semaphore that limits concurrent questions to the peer, and so the sockets that a silent peer occupies."""
         self.digest_questions = asyncio.Semaphore(_DIGESTS_AT_ONCE_MAX)
-        """Semaphore that limits concurrent questions for digests of blocks, since a digest costs the peer much time."""
+        """Semaphore that limits concurrent questions for digests of blocks, which cost the peer much time."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.engine_id} at {self.address}: {self.state}>"
@@ -206,14 +189,14 @@ class Peer:
         logger.info("peer %s at %s: %s -> %s%s", self.engine_id, self.address, before, self.state, why and f" ({why})")
 
     def note_error(self, why: str) -> None:
-        """Store `why` as the text of the peer's last error, without the leading name of the peer."""
+        """Store `why`, without the leading name of the peer, as the text of the peer's last error."""
         self.last_error = why.removeprefix(f"{self.at}: ")[:_ERROR_CHARS_MAX]
 
     def usable_connection(self, incarnation: str | None) -> Connection | None:
         """Return the connection to use for a ticket of `incarnation`, or None if a handshake is needed first.
 
         A handshake is needed if there is no connection, or if `incarnation` is neither the connection's nor a past one.
-        For a past incarnation return the connection as it is: a load with that ticket fails in any case.
+        A ticket of a past incarnation gets the connection as it is, since its load fails in any case.
         """
         if self.connection is None or incarnation is None or incarnation in self.past_incarnations:
             return self.connection
@@ -224,7 +207,7 @@ class Peer:
 class Source:
     """One producer rank that one load reads from, or only notifies at its end: connection, lease, and proof.
 
-    The proof decides whether bytes that were read are fresh, that is, still those of the leased prompt.
+    The proof decides whether bytes that were read are still those of the leased prompt.
     """
 
     peer: Peer
@@ -236,20 +219,14 @@ class Source:
     tables: Sequence[BlockIds] = ()
     """Block ids on the producer that the lease offers, one table for each group; empty if no block is read."""
     chunks: dict[BlockMap, list[Chunks]] = field(default_factory=dict)
-    """Chunks to read, by block map. A chunk is the tokens of one block on the side with the smaller blocks.
-
-    Remote block ids in chunks are the producer's.
-    """
+    """Chunks to read, by block map. A chunk is the tokens of one block on the side with the smaller blocks."""
     seal_slot: int = -1
-    """Index of the local seal slot into which the lease's seal is read; -1 until a slot is taken."""
+    """Index of the local slot into which the lease's seal is read; -1 until a slot is taken."""
 
 
 @contextmanager
 def hold_connections(sources: Sequence[Source]) -> Iterator[None]:
-    """Count this load as a user of the connections of `sources` during the `with` body.
-
-    Until the body ends, the agents of these connections stay in the transport.
-    """
+    """Keep the agents of the connections of `sources` in the transport until the `with` body ends."""
     for source in sources:
         source.connection.users += 1
     try:
@@ -267,7 +244,7 @@ ReadTicket: TypeAlias = Callable[[Ticket | Mapping[str, Any]], Ticket]
 class Resolver(Protocol):
     """Interface that resolves tickets: it connects the ranks that a ticket names and finds their leases.
 
-    `ticket_resolver.TicketResolver` implements it for kvflow tickets, and describes the methods.
+    `ticket_resolver.TicketResolver` describes the methods.
     """
 
     @property
@@ -281,34 +258,31 @@ class Resolver(Protocol):
 class LeaseNotifier(Protocol):
     """Interface that sends producers notifications: a lease is still needed, or was read. No method waits.
 
-    Each connection has one implementation: for kvflow ranks, or for stock peers (vLLM's own NixlConnector).
+    Each connection has an implementation: for kvflow ranks, or for stock peers (vLLM's own NixlConnector).
     """
 
     heartbeat_s: float | None
     """Seconds between two `notify_needed` calls for a lease. None: a fixed share of the lease's own `ttl_s`."""
 
     def notify_needed(self, sources: Sequence[Source]) -> int:
-        """Notify a producer rank that this rank still needs the leases of `sources`. All are leases of that rank.
+        """Notify a producer rank that this rank still needs the leases of `sources`, all at that rank.
 
         Return the number of leases.
         """
 
     def notify_read(self, source: Source) -> None:
-        """Notify the producer rank of `source` that this rank no longer needs the blocks of that lease."""
+        """Notify the producer rank of `source` that this rank no longer needs the blocks of its lease."""
 
 
 def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> dict[str, int]:
-    """Return the number of block ids in each table of `tables`, by group name.
-
-    `tables` has one table for each of `groups`.
-    """
+    """Return the number of block ids by group name; `tables` has one table of ids for each of `groups`."""
     return {group.name: len(ids) for group, ids in zip(groups, tables, strict=True)}
 
 
 def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
     """Yield one block map for each pair of a local and a remote set of layers that have layers and heads in common.
 
-    `metadata` and `regions` describe the remote rank, `ours` this rank.
+    `ours` describes this rank, the other arguments the remote rank.
     """
     for at, where, mine, theirs in topology.common_shares(ours.cache_shares, metadata.cache_shares):
         source = topology.source_at(mine, theirs)
@@ -357,7 +331,7 @@ def peer_to_evict(peers: Collection[Peer], *, asked_before_s: float, used_before
 
     Choose the first that exists:
     1. the oldest peer that was never connected and has no handshake under way;
-    2. a peer that was never connected and has a handshake for which no load waits, or which began before
+    2. a peer that was never connected and has a handshake that no load waits for, or that began before
        `asked_before_s`;
     3. the least recently used disconnected peer;
     4. the least recently used connected peer that is not busy and was last used by `used_before_s`. A load that was

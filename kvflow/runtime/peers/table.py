@@ -1,13 +1,12 @@
 """Peers: one object per remote rank, at most one handshake at a time for each, connections shared by all loads.
 
 A handshake has a task of its own, so a load that gives up does not end the handshake for other loads. After a failure a
-peer is in back-off (`core.policy.circuit`): loads that need the peer fail at once, without a packet. If a ticket names
-an incarnation that was not tried yet, the peer is asked in spite of the back-off, since the ticket shows that the peer
-restarted after the failure.
+peer is in back-off (`core.policy.circuit`): loads that need the peer fail immediately, without a packet. If a ticket
+names an incarnation that was not tried yet, the peer has restarted since, and is asked nevertheless.
 
 An address in a ticket proves nothing. So peers that were never connected are asked a few at a time (`first_contacts`),
-and are the first to be evicted when `Limits.peers_max` is reached. A timer, which runs while any peer is known, also
-evicts peers that no load has used for `Limits.peer_idle_s`.
+and are the first to be evicted when `Limits.peers_max` is reached. A timer also evicts peers that no load has used for
+`Limits.peer_idle_s`.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class PeerStatistics:
     failures: int
     """Number of failures since the last success."""
     retry_after_s: float
-    """Seconds of back-off left, during which loads that need the peer fail at once; 0 if a load may ask the peer."""
+    """Seconds of back-off left, in which loads that need the peer fail immediately; 0 without back-off."""
     last_error: str
     """Text of the last failure; "" if nothing has failed since the last successful handshake."""
     was_connected: bool
@@ -78,10 +77,7 @@ class PeerStatistics:
 
 
 class HandshakeClient(Protocol):
-    """Interface that shakes hands with peers and asks them questions.
-
-    `handshake.Handshakes` implements it for kvflow peers.
-    """
+    """Interface that shakes hands with peers and asks them questions, such as `handshake.Handshakes`."""
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection: ...
 
@@ -128,8 +124,7 @@ class Peers:
     def get(self, at: Address) -> Peer:
         """Return the `Peer` object for `at`, and create it on the first call.
 
-        If creating it would exceed `Limits.peers_max`, first evict another peer. Raises Overloaded if no peer may be
-        evicted.
+        If that would exceed `Limits.peers_max`, first evict another peer. Overloaded if no peer may be evicted.
         """
         peer = self.by_address.get(at)
         if peer is None:
@@ -142,11 +137,11 @@ class Peers:
     async def connect(self, peer: Peer, incarnation: str | None, request_id: str | None = None) -> Connection:
         """Return the connection to `peer`, after a handshake if there is none. Concurrent calls share one handshake.
 
-        `incarnation` is the one that a ticket names, or None for any. If this rank does not know that incarnation,
-        shake hands even if there is a connection, since the peer may have restarted. `request_id` goes to the peer: a
-        draining peer accepts only requests with an open lease. Raises a PeerError, or Overloaded. If cancelled, stop
-        waiting. The handshake goes on, except if the peer was never connected, no load waits for this handshake, and it
-        has no turn yet or another new peer needs the turn.
+        `incarnation`: the one that a ticket names; None for any. If this rank does not know that incarnation, shake
+        hands even if there is a connection, since the peer may have restarted. `request_id`: sent to the peer, since a
+        draining peer accepts only requests with an open lease. If cancelled, stop waiting. The handshake goes on,
+        except if the peer was never connected, no load waits for this handshake, and it has no turn yet or another new
+        peer needs the turn.
         """
         while True:
             if peer.state is PeerState.CLOSED:  # evicted while its rank took long to answer
@@ -174,7 +169,7 @@ class Peers:
     async def ask_once(self, peer: Peer, question: messages.ReaderRequest) -> messages.LeaseAnswer:
         """Ask `peer` about a lease and return the answer. The `question` must not ask the peer to hold back the answer.
 
-        If the peer does not answer, drop its connection. Raises a PeerError, or Overloaded.
+        If the peer does not answer, drop its connection.
         """
         connection = peer.connection
         async with peer.questions:
@@ -193,8 +188,8 @@ class Peers:
     ) -> messages.LeaseAnswer:
         """Repeat `question`, about a lease, until the state in the answer is not WAITING, and return that answer.
 
-        At loop time `give_up_s` return the last answer even if its state is WAITING. Raises a PeerError;
-        PeerUnreachable if the last question, or three in a row, got no answer. If cancelled, stop asking.
+        At loop time `give_up_s` return the last answer even if its state is WAITING. PeerUnreachable if the last
+        question, or three in a row, got no answer.
         """
         loop, pause_s, unreachable = asyncio.get_running_loop(), _FIRST_PAUSE_S, 0
         while True:
@@ -219,10 +214,9 @@ class Peers:
                 pause_s = _FIRST_PAUSE_S
 
     async def _ask(self, peer: Peer, question: messages.Request, *kinds: type[T], timeout_s: float | None = None) -> T:
-        """Send `question` to `peer` and return the answer.
+        """Send `question` to `peer` and return the answer. If the peer was never connected, wait for a turn first.
 
-        Raise ProtocolError if the answer is of none of the types `kinds`. If the peer was never connected, wait for a
-        turn first. Raises any other PeerError, or Overloaded.
+        ProtocolError if the answer is of none of the types `kinds`.
         """
         reply = await self._ask_in_turn(peer, partial(self.handshakes.ask, peer, question, timeout_s))
         if not isinstance(reply, kinds):
@@ -231,10 +225,7 @@ class Peers:
         return reply
 
     async def send(self, peer: Peer, message: messages.ReleaseRequest | messages.DeclineRequest) -> messages.Ack:
-        """Send a ReleaseRequest or DeclineRequest to a peer, and return its acknowledgement.
-
-        Raises a PeerError, or Overloaded.
-        """
+        """Send `message` to a peer, and return the peer's acknowledgement."""
         self.check_back_off(peer, None)
         async with peer.questions:
             return await self._ask(peer, message, messages.Ack)
@@ -242,10 +233,7 @@ class Peers:
     async def ask_digests(
         self, peer: Peer, question: messages.DigestRequest
     ) -> messages.Digests | messages.LeaseAnswer:
-        """Ask a peer for digests of the blocks of a lease, and return them.
-
-        If the lease has ended, return a LeaseAnswer. Raises a PeerError, or Overloaded.
-        """
+        """Ask a peer for digests of the blocks of a lease, and return them; a LeaseAnswer if the lease has ended."""
         async with peer.digest_questions:
             return await self._ask(peer, question, messages.Digests, messages.LeaseAnswer)
 
@@ -260,10 +248,7 @@ class Peers:
             source.peer.has_delivered |= fresh
 
     def in_back_off(self, ticket: Ticket) -> bool:
-        """Return True if some rank that the ticket names is in back-off.
-
-        A load with this ticket would then fail at once.
-        """
+        """Return True if a rank that the ticket names is in back-off, so that a load with the ticket would fail."""
         now_s = self._clock.now_s()
         places = (((ticket.dp_rank, one.pp_rank, one.tp_rank), one.address) for one in ticket.ranks)
         peers = (self.by_address.get((ticket.engine_id, Rank(*rank), address)) for rank, address in places)
@@ -295,7 +280,6 @@ class Peers:
         """Forget the peers of `engine_id` at `address`, or at any address if None, once their handshakes have ended.
 
         Return True if their agents have left the transport, False if that takes longer than Config.handshake_timeout_s.
-        The implementation of `Runtime.forget_peer`.
         """
 
         def chosen() -> list[Peer]:
@@ -312,7 +296,7 @@ class Peers:
         return await self._agents.wait_removed(agents, self._config.handshake_timeout_s)
 
     async def aclose(self) -> None:
-        """Drop all peers. Call this after all loads and handshakes have ended."""
+        """Drop all peers, after all loads and handshakes have ended."""
         self._closed = True
         self._sweep_alarm.set(math.inf)
         for peer in list(self.by_address.values()):
@@ -338,8 +322,7 @@ class Peers:
     def check_back_off(self, peer: Peer, incarnation: str | None) -> None:
         """If the peer is in back-off, raise an error of the same class as the peer's last failure.
 
-        Do not raise if `incarnation`, which a ticket names, was not tried yet: the peer has restarted after that
-        failure.
+        Do not raise if `incarnation`, which a ticket names, was not tried yet: then the peer has restarted.
         """
         wait_s = peer.circuit.wait_s(self._clock.now_s())
         tried = peer.tried_incarnations
@@ -352,9 +335,9 @@ class Peers:
     async def _ask_in_turn(
         self, peer: Peer, question: Callable[[], Awaitable[T]], on_turn: Callable[[Contact], None] = lambda _: None
     ) -> T:
-        """Await `question()` and return its result.
+        """Await `question()` and return its result. If `peer` was never connected, first wait for a turn.
 
-        If `peer` was never connected, first wait for its turn as a first contact, and call `on_turn` with that turn.
+        `on_turn` is called with that turn.
         """
         if peer.was_connected:
             return await question()
@@ -365,11 +348,9 @@ class Peers:
     ) -> None:
         """Shake hands with `peer` and set the result or error of `handshake.future`.
 
-        If this is cancelled, the task's done callback sets the error.
-
         Task `kvflow-handshake <address>`: begun by the first load that needs a peer. Ends with the answer,
-        `handshake_timeout_s` after its turn at the latest, or when no load waits for it and another first
-        contact needs its turn. Its waiters get its error.
+        `handshake_timeout_s` after its turn at the latest, or when no load waits for it and another first contact needs
+        its turn. Its waiters get its error.
         """
         try:
             shake_hands = partial(self.handshakes.connect, peer, request_id)
@@ -403,10 +384,10 @@ class Peers:
         future.exception()  # retrieved here, since every waiter may have given up
 
     def _note_waiters(self, peer: Peer, handshake: Handshake) -> None:
-        """Called after a load has stopped waiting for `handshake`.
+        """Called after a load has stopped waiting for `handshake`. If no other load waits, let the handshake end early.
 
-        If no load waits for it, let the handshake end early. A handshake that still waits for its turn as a first
-        contact is cancelled at once. Any other ends early only if another first contact needs the turn.
+        It is cancelled if it still waits for its turn as a first contact. Otherwise it ends early only if another first
+        contact needs the turn.
         """
         if handshake.waiters or handshake.future.done():
             return
@@ -416,10 +397,7 @@ class Peers:
             self._contacts.end_overdue()
 
     def _cancel_handshake(self, peer: Peer, handshake: Handshake, why: str) -> None:
-        """Cancel `handshake` with the reason `why`, without counting a failure of the peer.
-
-        Its waiters get Overloaded.
-        """
+        """Cancel `handshake`, without counting a failure of the peer. Its waiters get Overloaded, with `why`."""
         self._fail_handshake(peer, handshake, overloaded(peer.at, why))
         if handshake.task is not None:
             handshake.task.cancel()
@@ -427,8 +405,8 @@ class Peers:
     def _set_connection(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
         """Make `connection` the current connection of `peer`, after a handshake.
 
-        `incarnation` is the one named by the ticket that led to the handshake. That incarnation, and the incarnation of
-        the last connection, count as past ones from here, unless they equal the incarnation of `connection`.
+        `incarnation`: the one named by the ticket that led to the handshake. It and the last connection's incarnation
+        then count as past ones, unless they equal that of `connection`.
         """
         before, past = peer.connection, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
@@ -444,10 +422,7 @@ class Peers:
             self._leave_connection(before)
 
     def _note_failed_handshake(self, peer: Peer, error: KVFlowError) -> None:
-        """Record that a handshake failed with `error`.
-
-        A PeerError other than PeerNotReady counts as a failure of the peer and begins a back-off.
-        """
+        """Record that a handshake failed with `error`. A PeerError other than PeerNotReady begins a back-off."""
         event: PeerEvent = "postpone"
         if isinstance(error, PeerError) and not isinstance(error, PeerNotReady):
             event = "back_off"
@@ -468,7 +443,7 @@ class Peers:
     def _count_failure(self, peer: Peer, after: Callable[..., Circuit]) -> float:
         """Count a failure of `peer` and return its back-off in seconds.
 
-        `after` is `after_failed_handshake` or `after_failed_read` of `core.policy.circuit`, and computes the back-off.
+        `after`: `after_failed_handshake` or `after_failed_read` of `core.policy.circuit`.
         """
         now_s, chance = self._clock.now_s(), int(self._token_hex(4), 16) / (1 << 32)
         peer.circuit = after(peer.circuit, self._back_off, now_s=now_s, chance=chance)
@@ -481,7 +456,7 @@ class Peers:
     def _disconnect(self, peer: Peer, event: PeerEvent, why: str) -> None:
         """Drop the connection of `peer`, if it has one, and fire `event` in the peer's state table.
 
-        While a handshake is under way the state does not change, since the outcome of the handshake decides on it.
+        While a handshake is under way the state does not change: the handshake's outcome decides.
         """
         connection, peer.connection = peer.connection, None
         if peer.handshake is None:
@@ -499,10 +474,7 @@ class Peers:
         self._disconnect(peer, "close", why)
 
     def _make_room(self, new_peer: Address) -> None:
-        """If this rank knows `Limits.peers_max` peers, evict one to make room for `new_peer`.
-
-        Raises Overloaded if none may be evicted.
-        """
+        """If this rank knows `Limits.peers_max` peers, evict one for `new_peer`. Overloaded if none may be evicted."""
         if len(self.by_address) < self._config.limits.peers_max:
             return
         now_s = self._clock.now_s()

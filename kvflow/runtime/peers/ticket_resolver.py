@@ -1,8 +1,8 @@
 """From a ticket to the ranks that its load reads from or reports to: their connections and their leases.
 
 A ticket names one or more ranks of an engine. The parallelism of both engines decides which ranks the load needs
-(`core.plan.ranks`). If the ticket does not have the lease of a needed rank, this rank asks that rank for its lease. The
-rank answers a `LeaseRequest` as soon as it knows something that the reader does not, or after some seconds.
+(`core.plan.ranks`). If the ticket does not have the lease of a needed rank, that rank is asked for it. It answers a
+`LeaseRequest` as soon as it knows something that the reader does not, or after some seconds.
 
 Tickets are not signed, so trust grows in steps. An impossible ticket is refused before any rank is asked. Then one rank
 is asked for its engine's parallelism. Only if the answer agrees with the ticket, the other ranks are asked, a few at a
@@ -64,9 +64,8 @@ def _compare_layers(
 ) -> tuple[str, Collection[int], Collection[int]]:
     """Compare `ours`, the layers of this rank, with `stages`, the layers of each pipeline stage of a producer.
 
-    Return three values: a text that names missing layers, or ""; layers of a draft model that only this rank has;
-    layers of a draft model that only the producer has. The last is known only with `whole`, which says that this rank
-    has all layers of its engine; otherwise it is empty.
+    Return (text that names missing layers, or ""; draft model layers that only this rank has; draft model layers that
+    only the producer has). The last is empty unless `whole`: this rank has all layers of its engine.
     """
     left_out = topology.layers_left_out(ours, [layer for layers in stages for layer in layers])
     of_ours = left_out & {*ours}
@@ -80,7 +79,7 @@ OnSource = Callable[[Source], None]
 _ConnectedRank: TypeAlias = tuple[Peer, Connection, Source | None]
 """A connected producer rank: its peer, its connection, and its source.
 
-The source is None if the load does not need the rank's lease, or the lease is not known yet.
+The source is None if the rank's lease is not needed, or not known yet.
 """
 
 
@@ -92,32 +91,26 @@ class TicketResolver:
         self._config = config
         self._clock = cache.clock
         self.read_ticket: ReadTicket = partial(read_ticket, block_ids_max=config.limits.block_ids_max)
-        """Function that decodes and checks a ticket given by a caller.
-
-        Raises RequestError, which says what is wrong.
-        """
+        """Function that decodes and checks a ticket given by a caller. RequestError if the ticket is invalid."""
         self._local = local
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
         self.list_offset = zlib.crc32(local.reader.encode())
-        """Number that differs between ranks and incarnations.
+        """Number that differs between ranks and incarnations, at which a rank starts a list of engines.
 
-        It shifts the position at which a rank starts a list of engines. So ranks that start together do not all contact
-        the same engine first.
+        So ranks that start together do not all contact the same engine first.
         """
         self._plans: BoundedMap[tuple[Parallelism, int], RankPlan] = BoundedMap(_PLANS_MAX)
         self._warned_of_drafts: BoundedMap[tuple[str, str], None] = BoundedMap(_PLANS_MAX)
-        """Bounded set of producers, as (engine id, address), about which `_warn_of_drafts` has warned: the layers of
-        the producer's draft model are not read."""
+        """Bounded set of producers, as (engine id, address), about which `_warn_of_drafts` has warned."""
 
     async def resolve(self, ticket: Ticket, on_source: OnSource) -> list[Source]:
-        """Connect the ranks that a load with a checked ticket needs.
+        """Connect the ranks that a load with a checked ticket needs. Together they have all layers of this rank.
 
-        Return a source for each rank that the load reads from or only notifies at its end. The connected ranks together
-        have all layers of this rank. `on_source` is called with each source as soon as it is known. Raises a PeerError;
-        LeaseExpired if a rank restarted or its lease has ended; PrefillFailed if a rank answers that the prompt will
-        not be computed; Overloaded if there is no room for another peer; RequestError if the ticket is impossible, or
-        the address of a rank cannot be derived. If cancelled, stop waiting; handshakes under way go on.
+        Return a source for each rank that the load reads from or only notifies at its end. `on_source` is called with
+        each source as soon as it is known. LeaseExpired if a rank restarted or its lease has ended; PrefillFailed if a
+        rank answers that the prompt will not be computed; RequestError if the ticket is impossible, or the address of a
+        rank cannot be derived. If cancelled, stop waiting; handshakes under way go on.
         """
 
         async def visit(at: Address) -> _ConnectedRank:
@@ -149,9 +142,8 @@ class TicketResolver:
     def resolve_nowait(self, ticket: Ticket, on_source: OnSource) -> list[Source] | None:
         """Return what `resolve` would return, without waiting, or None if that is not possible.
 
-        It is possible if the ticket has the lease of every needed rank and all these ranks are connected. If not, or if
-        anything in the ticket is wrong, return None and do not call `on_source`. Raises PeerIncompatible if the ranks
-        do not have all layers of this rank.
+        It is possible if the ticket has the lease of every needed rank and all these ranks are connected. If not,
+        `on_source` is not called. PeerIncompatible if the ranks do not have all layers of this rank.
         """
         parallelism, engine_id, known = ticket.parallelism, ticket.engine_id, self._peers.by_address
         plan = self._plans.get((parallelism, ticket.dp_rank))
@@ -205,7 +197,7 @@ class TicketResolver:
     def _warn_of_drafts(self, ticket: Ticket, ours: Collection[int], theirs: Collection[int]) -> None:
         """Log, once for each engine and address, that some layers of a draft model are on one side only.
 
-        `ours` are the layers that only this rank has, `theirs` the layers that only the producer has.
+        `ours`: layers that only this rank has. `theirs`: layers that only the producer has.
         """
         known = (ticket.engine_id, ticket.address)
         if known in self._warned_of_drafts:
@@ -220,9 +212,8 @@ class TicketResolver:
     async def ask_about_lease(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
         """Ask the producer rank `peer` for the lease of the ticket's request, and return the answer.
 
-        Raises a PeerError. The first question is answered at once. If that answer says that the lease is not open yet,
-        ask again: the rank holds back these answers until the lease is open. `limits.lease_wait_s` after the call
-        return the last answer. The number of concurrent first questions is limited.
+        If the first answer says that the lease is not open yet, ask again, until `limits.lease_wait_s` after the call:
+        the rank holds back further answers until the lease is open.
         """
         self._peers.check_back_off(peer, None)
         give_up_s = asyncio.get_running_loop().time() + self._config.limits.lease_wait_s
@@ -243,8 +234,8 @@ class TicketResolver:
     async def find_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
         """Ask the producer rank `peer` for the lease of the ticket's request, and return the lease once it is open.
 
-        Raises a PeerError, LeaseExpired if the lease has ended or is not open after `limits.lease_wait_s`, or
-        PrefillFailed.
+        LeaseExpired if the lease has ended or is not open after `limits.lease_wait_s`; PrefillFailed if the prompt
+        cannot be computed.
         """
         answer = await self.ask_about_lease(ticket, peer)
         who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
@@ -269,8 +260,8 @@ class TicketResolver:
         """Await `visit` for the address of each rank that a load with a checked ticket may need. Return the results.
 
         Results are in the order of `addresses_of`. A rank that the ticket names is visited first and alone, then the
-        others, a few at a time. If a visit raises, cancel the visits under way, begin no other, and raise its error. If
-        cancelled, cancel the visits under way. Raises RequestError if the ranks cannot be computed.
+        others, a few at a time. If a visit raises, or this task is cancelled, cancel the visits under way and begin no
+        other.
         """
         ranks = self.addresses_of(ticket)
         if not ranks:
@@ -284,8 +275,8 @@ class TicketResolver:
     def addresses_of(self, ticket: Ticket) -> list[Address]:
         """Compute, without asking any rank, the addresses of the ranks that a load with a checked ticket may need.
 
-        Some ranks may turn out, once connected, to share no layer with this rank. Return an empty list if the ticket's
-        engine is not compatible. Raises RequestError if the ticket is impossible or an address cannot be derived.
+        A rank may turn out, once connected, to share no layer with this rank. Empty if the ticket's engine is not
+        compatible. RequestError if the ticket is impossible or an address cannot be derived.
         """
         ranks = self.ranks_of(ticket.parallelism, ticket.dp_rank, f"ticket of request {ticket.request_id!r}")
         return [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
@@ -293,7 +284,7 @@ class TicketResolver:
     def ranks_of(self, parallelism: Parallelism, dp_rank: int, what: str) -> Sequence[Rank]:
         """Return the ranks that this rank must connect, in DP group `dp_rank` of a producer engine with `parallelism`.
 
-        Raises RequestError if no engine can have this parallelism. The error message begins with `what`.
+        RequestError, beginning with `what`, if no engine can have this parallelism.
         """
         plan = self._plan(parallelism, dp_rank)
         if plan.impossible:
@@ -301,11 +292,9 @@ class TicketResolver:
         return plan.ranks
 
     async def ranks_at(self, engine: PeerAddress, *, every_rank: bool = False) -> list[Address]:
-        """Connect the one rank that `engine` addresses.
+        """Connect the rank that `engine` addresses. Return the addresses of all ranks of that engine that are needed.
 
-        Return the addresses of all ranks of its engine that this rank needs. With `every_rank` return all ranks of its
-        DP group, needed by this rank or not. Raises a PeerError, Overloaded, or RequestError if the addresses cannot be
-        derived.
+        `every_rank`: return all ranks of its DP group instead. RequestError if the addresses cannot be derived.
         """
         host, port = split_address(engine.address, what="address")
         here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
@@ -327,8 +316,8 @@ class TicketResolver:
     def source_from_ticket(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source:
         """Return the source for `lease`, which the ticket has.
 
-        Raises LeaseExpired if the lease is of another incarnation than the connection, RequestError if its seal index
-        is outside the peer's seals.
+        LeaseExpired if the lease is of another incarnation than the connection, RequestError if its seal index is
+        outside the peer's seals.
         """
         self._check_incarnation(ticket, peer, connection, lease.incarnation)
         if not 0 <= lease.seal_index < connection.seal_count:
@@ -341,9 +330,8 @@ class TicketResolver:
     ) -> Source:
         """Return the source for `lease`, which `peer` has sent in an answer, after checking the lease.
 
-        `tables` has the leased block ids of each group, or is empty. Raises LeaseExpired if the lease is of another
-        incarnation than the connection, and ProtocolError if the lease is impossible, since then the peer is at fault
-        and not the caller.
+        `tables`: leased block ids by group, or empty. LeaseExpired if the lease is of another incarnation than the
+        connection; ProtocolError if the lease is impossible, since the peer is at fault, not the caller.
         """
         counts = connection.num_blocks
         if tables and len(tables) != len(counts):
@@ -359,8 +347,8 @@ class TicketResolver:
     async def check_compatible(self, ticket: Ticket) -> None:
         """Raise PeerIncompatible if an engine with the ticket's parallelism cannot fill this rank's cache.
 
-        In that case first connect the first rank that the ticket names. If its handshake fails, raise that error
-        instead, which lists all differences between the engines.
+        In that case first connect the first rank that the ticket names: a failed handshake raises an error that lists
+        all differences between the engines.
         """
         plan = self._plan(ticket.parallelism, ticket.dp_rank)
         if plan.problems and not plan.impossible:  # `addresses_of` refuses what is impossible
@@ -369,10 +357,7 @@ class TicketResolver:
             raise self._incompatible_error(ticket, plan.problems)
 
     def _plan(self, parallelism: Parallelism, dp_rank: int) -> RankPlan:
-        """Return which ranks to connect in DP group `dp_rank` of a producer engine with `parallelism`.
-
-        Plans are cached.
-        """
+        """Return which ranks to connect in DP group `dp_rank` of an engine with `parallelism`. Plans are cached."""
         found = self._plans.get((parallelism, dp_rank))
         if found is None:
             found = plan_ranks(self._local.cache_shares, parallelism, dp_rank, self._config.limits.load_ranks_max)
@@ -380,10 +365,7 @@ class TicketResolver:
         return found
 
     async def connect_rank(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
-        """Return the peer at `at` and its connection, after a handshake if there is none.
-
-        Raises a PeerError, or Overloaded.
-        """
+        """Return the peer at `at` and its connection, after a handshake if there is none."""
         named, peer = ticket.find(at.rank), self._peers.get(at)
         return peer, await self._peers.connect(peer, named.incarnation if named else None, ticket.request_id)
 
@@ -417,7 +399,7 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
 def lease_from_answer(at: Address, lease: RankLease) -> RankLease:
     """Return a copy of `lease`, which the rank at `at` sent in an answer, with that rank and its address filled in.
 
-    Raises ProtocolError if the lease is malformed.
+    ProtocolError if the lease is malformed.
     """
     if not lease.lease_id or not is_name(lease.incarnation, INCARNATION_CHARS_MAX):
         what = (
@@ -430,10 +412,7 @@ def lease_from_answer(at: Address, lease: RankLease) -> RankLease:
 
 
 def wrong_lease_error(at: Address, error: RequestError) -> PeerError:
-    """Return the ProtocolError to raise because the rank at `at` sent an impossible lease.
-
-    `error` says what is wrong.
-    """
+    """Return the ProtocolError to raise because the rank at `at` sent an impossible lease: `error` says why."""
     return at.failure(ProtocolError, f"the lease in its answer is impossible: {error}")
 
 

@@ -1,9 +1,8 @@
 """The memory of a lease: blocks, a seal and, with host staging, host blocks, all taken together or not at all.
 
 With host staging, computed blocks are copied to host memory and readers read the copies. A lease may be open before all
-of its tokens can be read: the prompt is still being computed, or tokens are still being copied to the host, a span at a
-time. The readable tokens grow from the first token of the prompt, in all groups alike, and the seal holds the number of
-missing tokens. Blocks that a copy reads are given back only after the copy.
+of its tokens can be read. The readable tokens grow from the first token of the prompt, in all groups alike, and the
+seal holds the number of missing tokens. Blocks that a copy reads are given back only after the copy.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ OnError: TypeAlias = "Callable[[BaseException], None]"
 class _Advance:
     """One call of `Lease.advance`: the first `tokens` tokens are computed once a device event has happened.
 
-    `watch` reports the device event, for example a torch.cuda.Event. The advance takes effect when `done` is True and
-    all earlier advances of the lease have taken effect.
+    `watch` reports the device event, for example a torch.cuda.Event. The advance takes effect when it and all earlier
+    ones of the lease are `done`.
     """
 
     tokens: int
@@ -53,12 +52,12 @@ class HeldBlocks:
 
     lease_id: str
     tables: tuple[BlockIds, ...]
-    """Block table of each group: ids of the blocks in the lease."""
+    """Ids of the blocks in the lease, one table for each group."""
     entries: BlockIds
     """Positions of the same blocks in the block ledger, which numbers the blocks of all groups in one sequence."""
     seal_index: int
     host_tables: tuple[BlockIds, ...] | None
-    """For each group, the ids of the host blocks that peers read; None without host staging."""
+    """Ids of the host blocks that peers read, one table for each group; None without host staging."""
     host_tables_by_call: list[tuple[BlockIds, ...]] = field(default_factory=list)
     """The same host block ids, split by the call that took them: the opening of the lease, then each `Lease.extend`.
 
@@ -68,7 +67,7 @@ class HeldBlocks:
     offered_tokens: int
     """Number of tokens that the complete block tables hold: `num_tokens`, or fewer if only full blocks are offered."""
     counts: tuple[int, ...]
-    """Number of blocks that each group has in the complete block tables."""
+    """Number of blocks of each group in the complete block tables."""
     extends: bool
     """True while the lease has too few blocks for its tokens. `Lease.extend` will add the others."""
     advances: deque[_Advance] = field(default_factory=deque)
@@ -84,11 +83,11 @@ class HeldBlocks:
     history: History | None = None
     """Record of how many tokens were computed when; None if all were computed when the lease was opened."""
     on_error: OnError | None = None
-    """Callback for an error after which missing tokens can never be read. It takes the error and fails the lease."""
+    """Callback that gets an error after which missing tokens can never be read, and fails the lease."""
     on_readable: Callable[[], None] | None = None
-    """Callback for each time that peers can read more tokens than before."""
+    """Callback, called whenever peers can read more tokens than before."""
     on_free: Callable[[], None] | None = None
-    """Callback for the moment when the blocks are free; None until `OfferedBlocks.give_back` sets it."""
+    """Callback, called when the blocks are free; None until `OfferedBlocks.give_back` sets it."""
 
     def fail(self, error: BaseException) -> None:
         assert self.on_error is not None, "it was opened"
@@ -96,7 +95,7 @@ class HeldBlocks:
 
     @property
     def readable(self) -> tuple[BlockIds, ...]:
-        """For each group, the ids of the blocks that peers read: host blocks with host staging, else cache blocks."""
+        """Ids of the blocks that peers read, by group: host blocks with host staging, else cache blocks."""
         return self.tables if self.host_tables is None else self.host_tables
 
     @property
@@ -118,21 +117,17 @@ class OfferedBlocks:
         self._ledger = cache.ledger
         self._seals = cache.seals
         self._staging = cache.memory.staging
-        """Host buffers of each group; empty without host staging, when peers read the cache itself."""
+        """Host buffers of each group; empty without host staging."""
         self._copy_thread = cache.resources.copy_thread
         self._stage_unit = math.lcm(*(group.block_size for group in self._groups))
         """Least common multiple of the block sizes of all groups, in tokens."""
         self._stage_step = self._stage_unit * max(cache.config.limits.slice_bytes_max // max(self._unit_bytes(), 1), 1)
-        """Maximum number of tokens that one copy job moves to host blocks.
-
-        The bound keeps a copy near `limits.slice_bytes_max`.
-        """
+        """Maximum number of tokens that one copy job moves to host blocks, about `limits.slice_bytes_max` bytes."""
 
     def needs_more_blocks(self, block_ids: object, num_tokens: int, what: str) -> bool:
         """Return True if `block_ids` have fewer blocks than `num_tokens` tokens fill, so that more blocks must follow.
 
-        Only groups without window or state count. Raises RequestError for an invalid block id; the message begins with
-        `what`.
+        Only groups without window or state count. RequestError, beginning with `what`, for an invalid block id.
         """
         tables, _ = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         groups = zip(self._groups, tables, strict=True)
@@ -141,8 +136,8 @@ class OfferedBlocks:
     def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str, *, extends: bool) -> HeldBlocks:
         """Take and return what a lease needs: `block_ids`, a seal and, with host staging, as many host blocks.
 
-        `extends`: the caller will add blocks with `extend`. `what` names the request at the beginning of error
-        messages. If this raises a RequestError, nothing is taken.
+        `extends`: the caller will add blocks with `extend`. `what` names the request in errors. A RequestError takes
+        nothing.
         """
         tables, entries = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         counts, offered_tokens = tuple(map(len, tables)), num_tokens
@@ -185,7 +180,7 @@ class OfferedBlocks:
     def extend(self, held: HeldBlocks, block_ids: object, what: str) -> None:
         """Add the blocks in `block_ids` to an open lease and, with host staging, take as many host blocks.
 
-        If this raises a RequestError, nothing is changed.
+        A RequestError changes nothing.
         """
         more, _ = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         tables = tuple(np.concatenate(both) for both in zip(held.tables, more, strict=True))
@@ -209,8 +204,8 @@ class OfferedBlocks:
     def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
         """Raise RequestError if a group of the cache, or its host buffers, has fewer blocks than `counts` says.
 
-        `counts` has the number of blocks of each group that a lease of `tokens` tokens needs. If there are fewer, the
-        lease could never be completed.
+        `counts`: number of blocks of each group that a lease of `tokens` tokens needs. With fewer blocks the lease
+        could never be completed.
         """
         self._ledger.check_enough_blocks(counts, f"{what}: num_tokens {tokens}")
         for group, count, buffers in zip(self._groups, counts, self._staging, strict=False):
@@ -222,8 +217,7 @@ class OfferedBlocks:
     def _check_room(self, counts: tuple[int, ...], most: tuple[int, ...], tokens: int, what: str) -> None:
         """Raise RequestError if the count of some group in `counts` is greater than in `most`.
 
-        `counts` are the numbers of blocks given so far, `most` the numbers that `tokens` tokens need, one for each
-        group.
+        `counts`: numbers of blocks given so far, by group. `most`: numbers that `tokens` tokens need.
         """
         for group, count, needed in zip(self._groups, counts, most, strict=True):
             if count > needed:
@@ -234,8 +228,7 @@ class OfferedBlocks:
     def _check_counts(self, counts: tuple[int, ...], num_tokens: int, what: str) -> int:
         """Return how many of `num_tokens` tokens a lease can offer with `counts` blocks, one number for each group.
 
-        Raises RequestError if a group has more blocks than `num_tokens` tokens need, or too few for its window or
-        state.
+        RequestError if a group has more blocks than `num_tokens` tokens need, or too few for its window or state.
         """
         tokens = num_tokens
         for group, count in zip(self._groups, counts, strict=True):
@@ -296,7 +289,7 @@ class OfferedBlocks:
     def _on_event(self, held: HeldBlocks, advance: _Advance, error: BaseException | None) -> None:
         """Called when the device event of `advance` has happened: let it and earlier advances take effect.
 
-        If querying the event raised `error`, fail the lease instead.
+        `error`: raised by querying the event; it fails the lease.
         """
         if held.closed:
             return
@@ -309,7 +302,7 @@ class OfferedBlocks:
         self.grow(held)
 
     def close(self, held: HeldBlocks, *, failed: bool) -> None:
-        """End the lease for readers: clear its seal or, with `failed`, set the seal to FAILED.
+        """End the lease for readers: clear its seal or, if `failed`, set the seal to FAILED.
 
         A read that checks the seal after this call fails.
         """
@@ -326,8 +319,7 @@ class OfferedBlocks:
     def give_back(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
         """Free the blocks of a lease as soon as no copy to host blocks reads them, then call `on_free`.
 
-        Call this only after `close` and after the blocks were held for `limits.seal_hold_s`, when no read of these
-        blocks can succeed.
+        Call this only after `close` and the hold (`limits.seal_hold_s`), when no read of these blocks can succeed.
         """
         if held.failed:
             self._seals.retire_slot(held.seal_index)
@@ -338,8 +330,7 @@ class OfferedBlocks:
     def _take_host_blocks(self, what: str, tables: Sequence[BlockIds], undo: ExitStack) -> tuple[BlockIds, ...]:
         """Take one host block for each block id in `tables`. Return their ids, one table for each group.
 
-        Callbacks that give the host blocks back are added to `undo`. Raises HostBlocksBusy if too few host blocks are
-        free.
+        Callbacks that give the host blocks back are added to `undo`. HostBlocksBusy if too few host blocks are free.
         """
         found = []
         for ids, buffers in zip(tables, self._staging, strict=True):
@@ -354,10 +345,7 @@ class OfferedBlocks:
         return tuple(found)
 
     def _stage_next(self, held: HeldBlocks, host_tables: tuple[BlockIds, ...]) -> None:
-        """Start to copy the next computed tokens of all groups to host blocks.
-
-        No effect if a copy of this lease is running, or no further block can be copied yet.
-        """
+        """Start to copy the next computed tokens of all groups to host blocks, if any, unless a copy is running."""
         if held.copying:
             return
         upto = self._stage_upto(held)
@@ -395,9 +383,9 @@ class OfferedBlocks:
         return min(upto, held.computed) // self._stage_unit * self._stage_unit
 
     def _unit_bytes(self) -> int:
-        """Return the size in bytes of `_stage_unit` tokens in host blocks of all groups, without recurrent state.
+        """Return the size in bytes of `_stage_unit` tokens in host blocks of all groups.
 
-        Recurrent state is copied only together with the last token.
+        Without recurrent state, which is copied only together with the last token.
         """
         size_bytes = 0
         for group, buffers in zip(self._groups, self._staging, strict=False):
@@ -406,10 +394,7 @@ class OfferedBlocks:
         return size_bytes
 
     def _free(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
-        """Free the blocks and host blocks of a lease, then call `on_free`.
-
-        The producer may now reuse the blocks (invariant I3).
-        """
+        """Free the blocks and host blocks of a lease, then call `on_free`. The producer may now reuse the blocks."""
         self._ledger.release(held.entries)
         for taken in held.host_tables_by_call:
             for host_ids, buffers in zip(taken, self._staging, strict=True):
@@ -419,7 +404,6 @@ class OfferedBlocks:
 
 
 def _lacks_blocks(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
-    """Return True if some group has fewer block ids in `tables` than `counts` requires."""
     return any(len(ids) < count for ids, count in zip(tables, counts, strict=True))
 
 

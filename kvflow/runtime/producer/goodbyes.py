@@ -1,4 +1,4 @@
-"""Goodbyes: a closing producer asks the readers that have connected to it to drop their connections immediately.
+"""Goodbyes: a closing producer asks the readers that have connected to it to drop their connections.
 
 Goodbyes are best effort, on the side channel: a reader without one notices at its next read or handshake, which fails.
 Readers supply their own addresses, and may lie. So at most `Limits.readers_max` readers are remembered, and each
@@ -44,10 +44,9 @@ class Goodbyes:
         return len(self._readers)
 
     def remember(self, caller: Address) -> None:
-        """Remember the reader at address `caller`, so that `send_all` sends it a goodbye.
+        """Remember the reader at address `caller`, so that `send_all` sends it a goodbye, if that is possible.
 
-        If more than `Limits.readers_max` readers are remembered, forget the one that connected least recently. No
-        effect if `caller` is an address to which nothing can be sent.
+        If more than `Limits.readers_max` readers are remembered, forget the one that connected least recently.
         """
         if not _is_possible(caller):
             logger.info("reader not remembered: goodbyes cannot be sent to %.100r", caller)
@@ -55,7 +54,7 @@ class Goodbyes:
         self._readers[caller] = None
 
     async def send_all(self) -> None:
-        """Send a goodbye to every remembered reader, and stop after `Limits.goodbye_timeout_s` in all.
+        """Send a goodbye to every remembered reader, for at most `Limits.goodbye_timeout_s` in all.
 
         Forget readers that do not answer.
         """

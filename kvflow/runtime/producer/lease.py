@@ -1,7 +1,4 @@
-"""A lease: the request that opens it (`ServeRequest`), its state while open (`OpenLease`), and its handle (`Lease`).
-
-Module `serving` owns all open leases.
-"""
+"""A lease: the request that opens it (`ServeRequest`), its state while open (`OpenLease`), and its handle (`Lease`)."""
 
 from __future__ import annotations
 
@@ -41,8 +38,8 @@ class ServeRequest:
 
     The last block may be partly filled. An engine that offers only full blocks may give fewer blocks than the tokens
     need, and none for a prompt shorter than a block. `ttl_s` defaults to Config.lease_ttl_s. The lease ends as READ
-    once `reader_count` engines have read it; an engine counts once all of its ranks have read. Lists may be arrays and
-    numbers may be numpy's; the ticket has Python's own types.
+    once `reader_count` engines have read it, each with all of its ranks. Lists may be arrays and numbers may be
+    numpy's; the ticket has Python's own types.
     """
 
     request_id: str
@@ -51,9 +48,9 @@ class ServeRequest:
     ttl_s: Seconds | None = None
     reader_count: Size = 1
     traceparent: Traceparent = ""
-    """W3C trace context of the request. The ticket and the records of both sides carry it."""
+    """W3C trace context of the request, which the ticket and the records of both sides carry."""
     prompt: Sequence[int] | None = None
-    """Token ids of the prompt. The ticket carries their digest, and a load that is given another `prompt` fails."""
+    """Token ids of the prompt. The ticket carries their digest, and a load with another `prompt` fails."""
     ready: GivenEvent = None
     """Device event after which the blocks hold the prompt, for example a torch.cuda.Event behind the forward pass.
 
@@ -63,8 +60,8 @@ class ServeRequest:
     computed_tokens: Count | None = None
     """Number of tokens, from the first, that are computed now, or once `ready` has happened; None: all tokens.
 
-    Call `Lease.advance` when more are computed. A load begins at once and reads the computed tokens. `serve_blocks`
-    raises RequestError if the cache has fewer blocks than all tokens need, since that lease could never be completed.
+    Call `Lease.advance` when more are computed. A load begins immediately and reads the computed tokens. `serve_blocks`
+    raises RequestError if the cache has too few blocks for all tokens, since that lease could never be completed.
     """
     extends: bool = False
     """True if `Lease.extend` will add blocks until the lease's blocks hold all tokens. Needs `computed_tokens`.
@@ -72,9 +69,7 @@ class ServeRequest:
     Implied if `computed_tokens` is given and `block_ids` do not cover every full block of `num_tokens`.
     """
     payload: bool = False
-    """True if `Lease.complete` will give bytes to the readers, for example the first token.
-
-    Loads wait for that call.
+    """True if `Lease.complete` will give bytes to the readers, for example the first token. Loads wait for that call.
     """
 
 
@@ -124,16 +119,13 @@ class OpenLease:
     held: HeldBlocks
     outcome: asyncio.Future[LeaseOutcome]
     payload: bytes | None
-    """Bytes for the readers from `Lease.complete`. None until that call, if `ServeRequest.payload` has promised bytes.
-
-    Empty if none were promised.
-    """
+    """Bytes for the readers from `Lease.complete`: None until that call if bytes are promised, empty if not."""
     reason: str = ""
     """Reason why the prompt could not be computed; "" if it could."""
 
     @property
     def complete(self) -> bool:
-        """True once peers can read all tokens and, if a payload was promised, `Lease.complete` has given it."""
+        """True once peers can read all tokens, and `Lease.complete` has given the payload, if one was promised."""
         return not self.held.missing and self.payload is not None
 
     def matches(self, num_tokens: int, blocks_digest: bytes) -> bool:
@@ -150,15 +142,12 @@ class OpenLease:
         return messages.digest_of(ids if len(ids) > 1 else ids[0]) == blocks_digest
 
     def rank_lease(self) -> RankLease:
-        """Return this rank's entry for tickets, a `RankLease`, for a reader with a ticket that does not have it."""
+        """Return this rank's entry for tickets, for a reader with a ticket that lacks it."""
         own, held = self.ticket.first, self.held
         return msgspec.structs.replace(own, pending=held.computed < held.num_tokens or self.ticket.extends)
 
     def offer(self, queued_bytes: int = 0) -> messages.Offer:
-        """Return an offer with the tokens, block tables and `ttl_s` of this lease, for a reader without its ticket.
-
-        `queued_bytes` becomes the field of that name in the offer.
-        """
+        """Return an offer with the tokens, block tables and `ttl_s` of this lease, for a reader without its ticket."""
         ticket = self.ticket
         return messages.Offer(
             num_tokens=ticket.num_tokens,
@@ -178,10 +167,8 @@ class Lease:
 
     def __init__(self, opened: OpenLease, serving: Serving) -> None:
         self.ticket = opened.ticket
-        """The ticket for readers, made when the lease was opened. It lacks blocks that were added later.
-
-        Readers ask this rank for the added blocks.
-        """
+        """The ticket for readers, made when the lease was opened. Readers ask this rank for blocks that were added
+        later."""
         self._opened = opened
         self._entry = opened.entry
         self._outcome = opened.outcome
@@ -200,7 +187,7 @@ class Lease:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Current block ids of the lease. If the cache has several groups, those of the first group."""
+        """Current block ids of the lease; of several groups, only those of the first group."""
         return self.block_tables[0]
 
     @property
@@ -252,11 +239,10 @@ class Lease:
         return self
 
     def fail(self, reason: str = "") -> Lease:
-        """End the lease as FAILED, since its prompt will never be computed.
+        """End the lease as FAILED, since its prompt will never be computed. No effect on a lease that has ended.
 
         Loads of the lease then fail with PrefillFailed. Call this after a failed prefill, so that readers need not wait
-        for the deadline and the request can run elsewhere. An engine of several ranks calls it on each rank. No effect
-        on a lease that has ended.
+        for the deadline and the request can run elsewhere. An engine of several ranks calls it on each rank.
 
         Args:
             reason: goes into logs, records and, if the reader asks this rank, the reader's error.
@@ -277,7 +263,7 @@ class Lease:
 
         For a lease that was opened with `computed_tokens`. Readers read the computed tokens as they are announced, and
         finish when all tokens are. Recurrent state is read with the last token. Each advance takes effect after all
-        earlier advances. No effect on a lease that has ended.
+        earlier ones. No effect on a lease that has ended.
 
         Args:
             num_tokens: number of computed tokens, from the first token of the prompt.
@@ -295,9 +281,9 @@ class Lease:
     def extend(self, block_ids: GivenBlockIds) -> None:
         """Add the next blocks, in prompt order, to a lease that was opened with fewer blocks than its tokens need.
 
-        In the end each group must have the blocks that hold all tokens; a group with a window has only the blocks that
-        hold the window at the end of the prompt. Readers ask this rank for the added blocks. No effect on a lease that
-        has ended.
+        In the end each group must have the blocks that hold all tokens; a group with a window only the blocks that hold
+        the window at the end of the prompt. Readers ask this rank for the added blocks. No effect on a lease that has
+        ended.
 
         Args:
             block_ids: the added blocks only, in the form of `ServeRequest.block_ids`.
@@ -315,26 +301,26 @@ class Lease:
         """Announce that all tokens are computed, now or once `ready` has happened, and give `payload` to every load.
 
         The same as `advance` to the last token. If the lease was opened with `ServeRequest.payload`, its loads wait for
-        this call, and `LoadReport.payload` is `payload`, which kvflow does not interpret. An engine of several ranks
-        gives the same payload on each rank. No effect on a lease that has ended.
+        this call, and get `payload`, which kvflow does not interpret, as `LoadReport.payload`. An engine of several
+        ranks gives the same payload on each rank. No effect on a lease that has ended.
 
         Args:
             payload: at most 4 KiB, for example the first token and its logprobs.
             ready: a device event after which the blocks hold all tokens. **Without it the blocks must hold them now.**
 
         Raises:
-            RequestError: `payload` was not promised, is too large, or differs from an earlier one; the lease has
-                too few blocks for all tokens; or `ready` is not an event.
+            RequestError: `payload` was not promised, is too large, or differs from an earlier one; the lease has too
+                few blocks for all tokens; or `ready` is not an event.
             UsageError: not called on the runtime's event loop.
         """
         self._require_loop("complete()")
         self._serving.growing_leases(self.request_id).complete(self._opened, payload, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
-        """Start the lease's time again, as if the lease were opened now with `ttl_s`.
+        """Start the lease's time again, as if the lease were opened now with `ttl_s`. Never shortens the lease.
 
         For an engine that opens a lease some time before it sends the ticket, for example before the last step of the
-        prefill. The lease never ends earlier than without this call. No effect on a lease that has ended.
+        prefill. No effect on a lease that has ended.
 
         Args:
             ttl_s: seconds from now; None: Config.lease_ttl_s.

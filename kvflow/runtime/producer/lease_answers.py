@@ -18,12 +18,11 @@ If the reader knows the lease, the answer has news in three cases: the lease is 
 it has blocks that the reader does not know, or at most `missing_max` tokens are missing. Otherwise the question waits.
 
 A waiting question is answered exactly once: by an event of its request, by the end of its `wait_s`, or by the end of
-the registration. If there is no room for another waiting question, the answer comes at once and says that there is no
-news; the reader asks again a little later. So a reader that floods this rank with questions delays other readers, but
-never keeps an existing answer from them.
+the registration. If there is no room for another waiting question, the answer says that there is no news, and the
+reader asks again a little later. So a reader that floods this rank with questions delays other readers, but never keeps
+an existing answer from them.
 
-An answer proves nothing: only the seal says whether a lease has covered a read. But payloads, and blocks that no ticket
-names, come by answers only.
+An answer proves nothing: only the seal says whether a lease has covered a read.
 """
 
 from __future__ import annotations
@@ -72,11 +71,7 @@ class LeaseAnswers:
         open_lease: Callable[[str], OpenLease | None],
         served: Callable[[str], bool],
     ) -> None:
-        """Keep two functions that take a request id.
-
-        `open_lease` returns the request's open lease, or None. `served` returns whether a lease of the request ended
-        lately.
-        """
+        """Keep two functions of a request id: the request's open lease or None; whether a lease of it ended lately."""
         self._open_lease = open_lease
         self._ended_recently = served
         self._clock = clock
@@ -84,23 +79,21 @@ class LeaseAnswers:
         """Waiting questions by request id, in order of arrival. The inner dict serves as an ordered set."""
         self._of_reader: Counter[str] = Counter()
         self.waiting = 0
-        """Number of waiting questions."""
         self._incarnation = incarnation
         self._kept_answers: BoundedMap[str, messages.LeaseAnswer] = BoundedMap(_KEPT_ANSWERS_MAX)
         """Answers by request id, for the last few thousand requests that were declined, failed or had no blocks.
 
-        Questions that come when the request has no open lease get these answers.
+        They answer questions that come when the request has no open lease.
         """
         self._redirects = BoundedMap[str, messages.LeaseAnswer](_KEPT_ANSWERS_MAX)
-        """Answers by request id, for requests that the router sent to another engine. That engine has reported this."""
+        """Answers by request id, for requests that the router sent to another engine, as that engine has reported."""
         self.refusal_reason = ""
         """Reason why this rank opens no further leases; "" while it still opens leases."""
 
     def answer(self, question: messages.LeaseRequest) -> Answered:
         """Return the answer to `question`, or a future of the answer if the question must wait.
 
-        A question waits until it can be answered, for at most its `wait_s`. Raises WireError if the question is
-        impossible.
+        A question waits for at most its `wait_s`. WireError if the question is impossible.
         """
         reply = self._answer_now(question)
         return self._hold_question(question) if reply is None else reply
@@ -108,7 +101,7 @@ class LeaseAnswers:
     def opened(self, found: OpenLease, *, empty: bool) -> None:
         """Answer the questions that wait for `found`, a lease that was just opened.
 
-        `empty`: the lease has no blocks, so it ends at once. Waiting and later questions then get an empty offer.
+        `empty`: the lease has no blocks and ends now. Waiting and later questions then get an empty offer.
         """
         request_id = found.ticket.request_id
         self._kept_answers.pop(request_id, None)
@@ -124,18 +117,15 @@ class LeaseAnswers:
     def redirect(self, question: messages.DeclineRequest) -> messages.Ack:
         """Answer waiting and later questions about a request with the pending ticket of another engine.
 
-        That engine has sent `question`, because a router sent it the request while readers wait at this rank. The
-        answers about a request that is or was served here, or is declined here, do not change.
+        That engine has sent `question`, because a router sent it the request while readers wait here. A request that is
+        or was served here, or is declined here, keeps its answers.
         """
         self._redirects[question.request_id] = _failed_answer(question.reason, question.instead)
         self.answer_waiting(question.request_id)
         return messages.Ack(incarnation=self._incarnation)
 
     def answer_waiting(self, request_id: str) -> None:
-        """Answer those waiting questions about request `request_id` that can be answered now.
-
-        Call this after each change of the request's lease.
-        """
+        """Answer the waiting questions about a request that can be answered, after a change of the request's lease."""
         if request_id not in self._of_request:
             return
         for waiting in list(self._of_request[request_id]):
@@ -144,10 +134,7 @@ class LeaseAnswers:
                 self._reply(waiting, reply)
 
     def refuse_questions(self, why: str) -> None:
-        """Refuse, for the reason `why`, waiting and later questions about leases that are not open.
-
-        Call this when this rank opens no further leases.
-        """
+        """Refuse, because of `why`, waiting and later questions about leases that are not open: none will open."""
         self.refusal_reason = why
         for request_id in list(self._of_request):
             self.answer_waiting(request_id)
@@ -180,7 +167,7 @@ class LeaseAnswers:
     def _answer_known(self, question: messages.LeaseRequest, found: OpenLease | None) -> messages.LeaseAnswer | None:
         """Return the answer to `question`, from a reader that knows the lease, or None if the question must wait.
 
-        `found` is the open lease of the request, or None.
+        `found`: the open lease of the request, or None.
         """
         if found is None or found.held.lease_id != question.lease_id:
             noted = self._kept_answers.get(question.request_id)
@@ -201,8 +188,7 @@ class LeaseAnswers:
     def _hold_question(self, question: messages.LeaseRequest) -> Answered:
         """Add `question` to the waiting questions, and return the future of its reply.
 
-        If the question does not ask to wait, or there is no room for it, return the answer that nothing has changed
-        instead.
+        If the question does not ask to wait, or there is no room, return the answer that nothing has changed.
         """
         reader = messages.claimed_engine_id(question)
         others = self._of_request.get(question.request_id, ())

@@ -1,23 +1,21 @@
-"""Serving: carries out the decisions of the lease book.
+"""Serving: carries out the decisions of the lease book. It takes and frees blocks, runs the timer and makes handles.
 
-This module takes and frees blocks, runs the timer and makes lease handles.
-
-An engine of several ranks serves a request on each rank under the same request id. Each rank has a lease of its own. A
+An engine of several ranks serves a request on each rank under the same request id, each with a lease of its own. A
 reader with another rank's ticket finds the lease by the request id (`open_lease`).
 
 A lease is in the book and its seal is set before `serve` returns, so even the fastest reader finds both. Every end of a
-lease wipes the seal at once; the blocks are given back only after a time, the hold (`limits.seal_hold_s`; invariant
-I3). If the blocks of a lease cannot be staged, the lease fails. Late, duplicate and malformed notifications are counted
-and change nothing.
+lease wipes the seal; the blocks are given back only after a time, the hold (`limits.seal_hold_s`; invariant I3). If the
+blocks of a lease cannot be staged, the lease fails. Late, duplicate and malformed notifications are counted and change
+nothing.
 
 No successful read has touched blocks that were given back, since the reader found the seal intact:
 - either after the last byte had landed: then the seal was wiped later, and the blocks were given back later still;
 - or at some time t during the read, and the whole read took less than half of the hold: then the seal was wiped after
   t, so the blocks were given back at t plus the hold at the earliest, after the end of the read
   (`core.protocol.proof`). The ticket of a lease without a hold says so, and its readers check only after the last byte.
-The second case needs a hold that is never shorter than promised. Since the loop may round timers, the one timer for all
-leases only makes the book look at the clock. A read that loses this race may take any time: its memory stays
-registered, its bytes are discarded, and its load fails with LeaseExpired.
+The second case needs a hold that is never shorter than promised: the loop may round timers, so the timer only makes the
+book look at the clock. A read that loses this race may take any time: its memory stays registered, its bytes are
+discarded, and its load fails with LeaseExpired.
 """
 
 from __future__ import annotations
@@ -89,10 +87,7 @@ class Serving:
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
-        """Numbers of answered and of refused questions of readers for digests of blocks.
-
-        `verify.LoadVerifier` counts them.
-        """
+        """Numbers of answered and of refused questions for digests of blocks, which `verify.LoadVerifier` counts."""
         self._late_reads = 0
         self.lease_answers = LeaseAnswers(cache.clock, cache.incarnation, self.open_lease, self._book.ended_recently)
         self._growing: Any = None
@@ -101,7 +96,7 @@ class Serving:
         self._all_ended.set()
         self._lease_facts = _lease_facts(cache)
         self._ticket_facts = _ticket_facts(cache)
-        """Ticket fields that have the same value in every ticket of this rank, computed once."""
+        """Ticket fields that have the same value in every ticket of this rank."""
 
     @property
     def statistics(self) -> ServingStatistics:
@@ -122,11 +117,10 @@ class Serving:
         return [entry.request_id for entry in self._open_leases]
 
     def serve(self, request: ServeRequest, *, hold_blocks: bool = True, one_reader_rank: bool = False) -> Lease:
-        """Open a lease for `request` and return its handle.
+        """Open a lease for `request` and return its handle. A RequestError or UsageError changes nothing.
 
-        If this raises RequestError or UsageError, nothing has changed. `hold_blocks`: keep the blocks held for
-        `limits.seal_hold_s` after the end of the lease. `one_reader_rank`: exactly one reader rank will read this
-        lease.
+        `hold_blocks`: hold the blocks for `limits.seal_hold_s` after the end of the lease. `one_reader_rank`: exactly
+        one reader rank will read this lease.
         """
         ids_max = self._config.limits.block_ids_max
         request = checks.normalize_request(request, ServeRequest, "serve_blocks", ids_max)
@@ -185,7 +179,7 @@ class Serving:
     def _make_ticket(self, request: ServeRequest, held: HeldBlocks, digest: str, hold_blocks: bool) -> Ticket:
         """Return the ticket of the lease that is about to be opened for `request` with the blocks `held`.
 
-        `digest` is the digest of the prompt, or "". `hold_blocks`: the blocks stay held after the end of the lease.
+        `digest`: digest of the prompt, or "". `hold_blocks`: the blocks stay held after the end of the lease.
         """
         first, *more = map(np.ndarray.tolist, held.tables)
         host = [*map(np.ndarray.tolist, held.host_tables or ())]
@@ -214,9 +208,9 @@ class Serving:
         return made
 
     def _take_blocks(self, request: ServeRequest) -> HeldBlocks:
-        """Check `request`, mark its blocks as leased, and reserve its seal and, if blocks are staged, its host blocks.
+        """Check `request`, lease its blocks, and reserve a seal and, if blocks are staged, host blocks.
 
-        If this raises a RequestError, nothing is taken.
+        A RequestError takes nothing.
         """
         what, tokens, computed = f"request {request.request_id!r}", request.num_tokens, request.computed_tokens
         ready, lease_id = request.ready, self._token_hex(LEASE_ID_CHARS // 2)
@@ -263,7 +257,7 @@ class Serving:
     def find_lease(self, lease_id: str, request_id: str) -> OpenLease | None:
         """Return the open lease with both this lease id and this request id, or None.
 
-        Only readers of the lease know its lease id, so a question that has the lease id comes from a reader.
+        A question with the lease id comes from a reader of the lease, since nobody else knows the id.
         """
         entry = self._book.find(lease_id)
         if entry is None or not entry.is_open or entry.request_id != request_id:
@@ -271,21 +265,20 @@ class Serving:
         return self._open_leases[entry]
 
     def open_lease(self, request_id: str) -> OpenLease | None:
-        """Return the open lease of request `request_id`, or None."""
         entry = self._book.open_lease_of(request_id)
         return None if entry is None else self._open_leases[entry]
 
     def decline(self, request_id: str, reason: str) -> None:
         """Answer readers that ask for request `request_id`: its prompt will not be computed, because of `reason`.
 
-        Raises RequestError if the request has an open lease. The implementation of `Runtime.decline`.
+        RequestError if the request has an open lease. The implementation of `Runtime.decline`.
         """
         if self._book.open_lease_of(request_id) is not None:
             raise RequestError(f"request {request_id!r}: decline: it is being served already")
         self.lease_answers.decline(request_id, reason)
 
     def lease_id_of(self, request_id: str) -> str | None:
-        """Return the lease id of the open lease of request `request_id`, or None."""
+        """Return the lease id of the request's open lease, or None."""
         entry = self._book.open_lease_of(request_id)
         return None if entry is None else entry.lease_id
 
@@ -294,13 +287,12 @@ class Serving:
         self._late_reads += 1
 
     def has_open_lease(self, request_id: str | None) -> bool:
-        """Return True if the request has an open lease."""
         return self._book.open_lease_of(request_id) is not None
 
     def release(self, question: messages.ReleaseRequest) -> messages.Ack:
         """Apply a `ReleaseRequest`, in which a reader says that it will not read a lease. Return the acknowledgement.
 
-        The lease then counts as read by that reader. Raises WireError if the reader's cache is incompatible.
+        The lease then counts as read by that reader. WireError if the reader's cache is incompatible.
         """
         check_cache_shares(question.cache_shares)
         problems = topology.differences(self._local.cache_shares, question.cache_shares)
@@ -338,10 +330,7 @@ class Serving:
         self._end_lease(entry, "revoke")
 
     def fail(self, entry: LeaseEntry, reason: str) -> None:
-        """End a lease as FAILED, since its prompt will not be computed because of `reason`.
-
-        No effect if the lease has ended.
-        """
+        """End a lease as FAILED, since its prompt will not be computed because of `reason`."""
         if entry.is_open:
             self._open_leases[entry].reason = reason
             logger.info("lease %s: its prompt will not be computed: %s", entry.request_id, reason)
@@ -350,7 +339,7 @@ class Serving:
     def growing_leases(self, request_id: str) -> Any:
         """Return the `GrowingLeases`, which serves leases opened before all tokens are computed.
 
-        The first call creates it. Raises RequestError, with `request_id`, if `kvflow.growing` is not installed.
+        The first call makes it. RequestError, with `request_id`, if `kvflow.growing` is not installed.
         """
         if self._growing is None:
             module = import_part("growing", f"request {request_id!r}: a lease that grows")
@@ -391,19 +380,13 @@ class Serving:
             self._blocks.give_back(offer.held, partial(self._complete_outcome, entry))
 
     def _set_alarm(self) -> None:
-        """Set the alarm for the next time at which the lease book has a lease to expire or blocks to free.
-
-        It may ring too early.
-        """
+        """Set the alarm for the next time at which a lease expires or blocks become free. It may ring too early."""
         next_s = self._book.next_s
         if next_s is None or next_s < self._alarm.due_s:
             self._alarm.set(math.inf if next_s is None else next_s)
 
     def _on_alarm(self) -> None:
-        """Expire the leases that are due, and give back the blocks of ended leases when their hold is over.
-
-        Called by the alarm, which may be early or late, so the clock decides.
-        """
+        """Expire the leases that are due, and give back the blocks of ended leases when their hold is over."""
         now_s = self._clock.now_s()
         for entry in self._book.expire(now_s):
             self._after_end(entry)
