@@ -32,17 +32,17 @@ from kvflow.runtime.world import World
 class Runtime:
     """A `kvflow.Runtime` on a thread of its own. Use it as `with Runtime(config) as rt`, or with `open` and `close`.
 
-    All methods may be called from any thread. On the thread of the runtime's own event loop, methods that wait raise
-    UsageError. Methods raise RuntimeClosed if the runtime is closed, and RuntimeBroken if its loop has died. If the
-    runtime is dropped without being closed, it is closed in the background, with a ResourceWarning.
+    Any thread may call the methods; on the thread of the runtime's event loop, methods that wait raise UsageError. All
+    raise RuntimeClosed if the runtime is closed, and RuntimeBroken if its loop has died. A runtime that is dropped
+    without being closed is closed in the background, with a ResourceWarning.
 
     Args:
         config: settings of the rank.
         observers: called on the loop's thread when a load or lease has ended, with a record of it.
         world: clock, network and the like, which tests replace.
         parts: optional features, as for `kvflow.Runtime`; call their methods through `start`.
-        call_timeout_s: seconds that a call waits for the loop's thread, in addition to the time that its work may take.
-            If the thread is stuck for longer, the call raises TimeoutError.
+        call_timeout_s: seconds that a call waits for the loop's thread, beyond the time that its work may take. Then
+            the call raises TimeoutError.
 
     Raises:
         ConfigError: an argument is of the wrong kind.
@@ -88,7 +88,7 @@ class Runtime:
         return self._ending_s + self.config.drain_timeout_s
 
     def open(self) -> None:
-        """Start the thread and the runtime. Returns when the runtime is open, however long that takes.
+        """Start the thread and the runtime. Return when the runtime is open, however long that takes.
 
         Raises:
             ConfigError: something that Config asks for is not available. The thread has ended.
@@ -165,7 +165,7 @@ class Runtime:
     def start_load(self, request: LoadRequest) -> Load:
         """Start to read the blocks that a ticket offers, and return immediately.
 
-        Never raises: the `result` of the returned handle raises any error.
+        Never raises: the handle's `result` raises any error.
 
         Args:
             request: the ticket, and the local blocks to fill.
@@ -179,8 +179,8 @@ class Runtime:
         """Blocking form of `kvflow.Runtime.load_blocks`: read the blocks that a ticket offers, within a deadline.
 
         An interrupt in the calling thread cancels the load, and is raised once the load has ended. Bytes may still land
-        in the blocks then, so a thread that may be interrupted should use `start_load`: the load's handle says when no
-        further byte can land. The `quarantine` of an error is a `Load` of this module.
+        in the blocks then; with `start_load`, the handle says when no further byte can land. The `quarantine` of an
+        error is a `Load` of this module.
         """
         ids_max = self.config.limits.block_ids_max
         deadline_s = checks.normalize_request(request, LoadRequest, "load_blocks", ids_max).deadline_s
@@ -241,9 +241,7 @@ class Runtime:
         return self._thread.call(lambda rt: rt.drain(deadline_s), bound_s)
 
     def statistics(self) -> RuntimeStatistics:
-        """Return the statistics of the `kvflow.Runtime`.
-
-        May be called in every state, also before opening and after closing.
+        """Return the statistics of the `kvflow.Runtime`. May be called in every state, even before opening.
 
         Returns:
             A frozen copy; once the loop has ended, the last statistics.
@@ -258,9 +256,7 @@ class Runtime:
         return self._thread.runtime.statistics()
 
     def start(self, work: Work[ResultT]) -> Future[ResultT]:
-        """Run a coroutine on the runtime's event loop, for example a method of an optional feature.
-
-        Returns immediately.
+        """Run a coroutine on the runtime's event loop, for example a method of an optional feature. Return immediately.
 
             saving = rt.start(lambda _: storage.save(request))
             report = saving.result(60)

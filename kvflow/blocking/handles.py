@@ -1,4 +1,4 @@
-"""Handles, for use on any thread, of leases, loads and quarantined blocks of a blocking runtime."""
+"""Handles of a blocking runtime's leases, loads and quarantined blocks, for use on any thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lease:
 
     `advance`, `extend`, `complete` and `fail` return once the event loop has carried them out. They raise TimeoutError
     if the loop's thread is stuck for longer than the runtime's `call_timeout_s`, RuntimeClosed or RuntimeBroken if the
-    thread has ended, and UsageError if called on that thread.
+    thread has ended, and UsageError on that thread.
     """
 
     def __init__(self, lease: AsyncLease, thread: LoopThread) -> None:
@@ -33,14 +33,14 @@ class Lease:
         self._lease = lease
         self._thread = thread
         self.outcome: Future[LeaseOutcome] = thread.submit(lambda _: lease.wait())
-        """Future of the LeaseOutcome. It is done once the blocks may be reused."""
+        """Future of the lease's outcome, done once the blocks may be reused."""
 
     def __repr__(self) -> str:
         return f"<blocking {self._lease!r}>"
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Current block ids of the lease. If the cache has several groups, those of the first group."""
+        """Current block ids of the lease; of the first group, if there are several."""
         return self._lease.block_ids
 
     @property
@@ -78,9 +78,7 @@ class Lease:
         return self._thread.result_of(self.outcome, timeout_s)
 
     def revoke(self) -> Lease:
-        """Ask the event loop to end the lease as REVOKED (`kvflow.Lease.revoke`).
-
-        May be called on any thread, and never waits.
+        """Ask the event loop to end the lease as REVOKED (`kvflow.Lease.revoke`). Never waits.
 
         Returns:
             This lease; `lease.revoke().wait()` returns the outcome, once the blocks may be reused.
@@ -89,9 +87,7 @@ class Lease:
         return self
 
     def restart(self, ttl_s: float | None = None) -> None:
-        """Start the lease's time again, as if it were opened now with `ttl_s`.
-
-        May be called on any thread, and never waits.
+        """Start the lease's time again, as if it were opened now with `ttl_s`. Never waits.
 
         Args:
             ttl_s: new time to live in seconds; None: Config.lease_ttl_s.
@@ -123,7 +119,7 @@ class Load:
     """A load of a blocking runtime, for use on any thread. Its methods do what those of `kvflow.Load` do.
 
     The load's blocks may be reused once `safe` is True, or `settled` has returned. If the load ends with an error while
-    bytes may still land in its blocks, the load is also the `quarantine` of that error.
+    bytes may still land, the load is also the `quarantine` of that error.
     """
 
     def __init__(self, thread: LoopThread, request: LoadRequest) -> None:
@@ -153,7 +149,7 @@ class Load:
 
     @property
     def done(self) -> bool:
-        """True once the load has ended, so that `result` returns or raises without waiting."""
+        """True once the load has ended: `result` then returns or raises without waiting."""
         return self._report.done()
 
     @property
@@ -179,13 +175,13 @@ class Load:
         return self._thread.result_of(self._report, timeout_s)
 
     def wait_done(self, timeout_s: float | None = None) -> bool:
-        """Wait in the calling thread until the load is done, successfully or not.
+        """Wait in the calling thread until the load has ended, successfully or not.
 
         Args:
             timeout_s: longest wait in seconds; 0 does not wait, None waits as long as it takes.
 
         Returns:
-            True once the load is done; False if `timeout_s` has passed.
+            True once the load has ended; False if `timeout_s` has passed.
 
         Raises:
             UsageError: called on the loop's own thread before the load is done, or `timeout_s` is not a valid time.
@@ -194,18 +190,15 @@ class Load:
         return bool(concurrent.futures.wait([self._report], checked_timeout(timeout_s)).done)
 
     def cancel(self) -> None:
-        """Ask the load to end, and return without waiting. The load ends within Config.cancel_grace_s.
-
-        May be called on any thread.
-        """
+        """Ask the load to end, within Config.cancel_grace_s. Never waits. Any thread may call this."""
         self._thread.call_soon(self._cancel)
 
     def add_done_callback(self, callback: Callable[[Load], object]) -> None:
         """Call `callback` with this handle once the load is done.
 
         Args:
-            callback: function that takes this handle. It is called on the loop's thread, which it must not block. If
-                the load is done already, `callback` is called immediately, on the calling thread.
+            callback: function that takes this handle. It is called on the loop's thread, which it must not block; if
+                the load is already done, at once on the calling thread.
         """
         self._report.add_done_callback(lambda _: callback(self))
 
@@ -223,11 +216,10 @@ class Load:
         self._thread.wait_safe(self, self._settled, timeout_s)
 
     def __iter__(self) -> Iterator[Progress]:
-        """Yield a `Progress` whenever more tokens have landed, until the load ends.
+        """Yield a `Progress` whenever more tokens have landed, until the load ends. Several threads may iterate.
 
-        Raises the errors of `result`. Raises TimeoutError if the loop's thread is stuck for longer than the load may
-        take plus the runtime's `call_timeout_s`. Each iteration waits for the loop. Several threads may iterate over
-        the same load.
+        Raises the errors of `result`; TimeoutError if the loop's thread is stuck for longer than the load may take plus
+        the runtime's `call_timeout_s`.
         """
         tokens = -1
         while (progress := self._step(tokens)) is not None:
@@ -274,10 +266,7 @@ class Load:
 
 
 class QuarantinedBlocks:
-    """Blocks of a failed restore, in which bytes may still land.
-
-    The restore's error has this object as its `quarantine`.
-    """
+    """Blocks of a failed restore, in which bytes may still land: the `quarantine` of the restore's error."""
 
     def __init__(self, held: Quarantine, thread: LoopThread) -> None:
         self.request_id, self.block_ids = held.request_id, held.block_ids
@@ -292,8 +281,8 @@ class QuarantinedBlocks:
     def settled(self, timeout_s: float | None = None) -> None:
         """Wait until no byte can land in the blocks.
 
-        Raises TimeoutError if that takes longer than `timeout_s`, and RuntimeBroken if the loop has ended before the
-        reads were known to have stopped.
+        Raises TimeoutError after `timeout_s`, and RuntimeBroken if the loop has ended before the reads were known to
+        have stopped.
         """
         self._thread.wait_safe(self, self._settled, timeout_s)
 

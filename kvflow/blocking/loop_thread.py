@@ -22,16 +22,13 @@ logger = logger_of(__name__)
 
 ResultT = TypeVar("ResultT")
 Work: TypeAlias = Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]
-"""Function that takes the runtime and returns a coroutine.
-
-It is called on the event loop, where the coroutine then runs.
-"""
+"""Function that is called with the runtime on the event loop, and returns a coroutine to run there."""
 
 
 class LoopThread(threading.Thread):
     """The thread of a `blocking.Runtime`, with its event loop and its `kvflow.Runtime`.
 
-    The thread has no reference to the `blocking.Runtime`, so that a dropped one can be collected and noticed.
+    The thread has no reference to the `blocking.Runtime`, so that a dropped runtime is collected and noticed.
 
     Thread `kvflow-loop <engine>`: begun by opening a `blocking.Runtime`. Ends when the runtime closes, or its loop
     dies; then waiting calls raise `RuntimeBroken`.
@@ -41,7 +38,7 @@ class LoopThread(threading.Thread):
         super().__init__(name=f"kvflow-loop {runtime.config.engine_id}", daemon=True)
         self.runtime = runtime
         self.call_timeout_s = call_timeout_s
-        """Seconds that a call waits for this thread, in addition to the time that the call's work may take."""
+        """Seconds that a call waits for this thread, beyond the time that its work may take."""
         self.loop = uvloop.new_event_loop()
         self._closing = asyncio.Event()
         self._opened: Future[None] = Future()
@@ -73,7 +70,7 @@ class LoopThread(threading.Thread):
         atexit.register(self.close, closing_s)
 
     def forked(self) -> None:
-        """Called in a forked child, which has neither the thread nor the loop: record that, without the lock.
+        """Record that this process is a forked child, which has neither the thread nor the loop. Take no lock.
 
         A thread of the parent process may have held the lock at the fork.
         """
@@ -92,7 +89,7 @@ class LoopThread(threading.Thread):
     def close(self, timeout_s: float) -> None:
         """Close the runtime and wait until the thread has ended.
 
-        Raises TimeoutError if that takes longer than `timeout_s`. Raises RuntimeBroken if the loop had died.
+        Raises TimeoutError after `timeout_s`, and RuntimeBroken if the loop had died.
         """
         if self._in_forked_child or self.ident is None:
             self.stop()
@@ -110,7 +107,7 @@ class LoopThread(threading.Thread):
     def submit(self, work: Work[ResultT]) -> Future[ResultT]:
         """Call `work` on the event loop, run the coroutine that it returns, and return the future of the result.
 
-        The future is completed in every case, also if the loop dies. A cancelled future is done immediately.
+        The future is always completed, even if the loop dies. A cancelled future is done immediately.
         """
         if self._in_forked_child:
             raise UsageError("the runtime belongs to the process that this one was forked from")
@@ -125,9 +122,9 @@ class LoopThread(threading.Thread):
         return future
 
     def call(self, work: Work[ResultT], timeout_s: float | None) -> ResultT:
-        """Call `work` on the event loop, run the coroutine that it returns, wait for its result and return it.
+        """Call `work` on the event loop, run the coroutine that it returns, and return its result.
 
-        If that takes longer than `timeout_s`, cancel the coroutine and raise TimeoutError.
+        After `timeout_s`, cancel the coroutine and raise TimeoutError.
         """
         self.require_another_thread()
         bound_s = checked_timeout(timeout_s)
@@ -138,15 +135,12 @@ class LoopThread(threading.Thread):
             future.cancel()  # no effect if it is done
 
     def result_of(self, future: Future[ResultT], timeout_s: float | None) -> ResultT:
-        """Wait for the result of `future`, which `submit` returned.
-
-        Raises TimeoutError if that takes longer than `timeout_s`.
-        """
+        """Return the result of `future`, which `submit` returned. Raises TimeoutError after `timeout_s`."""
         self.require_another_thread(future)
         return future.result(checked_timeout(timeout_s))
 
     def call_now(self, verb: Callable[[asynchronous.Runtime], ResultT]) -> ResultT:
-        """Call the function `verb`, which never waits, on the event loop with the runtime, and return its result."""
+        """Call the function `verb`, which never waits, with the runtime on the event loop, and return its result."""
 
         async def work(runtime: asynchronous.Runtime) -> ResultT:
             return verb(runtime)
@@ -154,17 +148,14 @@ class LoopThread(threading.Thread):
         return self.call(work, self.call_timeout_s)
 
     def call_soon(self, callback: Callable[..., object], *arguments: object) -> None:
-        """Schedule a call of `callback(*arguments)` on the event loop, and return without waiting.
-
-        No effect if the loop is closed.
-        """
+        """Schedule `callback(*arguments)` on the event loop. Never waits. No effect if the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback, *arguments)
 
     def wait_safe(self, held: Quarantine, work: Work[None], timeout_s: float | None) -> None:
-        """Wait until no byte can land in the blocks of `held`, which is a load or other quarantined blocks.
+        """Wait until no byte can land in the blocks of `held`: a load, or other quarantined blocks.
 
-        `work` is the coroutine function that waits for that on the loop. Raises TimeoutError after `timeout_s`, and
+        The coroutine function `work` waits for that on the loop. Raises TimeoutError after `timeout_s`, and
         RuntimeBroken if the loop has ended before bytes were known to have stopped.
         """
         if held.safe:
@@ -176,10 +167,7 @@ class LoopThread(threading.Thread):
                 raise RuntimeBroken(f"request {held.request_id!r}: its reads were not seen to stop") from None
 
     def require_another_thread(self, future: Future[Any] | None = None) -> None:
-        """Raise UsageError if the caller runs on this thread, where it would wait for itself.
-
-        If `future` is done, do nothing.
-        """
+        """Raise UsageError if called on this thread, which would wait for itself, unless `future` is done."""
         if threading.current_thread() is self and not (future is not None and future.done()):
             raise UsageError("called on the loop's own thread, which would wait for itself")
 
@@ -218,7 +206,7 @@ class LoopThread(threading.Thread):
             self._opened.set_exception(cause)
 
     async def _carry_out(self, work: Work[ResultT]) -> ResultT:
-        """Run the coroutine that `work` returns. Body of the task of one call.
+        """Run the coroutine that `work` returns, as the body of a call's task.
 
         Task `kvflow-blocking`: one for each call of a `blocking.Runtime`. Ends with its work. The call raises its
         error.
@@ -243,16 +231,13 @@ class LoopThread(threading.Thread):
 
 
 def close_dropped(thread: LoopThread) -> None:
-    """Close a runtime whose `blocking.Runtime` was dropped without being closed. Return without waiting.
-
-    Give a ResourceWarning if the thread is alive.
-    """
+    """Begin to close a runtime whose `blocking.Runtime` was dropped. Give a ResourceWarning if the thread is alive."""
     if thread.is_alive():
         warnings.warn(f"{thread.runtime!r} was dropped without being closed", ResourceWarning, stacklevel=2)
     thread.stop()
 
 
 def checked_timeout(timeout_s: float | None) -> float | None:
-    """Return `timeout_s` if it is None (no limit) or a valid number of seconds. Raises UsageError otherwise."""
+    """Return `timeout_s` if it is None (no limit) or a valid number of seconds, else raise UsageError."""
     found: float | None = checks.checked(timeout_s, "timeout_s", checks.Timeout | None, UsageError)
     return found

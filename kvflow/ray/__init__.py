@@ -3,7 +3,7 @@
     replica       `ReplicaRuntime`: a runtime configured from its replica, which drains within its shutdown time
     lifetime      `Lifetime`: enters and leaves a context, such as a runtime, in one task
     ray_metrics   `RayMetrics`: records and statistics as `ray.serve.metrics`
-    peers         `keep_prewarmed`: connects to the replicas of a deployment before the first load from each
+    peers         `keep_prewarmed`: connects to a deployment's replicas before the first load from each
     llm           `register()`: the backend for KVFlowConnector in Ray Serve LLM
 
 Ray is imported only when it is used.

@@ -1,7 +1,7 @@
 """Lifetime: enters and leaves an async context manager in one task, for hosts that call each method in another task.
 
-A task group or a runtime must be exited by the task that entered it. Ray Serve runs a replica's `__init__`, its
-requests and its `__del__` in different tasks.
+A task group or a runtime must be exited by the task that entered it. Ray Serve runs a replica's `__init__`, requests
+and `__del__` in different tasks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OpenedT = TypeVar("OpenedT")
 
 
 class Lifetime(Generic[OpenedT]):
-    """An async context manager that one task of its own enters at `start` and exits at `stop`.
+    """An async context manager that a task enters at `start`, and the same task exits at `stop`.
 
     The module docstring of `kvflow.ray.replica` has an example.
 
@@ -60,7 +60,7 @@ class Lifetime(Generic[OpenedT]):
     async def stop(self) -> None:
         """Make the task exit the context, and wait for that.
 
-        No effect if the context was never entered or has been exited. If cancelled, stop waiting: the context is exited
+        No effect if the context was never entered or has been exited. If cancelled, stop waiting; the context is exited
         in any case.
 
         Raises:

@@ -5,8 +5,8 @@
     kvflow.ray.llm.register()  # before the application is built
     app = build_pd_openai_app({"prefill_config": ..., "decode_config": ...})  # kv_connector: "KVFlowConnector"
 
-The backend's base class and registry are internals of Ray, which only this module uses. The module is written for
-ray 2.60; if they differ in another Ray, it raises a ConfigError that says so.
+The backend's base class and registry are internals of ray 2.60, which only this module uses. If they differ in another
+Ray, it raises a ConfigError.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, worker
         given: the user's `kv_connector_extra_config`.
         node_ip: address of the replica's node.
         head: address of the cluster's head node, to which all nodes have a route.
-        workers: number of workers. A single worker is on the replica's node. Several workers may be on other nodes, so
-            each finds its own address by its route to `head`.
+        workers: number of workers. A single worker is on the replica's node. Several may be on other nodes, so each
+            finds its own address by its route to `head`.
 
     Returns:
         The settings for `kv_connector_extra_config`.
@@ -57,7 +57,7 @@ def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, worker
 
 @cache
 def _backend() -> Any:
-    """Return kvflow's backend class for Ray Serve LLM. The first call creates it, since its base classes are Ray's."""
+    """Return kvflow's backend class for Ray Serve LLM, created at the first call, since its base classes are Ray's."""
     base = _ray_internal("base", "BaseConnectorBackend", ("setup", "kv_transfer_config"))
     protocol = _ray_internal("base", "DefaultPDProtocolMixin", ("prepare_prefill_request", "prepare_decode_request"))
 
@@ -65,9 +65,9 @@ def _backend() -> Any:
 
 
 def _setup(backend: Any) -> None:
-    """Write into the backend's settings the address at which the vLLM workers of a replica listen.
+    """Write into the backend's settings the address at which a replica's vLLM workers listen.
 
-    vLLM makes the engine id, and tickets carry the ports, so no other setting is needed.
+    No other setting is needed: vLLM makes the engine id, and tickets carry the ports.
     """
     import ray
 

@@ -1,7 +1,7 @@
 """Keeps a runtime connected to the replicas of a Ray Serve deployment, as replicas start and stop.
 
-Loads work without this, since a ticket has the addresses of its ranks. An open connection saves the first load from
-each replica a handshake.
+Loads work without this, since a ticket has its ranks' addresses. But it saves the first load from each replica a
+handshake.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _FIELDS = ("engine_id", "address", "dp_rank", "pp_rank", "tp_rank")
 
 
 ListPeers = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
-"""Coroutine function that returns the `ReplicaRuntime.metadata` of each replica to connect to, or raises
-LookupError."""
+"""Coroutine function that returns `ReplicaRuntime.metadata` of each replica to connect to, or raises LookupError."""
 
 
 async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, *, period_s: float = 10.0) -> None:
@@ -39,7 +38,7 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
     Args:
         runtime: the runtime that will load from the replicas.
         peers: the deployment's handle, if its replicas have a method `metadata` (`ReplicaRuntime.metadata`). Or a
-            coroutine function that returns the metadata of all replicas, and raises LookupError if it cannot.
+            coroutine function that returns the metadata of all replicas, or raises LookupError.
         period_s: seconds between two listings of the replicas: a new replica is connected at most this much later.
     """
     list_peers = peers if callable(peers) and not hasattr(peers, "broadcast") else partial(list_replicas, peers)
@@ -64,7 +63,7 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
 async def _update_connections(
     runtime: Runtime, known: frozenset[PeerAddress], listed: Sequence[Mapping[str, Any]]
 ) -> frozenset[PeerAddress]:
-    """Forget replicas that have stopped, connect to new replicas, and return all replicas that are connected now.
+    """Drop connections to stopped replicas, connect to new replicas, and return all connected replicas.
 
     `known` are the replicas that were connected before, `listed` the metadata of all running replicas.
     """
@@ -92,7 +91,7 @@ async def list_replicas(handle: Any) -> Sequence[Mapping[str, Any]]:
         The `metadata()` of each replica.
 
     Raises:
-        LookupError: Ray cannot ask the replicas, for example while the deployment has none.
+        LookupError: Ray cannot ask the replicas, for example because there are none.
     """
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException

@@ -4,8 +4,8 @@
     async with ReplicaRuntime(model="llama", observers=[metrics]) as replica, asyncio.TaskGroup() as tasks:
         tasks.create_task(metrics.watch(replica.runtime))
 
-Names and labels are the same as in `kvflow.observe`, with Ray's prefix `ray_`. Ray adds labels for the deployment and
-the replica. Ray does not export the prometheus_client metrics of a replica's process.
+Names and labels are those of `kvflow.observe`, with Ray's prefix `ray_` and its labels for deployment and replica. Ray
+does not export the prometheus_client metrics of a replica's process.
 """
 
 from __future__ import annotations

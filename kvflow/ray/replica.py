@@ -49,9 +49,7 @@ _SHORTEST_S = 1e-3
 SETTLE_S = 1.0
 """Default of Config.drain_timeout_s in a replica, in seconds.
 
-It is short because a replica calls `ReplicaRuntime.drain` first, so closing waits only for leases and loads that
-`drain` has already ended.
-"""
+It is short because a replica calls `ReplicaRuntime.drain` first, which ends all leases and loads."""
 
 DRAIN_LEAST_S = 1.0
 """Minimum number of seconds that a deployment's settings must leave for a drain if no `drain_deadline_s` is given."""
@@ -59,7 +57,7 @@ DRAIN_LEAST_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlace:
-    """Names, address and time limits of a replica as Ray Serve has them."""
+    """Names, address and time limits of a replica, as Ray Serve has them."""
 
     app: str
     deployment: str
@@ -73,7 +71,7 @@ class ReplicaPlace:
 
     @property
     def engine_id(self) -> str:
-        """Engine id for the replica's runtime. A restarted replica has another one, and so counts as another engine."""
+        """Engine id for the replica's runtime. A restarted replica has another id, and so counts as another engine."""
         return f"{self.deployment}-{self.unique_id}"
 
     def config(self, settings: dict[str, Any]) -> Config:
@@ -92,11 +90,11 @@ class ReplicaPlace:
         return Config(**{**own, **settings})
 
     def drain_deadline_s(self, config: Config, wanted_s: float | None = None) -> float:
-        """Return how many seconds the replica's leases and loads may take to end when the replica stops.
+        """Return how many seconds leases and loads may take to end when the replica stops.
 
         Args:
             config: the runtime's Config, which bounds the time from the drain's deadline until the runtime is closed.
-            wanted_s: seconds for the drain; None means all the time that the deployment's settings leave.
+            wanted_s: seconds for the drain; None for all that the deployment's settings leave.
 
         Returns:
             `wanted_s`, or `time_to_drain_s(config)` if it is None.
@@ -122,7 +120,7 @@ class ReplicaPlace:
             config: the runtime's Config, which bounds the time from the drain's deadline until the runtime is closed.
 
         Returns:
-            Seconds; less than 0 if the settings leave too little time even without a drain.
+            Seconds; less than 0 if there is too little time even without a drain.
         """
         return self.shutdown_timeout_s - self.wait_loop_s - _closing_s(config)
 
@@ -139,13 +137,13 @@ class ReplicaRuntime:
 
     Args:
         place: names and limits of the replica; None asks Serve for them, which works only inside a replica.
-        drain_deadline_s: seconds that leases and loads may take to end when the replica stops; None means all the time
-            that the deployment's `graceful_shutdown_timeout_s` leaves.
+        drain_deadline_s: seconds that leases and loads may take to end when the replica stops; None for all that the
+            deployment's `graceful_shutdown_timeout_s` leaves.
         observers: receive the records of ended loads and leases, as for Runtime.
         world: for tests, as for Runtime.
         parts: optional features, as for Runtime.
-        settings: fields of `kvflow.Config`, such as `model` and ranks. The default of `engine_id` is made of the
-            deployment and the replica's unique id. The default of `listen` is a free port at the node's address.
+        settings: fields of `kvflow.Config`, such as `model` and ranks. By default `engine_id` is made of the deployment
+            and the replica's unique id, and `listen` is a free port at the node's address.
 
     Raises:
         ConfigError: this process is no replica, a setting is invalid, or `drain_deadline_s` is too long.
@@ -185,9 +183,9 @@ class ReplicaRuntime:
         """Refuse new work and wait until all leases and loads have ended. At the deadline, end those that are left.
 
         Call this when the replica stops, before it ends the tasks that hold the leases' blocks. The deadline is
-        `drain_deadline_s`, or less if Serve has shortened the deployment's time meanwhile, which Serve does without
-        restarting replicas. `Runtime.drain` says how long ending may take after the deadline. If cancelled, stop
-        waiting: the runtime stays draining, and no lease is revoked.
+        `drain_deadline_s`, or less if Serve has shortened the deployment's time meanwhile, which needs no restart.
+        `Runtime.drain` says how long ending may take after the deadline. If cancelled, stop waiting: the runtime stays
+        draining, and no lease is revoked.
 
         Returns:
             True if all leases and loads ended before the deadline. False if not, or if the runtime was not open.
@@ -234,7 +232,7 @@ class ReplicaRuntime:
     def check(self) -> None:
         """Raise RuntimeBroken if the runtime can no longer work, so that Serve replaces the replica.
 
-        Call it in `check_health`.
+        For `check_health`.
 
         Raises:
             RuntimeBroken: a service of the runtime died, the runtime was closed although Serve has not stopped the

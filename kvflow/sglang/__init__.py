@@ -1,8 +1,8 @@
 """kvflow's transfer backend for SGLang, named "kvflow", which registers itself through SGLang's plugin hooks.
 
 If kvflow is installed as a package, SGLang finds `register` by the entry point `sglang.srt.plugins` and calls it in
-each of its processes, before it parses arguments. Heavy modules are imported only when a server asks for a class of
-this backend.
+each process, before it parses arguments. Heavy modules are imported only when a server asks for a class of this
+backend.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def _explain(error: Exception) -> None:
-    """Log that the backend is not available, because SGLang's own modules raised `error`.
+    """Log that SGLang's own modules raised `error`, so that the backend is not available.
 
     If the command line asks for the backend, raise SystemExit instead.
     """
@@ -64,8 +64,7 @@ def _explain(error: Exception) -> None:
 def _class_of(original: Callable[..., Any], backend: enum.Enum, kind: enum.Enum) -> Any:
     """Return kvflow's class of `kind` (manager, sender, ...) if `backend` is kvflow, else SGLang's class.
 
-    This is the hook around SGLang's `get_kv_class`, which is passed as `original`. For the kind `kvargs`, kvflow uses
-    SGLang's class, too.
+    This is the hook around SGLang's `get_kv_class`, passed as `original`. The kind `kvargs` is always SGLang's class.
     """
     if backend.value != NAME or kind.value == "kvargs":
         return original(backend, kind)

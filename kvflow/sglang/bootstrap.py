@@ -1,7 +1,7 @@
 """SGLang's bootstrap server, which also stores how kvflow reaches each rank of the prefill server.
 
 When a prefill rank registers, `KVFlowManager` adds an *introduction* to SGLang's message: for each pool, a ticket that
-names the rank. A decode rank that asks about the prefill rank gets the introduction with SGLang's answer.
+names the rank. A decode rank that asks about the prefill rank gets the introduction, too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from aiohttp import web
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 INTRODUCTION = "kvflow"
-"""Key of kvflow's tickets that name a prefill rank, in the rank's registration and in answers about the rank."""
+"""Key of the tickets that name a prefill rank, in the rank's registration and in answers about the rank."""
 
 _RankIndexes = tuple[int, int, int, int]
 
@@ -21,7 +21,7 @@ _RankIndexes = tuple[int, int, int, int]
 class KVFlowBootstrapServer(CommonKVBootstrapServer):
     """SGLang's bootstrap server, which also stores the tickets with which kvflow reaches each prefill rank.
 
-    A rank's tickets, one for each pool, are its introduction. They are stored by the rank's (DP, CP, TP, PP) indexes.
+    A rank has one ticket for each pool. They are stored by the rank's (DP, CP, TP, PP) indexes.
     """
 
     def __init__(self, host: str, port: int) -> None:

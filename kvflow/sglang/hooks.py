@@ -1,6 +1,6 @@
 """Hooks in SGLang's schedulers, for three things that SGLang's interface for transfer backends lacks.
 
-- A server that refuses a prompt makes no sender or receiver for the prompt, so the other server would wait in vain.
+- For a refused prompt, a server makes no sender or receiver, so the other server would wait in vain.
 - Neither senders nor receivers get the tokens of a prompt, which the two servers have to compare.
 - A decode server frees the pages of a failed request after 30 s, whether or not reads into them have stopped.
 """
@@ -28,12 +28,12 @@ _DECODE = "sglang.srt.disaggregation.decode"
 
 
 def hook_prefill(manager: type) -> None:
-    """Install the hooks for the scheduler of a prefill server. `manager` is the class KVFlowManager."""
+    """Install the hooks in the scheduler of a prefill server. `manager` is the class KVFlowManager."""
     _hook(f"{_PREFILL}.add", partial(_after_prefill_add, manager))
 
 
 def hook_decode(manager: type) -> None:
-    """Install the hooks for the scheduler of a decode server. `manager` is the class KVFlowManager."""
+    """Install the hooks in the scheduler of a decode server. `manager` is the class KVFlowManager."""
     _hook(f"{_DECODE}.DecodePreallocQueue.add", partial(_after_decode_add, manager))
     _hook(f"{_DECODE}.DecodePreallocQueue._create_receiver_and_enqueue", _after_create_receiver)
     _hook(f"{_DECODE}.DecodeTransferQueue._defer_release", _after_defer_release)
@@ -48,7 +48,7 @@ def _hook(target: str, hook: Callable[..., Any]) -> None:
 def _after_prefill_add(manager_class: type[Any], result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
     """Pass the prompt tokens of `req`, which a prefill server has just added, to the request's sender.
 
-    If the prefill server has refused `req`, there is no sender: then notify the decode server.
+    A refused `req` has no sender: then notify the decode server.
     """
     sender = req.disagg_kv_sender
     if isinstance(sender, KVFlowSender):
@@ -61,7 +61,7 @@ def _after_prefill_add(manager_class: type[Any], result: Any, queue: Any, req: A
 
 
 def _after_create_receiver(result: Any, queue: Any, req: Any, *_: Any, **__: Any) -> None:
-    """Pass the prompt tokens of `req` to the receiver that a decode server has just created for `req`."""
+    """Pass the prompt tokens of `req` to the receiver that a decode server has just created for it."""
     if isinstance(result.kv_receiver, KVFlowReceiver):
         result.kv_receiver.prompt = prompt_of(req)
 
@@ -80,8 +80,7 @@ def _after_decode_add(manager_class: type[Any], result: Any, queue: Any, req: An
 def _after_defer_release(result: Any, queue: Any, decode_req: Any, *_: Any, **__: Any) -> None:
     """Remove the time limit after which a decode server frees the pages of a failed request.
 
-    The server then keeps the pages until `KVFlowManager.is_abort_release_safe` says that all reads have stopped. After
-    a fixed time, reads could still be under way.
+    The server then keeps the pages until `KVFlowManager.is_abort_release_safe` says that all reads have stopped.
     """
     if isinstance(decode_req.kv_receiver, KVFlowReceiver):
         held, start_s, _, index, acks = queue._deferred_releases[-1]
@@ -89,7 +88,7 @@ def _after_defer_release(result: Any, queue: Any, decode_req: Any, *_: Any, **__
 
 
 def _reason_of(req: Any) -> str:
-    """Return the text of SGLang's reason why `req` has ended or will end; "" if it goes on."""
+    """Return SGLang's reason why `req` has ended or will end; "" if it goes on."""
     reason = req.finished_reason or req.to_finish
     return "" if reason is None else getattr(reason, "message", None) or "it does not say why"
 
@@ -102,8 +101,8 @@ def _has_counterpart(req: Any) -> bool:
 def prompt_of(req: Any) -> npt.NDArray[np.int64]:
     """Return the ids of those tokens of `req` for which KV is transferred, so that both servers can compare them.
 
-    Placeholders of pictures and sounds are -1, since SGLang's ids for these may differ between the servers. If the
-    request is computed again after a change of weights, its generated tokens are included.
+    Placeholders of pictures and sounds are -1, since SGLang's ids for these may differ between servers. If the request
+    is computed again after a change of weights, its generated tokens are included.
     """
     parts = [np.asarray(req.origin_input_ids, np.int64)]
     if getattr(req, "pd_rebootstrap_in_progress", False):

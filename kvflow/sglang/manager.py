@@ -1,13 +1,12 @@
 """KVFlowManager: one rank of a prefill or decode server, with its pools, its requests, and messages between servers.
 
 As in SGLang, a decode rank first sends a message about its request (`rooms.RoomMessage`) to the prefill ranks, which
-then begin to send. The message contains no memory addresses, since the decode rank reads the blocks itself. The message
-has the number of tokens that the decode server already has, and the name under which it waits for the lease. The decode
-server makes that name from the request's room, which routers see in clear text, and a digest that only the two servers
-know.
+then begin to send. The message has no memory addresses, since the decode rank reads the blocks itself. It has the
+number of tokens that the decode server already has, and the name of the lease for which it waits. The decode server
+makes that name from the request's room, which routers see in clear text, and a digest that only the two servers know.
 
-The keys of SGLang's tables of requests are rooms, numbers that several requests may have. Here the keys are objects of
-the class `Room`, each unique to one request.
+The keys of SGLang's tables of requests are rooms, numbers that several requests may share. Here the keys are `Room`
+objects, each unique to one request.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ from kvflow.sglang.server_settings import config_of
 logger = logger_of(__name__)
 
 _SUPPORTED_MAX = {"attn_cp_size": 1, "pp_size": 1, "attn_dcp_size": 1, "enable_kv_cache_sharding": False}
-"""Largest supported value of each SGLang setting for kinds of parallelism other than tensor and data parallelism."""
+"""Largest supported value of SGLang's settings for kinds of parallelism other than tensor and data parallelism."""
 _INCOMPATIBLE_S = 1.0
-"""Seconds for which requests to an incompatible prefill server fail at once. After that, SGLang asks the server again
-for its settings."""
+"""Seconds for which requests to an incompatible prefill server fail at once. Then SGLang asks for its settings
+again."""
 _RANKS_MAX = 64
 _SERVERS_MAX = 256
 _LOOK_UP_TIMEOUT_S = 2.0
@@ -64,7 +63,7 @@ Introduction: TypeAlias = "list[dict[str, Any]]"
 
 
 class KVFlowManager(CommonKVManager):
-    """kvflow's KV manager. SGLang creates one in each scheduler process of a server, and so for each rank."""
+    """kvflow's KV manager. SGLang creates one in each scheduler process of a server, that is, for each rank."""
 
     supports_deferred_decode_kv_release = True
 
@@ -82,8 +81,8 @@ class KVFlowManager(CommonKVManager):
     def _prepare(self, args: Any, mode: Any, server_args: Any, is_mla: bool) -> None:
         """Check the server's settings, and create the pools and tables of this rank.
 
-        SGLang's constructor needs them when it registers this rank at the bootstrap server. ConfigError if kvflow does
-        not support a setting.
+        SGLang's constructor needs them to register this rank at the bootstrap server. ConfigError if kvflow does not
+        support a setting.
         """
         parallel, policy = get_parallel(), get_disagg().disaggregation_decode_allocation_policy
         for name, most in _SUPPORTED_MAX.items():
@@ -101,8 +100,8 @@ class KVFlowManager(CommonKVManager):
             )
         self.aux = aux_buffers(args)
         self.aux_moves = self.aux.row_bytes > GIVEN_PAYLOAD_BYTES_MAX
-        """True if SGLang's metadata of a request is too large for the bytes that a lease gives to its readers
-        (`Lease.complete`), for example with hidden states. It is then transferred as an item of the last pool."""
+        """True if SGLang's metadata of a request, for example with hidden states, is too large for the bytes that a
+        lease gives to its readers (`Lease.complete`). The metadata is then an item of the last pool."""
         self.state_kinds = [kind.value for kind in args.state_types]
         self.secret = _broadcast(secrets.token_hex(16))
         self.serials = itertools.count()
@@ -110,13 +109,13 @@ class KVFlowManager(CommonKVManager):
         self.receivers: weakref.WeakValueDictionary[Room, Any] = weakref.WeakValueDictionary()
         self._rooms_lock = threading.RLock()  # reentrant: finalizers of requests may run while it is held
         self._held: dict[int, list[Load]] = {}
-        """Loads of failed requests that may still write to the decode server's pages, by SGLang's bootstrap room."""
+        """Loads of failed requests that may still write to this server's pages, by SGLang's bootstrap room."""
         self._incompatible: dict[str, tuple[str, float]] = {}
-        """Reason why a prefill server is incompatible with this decode server, and the time at which that was found, by
-        the prefill server's address."""
+        """By address of a prefill server: why it is incompatible with this decode server, and the time of that
+        finding."""
         self._ranks: BoundedMap[str, tuple[float, list[dict[str, Any]]]] = BoundedMap(_SERVERS_MAX)
-        """Time at which a prefill server's ranks were looked up, and the bootstrap server's description of each rank,
-        by the server's address. Used only on the loop of the first pool's runtime."""
+        """By address of a prefill server: the time at which its ranks were looked up, and the bootstrap server's
+        description of each rank. Used only on the loop of the first pool's runtime."""
         self._unanswered: set[str] = set()
         """Addresses of prefill servers that did not answer when SGLang last asked for their parallelism."""
         producer = mode == DisaggregationMode.PREFILL
@@ -132,21 +131,19 @@ class KVFlowManager(CommonKVManager):
     # --- what both sides have
 
     def check_status(self, bootstrap_room: int) -> Any:
-        """Return SGLang's state (a KVPoll) of the request with this `Room`; Failed if the request is unknown."""
         return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     def forget(self, room: Room) -> None:
-        """Remove the request of `room`, which has ended, from the tables of SGLang and kvflow."""
         for table in (self.request_status, self.failure_records, self.senders, self.receivers):
             table.pop(room, None)
 
     def fail(self, room: Room, reason: str) -> None:
-        """Mark the request of `room` as failed. The client of SGLang gets `reason` as the error message."""
+        """Mark the request of `room` as failed. SGLang's client gets `reason` as the error message."""
         self.record_failure(room, f"kvflow: {reason}")
         self.update_status(room, KVPoll.Failed)
 
     def new_request_name(self, room: int) -> str:
-        """Return a secret name for a new request of `room`, under which the decode server waits for the lease.
+        """Return a secret name for a new request of `room`: the decode server waits for the lease of that name.
 
         All ranks of the decode server make the same name, because they see requests in the same order.
         """
@@ -168,11 +165,10 @@ class KVFlowManager(CommonKVManager):
         super()._register_topology_row(url, {**payload, INTRODUCTION: introduction})
 
     def items_of(self, pages: Any, state_indices: Any, aux_index: int, decode_prefix_len: int) -> list[Any]:
-        """Return the indexes of a request's items in each pool, in the order of `pools`.
+        """Return the indexes of a request's items in each pool, in the order of `pools`; None for a pool without items.
 
-        The entry of a pool in which the request has no items is None. `pages` are the pages of the KV pool,
-        `state_indices` the indexes for each component of state, and `aux_index` the row of SGLang's metadata. The
-        decode server already has the first `decode_prefix_len` tokens.
+        `pages` are the pages of the KV pool, `state_indices` the indexes for each component of state, and `aux_index`
+        the row of SGLang's metadata. The decode server already has the first `decode_prefix_len` tokens.
         """
         aux = [[aux_index]] if self.aux_moves else []
         prefix_pages = decode_prefix_len // self.kv_args.page_size
@@ -182,14 +178,14 @@ class KVFlowManager(CommonKVManager):
     # --- decode
 
     def build_receiver_registration_message(self) -> list[bytes]:
-        """Return an empty message, since prefill servers need no memory addresses of a decode server's pools."""
+        """Return an empty message: prefill servers need no memory addresses of a decode server."""
         return []
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Look up the parallelism of the prefill server at `bootstrap_addr`. Return whether it can be read from.
 
         If the server is incompatible, fail the requests for it. SGLang's own method would raise in the scheduler's
-        loop, which would end the decode server with all its requests.
+        loop, and so end the decode server.
         """
         try:
             known: bool = super().try_ensure_parallel_info(bootstrap_addr)
@@ -242,15 +238,12 @@ class KVFlowManager(CommonKVManager):
         self.notify_given_up(address, ranks, message)
 
     def incompatible_error(self, address: str) -> PeerIncompatible | None:
-        """If the prefill server at `address` was found incompatible within the last second, return the error.
-
-        Requests to that server then fail with this error. Otherwise return None.
-        """
+        """Return the error for requests to the prefill server at `address`, if it was found incompatible within 1 s."""
         reason, since_s = self._incompatible.get(address, ("", 0.0))
         return _incompatible_error(address, reason) if reason and time.monotonic() - since_s < _INCOMPATIBLE_S else None
 
     def hold(self, room: int, address: str, loads: list[Load]) -> None:
-        """Have the pages of a failed request kept until `loads`, which may still write to them, have stopped.
+        """Keep the pages of a failed request until `loads`, which may still write to them, have stopped.
 
         `room` is the request's room, and `address` the address of its prefill server.
         """
@@ -288,8 +281,8 @@ class KVFlowManager(CommonKVManager):
     def add_sender(self, room: Room, sender: Any) -> Answer:
         """Add a new request of the prefill server, with its sender, and return its `Answer`.
 
-        The request is paired with the first unpaired request of decode servers in the same room. If there is none yet,
-        the request is paired when one arrives.
+        The request is paired with the first unpaired request of decode servers in the same room, now or when one
+        arrives.
         """
         with self._rooms_lock:
             self.senders[room] = sender
@@ -298,12 +291,12 @@ class KVFlowManager(CommonKVManager):
         return answer
 
     def remove_answer(self, answer: Answer) -> None:
-        """Forget a request of the prefill server that has ended: `answer`, which `add_sender` returned."""
+        """Forget an ended request of the prefill server: `answer`, which `add_sender` returned."""
         with self._rooms_lock:
             self._rooms.close(answer, time.monotonic())
 
     def refuse_answer(self, answer: Answer, reason: str) -> None:
-        """Mark a request of the prefill server as refused, because of `reason`: it will not be computed.
+        """Mark a request of the prefill server as refused for this `reason`: it will not be computed.
 
         The decode server is notified now, or when its message about the request arrives.
         """
@@ -350,14 +343,13 @@ class KVFlowManager(CommonKVManager):
 
 
 def _incompatible_error(address: str, reason: str) -> PeerIncompatible:
-    """Return the error with which requests to the incompatible prefill server at `address` fail."""
     return PeerIncompatible(f"prefill server {address}: {reason}", peer=address)
 
 
 async def _look_up_ranks(address: str) -> list[dict[str, Any]]:
-    """Ask the bootstrap server at `address` for the prefill server's ranks, and return its description of each.
+    """Return the bootstrap server's description of each rank of the prefill server at `address`.
 
-    Return an empty list if the bootstrap server does not answer.
+    Empty if the bootstrap server does not answer.
     """
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
     with contextlib.suppress(Exception):
@@ -378,7 +370,7 @@ class _Pool:
     """One of a rank's memory pools, and the kvflow runtime that transfers items of the pool.
 
     If servers may have different tensor-parallel sizes for this pool (`Buffers.cut`), all ranks of a server form one
-    kvflow engine. If not, each rank is an engine by itself, from which whole items are read.
+    kvflow engine. Otherwise each rank is an engine, from which whole items are read.
     """
 
     def __init__(self, buffers: Buffers, model_heads: int, producer: bool, secret: str) -> None:
@@ -401,7 +393,7 @@ class _Pool:
 
 
 def _broadcast(value: str) -> str:
-    """Send the `value` of rank 0 to all ranks of the server. Return that value on each rank."""
+    """Send the `value` of rank 0 to all ranks of the server, and return it on each rank."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return value
     agreed: str = get_parallel().world_group.broadcast_object(value, src=0)
@@ -411,7 +403,7 @@ def _broadcast(value: str) -> str:
 def _model_heads(args: Any, server_args: Any) -> int:
     """Return the number of KV heads of the whole model.
 
-    In `args`, SGLang passes that number to prefill servers only; on decode servers it comes from the model's config.
+    SGLang passes it in `args` to prefill servers only; on decode servers it comes from the model's config.
     """
     known = getattr(args, "total_kv_head_num", None)
     if known is None:

@@ -1,10 +1,9 @@
 """SGLang's pools as kvflow caches: the KV pool, and each component of state (windows, recurrent state, indexes).
 
-SGLang describes a pool by addresses: a list of buffers, each an array of items of equal size. A request names the
-indexes of its items on each side, in the same order. So each pool is a kvflow cache in which an item is a block, and
-kvflow need not know the meaning of a request's items. In a KV pool that is divided by heads an item is a page (tokens,
-heads, bytes of a head), of which a rank with another tensor-parallel size reads some heads. All other items are
-transferred whole.
+SGLang describes a pool as a list of buffers, each an array of items of equal size. A request names the indexes of its
+items on each side, in the same order. So each pool is a kvflow cache in which an item is a block, and kvflow need not
+know what the items mean. In a KV pool that is divided by heads an item is a page (tokens, heads, bytes of a head), of
+which a rank with another tensor-parallel size reads some heads. All other items are transferred whole.
 """
 
 from __future__ import annotations
@@ -40,19 +39,19 @@ class Buffers:
     item_sizes: Sequence[int]
     layers: Sequence[int]
     format: str
-    """Text for the dtype and layout of the pool, which must be the same on prefill and decode servers."""
+    """Text for the dtype and layout of the pool, the same on prefill and decode servers."""
     tokens: int = 1
     """Number of tokens in an item; 1 if an item does not consist of tokens."""
     heads: int = 0
-    """Number of KV heads that an item has on one rank; 0 if other ranks cannot read single heads of an item."""
+    """Number of KV heads in an item of one rank; 0 if other ranks cannot read single heads."""
     cut: bool = False
     """True if the two servers may have different tensor-parallel sizes: a rank can read some heads of an item, or the
-    items are latents, which are the same on all ranks."""
+    items are latents, which all ranks have."""
     replicated: bool = False
-    """True if items are always read whole and are equal on all ranks, so that any rank can be read. If both `cut` and
-    `replicated` are False, only a server with the same tensor-parallel size can read the ranks' items."""
+    """True if all ranks have equal items, which are read whole from any rank. If both `cut` and `replicated` are False,
+    only a server with the same tensor-parallel size can read the ranks' items."""
     host: bool = False
-    """True if the pool is in host memory, even if the other pools are on a device."""
+    """True if the pool is in host memory, whatever the other pools are in."""
 
     @property
     def rank_private(self) -> bool:
@@ -64,17 +63,17 @@ class Buffers:
         return sum(self.item_sizes)
 
     def read_row(self, row: int) -> bytes:
-        """Return the bytes of the item with index `row` of each buffer, concatenated in the order of the buffers.
+        """Return the bytes of item `row` of each buffer, concatenated in the order of the buffers.
 
-        The pool must be in host memory.
+        Only for a pool in host memory.
         """
         places = zip(self.pointers, self.item_sizes, strict=True)
         return b"".join(ctypes.string_at(pointer + row * size, size) for pointer, size in places)
 
     def write_row(self, row: int, data: bytes) -> None:
-        """Write `data`, which another rank's `read_row` has returned, to the item with index `row` of each buffer.
+        """Write `data`, which another rank's `read_row` has returned, to item `row` of each buffer.
 
-        The pool must be in host memory. ConfigError if `data` does not have the size of these items.
+        Only for a pool in host memory. ConfigError if `data` does not have the size of these items.
         """
         if len(data) != self.row_bytes:
             raise ConfigError(f"metadata of a request: ours {counted(self.row_bytes, 'byte')}, theirs {len(data)}")
@@ -86,8 +85,7 @@ class Buffers:
     def group(self, device: str) -> CacheGroup:
         """Return the pool as a CacheGroup that kvflow can register; `device` is where the pool's memory is.
 
-        Each buffer is a layer, and each item a block. Buffers may have different numbers of items: the group has as
-        many blocks as the shortest buffer has items.
+        A buffer is a layer, and an item a block. The group has as many blocks as the shortest buffer has items.
         """
         items = min((size // item for size, item in zip(self.sizes, self.item_sizes, strict=True)), default=0)
         layers = {}
@@ -118,7 +116,7 @@ class Buffers:
 def kv_buffers(args: Any, *, heads: int) -> Buffers:
     """Return SGLang's KV pool, which `args` describe. `heads` is the number of KV heads of one rank, 0 for latents.
 
-    If the bytes of a page of latents cannot be divided by the page's tokens, a page is an item without tokens.
+    A page of latents that cannot be divided by its tokens is an item without tokens.
     """
     count = len(args.kv_data_ptrs)
     by_token = heads or not any(size % args.page_size for size in args.kv_item_lens)
@@ -138,7 +136,7 @@ def kv_buffers(args: Any, *, heads: int) -> Buffers:
 def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
     """Return a pool for each component of state in `args`, in SGLang's order: windows, recurrent state, indexes.
 
-    `heads` is the number of KV heads of one rank, 0 for latents. If the KV pool is divided by heads, windows are, too.
+    `heads` is the number of KV heads of one rank, 0 for latents. If the KV pool is divided by heads, so are windows.
     Layers without state, which SGLang lists with items of 0 bytes, are left out.
     """
     found = []
@@ -167,11 +165,10 @@ def state_buffers(args: Any, *, heads: int) -> list[Buffers]:
 def transferred_items(kind: str, indices: Any, prefix_pages: int) -> list[int] | None:
     """Return the indexes of those items of a state component that are transferred for a request.
 
-    `kind` is SGLang's name for the component, and `indices` are the indexes that SGLang gives, or None if the request
-    has no items there; then return None. If the component has an item for each page, SGLang gives all pages of the
-    prompt. The decode server already has the first `prefix_pages`, so these are left out: they may be in use, and
-    belong to KV that the decode server has computed. For a DSA tail, SGLang gives the index of the request's item and
-    the part of the item that is in use; the whole item is transferred.
+    `kind` is SGLang's name for the component. `indices` are SGLang's indexes, or None if the request has no items
+    there; then return None. If the component has an item for each page, SGLang gives all pages of the prompt; the first
+    `prefix_pages` are left out, since the decode server has them and may use them. For a DSA tail, SGLang gives the
+    index of the item and its used part; the whole item is transferred.
     """
     if indices is None:
         return None
@@ -182,8 +179,7 @@ def transferred_items(kind: str, indices: Any, prefix_pages: int) -> list[int] |
 def aux_buffers(args: Any) -> Buffers:
     """Return SGLang's metadata buffers as a pool in host memory, in which each request has one item, its row.
 
-    A row is given to readers as the payload of a lease (`Lease.complete`). If it is too large for that, it is
-    transferred as an item of this pool.
+    A row goes to readers as the payload of a lease (`Lease.complete`), or if it is too large, as an item of this pool.
     """
     return Buffers(
         name="aux",
@@ -198,11 +194,11 @@ def aux_buffers(args: Any) -> Buffers:
 
 
 def _numbers(layer_ids: Sequence[int], count: int, drafts: int, *, parts: int) -> list[int]:
-    """Return a number for each of `count` buffers, made from the buffer's layer and its place among `parts` buffers.
+    """Return a number for each of `count` buffers, made from its layer and its place among the layer's `parts` buffers.
 
-    `parts` is the number of buffers of a layer: 2 for K and V. `layer_ids` has the layer of each buffer; if it is
-    empty, the buffers are K of all layers, then V of all layers. The last `drafts` buffers belong to a draft model and
-    have numbers in a separate range, since the other server may have no draft model.
+    `parts` is 2 for K and V. `layer_ids` has the layer of each buffer; if it is empty, the buffers are K of all layers,
+    then V of all layers. The last `drafts` buffers belong to a draft model and have a separate range of numbers, since
+    the other server may have no draft model.
     """
     if layer_ids:
         seen: dict[int, int] = {}

@@ -1,9 +1,9 @@
 """KVFlowReceiver: the decode side of one request, with a load for each pool. Loads start once the pages are known.
 
 SGLang's scheduler thread makes all calls. `poll` returns Success only when no further byte can land in the pages. It
-returns Failed once the loads have ended, which unfinished reads can delay by at most `Config.cancel_grace_s`. If reads
-have not stopped by then, or if another rank has failed earlier, SGLang's deferred release keeps the pages until the
-reads have stopped (`KVFlowManager.hold`).
+returns Failed once the loads have ended, which unfinished reads delay by at most `Config.cancel_grace_s`. If reads go
+on after that, or if another rank has failed earlier, SGLang's deferred release keeps the pages until the reads have
+stopped (`KVFlowManager.hold`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class KVFlowReceiver(CommonKVReceiver):
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.prompt: Any = None
-        """Token ids of the prompt, which a hook sets (`hooks`); None if they are not known."""
+        """Token ids of the prompt, set by a hook (`hooks`); None if they are not known."""
         self._loads: list[Load] = []
         self._aux_index = 0
         self._cancelled = False
@@ -53,7 +53,7 @@ class KVFlowReceiver(CommonKVReceiver):
     def init(self, prefill_dp_rank: int) -> None:
         """Look up the prefill server's ranks of data-parallel rank `prefill_dp_rank`, and begin to connect to them.
 
-        If the bootstrap server's tickets for these ranks are invalid, fail this request, and not the scheduler.
+        If the bootstrap server's tickets for these ranks are invalid, fail this request, not the scheduler.
         """
         try:
             super().init(prefill_dp_rank)
@@ -72,8 +72,8 @@ class KVFlowReceiver(CommonKVReceiver):
     def _register_kv_args(self) -> bool:
         """Begin to connect to the prefill ranks, in the background, so that loads find a connection. Return True.
 
-        SGLang calls this once it knows the prefill ranks. If the pools of these ranks are incompatible with the pools
-        of this rank, fail the request and return False.
+        SGLang calls this once it knows the prefill ranks. If their pools are incompatible with this rank's pools, fail
+        the request and return False.
         """
         problem = self._incompatibility()
         if problem is not None:
@@ -86,9 +86,9 @@ class KVFlowReceiver(CommonKVReceiver):
         return True
 
     def _incompatibility(self) -> str | None:
-        """Return the reason why this decode server cannot read the prefill server's pools; None if it can.
+        """Return why this decode server cannot read the prefill server's pools; None if it can.
 
-        Compare the numbers of pools, and for pools that need it, the tensor-parallel sizes of both servers.
+        Compare the numbers of pools, and where it matters, the tensor-parallel sizes.
         """
         pools = self.kv_mgr.pools
         for info in self.bootstrap_infos:
@@ -131,9 +131,9 @@ class KVFlowReceiver(CommonKVReceiver):
                 self._load(pool_index, pool, list(indexes))
 
     def _send_room_message(self, decode_prefix_len: int, info: dict[str, Any]) -> bool:
-        """Send a prefill rank a `RoomMessage` about the request. Return whether the message was sent.
+        """Send a prefill rank a `RoomMessage` about the request. Return False if this fails: SGLang fails the request.
 
-        `info` is the bootstrap server's description of the rank. If the message was not sent, SGLang fails the request.
+        `info` is the bootstrap server's description of the rank.
         """
         message = self._room_message(
             decode_prefix_len=decode_prefix_len,
@@ -167,12 +167,12 @@ class KVFlowReceiver(CommonKVReceiver):
 
     @property
     def _digest(self) -> str:
-        """Digest of the prompt's token ids, for the prefill server to compare; "" if they are not known."""
+        """Digest of the prompt's token ids, which the prefill server compares; "" if they are not known."""
         return "" if self.prompt is None else prompt_digest(self._name, self.prompt)
 
     @property
     def _uncut_rank(self) -> dict[str, Any]:
-        """Description of the one prefill rank from which this rank reads the pools with `Buffers.cut` False."""
+        """Description of the one prefill rank from which this rank reads the pools that are not `cut`."""
         return next(info for info in self.bootstrap_infos if not info["is_dummy"])
 
     def _poll(self) -> Any:
@@ -190,7 +190,7 @@ class KVFlowReceiver(CommonKVReceiver):
     def _set_final_state(self) -> None:
         """Set the request's final state, after all its loads have ended.
 
-        If all loads have succeeded, write the received metadata to SGLang's buffers and set Success, else set Failed.
+        If all have succeeded, write the received metadata to SGLang's buffers and set Success, else set Failed.
         """
         errors = [error for error in map(_error_of, self._loads) if error is not None]
         if not errors:
@@ -212,8 +212,8 @@ class KVFlowReceiver(CommonKVReceiver):
     def _notify_prefill(self, error: BaseException) -> None:
         """Notify the prefill server that this server has given up the request.
 
-        If `error` is a PeerError, the prefill server may be gone or restarted. Then forget what is known about the
-        server, so that the next request looks it up again.
+        After a PeerError, the prefill server may be gone or restarted: forget it, so that the next request looks it up
+        again.
         """
         self.ensure_abort_notified()
         if isinstance(error, PeerError):
@@ -221,10 +221,7 @@ class KVFlowReceiver(CommonKVReceiver):
             self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Notify the prefill ranks once that this server has given up the request, with the reason.
-
-        Skip ranks that cannot be reached.
-        """
+        """Notify the prefill ranks once that this server has given up the request, and why. Skip unreachable ranks."""
         if self.abort_notified:
             return
         self.abort_notified = True
@@ -237,7 +234,7 @@ class KVFlowReceiver(CommonKVReceiver):
     def abort(self) -> None:
         """Abort the request and cancel its loads.
 
-        Until the loads have ended, the request has no final state, so SGLang keeps its pages.
+        It has no final state until the loads have ended, so SGLang keeps its pages.
         """
         if (
             self.conclude_state is None
@@ -254,7 +251,7 @@ class KVFlowReceiver(CommonKVReceiver):
     def clear(self) -> None:
         """Forget the request, as SGLang's own receiver does, and cancel its loads.
 
-        Pass loads that may still write to the pages to `KVFlowManager.hold`, which has the pages kept.
+        `KVFlowManager.hold` then keeps the pages to which loads may still write.
         """
         self._cancel()
         unsafe, self._loads = [load for load in self._loads if not load.safe], []
@@ -283,7 +280,7 @@ def _pool_names(pools: list[Any]) -> str:
 
 
 def _error_of(load: Load) -> BaseException | None:
-    """Return the error with which `load` has failed or was cancelled; None if it has succeeded or still runs."""
+    """Return the error of a failed or cancelled `load`; None if it has succeeded or still runs."""
     if not load.done:
         return None
     try:

@@ -1,9 +1,9 @@
 """Rooms of a prefill server: pairs the requests of decode servers with the requests of the prefill server.
 
 A room is the number (`bootstrap_room`) under which a router sends a request to both servers. All samples of a prompt
-have the same room, and a router that tries again may use a room that is in use. So a room has two queues: the room's
-n-th request from decode servers is answered by the room's n-th request at the prefill server. If either server gives up
-a request, the request stays in the queue, so that all ranks make the same pairs.
+have the same room, and a router that tries again may use a room that is in use. So a room has two queues: its n-th
+request from decode servers is answered by its n-th request at the prefill server. A request that either server has
+given up stays in the queue, so that all ranks make the same pairs.
 
 The module has no I/O and no clock: callers hold a lock and pass the time.
 """
@@ -28,12 +28,12 @@ MESSAGE_FRAME = b"KVFLOW"
 ROOM_MAX = (1 << 63) - 1
 REASON_CHARS_MAX = 400
 REQUESTS_MAX = 1 << 14
-"""Maximum number of requests from decode servers that wait to be paired. If there are more, the oldest is declined."""
+"""Maximum number of decode servers' unpaired requests. Beyond that, the oldest is declined."""
 REFUSALS_MAX = 1 << 12
-"""Maximum number of refused requests of the prefill server that wait for a decode server's message. If there are
-more, the oldest is forgotten."""
+"""Maximum number of the prefill server's refused requests that await a decode server's message. Beyond that, the oldest
+is forgotten."""
 LEFTOVER_S = 30.0
-"""Seconds after which an unpaired request that was given up or refused is forgotten when its room is used again."""
+"""Seconds after which an unpaired request that was given up or refused is forgotten, once its room is used again."""
 _ENDED_NAMES_MAX = 1 << 14
 
 
@@ -62,41 +62,40 @@ class RoomMessage(msgspec.Struct, frozen=True):
 
     room: Annotated[int, Meta(ge=1, le=ROOM_MAX)]
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    """Name that the prefill rank has to give to the request's lease: a secret of the two servers."""
+    """Name for the prefill rank to give to the request's lease: a secret of the two servers."""
     reader: Annotated[str, Meta(max_length=256)]
-    """Name of the decode rank that sends the message."""
+    """Name of the sending decode rank."""
     readers: Annotated[int, Meta(ge=1, le=1 << 10)]
-    """Number of decode ranks that send a message about the request to this prefill rank."""
+    """Number of decode ranks that send this prefill rank a message about the request."""
     decode_prefix_len: Annotated[int, Meta(ge=0)] = 0
     """Number of tokens at the beginning of the prompt that the decode server already has."""
     is_dummy: bool = False
-    """True if the decode rank reads the pools with `Buffers.cut` False from another prefill rank, not from this one."""
+    """True if the decode rank reads the pools with `Buffers.cut` False from another prefill rank."""
     prompt: Annotated[str, Meta(max_length=64)] = ""
     """Digest of the prompt's token ids, salted with `name`; "" if the decode rank does not know them."""
     prompt_tokens: Annotated[int, Meta(ge=0)] = 0
     given_up: str = ""
-    """Reason why the decode server has given up the request; "" if it has not."""
+    """Why the decode server has given up the request; "" if it has not."""
 
     def frames(self) -> list[bytes]:
-        """Return the frames of the ZMQ message that carries this message."""
         return [MESSAGE_FRAME, msgspec.json.encode(self)]
 
 
 @dataclass(slots=True, eq=False)
 class RoomRequest:
-    """One request of a decode server, as the messages of the decode ranks describe it so far."""
+    """One request of a decode server, from the messages of the decode ranks so far."""
 
     room: int
     name: str
     since_s: float
     messages: dict[str, RoomMessage] = field(default_factory=dict)
-    """The message of each decode rank that has sent one, by the rank's name."""
+    """The messages so far, by name of the decode rank."""
     given_up: str = ""
-    """Reason why the decode server has given up the request; "" if it has not."""
+    """Why the decode server has given up the request; "" if it has not."""
 
     @property
     def first_message(self) -> RoomMessage | None:
-        """The first message about the request that has arrived; None if none has."""
+        """The message about the request that arrived first; None before."""
         return next(iter(self.messages.values()), None)
 
     @property
@@ -115,16 +114,16 @@ class RoomRequest:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """One request of the prefill server, and in `request`, the decode server's request that is paired with it.
+    """One request of the prefill server.
 
-    `request` is None until the decode server's message has arrived.
+    `request` is the paired request of the decode server; None until its message has arrived.
     """
 
     room: int
     since_s: float
     request: RoomRequest | None = None
     refused: str = ""
-    """Reason why the prefill server will not compute the request; "" if it will."""
+    """Why the prefill server will not compute the request; "" if it will."""
 
 
 class Rooms:
@@ -134,23 +133,23 @@ class Rooms:
         self._patience_s = patience_s
         """Seconds for which a decode server's request may wait to be paired."""
         self.requests: dict[int, deque[RoomRequest]] = {}
-        """Decode servers' requests that are not paired yet: a queue for each room, by room number."""
+        """Decode servers' unpaired requests: a queue for each room, by room number."""
         self.answers: dict[int, deque[Answer]] = {}
-        """The prefill server's requests that are not paired yet: a queue for each room, by room number."""
+        """The prefill server's unpaired requests: a queue for each room, by room number."""
         self._waiting_by_name: OrderedDict[str, RoomRequest] = OrderedDict()
         """All requests in `requests`, by `RoomMessage.name`, the oldest first."""
         self._paired_by_name: dict[str, RoomRequest] = {}
-        """Decode servers' requests that are paired, by `RoomMessage.name`."""
+        """Decode servers' paired requests, by `RoomMessage.name`."""
         self._refusals: OrderedDict[int, Answer] = OrderedDict()
         """All refused requests in `answers`, by `id(answer)`, the oldest first."""
         self._ended_names: BoundedMap[str, None] = BoundedMap(_ENDED_NAMES_MAX)
-        """`RoomMessage.name` of the latest requests that have ended, so that late messages about them are ignored."""
+        """`RoomMessage.name` of the latest ended requests, so that late messages about them are ignored."""
 
     def handle(self, message: RoomMessage, now_s: float) -> tuple[RoomRequest, str] | None:
         """Add a decode rank's message to the request that it names.
 
-        If the message is the first about the request, add the request, and pair it with the prefill server's first
-        unpaired request in the room, if there is one.
+        The first message adds the request, and pairs it with the prefill server's first unpaired request in the room,
+        if any.
 
         Returns:
             The decode server's request and a reason, if the prefill server's request was refused before: the caller has
@@ -183,8 +182,8 @@ class Rooms:
     def add_answer(self, room: int, now_s: float) -> Answer:
         """Add a request of the prefill server to `room`, and return it.
 
-        The request is paired with the decode servers' first unpaired request in the room. If there is none yet, the
-        request waits in the room's queue.
+        It is paired with the decode servers' first unpaired request in the room. If there is none, it waits in the
+        room's queue.
         """
         self._forget_leftovers(room, now_s)
         answer = Answer(room, now_s)
@@ -197,11 +196,11 @@ class Rooms:
         return answer
 
     def refuse(self, answer: Answer, reason: str, now_s: float) -> RoomRequest | None:
-        """Mark a request of the prefill server as refused, because of `reason`: it will not be computed.
+        """Mark a request of the prefill server as refused for this `reason`: it will not be computed.
 
         Returns:
-            The decode server's request that is paired with it, which the caller has to decline now. None if it is not
-            paired yet, or if it was refused before.
+            The paired request of the decode server, which the caller has to decline now. None if there is none yet, or
+            if `answer` was refused before.
         """
         if answer.refused:
             return None
@@ -215,9 +214,9 @@ class Rooms:
         return None
 
     def close(self, answer: Answer, now_s: float) -> None:
-        """Forget a request of the prefill server that has ended.
+        """Forget an ended request of the prefill server.
 
-        If it is not paired yet, mark it as refused and keep it for a while, for a decode server's late message.
+        If it is unpaired, mark it as refused and keep it for a while, for a decode server's late message.
         """
         if answer.request is None:
             self.refuse(answer, "the prefill server has ended the request", now_s)
@@ -227,7 +226,7 @@ class Rooms:
     def pop_expired(self, now_s: float) -> list[RoomRequest]:
         """Forget decode servers' requests that have waited longer than `patience_s` to be paired.
 
-        If more than `REQUESTS_MAX` requests wait, forget the oldest of these, too.
+        Of more than `REQUESTS_MAX` waiting requests, forget the oldest, too.
 
         Returns:
             The forgotten requests, except those that were given up: the caller has to decline them.
@@ -265,7 +264,7 @@ class Rooms:
 
 
 def _pop_first(queues: dict[int, deque[OneT]], room: int) -> OneT:
-    """Remove and return the first request in the queue of `room`. If the queue is then empty, remove the queue."""
+    """Remove and return the first request in the queue of `room`. Remove the queue if it is then empty."""
     queue = queues[room]
     first = queue.popleft()
     if not queue:
@@ -274,7 +273,7 @@ def _pop_first(queues: dict[int, deque[OneT]], room: int) -> OneT:
 
 
 def _remove_one(queues: dict[int, deque[OneT]], one: OneT) -> None:
-    """Remove the request `one` from the queue of its room. If the queue is then empty, remove the queue."""
+    """Remove the request `one` from the queue of its room. Remove the queue if it is then empty."""
     queue = queues[one.room]
     queue.remove(one)
     if not queue:

@@ -1,8 +1,8 @@
 """KVFlowSender: the prefill side of one request, with a lease that grows with each chunk that the scheduler sends.
 
 SGLang's scheduler thread makes all calls. `poll` returns Success or Failed only after the leases have ended; then
-SGLang may reuse the request's pages. After an `abort` in the middle of a prefill, SGLang frees the pages at once. No
-load can succeed in that case, since each load waits for the lease's payload (`Lease.complete`), which never arrives.
+SGLang may reuse the request's pages. After an `abort` in the middle of a prefill, SGLang frees the pages at once. Then
+no load can succeed, since each load waits for the lease's payload (`Lease.complete`), which never arrives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KVFlowSender(CommonKVSender):
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **named: Any) -> None:
         self.prompt: Any = None
-        """Token ids of the prompt, which a hook sets (`hooks`); None if they are not known."""
+        """Token ids of the prompt, set by a hook (`hooks`); None if they are not known."""
         self._leases: list[Lease] = []
         self._all_offered = False
         self._gave_up = False
@@ -41,7 +41,7 @@ class KVFlowSender(CommonKVSender):
             self._fail(problem)
 
     def pop_decode_prefix_len(self) -> int:
-        """Return how many prompt tokens the decode server already has; 0 if it has not sent a message yet."""
+        """Return how many prompt tokens the decode server already has; 0 before its message arrives."""
         message = self._first_message()
         return 0 if message is None else message.decode_prefix_len
 
@@ -58,7 +58,7 @@ class KVFlowSender(CommonKVSender):
     def send(self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, **events: Any) -> None:
         """Offer the KV pages `kv_indices` of one chunk of the prompt to readers.
 
-        The pages are computed already, or will be once the device event of the chunk has happened.
+        The pages are computed once the device event of the chunk, if there is one, has happened.
         """
         if self.conclude_state in (KVPoll.Success, KVPoll.Failed) or not self._leases or self._gave_up:
             return
@@ -85,7 +85,7 @@ class KVFlowSender(CommonKVSender):
     def _complete_offer(self, state_indices: Any, ready: Any) -> None:
         """After the last chunk, offer the request's items in the other pools, and complete the lease with the metadata.
 
-        `ready` is the device event that happens when the last chunk is computed, or None.
+        The device event `ready` happens when the last chunk is computed; None if it is already.
         """
         prefix_len = self.pop_decode_prefix_len()
         for pool_index, items in enumerate(self.kv_mgr.items_of((), state_indices, self.aux_index, prefix_len)):
@@ -110,9 +110,9 @@ class KVFlowSender(CommonKVSender):
             self._fail(f"it could not be offered: {error}")
 
     def _first_message(self) -> RoomMessage | None:
-        """Return the first message about the request that a decode rank has sent.
+        """Return the first message about the request from a decode rank.
 
-        Return None if no message has arrived yet, or if the decode server has given up the request.
+        None if none has arrived yet, or if the decode server has given up the request.
         """
         request = self._answer.request
         return None if request is None or request.given_up else request.first_message
@@ -125,7 +125,7 @@ class KVFlowSender(CommonKVSender):
     def _poll_with_status(self, check_status: Any) -> Any:
         """Return SGLang's state of the request (a KVPoll).
 
-        Never wait for a lease to end. Block only for a moment, if the request has failed, to fail its leases.
+        Never wait for a lease to end. If the request has failed, block for a moment to fail its leases.
         """
         if self.conclude_state is None:
             failed = self._update_state()
@@ -138,7 +138,7 @@ class KVFlowSender(CommonKVSender):
         return super()._poll_with_status(check_status)
 
     def _update_state(self) -> bool:
-        """Update the request's state from the messages of the decode ranks. Return True if the request has failed."""
+        """Update the request's state from the decode ranks' messages. Return True if the request has failed."""
         status, request = self.kv_mgr.check_status(self.bootstrap_room), self._answer.request
         if status in (KVPoll.Failed, KVPoll.Success) or request is None:
             return bool(status == KVPoll.Failed)
@@ -159,7 +159,7 @@ class KVFlowSender(CommonKVSender):
     def _mismatch(self, message: RoomMessage) -> str:
         """Return an error text if the decode server waits for another prompt than this request has.
 
-        `message` has the digest of the decode server's prompt. Return "" if both prompts agree, or if one is unknown.
+        `message` has the digest of that prompt. Return "" if both prompts agree, or if one is unknown.
         """
         if self.prompt is None or not message.prompt:
             return ""
@@ -171,7 +171,7 @@ class KVFlowSender(CommonKVSender):
         return f"PromptMismatch: room {int(self.bootstrap_room)} has two prompts: {ours}, {theirs}"
 
     def _set_final_state(self) -> None:
-        """Set the request's final state, after all leases have ended: Success if all were read, else Failed."""
+        """After all leases have ended, set the request's final state: Success if all were read, else Failed."""
         try:
             ends = {lease.outcome.result(0) for lease in self._leases}
         except (KVFlowError, TimeoutError) as error:
@@ -185,7 +185,7 @@ class KVFlowSender(CommonKVSender):
     def abort(self) -> None:
         """Abort the request and fail its leases, which notifies the readers.
 
-        Until the leases have ended, the request has no final state, so SGLang keeps its pages.
+        It has no final state until the leases have ended, so SGLang keeps its pages.
         """
         super().abort()
         self._give_up("the prefill server has aborted the request")
@@ -193,9 +193,9 @@ class KVFlowSender(CommonKVSender):
             self.conclude_state = None
 
     def _give_up(self, reason: str) -> None:
-        """Fail all leases of the request; if there are none yet, refuse the request. A second call does nothing.
+        """Fail all leases of the request, and give readers the `reason`. If it has no leases yet, refuse the request.
 
-        Readers get `reason`.
+        A second call does nothing.
         """
         if self._gave_up:
             return

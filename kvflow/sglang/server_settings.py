@@ -33,7 +33,7 @@ def config_of(values: Mapping[str, Any], environment: Mapping[str, str] = os.env
         The Config; the user's settings override `listen`.
 
     Raises:
-        ConfigError: the variable is not a JSON object, or a setting in it is unknown, has a wrong type, or is invalid.
+        ConfigError: the variable is not a JSON object, or has an unknown, mistyped or invalid setting.
     """
     text = environment.get(SETTINGS, "").strip() or "{}"
     try:
