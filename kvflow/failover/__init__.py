@@ -1,1 +1,4 @@
-"""Optional part of kvflow: loads with several tickets. If a producer fails, the load goes on with the next ticket."""
+"""Optional part of a runtime: loads with several tickets.
+
+If a producer fails, the load continues with the next ticket.
+"""

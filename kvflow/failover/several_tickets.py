@@ -1,11 +1,9 @@
 """Loads that survive a failed producer: they read from one producer after the other, until one has delivered all.
 
-The load has several tickets for one prompt, or gets another one by `LoadRequest.again`.
-
-Each attempt is an ordinary load into the same local blocks, by the ordinary steps. Bytes count only under the seals of
-the one producer that delivered all bytes. An attempt begins when no byte of the previous attempt can land. The blocks
-stay claimed from the first attempt to the last. Outcome, deadline, record and any quarantine belong to the load as a
-whole.
+The load has several tickets for one prompt, or gets another one from `LoadRequest.again`. Each attempt is an ordinary
+load into the same local blocks. Bytes count only under the seals of the one producer that delivered all bytes. An
+attempt begins when no byte of the previous attempt can land. The blocks stay claimed from the first attempt to the
+last. Outcome, deadline, record and any quarantine belong to the load as a whole.
 
 Only an error of a producer leads to the next producer. A load does not leave a producer that stands still: posted reads
 cannot be taken back, so the load ends at its deadline, and its blocks are quarantined until the reads stop.
@@ -50,7 +48,7 @@ _LEASE_ENDED_ERRORS = (LeaseExpired, PrefillFailed)
 
 
 def performer(cache: RegisteredCache, tickets: Sequence[Ticket]) -> LoadPerformer:
-    """Return a function that performs a load from the producers of `tickets`. The best ticket comes first."""
+    """Return a function that performs a load from the producers of `tickets`, one after the other."""
     return lambda load: Attempts(cache, tickets, load).perform()
 
 
@@ -64,11 +62,10 @@ class Attempts:
         self._waiting_tickets = list(tickets)
         """Tickets of producers that have not been read yet."""
         self._from_again: list[Ticket] = []
-        """Tickets that `LoadRequest.again` returned. Only this load knows them, so it has to give their leases back."""
+        """Tickets that `LoadRequest.again` returned. Only this load knows them, so it has to release their leases."""
         self._to_release: list[Ticket] = []
-        """Tickets of producers that failed while their leases may still be open; to give back after success."""
+        """Tickets of failed producers with leases that may still be open; released after success."""
         self._reading = False
-        """True while a producer is being read."""
         self._again_calls = 0
         self._attempts: list[Attempt] = []
         self._begun_s = cache.clock.now_s()
@@ -106,7 +103,7 @@ class Attempts:
     async def _try_next(self) -> LoadReport | None:
         """Read from the next producer, and return the report.
 
-        Return None if that producer failed and another one can be read. Raises an error that ends the load.
+        If that producer failed and another one can be read, return None. Raise an error that ends the load.
         """
         self._load.ticket = self._next_ticket()
         self._begun_s, self._reading = self._cache.clock.now_s(), True
@@ -125,7 +122,7 @@ class Attempts:
         return None
 
     def _next_ticket(self) -> Ticket:
-        """Remove the best of the waiting tickets, and return it. Tickets of peers that failed lately come last."""
+        """Remove and return the first waiting ticket without a rank in back-off; if there is none, the first ticket."""
         ticket = min(self._waiting_tickets, key=self._cache.peers.in_back_off)
         self._waiting_tickets.remove(ticket)
         return ticket
@@ -133,7 +130,7 @@ class Attempts:
     async def _perform_attempt(self) -> LoadReport:
         """Perform the load with its current ticket, `load.ticket`, and return the report.
 
-        PromptMismatch if that ticket is for another prompt than the first ticket.
+        Raise PromptMismatch if that ticket is for another prompt than the first ticket.
         """
         load, what = self._load, f"request {self._load.request_id!r}"
         if load.ticket.awaited:
@@ -148,7 +145,7 @@ class Attempts:
     async def _prepare_next(self, error: KVFlowError) -> None:
         """Wait until no byte from the failed producer can land, then reset the load for the next producer.
 
-        `error`: the error of the failed producer. If no ticket is left and `again` returns none, raise it.
+        If no ticket is left and `again` returns none, raise `error`, the failed producer's error.
         """
         load = self._load
         if load.flight is not None:
@@ -207,7 +204,7 @@ class Attempts:
         self._waiting_tickets.append(ticket)
 
     def _note_attempt(self, outcome: str, error: str = "") -> None:
-        """Append an `Attempt` with the `outcome` and `error` of the current producer to the load's attempts."""
+        """Append an `Attempt` at the current producer, with `outcome` and `error`, to the load's attempts."""
         self._reading = False
         ticket, flight = self._load.ticket, self._load.flight
         self._attempts.append(
@@ -222,9 +219,9 @@ class Attempts:
         )
 
     def _release_unused(self) -> None:
-        """After success, start to give back the leases of the tickets that the load did not need.
+        """After success, start to release the leases of the tickets that the load did not need.
 
-        Does nothing with `keep_offer`. Not called after a failed load: then the caller keeps the tickets that it gave.
+        No effect with `keep_offer`. Not called after a failed load: then the caller keeps the tickets that it gave.
         """
         if not self._load.request.keep_offer:
             for ticket in (*self._to_release, *self._waiting_tickets):

@@ -1,1 +1,1 @@
-"""Optional part of kvflow: growing leases, of prompts that are still being computed, and pending tickets."""
+"""Optional part of a runtime: pending tickets, and growing leases (leases on prompts that are still being computed)."""

@@ -14,13 +14,12 @@ from kvflow.runtime.producer.lease import OpenLease
 
 
 class GrowingLeases:
-    """Carries out the calls by which the producer's engine lets a lease grow: `advance`, `extend` and `complete`."""
+    """Calls of the producer's engine by which a lease grows: `advance`, `extend` and `complete`."""
 
     def __init__(self, blocks: OfferedBlocks, answer_readers: Callable[[str], object], block_ids_max: int) -> None:
-        """Make the object for all leases in `blocks`.
+        """`blocks`: the blocks of all leases. `block_ids_max`: maximum number of block ids in one lease.
 
-        `answer_readers`: function that answers the readers with a question about a lease; gets the lease's request id.
-        `block_ids_max`: largest number of block ids in one lease.
+        `answer_readers`: function that answers the readers with a question about a lease, by the lease's request id.
         """
         self._blocks = blocks
         self._answer_readers = answer_readers
@@ -29,8 +28,8 @@ class GrowingLeases:
     def advance(self, opened: OpenLease, num_tokens: int, ready: DeviceEvent | None) -> None:
         """Record that `num_tokens` tokens of the prompt are computed, once the device event `ready` has happened.
 
-        No effect if the lease has ended. RequestError if `num_tokens` is less than before, more than the lease offers,
-        or more than its blocks hold.
+        No effect if the lease has ended. Raise RequestError if `num_tokens` is less than before, more than the lease
+        offers, or more than its blocks hold.
         """
         what, held = f"request {opened.ticket.request_id!r}", opened.held
         tokens, event = checks.whole(num_tokens, f"{what}: num_tokens", least=0), checked_event(ready, f"{what}: ready")
@@ -49,7 +48,7 @@ class GrowingLeases:
     def extend(self, opened: OpenLease, block_ids: object) -> None:
         """Add blocks to an open lease, and answer the readers that wait for them. No effect if the lease has ended.
 
-        RequestError if the block ids are invalid or too many.
+        Raise RequestError if the block ids are invalid or too many.
         """
         what, held = f"request {opened.ticket.request_id!r}", opened.held
         count = checks.count_block_ids(block_ids, self._block_ids_max, f"{what}: extend(): block_ids")
@@ -62,10 +61,10 @@ class GrowingLeases:
         self._answer_readers(opened.ticket.request_id)
 
     def complete(self, opened: OpenLease, payload: bytes, ready: DeviceEvent | None) -> None:
-        """Record that all tokens are computed, set the lease's payload, and answer the readers that wait for it.
+        """Record that all tokens are computed, once `ready` has happened. Set the payload, and answer waiting readers.
 
-        No effect if the lease has ended. RequestError if `payload` is too long, was not promised, or differs from the
-        payload of an earlier call.
+        No effect if the lease has ended. Raise RequestError if `payload` is too long, was not promised, or differs from
+        the payload of an earlier call.
         """
         what, most = f"request {opened.ticket.request_id!r}: complete()", GIVEN_PAYLOAD_BYTES_MAX
         given = checks.instance(payload, bytes, f"{what}: payload")

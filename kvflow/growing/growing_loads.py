@@ -1,9 +1,9 @@
 """Loads of growing leases: the prompt is still being computed, or being copied to memory that peers can read.
 
-No other module of loads knows about growth. A load learns how far a lease has grown from the answer to a question that
-waits at the producer (`lease_questions`). An answer proves nothing. So the load fetches the seal after each answer, at
-the end of the read, and every `SEAL_FETCH_EVERY_S` in case no answer comes. Tokens that a seal has shown to be readable
-are read in prompt order, once there are enough for a read, and from each rank independently where that is possible.
+A load learns how far a lease has grown from the answer to a question that waits at the producer (`lease_questions`). An
+answer proves nothing, so the load fetches the seal after each answer, at the end of the read, and every
+`SEAL_FETCH_EVERY_S` in case no answer comes. Tokens that a seal shows to be readable are read in prompt order, once
+they are enough for a read, and where possible from each rank independently.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SPEED_SHARE = 0.25  # weight of a new measurement in the average
 
 
 def begin(cache: RegisteredCache) -> GrowingLoads:
-    """Return a `GrowingLoads`, the object that reads growing leases into the registered cache `cache`."""
+    """Return the object that reads growing leases into the registered cache `cache`."""
     return GrowingLoads(cache)
 
 
@@ -60,13 +60,12 @@ class GrowingLoads:
         self.clock = cache.clock
         self.cache = cache
         self.loads_begun = 0
-        """Number of loads from growing leases that have begun."""
 
     def ask_about_leases(self, load: Load, sources: Sequence[Source], matched: MatchedChunks) -> None:
         """Begin to ask the ranks of `sources` for facts that seals do not have: more block ids, payload, a lease's end.
 
         Sets `load.lease_questions`. `matched`: chunks of the load with positions in block tables (`Plan.matched`), by
-        which answers fill in block ids. Raises RuntimeUnavailable if the runtime is closed.
+        which answers fill in block ids. Raise RuntimeUnavailable if the runtime is closed.
         """
         load.lease_questions = LeaseQuestions(load, sources, self.cache)
         for one in load.lease_questions.followed:
@@ -85,7 +84,7 @@ class GrowingLoads:
     def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
         """Return a queue of spans for each pair of a local group of layers and a rank. No span needs a buffer.
 
-        `tables`: the local blocks of each group.
+        `tables`: the local block ids, by group.
         """
         parts = [SourcePart(source, *item) for source in sources for item in source.chunks.items()]
         return [
@@ -103,10 +102,10 @@ class GrowingLoads:
 
 
 class _GrowingRead:
-    """The reading of one load from growing leases: decides when to read which spans, and when to fetch seals.
+    """One load's read of growing leases: decides when to read which spans, and when to fetch seals.
 
-    If several leases advance in step, their loads would all read in the same turn of the event loop. So the first reads
-    of loads differ in size.
+    The first reads of loads differ in size; else all loads of leases that advance in step would read in the same turn
+    of the event loop.
     """
 
     def __init__(
@@ -123,13 +122,13 @@ class _GrowingRead:
         self._seals_due = set(load.sources)
         """Sources with seals that have to be fetched next."""
         self._speeds: dict[Source, float] = {}
-        """Average speed of the reads from each source, in bytes per second; without sources not measured yet."""
+        """Average speed of the reads from each source that was measured, in bytes per second."""
         self._followed: dict[Source, FollowedLease] = {}
         self._alarm = Alarm(growing.clock, self._fetch_all_seals)
         self._listen_for_answers()
 
     def close(self) -> None:
-        """Stop reacting to answers of ranks, and stop the timer that fetches seals."""
+        """Ignore later answers of ranks, and stop the timer that fetches seals."""
         if self._load.lease_questions is not None:
             self._load.lease_questions.on_answer = None
         self._alarm.set(math.inf)
@@ -137,8 +136,8 @@ class _GrowingRead:
     async def copy_groups(self) -> AsyncGenerator[CopyGroup, None]:
         """Yield groups of reads while the prompt is being computed, each when enough tokens are readable.
 
-        If all tokens are readable before the first read, and go straight into the cache, they are read in the same way
-        as from a lease that does not grow. Ends when all tokens are read, or when a lease has ended.
+        If all tokens are readable before the first read, and go straight into the cache, they are read as from a lease
+        that does not grow. The iterator ends when all tokens are read, or when a lease has ended.
         """
         sources, load = self._load.sources, self._load
         queues = self._spans.span_queues(sources, load.tables)
@@ -182,19 +181,16 @@ class _GrowingRead:
         frontier.note_landed(one, now_s)
 
     def _readable_tokens(self, source: Source) -> int:
-        """Return how many of the prompt's first tokens can be read from `source` now.
-
-        These tokens are computed, and the ids of their blocks are known.
-        """
+        """Return how many of the prompt's first tokens are computed, in blocks of `source` with known ids."""
         readable, followed = source.proof.readable_tokens(self._tokens), self._followed.get(source)
         return readable if followed is None else min(readable, followed.known_tokens)
 
     def _queues_to_read(self, queues: Sequence[SpanQueue], readable: Mapping[Source, int]) -> list[SpanQueue]:
-        """Return the queues to read from now. Empty if too few bytes are readable.
+        """Return the queues to read from now; none if too few bytes are readable.
 
-        Queues that can be read to their end are always returned, the others if they have enough readable bytes in
-        total. `readable`: number of readable tokens by source. If no queue is returned, ask each rank to answer once
-        enough tokens are computed.
+        Queues that can be read to their end are always returned, the others if together they have enough readable
+        bytes. If none is returned, ask each rank to answer once enough tokens are computed. `readable`: number of
+        readable tokens by source.
         """
         due, rest, size_bytes = list[SpanQueue](), list[SpanQueue](), 0
         for queue in queues:
@@ -221,14 +217,13 @@ class _GrowingRead:
     def _worth_bytes(self, sources: Iterable[Source]) -> int:
         """Return the smallest number of bytes that is worth a read: what `sources` deliver in about a millisecond.
 
-        With this bound few bytes are left to read when the prompt is complete, and a lease that advances in small steps
-        does not cause many small reads.
+        So few bytes are left when the prompt is complete, and small steps of a lease do not cause many small reads.
         """
         speed = sum(self._speeds.get(source, 0.0) for source in sources)
         return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), self._growing.slice_bytes_max)
 
     async def _fetch_due_seals(self, frontier: Frontier) -> None:
-        """Post a fetch of each seal that is due, except seals with a fetch under way.
+        """Post a fetch of each seal that is due, unless one is under way.
 
         If the load's caller has asked for progress and more tokens have landed, also fetch the seals that do not prove
         these tokens yet.
@@ -243,8 +238,8 @@ class _GrowingRead:
     async def _wait(self) -> None:
         """Wait until a read or a fetch of a seal has ended, a rank has answered, or a fetch of seals is due.
 
-        Before the wait, begin to ask the ranks about their leases once a seal has been fetched from each. Raises the
-        error of a rank that no longer answers, if the load needs more block ids from that rank.
+        Once a seal has been fetched from each rank, begin to ask the ranks about their leases. Raise the error of a
+        rank that no longer answers, if the load needs more block ids from that rank.
         """
         if self._load.lease_questions is None and all(
             source.proof.last_open_s > -math.inf for source in self._load.sources
@@ -265,7 +260,7 @@ class _GrowingRead:
         return min(map(self._readable_tokens, self._load.sources))
 
     def _computed_text(self) -> str:
-        """Return a text for errors that says how many tokens of the prompt the producer has computed."""
+        """Return how many tokens of the prompt the producer has computed, as a text for errors."""
         flight, tokens = self._flight, f"{self._computed} of {counted(self._tokens, 'token')} computed"
         silent_s = self._growing.clock.now_s() - flight.last_read_s
         if not flight.under_way or silent_s < 2 * SEAL_FETCH_EVERY_S:
@@ -301,10 +296,10 @@ def _readable_in(queue: SpanQueue, readable: Mapping[Source, int]) -> int:
 
 
 class Frontier:
-    """Tracks how far the tokens of a load have landed in all groups, and how far seals prove them.
+    """How far the tokens of a load have landed in all groups, and how far seals prove them.
 
-    A seal proves landed tokens if it shows an open lease, and its fetch was posted after the last byte of these tokens
-    had landed. A fetch shortly before that byte is enough if the blocks were still held then (`core.protocol.proof`).
+    A seal proves landed tokens if it shows an open lease, and its fetch was posted after the tokens' last byte had
+    landed. A fetch shortly before that byte suffices if the blocks were still held then (`core.protocol.proof`).
     """
 
     def __init__(
@@ -329,7 +324,7 @@ class Frontier:
 
     @property
     def has_unproven(self) -> bool:
-        """True if tokens have landed that are not proven, and so not reported to the load yet."""
+        """True if tokens have landed that are not proven yet, and so not reported to the load."""
         return self._landed_stop > self._on_answer
 
     def note_landed(self, span: PromptSpan, now_s: float) -> None:

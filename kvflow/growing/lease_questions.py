@@ -1,10 +1,9 @@
 """The questions of a load to its producers about leases that are not complete, and the answers.
 
-Each rank with a lease that is not complete is asked one question at a time. The rank answers when the lease is complete
-or has ended, has blocks that this reader does not know, or has as many computed tokens as the reader wants. Then the
-rank is asked again. After an answer the load fetches the seal. Payloads, and blocks that no ticket names, are known
-from answers alone. An answer proves nothing: a load that needs neither a payload nor more blocks also succeeds if no
-answer ever comes.
+Each rank with an incomplete lease is asked one question at a time. The rank answers when the lease is complete or has
+ended, has blocks that this reader does not know, or has as many computed tokens as the reader wants. Then the load
+fetches the seal, and the rank is asked again. Only answers bring payloads, and blocks that no ticket names. An answer
+proves nothing: a load that needs neither succeeds even without answers.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ _PAUSE_S = 0.1  # after an answer without new blocks, unless the load waits for 
 
 @dataclass(slots=True, eq=False)
 class FollowedLease:
-    """The facts about one rank's lease that a load knows, from the ticket and from the rank's answers."""
+    """Facts about one rank's lease, from the ticket and from the rank's answers."""
 
     source: Source
     tables: Sequence[BlockIds]
-    """Block ids of the lease, one array for each group; -1 stands for ids that are not known yet."""
+    """Block ids of the lease, one array for each group; -1: the id is not known yet."""
     known: list[int]
-    """Number of block ids that are known, for each group."""
+    """Number of known block ids, for each group."""
     num_tokens: int
     final_state: asyncio.Future[LeaseAnswerState]
-    """Future for the final state of the lease. It gets an exception if the rank no longer answers."""
+    """Future for the final state of the lease. If the rank no longer answers, the future gets an exception."""
     payload: bytes = b""
     failed: str = ""
-    """Reason why the prompt could not be computed, as the rank has given it in words; else empty."""
+    """Reason, given by the rank, why the prompt could not be computed; else empty."""
     problem: KVFlowError | None = None
-    """Error of the rank after which block ids that the load still needs can never be known; None without that error."""
+    """Error of the rank because of which block ids that the load still needs can never be known, or None."""
     missing_max: int = -1
     """The rank is asked to answer when at most this many tokens cannot be read yet; -1: only when the lease ends."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -54,7 +53,8 @@ class FollowedLease:
     ids_to_fill: list[tuple[BlockIds, BlockIds, BlockIds]] = field(default_factory=list)
     """Arrays of remote block ids in the load's chunks, to be filled in when more ids become known.
 
-    Each item is (array, positions, table), with one of `tables`: `array[i]` becomes `table[positions[i]]`."""
+    For each item (array, positions, table), with one of `tables`, `array[i]` becomes `table[positions[i]]`.
+    """
     known_tokens: int = field(init=False)
     """Number of the prompt's first tokens for which the block ids of all groups are known."""
 
@@ -64,7 +64,7 @@ class FollowedLease:
     def fill_chunks(self, matched: MatchedChunks) -> None:
         """Register the load's chunks, so that later answers fill in their remote block ids.
 
-        `matched` has the same chunks, with positions in the block table in place of ids.
+        `matched`: the same chunks, with positions in the block table in place of ids.
         """
         for block_map, chunks in self.source.chunks.items():
             table = self.tables[block_map.remote_group]
@@ -74,14 +74,17 @@ class FollowedLease:
     def set_missing_max(self, missing_max: int) -> None:
         """Have the rank answer later questions once at most `missing_max` tokens are missing; -1: at the lease's end.
 
-        A lower number than before also makes the pause before the next question shorter.
+        A lower number than before also shortens the pause before the next question.
         """
         if missing_max < self.missing_max:
             self.lowered.set()
         self.missing_max = missing_max
 
     def apply_answer(self, answer: messages.LeaseAnswer) -> None:
-        """Update this record from a rank's answer, and fill in block ids. ProtocolError if the answer is invalid."""
+        """Update this record from a rank's answer, and fill in block ids.
+
+        Raise ProtocolError if the answer is invalid.
+        """
         added = [ids for ids in answer.more_block_ids if ids]
         if added:
             self._add_block_ids(answer.more_block_ids)
@@ -146,7 +149,7 @@ class LeaseQuestions:
     def __init__(self, load: Load, sources: Sequence[Source], cache: RegisteredCache) -> None:
         """Start a task for each of `sources`, which asks the source's rank about the lease.
 
-        Raises RuntimeUnavailable if the runtime is closed.
+        Raise RuntimeUnavailable if the runtime is closed.
         """
         loop, ticket = asyncio.get_running_loop(), load.ticket
         self.followed = [
@@ -160,7 +163,7 @@ class LeaseQuestions:
             for source in sources
         ]
         self.on_answer: Callable[[Source], None] | None = None
-        """Callback after each answer, which gets the source of the lease. None unless a growing lease is being read."""
+        """Callback after each answer, with the source of the lease. None unless a growing lease is being read."""
         self._request_id = ticket.request_id
         self._cache = cache
         self._tasks = [
@@ -169,22 +172,18 @@ class LeaseQuestions:
 
     @property
     def failed(self) -> str:
-        """Reason why the prompt could not be computed, in words of the first rank that gave one; else empty."""
+        """Reason why the prompt could not be computed, from the first rank that gave one; else empty."""
         return next((one.failed for one in self.followed if one.failed), "")
 
     def close(self) -> None:
-        """Stop asking: cancel the tasks of all questions."""
         for task in self._tasks:
             task.cancel()
 
     async def payload(self) -> bytes | None:
         """Wait until all leases that promise a payload are complete or have ended.
 
-        Returns:
-            The payload; empty if no lease promised one. None if a lease has ended without its payload.
-
-        Raises:
-            PeerError: a rank failed to answer, so the payload will not be known.
+        Return the payload, empty if no lease promised one; None if a lease has ended without it. Raise PeerError if a
+        rank failed to answer, so the payload will not be known.
         """
         found = b""
         for one in self.followed:

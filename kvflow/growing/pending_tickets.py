@@ -1,13 +1,12 @@
 """Pending tickets: ask the ranks of a pending ticket for their offers, and wait for the answers.
 
 A pending ticket (`Ticket.rendezvous`) names the ranks of an engine, and a request that the engine may not know yet. The
-reader connects to each rank that it reads from or reports to, perhaps while the prompt is still being computed, and
-asks that rank for its offer: one rank first and, after its answer, the others. All ranks have to offer the same. The
-result is an ordinary ticket with the leases of all ranks.
+reader connects to each rank that it reads from or reports to, and asks that rank for its offer: one rank first and,
+after its answer, the others. All ranks have to offer the same. The result is an ordinary ticket with the leases of all
+ranks.
 
 A router may send the prompt to another engine than the ticket names, such as another data-parallel rank of the same
-server. That engine then notifies the ranks at which readers wait (`redirect_readers`), and these ranks redirect their
-readers, once.
+server. That engine then notifies the named ranks (`redirect_readers`), and these redirect their waiting readers, once.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ class PendingTickets:
     async def await_offer_of(self, load: Load) -> None:
         """Wait for the offer of the load's pending ticket, and replace `load.ticket` by a ticket with that offer.
 
-        The leases of the offer are renewed for the load. Raises PrefillFailed, LeaseExpired, a PeerError or
-        RequestError if there is no offer, and PromptMismatch or RequestError if the offer does not fit the request.
+        The offered leases are renewed for the load. If there is no offer, raise PrefillFailed, LeaseExpired, a
+        PeerError or RequestError. If the offer does not fit the request, raise PromptMismatch or RequestError.
         """
         load.enter_phase("handshake")
 
@@ -99,11 +98,11 @@ class PendingTickets:
     ) -> Ticket:
         """Wait for the offers of a pending ticket, at most its `ttl_s`. Return an ordinary ticket with these offers.
 
-        `on_lease` is called with each rank's source and `ttl_s` when the rank has answered, without waiting for other
-        ranks. `connected` is called each time a rank is connected and only its offer is missing. Raises PrefillFailed
-        if the engine declines the request, or opens no lease in time; LeaseExpired if the lease has ended already, or a
-        rank has restarted; a PeerError, such as PeerNotReady if the engine drains; RequestError if the ticket or the
-        offer is invalid. Cancelling stops the waiting; handshakes that have begun go on.
+        `on_lease` is called for each rank as soon as it has answered, with the rank's source and `ttl_s`. `connected`
+        is called each time a rank is connected and only its offer is missing. Cancelling stops the waiting; handshakes
+        that have begun continue. Raise PrefillFailed if the engine declines the request, or opens no lease in time;
+        LeaseExpired if the lease has ended already, or a rank has restarted; a PeerError, such as PeerNotReady if the
+        engine drains; RequestError if the ticket or the offer is invalid.
         """
         give_up_s = asyncio.get_running_loop().time() + ticket.ttl_s
         redirects: list[tuple[Address, bytes]] = []
@@ -119,8 +118,8 @@ class PendingTickets:
     def redirect_readers(self, awaited: Ticket, reason: str, instead: Ticket | None) -> None:
         """Notify the ranks of the pending ticket `awaited` that its request came to this engine, or will not be served.
 
-        Starts a task that sends the notifications. With `instead`, a pending ticket for this engine, readers that wait
-        at those ranks go on with that ticket. Without it, the loads of these readers fail with the text `reason`.
+        Start a task that sends the notifications. `instead`: a pending ticket for this engine, for the readers that
+        wait at those ranks. If None, the loads of these readers fail with the text `reason`.
         """
         params = b"" if instead is None else msgspec.msgpack.encode(instead.to_params())
         fits = params if len(params) <= messages.REDIRECT_BYTES_MAX else b""
@@ -130,7 +129,7 @@ class PendingTickets:
     async def _send_redirects(self, awaited: Ticket, reason: str, instead: bytes) -> None:
         """Notify each rank of the pending ticket `awaited`. `instead`: encoded ticket for waiting readers, or empty.
 
-        If a rank cannot be reached, the readers that wait there find out late.
+        If a rank cannot be reached, readers that wait there learn this only at their time limit.
 
         Task `kvflow-send-on <request>`: begun by `decline` of a request with readers that wait at another engine. Ends
         when each of that engine's ranks has answered, within `handshake_timeout_s` after its turn.
@@ -155,9 +154,9 @@ class PendingTickets:
         await asyncio.gather(*map(notify_rank, awaited.ranks))
 
     def _redirect_ticket(self, ticket: Ticket, at: Address, params: bytes) -> Ticket:
-        """Decode `params`, the pending ticket to which the rank `at` redirects readers of `ticket`. Return that ticket.
+        """Return the pending ticket to which the rank `at` redirects readers of `ticket`, decoded from `params`.
 
-        ProtocolError if it is invalid, not pending, or for another request.
+        Raise ProtocolError if the decoded ticket is invalid, not pending, or for another request.
         """
         try:
             elsewhere = read_ticket(msgspec.msgpack.decode(params), self._limits.block_ids_max)
@@ -178,7 +177,7 @@ class PendingTickets:
         """Wait for the offers of the pending ticket, until the time `give_up_s`. Return a ticket with these offers.
 
         If a rank redirects its readers, append (rank's address, new pending ticket) to `redirects` and raise
-        PrefillFailed. Also raises the errors that `await_offers` lists.
+        PrefillFailed. Also raise the errors that `await_offers` lists.
         """
         room: dict[Address, tuple[int, ...]] = {}
 
@@ -216,8 +215,8 @@ class PendingTickets:
     ) -> tuple[messages.Offer, RankLease | None]:
         """Wait for the offer of the rank `peer`. Return its offer, and its lease, which is None for an empty offer.
 
-        PrefillFailed if the rank declines the request, redirects its readers, or opens no lease in time; LeaseExpired
-        if the lease has ended.
+        Raise PrefillFailed if the rank declines the request, redirects its readers, or opens no lease in time, and
+        LeaseExpired if the lease has ended.
         """
         question = messages.LeaseRequest(reader=self._local.reader, target=peer.at, request_id=ticket.request_id)
         answer = await self._peers.ask_until_answered(peer, question, give_up_s)
@@ -241,7 +240,7 @@ class PendingTickets:
     def _merge_offers(self, ticket: Ticket, offers: list[_RankOffer]) -> Ticket:
         """Return `ticket` as an ordinary ticket, with the offer that all ranks make and the leases of all ranks.
 
-        ProtocolError if the offers of two ranks differ, or are impossible. RequestError if there is no offer.
+        Raise ProtocolError if the offers of two ranks differ, or are impossible, and RequestError if there is no offer.
         """
         if not offers:
             raise RequestError(f"ticket of request {ticket.request_id!r}: none of its ranks offers blocks to this rank")

@@ -1,1 +1,1 @@
-"""Optional part of kvflow: buffers for loads that cannot go directly into the cache, and the copies to the cache."""
+"""Optional part of a runtime: loads through buffers, for blocks that cannot be read directly into the cache."""

@@ -1,8 +1,8 @@
 """Loads through buffers: scratch memory, or host blocks that stand for blocks of a device.
 
-A load is cut into spans of the prompt. A span has whole local blocks, and whole blocks of the peer. Each span becomes
-a copy group (`flight.CopyGroup`): buffers are taken for the span, its tokens are read from every rank, and once all
-these reads have landed, a copy fills the local blocks. While one group is copied, others are read.
+A load is cut into spans of the prompt, each of whole local blocks and whole blocks of the peer. Each span becomes a
+copy group (`flight.CopyGroup`): buffers are taken, the span's tokens are read from every rank, and then a copy fills
+the local blocks. While one group is copied, others are read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logger_of(__name__)
 
 
 def begin(cache: RegisteredCache) -> BufferedLoads:
-    """Return a `BufferedLoads`, the object that fills blocks of the registered cache `cache` through buffers."""
+    """Return the object that fills blocks of the registered cache `cache` through buffers."""
     return BufferedLoads(cache)
 
 
@@ -64,9 +64,9 @@ class BufferedLoads:
         self._permutations: WeakKeyDictionary[BlockMap, Permutation] = WeakKeyDictionary()
 
     async def prepare(self) -> None:
-        """Allocate all scratch buffers now. If that fails, later loads read small pieces of blocks one by one instead.
+        """Allocate all scratch buffers. If that fails, later loads read small pieces of blocks one by one instead.
 
-        With Config.scratch "always", a failure raises TransportError.
+        With Config.scratch "always", raise TransportError on failure.
         """
         try:
             await self._scratch.prepare()
@@ -78,9 +78,9 @@ class BufferedLoads:
             logger.warning("engine %r (%s): reads small pieces one by one: %s", *who, error)
 
     def read_buffered(self, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
-        """Read a whole load, with all blocks computed, through buffers where these are needed. Return an awaitable.
+        """Read a whole load, with all blocks computed, through buffers where these are needed.
 
-        The result is True if the leases covered the whole read.
+        Return an awaitable of True if the leases covered the whole read, else False.
         """
         parts = self._parts(plan.sources)
         if self._staging or any(part.scratch_bytes for part in parts):
@@ -96,7 +96,7 @@ class BufferedLoads:
         ]
 
     def _scratch_bytes(self, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> int:
-        """Return the bytes of scratch memory that a remote block takes; 0 if reading without it is faster."""
+        """Return the bytes of scratch memory that a remote block takes; 0 if reading without scratch is faster."""
         if not may_use_scratch(self._cache, block_map):
             return 0
         whole, count = self._permutation(block_map).whole_blocks, sum(map(len, chunks))
@@ -128,9 +128,10 @@ class BufferedLoads:
             yield await self.copy_group(one, seal_piece_of)
 
     def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
-        """Return the queues of spans to read from `sources` into `tables`, the local blocks of each group.
+        """Return the queues of spans to read from `sources` into `tables`, the local block ids by group.
 
-        With host staging, one queue for each local group of layers; otherwise one for each pair of a group and a rank.
+        With host staging there is one queue for each local group of layers, else one for each pair of a group and a
+        rank.
         """
         queues = []
         for at, of_group in parts_by_group(self._parts(sources)):
@@ -146,7 +147,7 @@ class BufferedLoads:
     async def copy_group(self, span: PromptSpan, seal_piece_of: SealPieceOf | None = None) -> CopyGroup:
         """Wait for the buffers that `span` needs, take them, and return the span's reads and copy as a copy group.
 
-        If cancelled, give the buffers back. With `seal_piece_of`, the first direct read from a rank also fetches the
+        If cancelled, give back the buffers. With `seal_piece_of`, the first direct read from a rank also fetches the
         rank's seal.
         """
         parts, staging = span.queue.parts, span.queue.staging
@@ -183,8 +184,8 @@ class BufferedLoads:
     ) -> BlockIds | None:
         """Wait for a host block for each local block of `span`. Return their ids, or None without host staging.
 
-        Append to `releases` a callback that gives the host blocks back. If the load writes only some tokens of a block,
-        first copy that block from the device to its host block, so that the other tokens are kept.
+        Append to `releases` a callback that gives back the host blocks. A block that the load writes only in part is
+        first copied from the device to its host block, so that its other tokens are kept.
         """
         if staging is None:
             return None

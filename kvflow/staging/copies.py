@@ -1,18 +1,17 @@
 """Copies between caches and buffers, by torch and numpy. All other bytes are moved by NIXL.
 
 A cache is seen as *parts*: K and V, or the latent, of one layer. A part is a view with the axes block, token, head and
-dim, whatever the style and the order of the cache. kvflow itself makes two kinds of copies. `copy_blocks` copies whole
-blocks between caches of one layout: from a device to the host, and back. `scatter_tokens` copies heads of some tokens
-from a scratch buffer, in a peer's memory order, into local blocks. Both write exactly the elements that they name.
+dim, whatever the style and the order of the cache. `copy_blocks` copies whole blocks between caches of one layout: from
+a device to the host, and back. `scatter_tokens` copies heads of some tokens from a scratch buffer, in a peer's memory
+order, into local blocks. Both write exactly the elements that they name.
 
-All copies work on bytes, so that every dtype is copied alike, also those that torch cannot index. CPU memory is copied
-by numpy, which copies run by run in one thread, with the GIL released, at 10 GB/s for runs of 256 bytes and more for
-longer ones. Torch indexes element by element: on bytes it is 6 times slower, and on 16-byte elements it needs two
-threads to keep up. On other devices torch copies, in the largest elements that fit.
+All copies work on bytes, since torch cannot index every dtype. CPU memory is copied by numpy, run by run in one thread,
+with the GIL released, at 10 GB/s for runs of 256 bytes and more for longer ones. Torch indexes element by element: 6
+times slower on bytes. On other devices torch copies, in the largest elements that fit.
 
-Everything here is synchronous: it runs on a copy thread, and the bytes are there when it returns. A device has a stream
-for copies (`device.CacheDevice`). Ids are uploaded once per copy, and the device is waited for once. The caller has
-made sure that the bytes were computed and that the block ids exist; anything else is a bug of kvflow.
+All functions are synchronous: they run on a copy thread, and the copy is complete when they return. A device has a
+stream for copies (`device.CacheDevice`). The caller has made sure that the bytes were computed and that the block ids
+exist.
 """
 
 from __future__ import annotations
@@ -40,10 +39,11 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 View: TypeAlias = Any
 """View of the memory of a cache or buffer: a tensor or, for CPU memory, a numpy array. Made once per cache."""
 Copy: TypeAlias = Callable[[View, View], None]
-"""Function `copy(source, target)` that copies between two views of a region. The ids to copy are fixed beforehand."""
+"""Function `copy(source, target)` that copies fixed ids between two views of a region."""
 CopyMaker: TypeAlias = "Callable[[Ids, Ids], Copy]"
-"""Function that returns a `Copy` for two arrays of ids. For `copy_blocks` these are source and target blocks, for
-`scatter_tokens` target blocks and the chunk within each. One `Copy` serves every region."""
+"""Function that returns a `Copy` for two arrays of ids, which serves every region. For `copy_blocks` the ids are source
+and target blocks, for `scatter_tokens` target blocks and the chunk within each.
+"""
 
 
 # --- parts
@@ -66,7 +66,7 @@ def canonical_parts(layer: LayerTensors, layout: CacheLayout, *, split_fused: bo
 
 
 def _part_tensors(layer: LayerTensors, layout: CacheLayout | StateLayout) -> tuple[Tensor, ...]:
-    """Return a layer's tensors, one for each region (K, V or the latent): block axis first, other axes unchanged."""
+    """Return a layer's tensors, one for each region (K, V or the latent), with the block axis first."""
     if isinstance(layer, tuple | list):
         return tuple(layer)
     match _style_of(layout):
@@ -79,7 +79,7 @@ def _part_tensors(layer: LayerTensors, layout: CacheLayout | StateLayout) -> tup
 
 
 def _style_of(layout: CacheLayout | StateLayout) -> KVStyle | None:
-    """Return the style of a cache (where K and V lie); None for recurrent state, with the block axis first."""
+    """Return the style of a cache (where K and V lie); None for recurrent state, which has the block axis first."""
     return layout.style if isinstance(layout, CacheLayout) else None
 
 
@@ -96,7 +96,7 @@ def _byte_view(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> 
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a view of `tensor` as bytes. Its last axis has the bytes of the elements, which must be dense there."""
+    """Return a view of `tensor` as bytes. The last axis, which must be dense, has the bytes of the elements."""
     size = tensor.element_size()
     *outer, last = tensor.shape
     return _byte_view(tensor, (*outer, last * size), (*(stride * size for stride in tensor.stride()[:-1]), 1))
@@ -110,8 +110,8 @@ def allocate_host_caches(
 ) -> dict[str, LayerTensors]:
     """Return zeroed host tensors like those of a cache, for `num_blocks` blocks: same style, axes and memory order.
 
-    Blocks are dense, even if the cache has gaps between blocks. Each tensor has its own memory, of the kind that
-    `device` copies fast. Layers that share a tensor in the cache also share a host tensor.
+    Blocks are dense, even if the cache has gaps. Each tensor has its own memory, of the kind that `device` copies fast.
+    Layers that share a tensor in the cache share a host tensor.
     """
     made: dict[tuple[object, ...], Tensor] = {}
 
@@ -128,7 +128,6 @@ def allocate_host_caches(
 
 
 def _host_tensor(tensor: Tensor, style: KVStyle | None, num_blocks: int, device: CacheDevice) -> Tensor:
-    """Return a zeroed host tensor like `tensor`, for `num_blocks` blocks."""
     block_axis = 1 if style is KVStyle.KV_FIRST else 0
     outer_count = 2 if style in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST) else 1
     shape = list(tensor.shape)
@@ -145,8 +144,8 @@ def block_rows(
 ) -> tuple[Tensor, ...]:
     """Return each region (K, V or latent of a layer) as a matrix with one row per block, without copying.
 
-    Rows are bytes. Without `as_bytes` they have the dtype of the tensors, for devices without memory addresses. Regions
-    that share their memory are returned once. Call this once per cache, not per copy.
+    Rows are bytes or, without `as_bytes`, elements, for devices without memory addresses. Regions that share their
+    memory are returned once. Call this once per cache, not per copy.
     """
     rows: dict[tuple[object, int], Tensor] = {}
     for layer in kv_caches.values():
@@ -226,10 +225,9 @@ def _pieces_or_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *,
 
 
 def _by_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather: bool) -> Copy:
-    """Return a function that gathers blocks on the device and copies them to the host, or without `gather` the reverse.
+    """Return a function that gathers blocks on the device and copies them to the host. Without `gather`, the reverse.
 
-    On the device the blocks pass through dense bounce memory, because only dense copies over the bus are fast. Between
-    this memory and the host, each run of adjacent blocks is one copy.
+    On the device the blocks pass through dense bounce memory, because only dense copies over the bus are fast.
     """
     import torch
 
@@ -276,7 +274,7 @@ def _in_one_call(device: CacheDevice, source_ids: Ids, target_ids: Ids) -> Copy:
 
 
 def _run_by_run(source_ids: Ids, target_ids: Ids) -> Copy:
-    """Return a function that copies between a device and the host without kernels, one run of blocks at a time."""
+    """Return a function that copies a region between device and host without kernels, a run of blocks at a time."""
 
     def copy(source: Tensor, target: Tensor) -> None:
         for start, place, count in _runs(source_ids, target_ids, dense=_is_dense(source, target)):
@@ -309,9 +307,9 @@ def chunk_targets(
 ) -> tuple[Tensor, ...]:
     """Return for each of `parts` (K, V or latent) a byte view with the axes block, chunk in block, token, head, byte.
 
-    A chunk is `chunk_tokens` tokens; a block holds one or more whole chunks. The views have only the `head_count` heads
-    from `head_start` on. Without `as_bytes` the last axis has elements of the cache's own dtype. Make the views once
-    per cache, not per copy.
+    A chunk is `chunk_tokens` tokens; a block holds whole chunks. The views have only the `head_count` heads from
+    `head_start` on. Without `as_bytes` the last axis has elements of the cache's dtype. Make the views once per cache,
+    not per copy.
     """
     targets = []
     for part in parts:
@@ -328,9 +326,9 @@ def chunk_sources(
 ) -> Tensor:
     """Return a view of a scratch buffer with the axes row, chunk, token, head and byte. Chunks are dense.
 
-    A row holds the chunks of one region. `tokens` and `heads` are the numbers of tokens and heads in each chunk as it
-    was read; the caller may slice these axes. `run_bytes` is the size of one head of one token. `memory_order` is the
-    peer's, "NHD" or "HND". The buffer may be longer than the view.
+    A row holds the chunks of one region. `tokens`, `heads`: numbers in each chunk as it was read; the caller may slice
+    these axes. `run_bytes`: size of one head of one token. `memory_order`: the peer's, "NHD" or "HND". The buffer may
+    be longer than the view.
     """
     inner = (tokens, heads) if memory_order == "NHD" else (heads, tokens)
     size_bytes = rows * chunks * tokens * heads * run_bytes
@@ -343,9 +341,9 @@ def scatter_tokens(
 ) -> None:
     """Write chunks of tokens into local blocks: the chunks of `sources[k]` into the blocks of `targets[k]`, for each k.
 
-    Chunk i goes to chunk `chunk_indices[i]` of block `block_ids[i]`. Targets come from `chunk_targets`. Sources have
-    the axes (..., token, head, byte), on the same device, with as many leading axes as the arrays of ids. A source with
-    fewer tokens than a chunk fills the first tokens of the chunk. No two chunks go to the same target. `make_copy` is
+    Chunk i goes to chunk `chunk_indices[i]` of block `block_ids[i]`; no two chunks go to the same place. Targets come
+    from `chunk_targets`. Sources have the axes (..., token, head, byte), on the same device, with as many leading axes
+    as the arrays of ids. A source with fewer tokens than a chunk fills the chunk's first tokens. `make_copy` is
     `scatter_on_host` or, inside `CacheDevice.copying`, the result of `scatter_on_device`.
     """
     _check_ids(block_ids, targets[0].shape[0])
@@ -360,9 +358,7 @@ def scatter_tokens(
 
 
 def scatter_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
-    """Return a `Copy` for CPU memory, which writes chunk i of its source to chunk `chunk_indices[i]` of block
-    `block_ids[i]` of its target.
-    """
+    """Return a `Copy` for CPU memory: it writes chunk i to chunk `chunk_indices[i]` of block `block_ids[i]`."""
 
     def copy(source: View, target: View) -> None:
         places, values = np.asarray(target), np.asarray(source)

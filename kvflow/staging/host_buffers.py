@@ -88,8 +88,8 @@ def host_buffers(
 ) -> tuple[HostBuffers, ...]:
     """Allocate and return the host blocks of each group of layers, at most Config.host_buffer_bytes_max in total.
 
-    Each group gets a share of these bytes in proportion to its size. ConfigError if a share is less than a block.
-    `copier`: the engine's function that copies blocks; None for kvflow's own.
+    Each group gets a share of these bytes in proportion to its size. Raise ConfigError if a share is less than a block.
+    `copier`: the engine's function that copies blocks, or None for kvflow's own.
     """
     sizes = [group.num_blocks * group.block_size_bytes for group in groups]
     most = config.host_buffer_bytes_max or _default_bytes_max(sum(sizes), config.tp_size)
@@ -105,8 +105,8 @@ def host_buffers(
 
 
 def _default_bytes_max(cache_bytes: int, ranks: int) -> int:
-    """Return the default of Config.host_buffer_bytes_max: a quarter of the cache, within bounds.
+    """Return the default of Config.host_buffer_bytes_max: a quarter of the cache, and at least 256 MiB.
 
-    At least 256 MiB, enough for long prompts; but at most an eighth of the host's memory, divided by `ranks`.
+    Limit: an eighth of the host's memory, divided by `ranks`.
     """
     return min(max(cache_bytes // 4, _BYTES_LEAST), host_memory_bytes() // 8 // ranks)

@@ -1,7 +1,7 @@
 """Memory that this process may use: the host's memory, or less if the control groups of its container allow less.
 
-The limit of a control group holds for all groups inside it. So the limits of the process's own group and of all groups
-around it are read, for both versions of control groups. A limit that cannot be read is ignored.
+A control group's limit holds for all groups inside it, so the limits of the process's own group and of all groups
+around it are read, for both versions of control groups. Limits that cannot be read are ignored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Scratch memory: buffers into which whole blocks of a peer are read, and from which they are copied into the cache.
 
-`staging.whole_blocks` plans the reads, and has the rule for when scratch memory is faster. This module has the buffers,
-which are registered when the first load needs them, and the copy, which maps tokens and heads of a block in scratch
-memory to chunks of local blocks.
+`staging.whole_blocks` plans the reads, and decides when scratch memory is faster. This module has the buffers, which
+are registered when the first load needs them, and the copy, which maps tokens and heads of a block in scratch memory to
+chunks of local blocks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 class Scratch:
     """A few scratch buffers of equal size on the cache's device.
 
-    A buffer is allocated, and registered with the transport, when it is first taken. `prepare` does this earlier for
-    all buffers, in case memory is scarce later.
+    A buffer is allocated, and registered with the transport, when it is first taken, or earlier by `prepare`.
     """
 
     def __init__(
@@ -58,14 +57,14 @@ class Scratch:
         self._buffers: dict[int, torch.Tensor] = {}
 
     async def prepare(self) -> None:
-        """Allocate and register all buffers now. TransportError if that fails."""
+        """Allocate and register all buffers. Raise TransportError if that fails."""
         for number in range(self.pool.size):
             self._buffers[number] = await self._make_buffer()
 
     async def take(self) -> tuple[BlockIds, torch.Tensor]:
         """Wait for a free buffer. Return an array with the buffer's number, to give back to `pool`, and the buffer.
 
-        Raises TransportError if the buffer cannot be allocated or registered.
+        Raise TransportError if the buffer cannot be allocated or registered.
         """
         numbers = await self.pool.take(1)
         number = int(numbers[0])
@@ -94,7 +93,7 @@ class Scratch:
 class Permutation:
     """Copies blocks of one peer from scratch memory to their places in the local cache.
 
-    Made once for each pair of a peer and a layer set, because making its views of all regions takes long.
+    Made once for each pair of a peer and a layer set, because making the views of all regions takes long.
     """
 
     def __init__(
@@ -129,10 +128,10 @@ class Permutation:
         self._targets: Sequence[View] = [target.numpy() for target in targets] if device.on_host else targets
 
     def plan(self, chunks: Chunks, buffer: torch.Tensor, offset: int) -> tuple[Descriptors, Callable[[], None]]:
-        """Plan to read the remote blocks of `chunks`, which are in prompt order, to `buffer`, from byte `offset` on.
+        """Plan to read the remote blocks of `chunks`, which are in prompt order, into `buffer`, from byte `offset` on.
 
-        Returns the descriptors of the read, and a function to call after the read, which copies the chunks from
-        `buffer` to the cache.
+        Return the descriptors of the read, and a function to call after the read, which copies the chunks from `buffer`
+        to the cache.
         """
         starts = np.flatnonzero(np.concatenate(([True], np.diff(chunks.remote_ids) != 0)))
         size_bytes = len(starts) * self.whole_blocks.block_bytes
@@ -169,8 +168,8 @@ class Permutation:
     def _stretches(self, chunks: Chunks, starts: BlockIds) -> Iterator[tuple[slice, slice, slice]]:
         """Cut the blocks in scratch memory into stretches of blocks from which the same chunks are needed.
 
-        Yields three slices for each stretch: of these blocks, of the chunks within each block, and of `chunks`. Only
-        the first and the last block may be needed in part, so there are few stretches.
+        Yield three slices for each stretch: of these blocks, of the chunks within each block, and of `chunks`. Only the
+        first and the last block may be needed in part, so there are few stretches.
         """
         counts = np.diff(starts, append=len(chunks))
         first_parts = np.zeros_like(starts) if chunks.remote_parts is None else chunks.remote_parts[starts]

@@ -1,12 +1,12 @@
 """Whole remote blocks, read into scratch memory: the alternative to reading small pieces.
 
-The pieces that are contiguous on both sides may be small: for a head slice of NHD, from NHD to HND, or for HND with
-different block sizes. Then a descriptor for each piece is slow. Instead, whole blocks are read into scratch memory,
-with one descriptor for each region of a block, and copied into the cache from there. For NHD that reads all heads of
-the peer, even heads that are not needed.
+If the pieces that are contiguous on both sides are small (for a head slice of NHD, from NHD to HND, or for HND with
+different block sizes), a descriptor for each piece is slow. Instead, whole blocks are read into scratch memory, with
+one descriptor for each region of a block, and copied into the cache from there. For NHD that also reads heads of the
+peer that are not needed.
 
-A rule, `prefer_scratch`, decides which way is faster, by the costs of a descriptor and of a byte as measured over
-shared memory and tcp (docs/decisions/0006-scratch.md).
+`prefer_scratch` decides which way is faster, by the costs of a descriptor and of a byte as measured over shared memory
+and tcp (docs/decisions/0006-scratch.md).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class WholeBlocks:
     """
 
     def __init__(self, remote: Regions, heads: HeadSource, layers: Sequence[int]) -> None:
-        """Describe the blocks of `remote`, the peer's regions; `heads` says which heads to read.
+        """`remote`: the peer's regions. `heads`: which heads to read.
 
         `layers`: indexes of the layers to read, among the peer's, in the order of their pieces in scratch memory.
         """
@@ -100,11 +100,11 @@ class WholeBlocks:
 def prefer_scratch(
     block_map: BlockMap, whole_blocks: WholeBlocks, *, chunks: int, blocks: int, batches: int, near: bool
 ) -> bool:
-    """Return whether to read whole remote blocks and permute them, because that is faster than reading every piece.
+    """Return whether reading whole remote blocks and permuting them is faster than reading every piece.
 
     `chunks`: number of chunks (tokens of one block on the side with the smaller blocks) to copy from scratch memory.
     `blocks`: number of whole remote blocks to read. `batches`: number of scratch buffers to fill and copy. `near`: True
-    if the peer is on this host. Compares the estimated seconds of both ways, so only the ratio of the costs matters.
+    if the peer is on this host.
     """
     costs = COSTS.get((block_map.local.device.kind, near), COSTS["cpu", near])
     groups = block_map.region_maps(block_map.chunk_tokens)

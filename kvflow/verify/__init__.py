@@ -1,1 +1,1 @@
-"""Optional part of kvflow: digests of a load's blocks, which the reader compares with the producer's digests."""
+"""Optional part of a runtime: the reader compares digests of a load's blocks with the producer's digests."""

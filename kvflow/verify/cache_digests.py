@@ -1,11 +1,9 @@
 """Digests of the blocks of a cache, computed on the copy thread. `verify.digests` defines a digest.
 
-Runs of bytes are hashed in place: on the CPU by numpy, at some 5 to 10 GB/s on one core, with the GIL released while it
-reads; on CUDA by torch. Other devices may lack the kernels, so their blocks are copied to the host first. The rest is
-numpy arithmetic for many layers at once, because one numpy call takes the time of hashing 64 KiB. The copy thread
-computes in pieces, so that copies for other requests take turns with the digests.
-
-Views of a cache are made when its first digest is requested.
+Runs of bytes are hashed in place: on the CPU by numpy, at some 5 to 10 GB/s on one core with the GIL released; on CUDA
+by torch. Other devices may lack the kernels, so their blocks are first copied to the host. The factors are applied to
+many layers together, because one numpy call takes the time of hashing 64 KiB. The copy thread computes in pieces, with
+copies for other requests in between.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _DIRECT_BYTES_MIN = 1 << 18  # blocks of this size are hashed in place, smaller 
 
 
 class Undigestible(Exception):
-    """Raised for memory that neither numpy nor torch can read, or for single heads of blocks that are moved whole."""
+    """Raised for memory that neither numpy nor torch can read, or for single heads if blocks are moved whole."""
 
 
 class DigestSpec(NamedTuple):
@@ -54,31 +52,30 @@ class DigestSpec(NamedTuple):
     layers: Sequence[int]
     """Indexes of the layers within the layer set."""
     heads: range
-    """Heads to digest, as indexes within a block of this rank."""
     model_head: int
     """Index of the first of `heads` among all heads of the model."""
     block_ids: BlockIds
-    """Ids of blocks with `block_size` tokens each, in prompt order. The last block holds the last of `tokens`."""
+    """Ids of blocks in prompt order. The last block holds the last of `tokens`."""
     block_size: int
     tokens: range
-    """Positions in the prompt of the tokens to digest."""
+    """Prompt positions of the tokens to digest."""
 
 
 class DigestedCache:
-    """Computes digests of blocks in one memory: the engine's cache, or the host blocks that peers read.
-
-    `sets` has the layers of that memory, in sets of layers of equal shape.
-    """
+    """Computes digests of blocks in one memory: the engine's cache, or the host blocks that peers read."""
 
     def __init__(self, sets: Sequence[LayerSet], copy_thread: CopyThread, device: CacheDevice = _HOST_DEVICE) -> None:
-        """Make the object; no digest is computed yet. `device`: the device that the layers of `sets` are on."""
+        """`sets`: the layers in the memory, in sets of layers of equal shape.
+
+        `device`: the device that these layers are on.
+        """
         self._sets = sets
         self._copy_thread = copy_thread
         self._device = device
 
     @cached_property
     def problem(self) -> str:
-        """Reason why digests of this memory cannot be computed, in words; empty if they can."""
+        """Reason why digests of this memory cannot be computed; empty if they can."""
         try:
             return "" if self._digested else "there are no layers"
         except (Undigestible, LayoutError) as error:  # staged layers may have no addresses
@@ -91,9 +88,8 @@ class DigestedCache:
     async def digests(self, asked: Sequence[DigestSpec]) -> list[int]:
         """Return one digest for each layer of each item of `asked`, in that order, in one flat list.
 
-        Raises Undigestible, or any error of the computation.
-
-        Cancelling stops the waiting; the copy thread finishes the work of at most `_PIECE_BYTES` that it has begun.
+        Raise Undigestible, or any error of the computation. Cancelling stops the waiting; the copy thread finishes the
+        piece of at most `_PIECE_BYTES` that it has begun.
         """
         if self.problem:
             raise Undigestible(self.problem)
@@ -109,7 +105,7 @@ class DigestedCache:
         return sums
 
     def _pieces(self, asked: Sequence[DigestSpec], sums: list[int]) -> Iterator[bool]:
-        """Compute the digests of `asked` step by step, and add them to `sums`, which has one number per layer.
+        """Add the digests of `asked` to `sums`, which has one number for each layer, step by step.
 
         Yield True each time `_PIECE_BYTES` bytes have been read, so that other work can run.
         """
@@ -149,9 +145,10 @@ class _DigestedSet:
         self._views: list[View] = list(map(_numpy_view, views)) if on_host else views
 
     def digests(self, asked: DigestSpec) -> Iterator[tuple[int, UInt64Array, int]]:
-        """Yield partial sums of the digests of the layers in `asked`, computed in jobs of a bounded size.
+        """Yield partial sums of the digests of the layers in `asked`, each from a bounded number of bytes.
 
-        Each item is (first, numbers, bytes read). Add `numbers[i]` to the digest of layer `asked.layers[first + i]`.
+        Each item is (first, numbers, bytes read). The caller adds `numbers[i]` to the digest of layer
+        `asked.layers[first + i]`.
         """
         heads = asked.heads
         if not self._heads_apart:
@@ -178,8 +175,8 @@ class _DigestedSet:
     def _steps(self, asked: DigestSpec, step: int) -> Iterator[tuple[BlockIds, UInt64Array]]:
         """Yield (block ids, weights) for at most `step` blocks of `asked` at a time.
 
-        `weights` has the factor by which the hash of each token of these blocks is multiplied in the digest: 0 for
-        tokens that `asked` leaves out. If heads or blocks are hashed whole, it has one factor for each block.
+        `weights` has the factor by which the digest multiplies the hash of each token of these blocks, or of each block
+        if heads or blocks are hashed whole; 0 for tokens that `asked` leaves out.
         """
         size, start, stop = asked.block_size, asked.tokens.start, asked.tokens.stop
         first_block = -(-stop // size) - len(asked.block_ids)
@@ -195,9 +192,9 @@ class _DigestedSet:
             yield ids, weights
 
     def _hashes(self, regions: Sequence[int], ids: BlockIds, heads: slice) -> UInt64Array:
-        """Return one hash for each run in the blocks `ids` of `regions`. A run is the bytes of one head of one token.
+        """Return one hash for each run (bytes of one head of one token) in the blocks `ids` of `regions`.
 
-        The result has the axes region and block, and then token and head in the order in which they lie in memory.
+        The axes are region and block, then token and head in the order in which they lie in memory.
         """
         views, where = [self._views[at] for at in regions], ids
         if self._copy_device is not None:
@@ -212,9 +209,9 @@ class _DigestedSet:
 
 
 def _run_shape(block: BlockShape, kv_format: str) -> BlockShape:
-    """Return the shape of `block` as an array of runs, the byte sequences that are hashed.
+    """Return the shape of `block` as an array of runs: single heads of single tokens.
 
-    A run is one head of one token. In an opaque format, it is one head of the block, or the whole block.
+    In an opaque format a run is one head of the block, or the whole block.
     """
     if kv_format == PLAIN:
         return block
@@ -246,15 +243,15 @@ def _is_host(device: torch.device) -> bool:
 
 
 def _numpy_view(view: Tensor) -> npt.NDArray[Any]:
-    """Return a numpy view of a region: as words of 8 bytes, or as bytes if a run is not a whole number of words."""
+    """Return a numpy view of a region as words of 8 bytes, or as bytes if a run is not a whole number of words."""
     found: npt.NDArray[Any] = view.numpy()
     return found if found.shape[3] % digests.WORD_BYTES else found.view("<u8")
 
 
 def _hash_into(view: npt.NDArray[Any], ids: BlockIds, words: UInt64Array, found: UInt64Array) -> None:
-    """Hash all runs in the blocks `ids` of one region, `view`, and write the hashes to `found`.
+    """Hash all runs in the blocks `ids` of the region `view` into `found`.
 
-    `words`: the factors by which the words of a run are multiplied.
+    `words`: factors by which the words of a run are multiplied.
     """
     if view[0].nbytes >= _DIRECT_BYTES_MIN:
         for block, hashes in zip(ids.tolist(), found, strict=True):
@@ -265,7 +262,7 @@ def _hash_into(view: npt.NDArray[Any], ids: BlockIds, words: UInt64Array, found:
 
 
 def _padded_words(runs: npt.NDArray[Any]) -> UInt64Array:
-    """Return `runs` as words of 8 bytes. If they are bytes, pad each run with zeros to whole words."""
+    """Return `runs` as words of 8 bytes. If they are bytes, pad each run with zeros."""
     if runs.dtype != np.uint8:
         return runs
     rest = -runs.shape[-1] % digests.WORD_BYTES
@@ -273,9 +270,9 @@ def _padded_words(runs: npt.NDArray[Any]) -> UInt64Array:
 
 
 def _hashed_by_torch(views: Sequence[Tensor], ids: BlockIds, words: UInt64Array) -> UInt64Array:
-    """Return the hashes of all runs in the blocks `ids` of each region, computed on the current stream of its device.
+    """Return the hashes of all runs in the blocks `ids` of each region, computed on the current stream of their device.
 
-    `words`: the factors by which the words of a run are multiplied.
+    `words`: factors by which the words of a run are multiplied.
     """
     import torch
 
@@ -293,9 +290,9 @@ def _hashed_by_torch(views: Sequence[Tensor], ids: BlockIds, words: UInt64Array)
 
 
 def _copy_to_host(views: Sequence[Tensor], ids: BlockIds, device: CacheDevice) -> list[View]:
-    """Copy the blocks `ids` of each region to the host. Return numpy views of the copies, with the blocks 0, 1, 2 ...
+    """Copy the blocks `ids` of each region to the host. Return numpy views of the copies, with block numbers from 0.
 
-    Call it inside `CacheDevice.copying`.
+    Must be called inside `CacheDevice.copying`.
     """
     import torch
 

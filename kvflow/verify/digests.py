@@ -1,10 +1,10 @@
-"""Digests of KV bytes: one number per layer. Equal bytes give equal digests; different bytes do so only by chance.
+"""Digests of KV bytes: one number per layer. Different bytes have equal digests only by chance.
 
 A *run* is the bytes of one head of one token in one part (K, V, the latent) of a layer. Each run is hashed by a
-multilinear hash. The digest of a layer is the sum of its runs' hashes, each multiplied by three weights: one for the
-part, one for the token's position in the prompt, and one for the head's index in the model. So a digest does not depend
-on the layout of a cache, on the size of its blocks, on which blocks hold the prompt, or on how layers and heads are
-split among ranks. But right bytes in a wrong place change it.
+multilinear hash. The digest of a layer is the sum of its runs' hashes, each multiplied by three weights: for the part,
+for the token's position in the prompt, and for the head's index in the model. So a digest does not depend on the layout
+of a cache, on the size of its blocks, on which blocks hold the prompt, or on how layers and heads are split among
+ranks. But right bytes in a wrong place change the digest.
 
 All arithmetic is modulo 2 ** 64, where int64 of numpy, of torch and of CUDA agree:
 
@@ -13,10 +13,10 @@ All arithmetic is modulo 2 ** 64, where int64 of numpy, of torch and of CUDA agr
     digest     = sum over parts p, tokens t, heads h of P[p] * T[t] * H[h] * fold(hash(run))
 
 Weights are odd, so a change of one word of one run always changes the digest. Any other accident goes unseen with a
-chance of some 2 ** -60. A digest is a checksum, and no protection against forgery: an attacker can make other bytes
-with the same digest.
+chance of some 2 ** -60. A digest is no protection against forgery: an attacker can make other bytes with the same
+digest.
 
-In some cache formats the bytes of a token do not lie at a regular stride. Then a run is one head of a block, or a whole
+In cache formats in which the bytes of a token do not lie at a regular stride, a run is one head of a block, or a whole
 block, with the position of the block's first token.
 """
 
@@ -41,22 +41,22 @@ _WORDS, _PARTS, _TOKENS, _HEADS = range(1, 5)  # kinds of weights
 
 @lru_cache(maxsize=16)
 def word_weights(count: int) -> UInt64Array:
-    """Return the factors by which the `count` words of a run are multiplied in its hash. Do not change the array."""
+    """Return the factors by which the hash of a run multiplies the run's `count` words. Do not change the array."""
     return _scrambled(np.arange(count), _WORDS)
 
 
 def part_weights(count: int) -> UInt64Array:
-    """Return the factors by which the hashes of a layer's `count` parts (K, V, or the latent) are multiplied."""
+    """Return the factors by which a digest multiplies the hashes of a layer's `count` parts (K, V, or the latent)."""
     return _scrambled(np.arange(count), _PARTS)
 
 
 def token_weights(tokens: npt.NDArray[np.int64]) -> UInt64Array:
-    """Return the factors by which the hashes of tokens are multiplied. `tokens`: positions in the prompt."""
+    """Return the factors by which a digest multiplies the hashes of tokens. `tokens`: positions in the prompt."""
     return _scrambled(tokens, _TOKENS)
 
 
 def head_weights(start: int, count: int) -> UInt64Array:
-    """Return the factors by which the hashes of `count` heads are multiplied, from the model's head `start` on."""
+    """Return the factors by which a digest multiplies the hashes of `count` heads, from the model's head `start` on."""
     return _scrambled(np.arange(start, start + count), _HEADS)
 
 

@@ -1,4 +1,4 @@
-"""Translates a reader's request for digests into the layers, heads and blocks of this rank that have to be digested."""
+"""Translates a reader's request for digests into layers, heads and blocks of this rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvflow.verify.digests import DIGEST_VERSION
 def digest_specs_of(local: LocalRank, question: messages.DigestRequest, found: OpenLease) -> list[DigestSpec]:
     """Return the layers, heads and blocks to digest for a reader's request, one item for each part of the request.
 
-    `local`: this rank. `found`: the open lease that the request names. WireError if the digest version differs, if the
-    request is too large, or if this rank or the lease does not have the requested bytes.
+    `local`: this rank. `found`: the open lease that the request names. Raise WireError if the digest version differs,
+    if the request is too large, or if this rank or the lease does not have the requested bytes.
     """
     if question.definition != DIGEST_VERSION:
         raise codec.WireError(f"digest version: ours {DIGEST_VERSION}, theirs {question.definition}")
@@ -38,12 +38,8 @@ def digest_specs_of(local: LocalRank, question: messages.DigestRequest, found: O
 def digest_spec_of(local: LocalRank, part: messages.DigestPart, block_ids: BlockIds) -> DigestSpec:
     """Return the layers, heads and blocks of this rank to digest for one part of a request for digests.
 
-    WireError if this rank does not have the layers or heads of `part`.
-
-    Args:
-        local: this rank.
-        part: layers and heads, by their indexes in the model, and tokens, by their positions in the prompt.
-        block_ids: blocks of this rank, in prompt order; the last block holds the last token of `part`.
+    `block_ids`: blocks of this rank, in prompt order, up to the last token of `part`. Raise WireError if this rank does
+    not have the layers or heads of `part`.
     """
     at, share = _share_of(local, part)
     heads = heads_held(share, part.model_heads) if part.model_heads > 0 else range(0)
@@ -63,7 +59,10 @@ def digest_spec_of(local: LocalRank, part: messages.DigestPart, block_ids: Block
 
 
 def _share_of(local: LocalRank, part: messages.DigestPart) -> tuple[int, CacheShare]:
-    """Return (index, cache share) of the layer set of `local` that has all layers of `part`. WireError if none has."""
+    """Return (index, cache share) of the layer set of `local` that has all layers of `part`.
+
+    If none has, raise WireError.
+    """
     layers = set(part.layers)
     for at, share in enumerate(local.cache_shares):
         if share.part == part.part and layers <= set(share.layers) and len(layers) == len(part.layers) > 0:
@@ -74,8 +73,7 @@ def _share_of(local: LocalRank, part: messages.DigestPart) -> tuple[int, CacheSh
 def _blocks_up_to(group: GroupFacts, blocks: int, ticket: Ticket, part: messages.DigestPart) -> int:
     """Return how many of a lease's first blocks are needed to reach the last token of `part`.
 
-    `blocks`: number of blocks of the lease in `group`. `ticket`: the lease's ticket. WireError if the lease does not
-    have all tokens of `part`.
+    `blocks`: number of the lease's blocks in `group`. Raise WireError if the lease does not have all tokens of `part`.
     """
     size = group.block_size
     tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens

@@ -1,12 +1,12 @@
-"""Verification of a load: digests of the loaded bytes are compared with digests of the bytes that the producer holds.
+"""Verification of a load: digests of the loaded bytes are compared with the producer's digests of the same bytes.
 
-Each rank that is read from is asked for digests of these bytes, which the question names by layers and heads of the
-model and by tokens of the prompt. The rank computes the digests during the read. The local digests are computed after
-the read, from the blocks that the request wants filled. So each engine finds the blocks of these tokens by itself, and
-a mistake in the plan of the reads is found, too.
+The reader asks each rank for digests of the bytes that it reads, named by layers and heads of the model and by tokens
+of the prompt. The rank computes the digests during the read. The local digests are computed after the read, from the
+blocks that the request wants filled. So each engine itself finds the blocks of these tokens, and a mistake in the plan
+of the reads is found, too.
 
-The digests prove nothing about freshness: the seals have done so before, and the lease must still be open. If the
-digests differ, the load reads and compares once more.
+Digests say nothing about freshness: the seals do, and the lease must still be open. If digests differ, the load reads
+and compares once more.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from kvflow.verify.lease_digests import digest_spec_of, digest_specs_of
 logger = logger_of(__name__)
 
 REQUESTS_OF_READER_MAX = 8
-"""Largest number of requests for digests from one reader that are answered at the same time."""
+"""Maximum number of requests for digests from one reader that are answered at the same time."""
 
 PartToCompare: TypeAlias = tuple[messages.DigestPart, DigestSpec]
-"""A part of a request for digests, as sent to the producer, and the local layers, heads and blocks of the same bytes,
-which must have the same digests."""
+"""One part of a request for digests, as sent to the producer, and the local layers, heads and blocks that must have the
+same digests.
+"""
 
 
 class NotCompared(Exception):
@@ -54,7 +55,7 @@ class NotCompared(Exception):
 
 
 def begin(cache: RegisteredCache) -> LoadVerifier:
-    """Return a `LoadVerifier`, the object that verifies loads into the registered cache `cache`."""
+    """Return the object that verifies loads into the registered cache `cache`."""
     return LoadVerifier(cache)
 
 
@@ -78,17 +79,15 @@ class LoadVerifier:
 
     @property
     def problem(self) -> str:
-        """Reason why loads cannot be verified, in words; empty if they can."""
+        """Reason why loads cannot be verified; empty if they can."""
         return self.local_cache.problem
 
     def answer(self, question: messages.DigestRequest) -> Answered:
         """Answer a reader's request for digests of leased blocks. Return a refusal, or a future of the reply.
 
-        The request names the lease by its secret id, which only a reader with the ticket knows. The digests are sent
-        only if the lease is still open when they have been computed: then the blocks belonged to the lease all the
-        time.
-        Refuses the request if the lease has ended, the tokens cannot be read yet, the request is invalid, or too many
-        requests are under way.
+        The request names the lease by its secret id. The digests are sent only if the lease is still open after their
+        computation, so the blocks belonged to the lease all the time. The request is refused if it is invalid, if the
+        lease has ended, if the tokens cannot be read yet, or if too many requests are under way.
         """
         reader, limits = question.reader, self._limits
         found = self._find_lease(question.lease_id, question.request_id)
@@ -141,7 +140,7 @@ class LoadVerifier:
     def _digest_task_ended(self, reader: str, reply: asyncio.Future[messages.Reply], _: asyncio.Task[None]) -> None:
         """Callback at the end of the task that answers a request for digests from `reader`.
 
-        If the task was cancelled, perhaps before its first step, there is no reply yet: refuse the request.
+        If the task was cancelled before it set a reply, refuse the request.
         """
         self._under_way -= Counter((reader,))
         if not reply.done():
@@ -150,9 +149,9 @@ class LoadVerifier:
     async def read_verified(self, reader: ReadBlocks, load: Load, flight: Flight, plan: Plan) -> bool:
         """Read a load by calling `reader`, and compare its digests with the producer's. If they differ, do both again.
 
-        Returns True if the leases covered the whole read. Raises ChecksumMismatch if the digests differ twice, and
-        another error if the digests of a load with `verify=True` cannot be compared. The load's blocks stay claimed all
-        the time.
+        Return True if the leases covered the whole read. Raise ChecksumMismatch if the digests differ twice, and
+        another error if the digests of a load with `verify=True` cannot be compared. The blocks stay claimed
+        throughout.
         """
         read = partial(reader, load, flight, plan)
         try:
@@ -177,8 +176,8 @@ class LoadVerifier:
     async def _read_and_compare(self, load: Load, read: Callable[[], Awaitable[bool]]) -> str | None:
         """Await `read`, then compare digests. Return the difference in words, "" for none; None if a lease has ended.
 
-        A rank with a lease that does not grow is asked before the read, and computes its digests meanwhile; any other
-        rank is asked after the read. Raises NotCompared, after the read, if digests cannot be compared.
+        A rank with a lease that does not grow is asked before the read, and computes its digests during the read; any
+        other rank is asked after the read. If digests cannot be compared, raise NotCompared after the read.
         """
         compared = [(source, list(self.parts_to_compare(source, load.tables))) for source in load.sources]
         request_id = load.ticket.request_id
@@ -215,7 +214,7 @@ class LoadVerifier:
     def _note_unverified(self, load: Load, problem: NotCompared) -> None:
         """Record that the digests of a load could not be compared, because of `problem`.
 
-        Raises an error if the request has `verify=True`, and ChecksumMismatch if the digests differed after a first
+        Raise an error if the request has `verify=True`, and ChecksumMismatch if the digests differed after a first
         read.
         """
         if load.verification is Verification.MISMATCH:
@@ -231,9 +230,9 @@ class LoadVerifier:
     async def _ask_digests(
         self, request_id: str, source: Source, parts: Sequence[PartToCompare]
     ) -> Sequence[int] | None:
-        """Ask the rank of `source` for its digests. Return one for each layer of each of `parts`, in one flat list.
+        """Ask the rank of `source` for digests. Return one for each layer of each of `parts`, in one flat list.
 
-        Return None if the rank's lease has ended. Raises NotCompared if the rank gives no digests.
+        Return None if the rank's lease has ended. Raise NotCompared if the rank gives no digests.
         """
         peer, lease = source.peer, source.lease
         question = messages.DigestRequest(
@@ -259,7 +258,7 @@ class LoadVerifier:
     def parts_to_compare(self, source: Source, tables: Sequence[BlockIds]) -> Iterator[PartToCompare]:
         """Yield the parts to compare with the rank of `source`, one for each pair of a local and a remote layer set.
 
-        `tables`: the local blocks of each group.
+        `tables`: the local block ids, by group.
         """
         for block_map, chunks in source.chunks.items():
             if some := [one for one in chunks if len(one)]:
@@ -270,7 +269,8 @@ class LoadVerifier:
 def _part_of(local: LocalRank, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> messages.DigestPart:
     """Return the part of a request for digests that names the layers, heads and tokens of `chunks`.
 
-    `chunks` are the chunks that the load reads from the rank of `source`. `block_map` pairs its layers with local ones.
+    `chunks`: chunks that the load reads from the rank of `source`. `block_map`: pairs the source's layers with local
+    ones.
     """
     size, mine = block_map.chunk_tokens, local.cache_shares[block_map.local_set]
     layers = tuple(mine.layers[ours] for ours, _ in block_map.layer_pairs)
@@ -287,15 +287,15 @@ def _part_of(local: LocalRank, source: Source, block_map: BlockMap, chunks: Sequ
 
 
 def _producer_share(source: Source, mine: CacheShare, layers: Sequence[int]) -> CacheShare:
-    """Return the cache share of the producer's rank with all of `layers`. `mine`: the reader's cache share."""
+    """Return the cache share of the producer's rank that has all of `layers`. `mine`: the reader's cache share."""
     shares = source.connection.cache_shares
     return next(one for one in shares if one.part == mine.part and set(layers) <= set(one.layers))
 
 
 def _difference(source: Source, parts: Sequence[PartToCompare], ours: Sequence[int], theirs: Sequence[int]) -> str:
-    """Return a text with the number of layers with different digests, and both digests of the first; "" if none differ.
+    """Return the number of layers with different digests and both digests of the first, as a text; "" if none differ.
 
-    `ours` and `theirs`: digests of the reader and of the producer, one for each layer of each of `parts`.
+    `ours`, `theirs`: digests of the reader and of the producer, one for each layer of each of `parts`.
     """
     named = [(asked, layer) for asked, _ in parts for layer in asked.layers]
     wrong = [at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other]
