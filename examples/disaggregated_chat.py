@@ -14,78 +14,82 @@ Exit codes: 0 the texts are equal, 1 they differ, 2 something failed, 130 interr
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from disaggregated.engines import start_engine
-from disaggregated.example import MODELS, engine_settings, options_parser, run_example, unpacked_model
+from disaggregated.example import (
+    MODELS,
+    PrintedAnswer,
+    engine_settings,
+    options_parser,
+    print_table,
+    print_verdict,
+    rate,
+    run_example,
+    unpacked_model,
+    wire_rate,
+)
 from disaggregated.hand_over import answer_alone, hand_over
-from disaggregated.messages import Ready
-from paged_engine.tokenizer import ChatTokenizer, TextStream
+from disaggregated.worker import Loaded
+from paged_engine.tokenizer import ChatTokenizer
 
-if TYPE_CHECKING:
-    from disaggregated.screen import Screen
-
-PREFILL = "prefill-0"
-DECODE = "decode-0"
+PREFILL, DECODE = "prefill-0", "decode-0"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of the command line."""
-
-    model: str
-    prompt: str
-    tokens: int
-    block_size: int
-    transport: str
-
-
-async def chat(options: Options, checkpoint: Path, screen: Screen) -> bool:
+async def chat(options: argparse.Namespace, checkpoint: Path) -> bool:
     """Start both engines, answer with and without a hand-over, and report. Return True if the answers are equal."""
     tokenizer = ChatTokenizer(checkpoint)
-    prompt = tokenizer.encode_chat(options.prompt)
+    prompt, max_tokens = tokenizer.encode_chat(options.prompt), options.tokens
     async with (
         start_engine(engine_settings(PREFILL, checkpoint, options.block_size)) as prefill,
         start_engine(engine_settings(DECODE, checkpoint, options.block_size)) as decode,
     ):
-        with screen.busy("starting the engines"):
-            await prefill.expect(Ready)
-            await decode.expect(Ready)
-        screen.prompt(options.prompt)
-        stream = TextStream(tokenizer)
-        with screen.answer(PREFILL, DECODE) as answer:
-            handed_over = await hand_over(
-                prefill,
-                decode,
-                request_id="chat-1",
-                prompt=prompt,
-                max_tokens=options.tokens,
-                show=lambda token: answer.show(stream.push(token)),
-            )
-        # The first load between two engines connects them; the second shows the time of a hand-over without that.
-        again = await hand_over(
-            prefill, decode, request_id="chat-2", prompt=prompt, max_tokens=options.tokens, show=lambda _: None
+        print("starting the engines", flush=True)
+        await prefill.ready()
+        await decode.ready()
+        print(f"\nyou: {options.prompt}")
+        answer = PrintedAnswer(tokenizer, options.model)
+        first = await hand_over(
+            prefill, decode, request_id="chat-1", prompt=prompt, max_tokens=max_tokens, show=answer.show
         )
-        same_again = again.token_ids == handed_over.token_ids
-        screen.hand_over(handed_over.loaded[0], again.loaded[0], prompt_count=len(prompt), outcome=again.outcomes[0])
-        with screen.busy(f"{DECODE} answers the same prompt all alone"):
-            alone = await answer_alone(decode, prompt, options.tokens)
-    reference = tokenizer.decode(alone)
-    same = same_again and alone == handed_over.token_ids and reference == stream.text
-    screen.verdict(same=same, token_count=len(alone), alone=DECODE, reference=reference)
+        # The first load between two engines connects them; the second shows the time of a hand-over without that.
+        second = await hand_over(prefill, decode, request_id="chat-2", prompt=prompt, max_tokens=max_tokens)
+        alone = await answer_alone(decode, prompt, max_tokens)
+    report(len(prompt), [*first.loaded, *second.loaded], [*first.outcomes, *second.outcomes])
+    same = alone == first.token_ids == second.token_ids
+    print_verdict(DECODE, tokenizer.decode(alone), len(alone), same=same)
     return same
 
 
-def run(options: Options, screen: Screen) -> bool:
+def report(prompt_count: int, loads: list[Loaded], outcomes: list[str]) -> None:
+    """Print kvflow's reports of both loads, and how their leases ended."""
+    reports = [load.report for load in loads]
+    rows = [
+        ["", "first load", "second load"],
+        ["prompt tokens", *(f"{prompt_count:,}" for _ in loads)],
+        ["blocks", *(f"{one.blocks:,}" for one in reports)],
+        ["bytes", *(f"{one.bytes:,}" for one in reports)],
+        ["blocks before windows, not moved", *(f"{load.blocks_left:,}" for load in loads)],
+        ["bytes before windows, not moved", *(f"{load.bytes_left:,}" for load in loads)],
+        ["descriptors", *(f"{one.descriptors:,}" for one in reports)],
+        ["lease", *outcomes],
+        *([phase, *(f"{one.seconds[phase] * 1e3:,.2f} ms" for one in reports)] for phase in reports[0].seconds),
+        ["total", *(f"{one.total_s * 1e3:,.2f} ms" for one in reports)],
+        ["post + wire", *map(wire_rate, loads)],
+        ["all phases", *(rate(load, load.report.total_s) for load in loads)],
+    ]
+    print_table("\nThe hand-over. The first load connects the engines.", rows)
+
+
+def run(options: argparse.Namespace) -> bool:
     """Run the chat. Return True if the answers are equal."""
     name, _ = MODELS[options.model]
-    screen.header("disaggregated chat", model=name, prefill=PREFILL, decode=[DECODE], transport=options.transport)
-    with unpacked_model(screen, options.model) as checkpoint:
-        return asyncio.run(chat(options, checkpoint, screen))
+    print(f"{name}, float32, greedy: {PREFILL} hands over to {DECODE}, NIXL over {options.transport}")
+    with unpacked_model(options.model) as checkpoint:
+        return asyncio.run(chat(options, checkpoint))
 
 
 def main() -> int:
@@ -98,8 +102,8 @@ def main() -> int:
         default="smollm2",
         help="sliding-window: a tiny random model most of whose layers attend to a window (default: smollm2)",
     )
-    options = Options(**vars(parser.parse_args()))
-    return run_example(lambda screen: run(options, screen), transport=options.transport)
+    options = parser.parse_args()
+    return run_example(lambda: run(options), transport=options.transport)
 
 
 if __name__ == "__main__":

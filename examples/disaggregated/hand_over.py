@@ -7,9 +7,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 import kvflow
-from disaggregated.engines import EngineProcesses
-from disaggregated.messages import DecodeRequest, Generate, Loaded, Offered, PrefillRequest, Released
-from disaggregated.router import ANSWER_TIMEOUT_S
+from disaggregated.engines import ANSWER_TIMEOUT_S, EngineProcesses
+from disaggregated.messages import DecodeRequest, Generate, PrefillRequest
+from disaggregated.worker import Loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,34 +30,31 @@ async def hand_over(
     request_id: str,
     prompt: list[int],
     max_tokens: int,
-    show: Callable[[int], None],
+    show: Callable[[int], None] = lambda token: None,
 ) -> HandOver:
     """Answer the prompt with two engines. Call `show` with each token as it arrives."""
-    await prefill.send(PrefillRequest(request_id=request_id, prompt=prompt, deadline_s=ANSWER_TIMEOUT_S))
-    offers = await prefill.expect(Offered)
-    # Each rank of the prefill engine offers its part of the cache; the decode engine gets one ticket for all parts.
-    ticket = kvflow.merge_tickets([kvflow.Ticket.from_params(offer.ticket) for offer in offers])
-    await decode.send(
-        DecodeRequest(
+    asked = PrefillRequest(request_id=request_id, prompt=prompt, deadline_s=ANSWER_TIMEOUT_S)
+    async with aclosing(prefill.call(asked)) as offered:
+        # Each rank of the prefill engine offers its part of the cache; the decode engine gets one ticket for all parts.
+        ticket = kvflow.merge_tickets([kvflow.Ticket.from_params(ticket) for ticket in await anext(offered)])
+        request = DecodeRequest(
             request_id=request_id,
             ticket=ticket.to_params(),
             prompt_count=len(prompt),
             max_tokens=max_tokens,
             deadline_s=ANSWER_TIMEOUT_S,
         )
-    )
-    loaded = await decode.expect(Loaded)
-    token_ids: list[int] = []
-    async with aclosing(decode.tokens()) as tokens:
-        async for token in tokens:
-            show(token)
-            token_ids.append(token)
-    released = await prefill.expect(Released)
-    return HandOver(token_ids=token_ids, loaded=loaded, outcomes=[rank.outcome for rank in released])
+        token_ids: list[int] = []
+        async with aclosing(decode.call(request)) as answers:
+            loaded = await anext(answers)
+            async for tokens in answers:
+                token_ids.append(decode.common(tokens))
+                show(token_ids[-1])
+        (outcomes,) = [outcomes async for outcomes in offered]
+    return HandOver(token_ids=token_ids, loaded=loaded, outcomes=outcomes)
 
 
 async def answer_alone(engine: EngineProcesses, prompt: list[int], max_tokens: int) -> list[int]:
     """Return the answer of one engine without a hand-over."""
-    await engine.send(Generate(prompt=prompt, max_tokens=max_tokens))
-    async with aclosing(engine.tokens()) as tokens:
-        return [token async for token in tokens]
+    async with aclosing(engine.call(Generate(prompt=prompt, max_tokens=max_tokens))) as answers:
+        return [engine.common(tokens) async for tokens in answers]

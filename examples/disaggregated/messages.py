@@ -1,10 +1,9 @@
-"""Messages between routers and workers: over a socket in the demo, over HTTP in the server, by handles in Ray.
+"""Messages between routers and workers: over a pipe in the demo, over HTTP in the server, by handles in Ray.
 
     PrefillRequest -> Offered, once the prompt has blocks; its computation goes on meanwhile
     DecodeRequest  -> Step ..., or a Failure
 
-The demo's workers also take `Generate`, which asks for an answer without a hand-over. They send more events: `Ready`
-once, `Loaded` before the first step, `Done` after the last step, and `Released` when a prompt's blocks are free again.
+The demo's workers also take `Generate`, and answer with the values alone (see `worker`).
 
 Messages carry tokens, not text: a prompt is tokenized once. The KV cache and the first token go from worker to worker,
 not through the router.
@@ -105,43 +104,8 @@ class Failure(Message, frozen=True, kw_only=True):
     message: str
 
 
-# --- used by the demo only
-
-
 class Generate(Message, frozen=True, kw_only=True):
-    """Command: answer a prompt with this engine alone."""
+    """Command of the demo: answer a prompt with this engine alone."""
 
     prompt: TokenIds
     max_tokens: Count
-
-
-class Ready(Message, frozen=True):
-    """Event: the worker takes commands."""
-
-
-class Released(Message, frozen=True, kw_only=True):
-    """Event: the prompt's blocks are free again. `outcome` is how their lease ended."""
-
-    outcome: str
-
-
-class Loaded(Message, frozen=True, kw_only=True):
-    """Event: kvflow's report of the load."""
-
-    sources: list[str]
-    blocks: int
-    descriptors: int
-    size: int
-    blocks_left: int
-    """Number of blocks that were not read because they lie before the window of their layers."""
-    size_left: int
-    seconds: dict[str, float]
-    total_s: float
-
-
-class Done(Message, frozen=True):
-    """Event: the answer has ended, and its blocks are free again."""
-
-
-Command = PrefillRequest | DecodeRequest | Generate
-Event = Ready | Offered | Released | Loaded | Step | Done | Failure

@@ -1,18 +1,26 @@
-"""The process of one rank of an engine: it takes commands from the router over a socket.
+"""The process of one rank of an engine. It takes calls from the router over a pipe, and answers one after another.
 
-The process has both workers, `prefill` and `decode`, on one engine and one kvflow runtime.
+A call is a message, and its answer is a series of values, which ends with None or a Failure:
+
+    PrefillRequest  the ticket of the prompt's blocks; once they are free again, how their lease ended
+    DecodeRequest   the report of the load (`Loaded`), then each token
+    Generate        each token of an answer by this engine alone
+
+The process has both workers, `prefill` and `decode`, on one engine and one kvflow runtime. It ends when the router
+sends None, or dies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, closing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from socket import socket
+from typing import Any
 
-import msgspec
 import torch
 import uvloop
 from paged_engine import Engine, OutOfBlocksError
@@ -22,23 +30,10 @@ from paged_engine.weights import load_model
 
 import kvflow
 from disaggregated.background import StartTask, background_tasks
-from disaggregated.channel import Channel, ChannelClosedError
 from disaggregated.decode import DecodeWorker
 from disaggregated.failures import failure_of
 from disaggregated.groups import LayerGroups, open_runtime
-from disaggregated.messages import (
-    Command,
-    DecodeRequest,
-    Done,
-    Event,
-    Generate,
-    Loaded,
-    Offered,
-    PrefillRequest,
-    Ready,
-    Released,
-    Step,
-)
+from disaggregated.messages import DecodeRequest, Failure, Generate, Message, PrefillRequest, Step
 from disaggregated.prefill import PrefillWorker
 
 # Errors that a request may meet. Any other error is a bug, and ends the process with its traceback.
@@ -61,29 +56,62 @@ class WorkerSettings:
         return self.engine_id if self.shard.tp_size == 1 else f"{self.engine_id}/{self.shard.tp_rank}"
 
 
-def run_worker(settings: WorkerSettings, sock: socket.socket, peers: Sequence[socket.socket]) -> None:
-    """Run a worker in this process until the router closes its end of the socket. `peers` go to the other ranks."""
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """kvflow's report of a load, and how much was not read because it lies before the window of its layers."""
+
+    report: kvflow.LoadReport
+    blocks_left: int
+    bytes_left: int
+
+
+def run_worker(settings: WorkerSettings, router: Connection, peers: Sequence[socket]) -> None:
+    """Run a worker in this process until the router sends None or closes its end. `peers` go to the other ranks."""
     # All workers share the machine's cores, and with one thread sums are rounded the same everywhere.
     torch.set_num_threads(1)
-    with closing(AllReduce(settings.shard.tp_rank, peers)) as all_reduce:
-        uvloop.run(_run(settings, sock, all_reduce))
+    with closing(AllReduce(settings.shard.tp_rank, peers)) as all_reduce, suppress(asyncio.CancelledError):
+        uvloop.run(_run(settings, router, all_reduce))
 
 
-async def _run(settings: WorkerSettings, sock: socket.socket, all_reduce: AllReduce) -> None:
-    decoder = msgspec.json.Decoder[Command](Command)
-    async with (
-        await Channel[Command, Event].open(sock, decoder) as channel,
-        _report_failures(channel),
-        _open_worker(settings, channel, all_reduce) as worker,
-    ):
-        await channel.send(Ready())
-        await worker.serve()
+async def _run(settings: WorkerSettings, router: Connection, all_reduce: AllReduce) -> None:
+    calls = _incoming_calls(router)
+    with _failures_sent(router):
+        async with _open_worker(settings, all_reduce) as worker:
+            _send(router, None)
+            while True:
+                call = await calls.get()
+                with _failures_sent(router):
+                    async with aclosing(worker.answer(call)) as values:
+                        async for value in values:
+                            _send(router, value)
+                            if isinstance(value, Failure):
+                                break
+                        else:
+                            _send(router, None)
+
+
+def _incoming_calls(router: Connection) -> asyncio.Queue[Message]:
+    """Return the queue of the router's calls. When the router leaves, cancel the current task."""
+    calls = asyncio.Queue[Message]()
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+
+    def receive() -> None:
+        call = None
+        with suppress(EOFError, OSError):
+            call = router.recv()
+        if call is not None:
+            calls.put_nowait(call)
+        else:
+            loop.remove_reader(router.fileno())
+            assert this is not None, "a coroutine runs in a task"
+            this.cancel()
+
+    loop.add_reader(router.fileno(), receive)
+    return calls
 
 
 @asynccontextmanager
-async def _open_worker(
-    settings: WorkerSettings, channel: Channel[Command, Event], all_reduce: AllReduce
-) -> AsyncIterator[_Worker]:
+async def _open_worker(settings: WorkerSettings, all_reduce: AllReduce) -> AsyncIterator[_Worker]:
     """Open an engine, a runtime with the engine's cache, and background tasks; yield the worker.
 
     The runtime closes before the engine, because it uses the engine's memory.
@@ -108,98 +136,50 @@ async def _open_worker(
         open_runtime(config, engine) as runtime,
         background_tasks() as start_task,
     ):
-        yield _Worker(engine, runtime, start_task, channel)
+        yield _Worker(engine, runtime, start_task)
 
 
 class _Worker:
-    """Runs the router's commands, each in its own task."""
+    """Answers the router's calls."""
 
-    def __init__(
-        self, engine: Engine, runtime: kvflow.Runtime, start_task: StartTask, channel: Channel[Command, Event]
-    ) -> None:
+    def __init__(self, engine: Engine, runtime: kvflow.Runtime, start_task: StartTask) -> None:
         self._engine = engine
-        self._channel = channel
         self._groups = LayerGroups(engine)
         self._prefill = PrefillWorker(engine, runtime, start_task)
         self._decode = DecodeWorker(engine, runtime, start_task)
 
-    async def serve(self) -> None:
-        """Take commands until the router closes the channel, then cancel the commands that still run."""
-        async with asyncio.TaskGroup() as group:
-            answering: set[asyncio.Task[None]] = set()
-            async for command in self._commands():
-                task = group.create_task(self._answer(command), name=f"answer {type(command).__name__}")
-                answering.add(task)
-                task.add_done_callback(answering.discard)
-            for task in answering:
-                task.cancel()
-
-    async def _commands(self) -> AsyncIterator[Command]:
-        while True:
-            try:
-                yield await self._channel.receive()
-            except ChannelClosedError:
-                return
-
-    async def _answer(self, command: Command) -> None:
-        async with _report_failures(self._channel):
-            match command:
-                case PrefillRequest():
-                    await self._run_prefill(command)
-                case DecodeRequest():
-                    await self._run_decode(command)
-                case Generate():
-                    await self._run_generate(command)
-
-    async def _run_prefill(self, request: PrefillRequest) -> None:
-        """Send the ticket of the prompt's blocks, and, when their lease has ended, its outcome."""
-        lease = await self._prefill.prefill(request)
-        await self._channel.send(Offered(ticket=lease.ticket.to_params()))
-        await self._prefill.wait_released(request.request_id)
-        await self._channel.send(Released(outcome=await lease))
-
-    async def _run_decode(self, request: DecodeRequest) -> None:
-        """Send the report of the load, then each step, then Done."""
-        async with aclosing(await self._decode.decode(request)) as generation:
-            count = 0
-            async for step in generation.steps():
-                if isinstance(step, Step) and not count:
-                    await self._channel.send(self._loaded_event(request, generation.report))
-                await self._channel.send(step)
-                count += isinstance(step, Step)
-            # Done comes last, in every answer: then all ranks have freed their blocks before any gets another command.
-            await generation.ended()
-        if count:
-            await self._channel.send(Done())
-
-    def _loaded_event(self, request: DecodeRequest, report: kvflow.LoadReport) -> Loaded:
-        blocks_left, size_left = self._groups.skipped(request.prompt_count)
-        return Loaded(
-            sources=list(report.sources),
-            blocks=report.blocks,
-            descriptors=report.descriptors,
-            size=report.bytes,
-            blocks_left=blocks_left,
-            size_left=size_left,
-            seconds=dict(report.seconds),
-            total_s=report.total_s,
-        )
-
-    async def _run_generate(self, command: Generate) -> None:
-        """Prefill and decode on this engine, without a hand-over, and send each step."""
-        async with aclosing(self._engine.generate(command.prompt, max_tokens=command.max_tokens)) as tokens:
-            async for token in tokens:
-                await self._channel.send(Step(token=token))
-        await self._channel.send(Done())
+    async def answer(self, call: Message) -> AsyncGenerator[Any, None]:
+        match call:
+            case PrefillRequest():
+                lease = await self._prefill.prefill(call)
+                yield lease.ticket.to_params()
+                await self._prefill.wait_released(call.request_id)
+                yield await lease
+            case DecodeRequest():
+                async with aclosing(await self._decode.decode(call)) as generation:
+                    loaded = False
+                    async for step in generation.steps():
+                        if not loaded and isinstance(step, Step):
+                            loaded = True
+                            yield Loaded(generation.report, *self._groups.skipped(call.prompt_count))
+                        yield step.token if isinstance(step, Step) else step
+                    # All ranks have freed their blocks before any rank gets another call.
+                    await generation.ended()
+            case Generate():
+                async with aclosing(self._engine.generate(call.prompt, max_tokens=call.max_tokens)) as tokens:
+                    async for token in tokens:
+                        yield token
 
 
-@asynccontextmanager
-async def _report_failures(channel: Channel[Command, Event]) -> AsyncIterator[None]:
-    """Send a Failure to the router for an expected error in the block. Do nothing if the router has left."""
+@contextmanager
+def _failures_sent(router: Connection) -> Iterator[None]:
+    """Send a Failure to the router for an expected error in the block."""
     try:
         yield
-    except ChannelClosedError:
-        pass
     except EXPECTED_ERRORS as error:
-        with suppress(ChannelClosedError):
-            await channel.send(failure_of(error))
+        _send(router, failure_of(error))
+
+
+def _send(router: Connection, value: object) -> None:
+    with suppress(OSError):  # the router has left, and `_incoming_calls` ends this worker
+        router.send(value)

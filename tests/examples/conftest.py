@@ -166,13 +166,14 @@ def run_python() -> RunPython:
 @pytest.fixture
 def settings(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Settings of workers that run the tiny model; the environment that they need is set."""
-    from disaggregated import router
+    from disaggregated import engines, example
     from disaggregated.worker import WorkerSettings
 
-    monkeypatch.setattr(router, "ANSWER_TIMEOUT_S", 4 * router.ANSWER_TIMEOUT_S)  # workers start together, on any host
+    slow = 4 * engines.ANSWER_TIMEOUT_S  # workers start together, on any host
+    monkeypatch.setattr(engines, "ANSWER_TIMEOUT_S", slow)
     for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL", "UCX_TLS"):
         monkeypatch.delenv(name, raising=False)
-    router.set_worker_environment("shm")
+    example.set_worker_environment("shm")
 
     def settings(engine_id: str, *, checkpoint: Path = tiny.checkpoint, **others: Any) -> WorkerSettings:
         return WorkerSettings(engine_id=engine_id, checkpoint=checkpoint, block_size=4, block_count=16, **others)
