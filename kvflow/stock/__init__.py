@@ -1,7 +1,7 @@
 """Exchange with stock engines, which run vLLM's own NixlConnector: read from stock producers, serve stock readers.
 
-`Runtime(config, parts=[StockPeers(...)])` switches it on; without that, nothing here is imported. docs/stock.md lists
-the promises that are weaker with stock peers than between kvflow's own engines.
+`Runtime(config, parts=[StockPeers(...)])` switches it on; otherwise nothing here is imported. docs/stock.md lists the
+promises that are weaker with stock peers.
 """
 
 from kvflow.stock.deadline import Arrival, Terms

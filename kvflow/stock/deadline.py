@@ -2,17 +2,17 @@
 
 A stock producer keeps a prompt's blocks for `lease_s` from the end of the request. It does not say when that was, and
 frees the blocks without a message. The reader knows when the request's parameters arrived. If the router took less than
-`router_s` to bring them, and no other engine has used them, the blocks are held until `arrival + lease_s - router_s`.
-This time is the first bound.
+`router_s` to bring them, and no other engine has used them, the blocks are held until `arrival + lease_s - router_s`:
+the first bound.
 
-When a producer's worker takes a heartbeat, the lease lasts at least `lease_s * 2/3` from that moment. The worker
-takes heartbeats before it looks for expired leases. Nothing confirms a heartbeat, and a heartbeat is dropped if it
-comes before the worker knows the request. So a heartbeat moves the bound only if it was sent at least `settle_s` after
-the arrival, and at least `allowance_s` before the bound at that time. After one gap between heartbeats, or one message
-that could not be sent, the bound stays where it is for good.
+When a producer's worker takes a heartbeat, the lease lasts at least `lease_s * 2/3` from that moment. The worker takes
+heartbeats before it looks for expired leases. Nothing confirms a heartbeat, and one that comes before the worker knows
+the request is dropped. So a heartbeat moves the bound only if it was sent at least `settle_s` after the arrival, and at
+least `allowance_s` before the bound at that time. After one gap between heartbeats, or one message that could not be
+sent, the bound stays where it is for good.
 
-A read that ends after the bound is refused, whatever has landed. This is weaker than a seal: whether the router was
-fast enough and no other engine used the parameters, kvflow cannot check.
+A read that ends after the bound is refused, whatever has landed. This is weaker than a seal: kvflow cannot check
+whether the router was fast enough and no other engine used the parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Times, in seconds, that a deployment promises for its stock producers and routers. kvflow cannot check them.
+    """Times that a deployment promises for its stock producers and routers. kvflow cannot check them.
 
     ConfigError if `router_s` and `allowance_s` leave no time of `lease_s` for a read.
     """
@@ -45,11 +45,11 @@ class Terms:
     lease_s: Seconds = 30.0
     """Seconds for which a producer keeps a prompt's blocks after the request's end: its `kv_lease_duration` in vLLM."""
     router_s: Seconds = 5.0
-    """Longest time from the end of a prefill request until the request's parameters reach this engine, in seconds."""
+    """Seconds, at most, from the end of a prefill request until its parameters reach this engine."""
     settle_s: Seconds = 10.0
-    """Seconds after a request's parameters have arrived here, when the producer's worker surely knows the request."""
+    """Seconds after the arrival of a request's parameters here, when the producer's worker surely knows the request."""
     allowance_s: Seconds = 1.0
-    """Longest time that a notification takes to reach a producer, in seconds."""
+    """Seconds that a notification takes to reach a producer, at most."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, ConfigError)
@@ -64,19 +64,19 @@ class Terms:
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between two heartbeats that this reader sends for a request."""
+        """Seconds between two heartbeats for a request."""
         return max(self.lease_s / 6, 0.05)
 
 
 class DeadlineProof:
     """Proof, by computed times, that a stock rank still held a request's blocks while they were read.
 
-    It stands in a load where a `SealProof` stands for kvflow's own producers.
+    A load has it in place of the `SealProof` for kvflow's own producers.
     """
 
     kind = "deadline"
     grows = fetch_under_way = lease_ended = failed = False
-    """Always False: states of a seal and of a growing lease that `SealProof` has, and that stock producers lack."""
+    """Always False: states of a seal or a growing lease, which `SealProof` has and stock producers lack."""
 
     def __init__(
         self,
@@ -88,10 +88,10 @@ class DeadlineProof:
         request_id: str = "",
         agent: str = "",
     ) -> None:
-        """Create the proof for a request with parameters that arrived at `arrived_s`, by the clock `now_s`.
+        """Create the proof for a request with parameters that arrived at `arrived_s`, on the clock `now_s`.
 
         `unsent` returns the number of notifications that this engine could not send so far, to any producer. `agent` is
-        the name of the stock rank's present NIXL agent.
+        the name of the stock rank's NIXL agent.
         """
         self.request_id, self.agent = request_id, agent
         self.fetch_posted = True
@@ -109,7 +109,7 @@ class DeadlineProof:
     def note_heartbeat(self) -> None:
         """Record that a heartbeat for the request is being sent to the stock rank now.
 
-        Before the rank surely knows the request, a heartbeat does not count.
+        It does not count before the rank surely knows the request.
         """
         now_s = self._now_s()
         if now_s >= self._known_from_s:
@@ -118,7 +118,7 @@ class DeadlineProof:
     def held_until_s(self) -> float:
         """Return the time until which the producer surely holds the blocks.
 
-        Heartbeats that have surely arrived by now extend this time.
+        Heartbeats that have surely arrived by now extend it.
         """
         now_s, terms = self._now_s(), self._terms
         if self._unsent() != self._unsent_before:  # one of the unsent messages may be a heartbeat of this request
@@ -131,28 +131,28 @@ class DeadlineProof:
         return self.bound_s
 
     def readable_tokens(self, num_tokens: int) -> int:
-        """Return `num_tokens`, since a stock producer sends parameters only when all tokens have been computed."""
+        """Return `num_tokens`: a stock producer sends parameters only once all tokens are computed."""
         return num_tokens
 
     def judge_before_post(self) -> ProofStep:
-        """Return POST if a read may begin, else STALE: the producer may have freed the blocks by now."""
+        """Return POST if a read may begin, or STALE if the producer may have freed the blocks by now."""
         return ProofStep.POST if self._now_s() < self.held_until_s() else ProofStep.STALE
 
     def judge_after_read(self, read_s: float | None) -> ProofStep:
-        """Return FRESH if the producer surely still holds the blocks now, after the last byte, else STALE.
+        """Return FRESH if the producer surely still holds the blocks, after the last byte has landed, else STALE.
 
         `read_s` is not used.
         """
         return ProofStep.FRESH if self._now_s() < self.held_until_s() else ProofStep.STALE
 
     def fresh_copy(self) -> DeadlineProof:
-        """Return this proof itself, since the same bound holds for another read of the same blocks."""
+        """Return this proof itself, since its bound also holds for another read of the same blocks."""
         return self
 
     def note_fetch_posted(self) -> None:
-        """Raise AssertionError. Never called, since a stock producer has no seal to fetch."""
+        """Raise AssertionError. Never called: a stock producer has no seal to fetch."""
         raise AssertionError("a stock producer has no seals")
 
     def note_fetched(self, tokens_missing: int | None, posted_s: float) -> None:
-        """Raise AssertionError. Never called, since a stock producer has no seal to fetch."""
+        """Raise AssertionError. Never called: a stock producer has no seal to fetch."""
         self.note_fetch_posted()

@@ -2,8 +2,8 @@
 
 A stock engine has one listener, and its readers ask it about every rank that they read from. In kvflow each rank has a
 runtime, so the engine passes each rank's metadata (its *card*) to the other ranks, as it does with tickets for
-`merge_tickets`. Until a rank has the cards of all ranks it answers no reader: a reader would take some ranks for the
-whole engine.
+`merge_tickets`. A rank without the cards of all ranks answers no reader, which would take some ranks for the whole
+engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EQUAL_FIELDS = ("num_blocks", "block_size", "block_lens", "kv_cache_layout", "r
 
 
 class _Card(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a rank's card: its metadata for stock readers, with the engine's name and the rank's index."""
+    """Content of a rank's card: its metadata for stock readers, with its engine's name and its index."""
 
     engine_id: str
     tp_rank: int
@@ -36,18 +36,17 @@ class _Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRanks:
-    """The metadata that this rank gives to stock readers, for all ranks of its engine.
+    """The metadata of all ranks of this rank's engine, for stock readers.
 
-    A stock reader asks only one rank about all ranks. So the engine passes each rank's metadata, encoded as bytes (its
+    A stock reader asks one rank about all ranks. So the engine passes each rank's metadata, encoded as bytes (its
     *card*), to the other ranks:
 
         ranks = EngineRanks()  # on each rank, for StockPeers(ranks=ranks)
         card = ranks.card  # on each rank, once a cache is registered
         ranks.show(cards)  # the cards of all ranks, on each rank that tickets may name first
 
-    When a rank registers its cache again, its card changes. Then the rank answers no reader until `show` has been
-    called with the cards of all ranks again. An engine of one rank needs no EngineRanks. Any thread may call the
-    methods.
+    A rank that registers its cache again has a new card, and answers no reader until `show` is called again with all
+    cards. An engine of one rank needs no EngineRanks. Any thread may call the methods.
     """
 
     def __init__(self) -> None:
@@ -101,9 +100,9 @@ class EngineRanks:
         self._metadata_by_rank = {card.tp_rank: card.metadata for card in found}
 
     def begin(self, engine_id: str, tp_rank: int, tp_size: int, metadata: bytes) -> None:
-        """Set this rank's metadata, and drop the encoded metadata (cards) of the engine's other ranks.
+        """Set this rank's metadata, and drop the other ranks' cards.
 
-        Only the rank's runtime calls this, when a cache is registered.
+        The rank's runtime calls this when a cache is registered.
 
         Args:
             engine_id: name of the engine.
@@ -135,7 +134,7 @@ def _decode_card(card: bytes) -> _Card:
 
 
 def _check_equal_fields(cards: Sequence[_Card]) -> None:
-    """Raise RequestError if a field in `_EQUAL_FIELDS` differs between the ranks of `cards`."""
+    """Raise RequestError if the ranks of `cards` differ in a field in `_EQUAL_FIELDS`."""
     shown = [_decoded(card.metadata, StockMetadata) for card in cards]
     for name in _EQUAL_FIELDS:
         values = {repr(getattr(one, name)) for one in shown}

@@ -1,7 +1,7 @@
 """Asks a stock engine's listener for the metadata of a rank.
 
-The listener is a thread of the engine's scheduler, and any message but this question ends the thread for good. So this
-module can send nothing else, and every question has a socket of its own.
+The listener is a thread of the engine's scheduler, which any other message ends for good. So this module can send
+nothing else, and every question has a socket of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def ask_rank(
         bytes_max: largest size of an answer.
 
     Returns:
-        The engine's compatibility hash, the rank's metadata, and the names of all fields of the metadata.
+        The engine's compatibility hash, the rank's metadata, and the names of all its fields.
 
     Raises:
         PeerUnreachable: no answer came within `timeout_s`, or the address cannot be reached.

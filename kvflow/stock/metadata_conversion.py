@@ -1,13 +1,12 @@
 """Conversion between the metadata of stock ranks and of kvflow ranks: layers, blocks, heads, memory.
 
-A stock rank's metadata has the bytes of a block, but not the number of heads. The number of heads follows from this
-rank's cache, which is of the same model. If layers of several groups share a region of memory, the metadata only names
-the first of these layers, and says that the region belongs to no single group. vLLM lays out the same model alike
-everywhere, so this rank's cache shows which layers share a region, provided that the regions, names and groups of both
-ranks agree.
+A stock rank's metadata has the bytes of a block, but not the number of heads, which follows from this rank's cache of
+the same model. If layers of several groups share a region of memory, the metadata names only the first layer, and says
+that the region belongs to no single group. vLLM lays out the same model alike everywhere, so this rank's cache shows
+which layers share a region, provided that regions, names and groups of both ranks agree.
 
-A stock rank's metadata does not have the number of its engine's ranks. The parameters have it, but they are not signed.
-A question about a rank that does not exist ends a stock listener, so the number is trusted only if the heads of the
+Nor does the metadata have the number of the engine's ranks. The parameters have it, but they are not signed, and a
+question about a rank that does not exist ends a stock listener. So the number is trusted only if the heads of the
 engine's first rank prove it, or if it is configured (`StockPeers.tp_sizes`).
 """
 
@@ -36,7 +35,7 @@ from kvflow.stock.wire import StockMetadata
 HEADS_FIRST = ("LBHNC", "HND")
 TOKENS_FIRST = ("LBNHC", "NHD")
 SEVERAL_GROUPS = -1
-"""Value of `OurRegion.group` for a region with layers of several groups."""
+"""`OurRegion.group` of a region with layers of several groups."""
 _LAYOUTS = (*HEADS_FIRST, *TOKENS_FIRST)
 _MEMORY = {"DRAM": "cpu", "VRAM": "cuda"}
 _NUMBER = re.compile(r"\d+")
@@ -65,24 +64,24 @@ class OurLayers(NamedTuple):
 class OurRegion(NamedTuple):
     """A region of this rank's memory, as vLLM's metadata lists regions.
 
-    The memory holds one layer, or several layers that share it: one layer of each of several groups.
+    It holds one layer, or one layer of each of several groups, which share it.
     """
 
     layer: int
-    """Number of the region's first layer, which gives the region its name."""
+    """Number of the region's first layer, whose name is the region's."""
     set_and_index: tuple[int, int]
-    """Index in `OurCache.layer_sets` of the set with the first layer, and index of that layer within the set."""
+    """The first layer's place: index of its set in `OurCache.layer_sets`, and its index in that set."""
     group: int
-    """Index of the group of layers that the whole region belongs to; SEVERAL_GROUPS if the layers' groups differ."""
+    """Index of the group of all layers in the region; SEVERAL_GROUPS if their groups differ."""
 
     @property
     def number(self) -> int:
-        """The number in the name of the region's first layer. A draft model's layers are numbered from 0 again."""
+        """Number in the name of the region's first layer. A draft model's layers are numbered from 0 again."""
         return self.layer % NAMED_LAYERS_MAX
 
 
 class OurCache(NamedTuple):
-    """This rank's cache, described so that a stock rank's metadata can be compared with it."""
+    """This rank's cache, described for comparison with a stock rank's metadata."""
 
     layer_sets: tuple[OurLayers, ...]
     groups: tuple[GroupFacts, ...]
@@ -93,9 +92,9 @@ class OurCache(NamedTuple):
 
     @property
     def regions(self) -> tuple[OurRegion, ...]:
-        """This rank's regions, in the order in which a stock rank lists its regions.
+        """This rank's regions, in the order in which a stock rank lists its own.
 
-        The order is by the number in the first layer's name. The regions of a draft model come last.
+        They are ordered by the number in the first layer's name. The regions of a draft model come last.
         """
         found: dict[int, OurRegion] = {}
         for layer, which, nth in sorted(self._layers(), key=_stock_order):
@@ -106,7 +105,7 @@ class OurCache(NamedTuple):
         return tuple(found.values())
 
     def base_of(self, which: int, nth: int) -> int:
-        """Return the memory address of the first block of layer number `nth` in `layer_sets[which]`, from 0."""
+        """Return the address of the first block of the layer with index `nth` in `layer_sets[which]`."""
         regions = self.layer_sets[which].regions
         return int(regions.bases[nth * len(regions.parts)])
 
@@ -120,7 +119,7 @@ def _stock_order(layer: tuple[int, int, int]) -> tuple[bool, int, int]:
 
 
 def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> OurCache:
-    """Return an OurCache for this rank's `shares` and `regions`, both listed by set of layers, and its `groups`.
+    """Return an OurCache of this rank's `shares` and `regions`, one of each for each set of layers, and its `groups`.
 
     ConfigError if blocks of this cache cannot be exchanged with stock engines.
     """
@@ -135,10 +134,10 @@ def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: 
 
 
 def metadata_of(at: Address, stock: StockMetadata, agent: str, ours: OurCache, *, tp_size: int) -> messages.Metadata:
-    """Return a stock rank's metadata converted to kvflow's own message, to be checked like any peer's metadata.
+    """Return a stock rank's metadata as kvflow's own message, to be checked like any peer's metadata.
 
-    `at` is the stock rank's address, `agent` the name of its NIXL agent, and `tp_size` the number of its engine's
-    ranks. PeerIncompatible if this rank cannot read the stock rank's cache.
+    `at` is the stock rank's address, `agent` its NIXL agent's name, and `tp_size` the number of its engine's ranks.
+    PeerIncompatible if this rank cannot read the stock rank's cache.
     """
     if problems := reasons_not_read(stock):
         raise at.failure(PeerIncompatible, "; ".join(problems))
@@ -184,8 +183,8 @@ def metadata_of(at: Address, stock: StockMetadata, agent: str, ours: OurCache, *
 def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collection[int]) -> None:
     """Raise PeerIncompatible unless it is proven or configured that the stock engine has `share.tp_size` ranks.
 
-    `share` is the share of the stock rank at `at`. The number of heads in it proves the number of ranks, unless several
-    ranks have copies of the same head. `known` are the configured numbers of ranks.
+    `share` describes the stock rank at `at`. Its number of heads proves the number of ranks, unless several ranks have
+    copies of the same head. `known` are the configured numbers of ranks.
     """
     kv_heads, tp_size, model = share.kv_heads, share.tp_size, ours.layer_sets[0].model_kv_heads
     if tp_size == 1 or tp_size in known:
@@ -198,7 +197,7 @@ def check_tp_size(at: Address, share: CacheShare, ours: OurCache, known: Collect
 
 
 def reasons_not_read(stock: StockMetadata) -> list[str]:
-    """Return the reasons why no kvflow rank can read the cache that `stock` describes; empty if there are none."""
+    """Return why no kvflow rank can read the cache that `stock` describes; empty if there is no reason."""
     layout, split = stock.kv_cache_layout, stock.physical_blocks_per_logical_kv_block
     problems = {
         f"dcp_size {stock.dcp_size}, pcp_size {stock.pcp_size}: only 1 is read from": stock.dcp_size * stock.pcp_size
@@ -215,10 +214,9 @@ def reasons_not_read(stock: StockMetadata) -> list[str]:
 
 
 def _region_indexes(at: Address, stock: StockMetadata, ours: OurCache) -> dict[int, int]:
-    """Return the index of the stock rank's matching region for each of this rank's regions.
+    """Return, by address of each of this rank's regions, the index of the stock rank's matching region.
 
-    The keys are the addresses at which this rank's regions begin. PeerIncompatible unless both ranks have the same
-    regions with the same groups.
+    PeerIncompatible unless both ranks have the same regions with the same groups.
     """
     regions = _regions_of(at, stock, ours.regions)
     groups = [region.group for region in regions]
@@ -232,10 +230,10 @@ def _region_indexes(at: Address, stock: StockMetadata, ours: OurCache) -> dict[i
 
 
 def _regions_of(at: Address, stock: StockMetadata, regions: Sequence[OurRegion]) -> Sequence[OurRegion]:
-    """Return `regions`, which are this rank's, in the order in which the stock rank lists the matching regions.
+    """Return this rank's `regions` in the order in which the stock rank lists the matching regions.
 
-    Regions match if the names of their first layers have the same number. If the stock rank sends no names, both ranks
-    have the same order. PeerIncompatible if the regions do not match.
+    Regions match if the names of their first layers have the same number. If the stock rank sends no names, both orders
+    are taken to be equal. PeerIncompatible if the regions do not match.
     """
     count = len(stock.kv_caches_base_addr)
     if count != len(regions):
@@ -260,8 +258,8 @@ def _listed(numbers: Collection[int]) -> str:
 def _kv_heads(at: Address, stock: StockMetadata, ours: OurLayers, places: Sequence[int]) -> int:
     """Return the number of KV heads that a stock rank has for the layers `ours`.
 
-    The number follows from the bytes of a block in the stock rank's regions with the indexes `places`. PeerIncompatible
-    if the blocks of these regions differ in size, or do not hold a whole number of heads.
+    It follows from the bytes of a block in the stock rank's regions with the indexes `places`. PeerIncompatible if
+    these blocks differ in size, or do not hold a whole number of heads.
     """
     sizes = {stock.block_lens[place] for place in places}
     if len(sizes) > 1:

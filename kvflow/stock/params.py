@@ -29,8 +29,8 @@ _Block: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]
 class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     """A stock producer's offer of a prompt's blocks, made from its `kv_transfer_params`. It names no seals.
 
-    Parameters lack the engine's block size, heads and groups, so here these fields of a `Ticket` hold placeholders.
-    Once the engine's first rank has been asked, `needed_blocks` returns the blocks that the ticket's tokens need.
+    Parameters lack the engine's block size, heads and groups, so these fields of a `Ticket` hold placeholders here.
+    `needed_blocks` returns the blocks to read, once the engine's first rank has been asked.
     """
 
     def __post_init__(self) -> None:
@@ -40,13 +40,13 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
         """
 
     least_line: str
-    """Version of the oldest vLLM release line that makes parameters with the keys of `params`, for example "0.29"."""
+    """Oldest vLLM release line that makes parameters with the keys of `params`, for example "0.29"."""
     arrived: Arrival | None = None
     """Time at which the parameters arrived at this engine; None if it was not recorded."""
     params: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """The `kv_transfer_params` as they arrived, without keys that no stock producer makes."""
     left: int = 0
-    """Number of tokens at the end of the prompt that are offered but not to be loaded. `num_tokens` leaves them out."""
+    """Number of tokens at the end of the prompt that are offered but not to be loaded, and not in `num_tokens`."""
 
     @cached_property
     def offered_tokens(self) -> int:
@@ -66,7 +66,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
 
 
 class _Params(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a stock producer's `kv_transfer_params` that kvflow uses, with the types and ranges allowed."""
+    """The fields of a stock producer's `kv_transfer_params` that kvflow uses, with valid types and ranges."""
 
     do_remote_prefill: bool
     remote_block_ids: Annotated[tuple[tuple[_Block, ...], ...], Meta(min_length=1, max_length=GROUPS_MAX)]
@@ -82,7 +82,7 @@ class _Params(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_stock_params(params: Mapping[str, Any]) -> bool:
-    """Return True if `params` are the `kv_transfer_params` of a stock producer, without anything from kvflow."""
+    """Return True if `params` are `kv_transfer_params` of a stock producer, and not of kvflow."""
     request_id = params.get("remote_request_id")
     ours = params.get("kvflow") is not None or (isinstance(request_id, str) and SPARE_MARK in request_id)
     return not ours and "remote_block_ids" in params
@@ -94,8 +94,8 @@ def read_stock_params(
     """Return a ticket made from a stock producer's parameters, for all offered tokens except the last `left`.
 
     `arrived` is the time at which the parameters arrived, or None. `lease_s` is the producer's `kv_lease_duration`, and
-    `block_ids_max` the largest number of block ids that is accepted, over all groups. RequestError names the field that
-    is invalid, or the vLLM version that is not supported.
+    `block_ids_max` the largest total number of block ids. RequestError names the invalid field, or the unsupported vLLM
+    version.
     """
     given = checks.mapping(params, "stock params")
     if isinstance(given.get("remote_port"), float):
@@ -145,9 +145,9 @@ def read_stock_params(
 def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts]) -> tuple[tuple[int, ...], ...]:
     """Return the ids of the offered blocks that hold the ticket's tokens, one tuple for each of the engine's `groups`.
 
-    In a ticket each group's table ends with the block of the prompt's last token. A group of full attention has all
-    blocks. A group with a window has the last blocks, as far back as the window may reach; block id 0 (null) stands for
-    a block that vLLM has freed. RequestError if a table has an impossible length, or if a needed block is null.
+    Each group's table in a ticket ends with the block of the prompt's last token. A group of full attention has all
+    blocks, a group with a window those as far back as the window may reach; block id 0 (null) stands for a block that
+    vLLM has freed. RequestError if a table has an impossible length, or if a needed block is null.
     """
     what = f"stock request {ticket.request_id!r}"
     if len(ticket.block_tables) != len(groups):
@@ -169,10 +169,10 @@ def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts]) -> tuple[tu
 
 
 def freed_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> int | None:
-    """Return the index, among the prompt's blocks, of the first needed block that the producer has freed.
+    """Return the index, among the prompt's blocks, of the first needed block that the producer has freed; None if none.
 
-    `ids` is the ticket's block table for the group that `facts` describes. Return None if no needed block was freed.
-    Also return None if the length of `ids` does not fit the group's block size: `needed_blocks` raises for that.
+    `ids` is the ticket's block table for the group `facts`. Also return None if the length of `ids` does not fit the
+    group's block size: `needed_blocks` raises for that.
     """
     kept = None if facts.whole else _needed_ids(ticket, facts, ids)
     if kept is None or 0 not in kept:
@@ -183,8 +183,8 @@ def freed_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> i
 def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> Sequence[int] | None:
     """Return the slice of `ids` with the blocks that the ticket's tokens need.
 
-    `ids` is the ticket's block table for the group that `facts` describes, and ends with the block of the prompt's last
-    token. Return None if a prompt of this length cannot have a table of this length.
+    `ids` is the ticket's block table for the group `facts`, and ends with the block of the prompt's last token. Return
+    None if no prompt of this length has a table of this length.
     """
     size, tokens = facts.block_size, ticket.num_tokens
     first, behind = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size) - len(ids)
@@ -200,11 +200,11 @@ def make_stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[st
     appended to the request id, too: without both, a kvflow reader would take this engine for a stock engine. A stock
     reader takes the longer id for an ordinary id.
 
-    The last `left` tokens of the prompt are not offered, but a stock reader allocates blocks for all tokens of the
-    prompt, and computes the last token itself. So if the tokens that are not offered need further blocks, each block
-    table repeats its last offered block for each of these, and "kvflow" holds the number of repetitions (`padding`).
+    The last `left` tokens of the prompt are not offered, but a stock reader allocates blocks for all tokens, and
+    computes the last token itself. So if these `left` tokens need further blocks, each block table repeats its last
+    offered block for each of these blocks, and "kvflow" holds the number of repetitions (`padding`).
 
-    RequestError if the ticket would crash a stock reader, or if a stock reader would read the wrong blocks.
+    RequestError if the ticket would crash a stock reader, or have it read the wrong blocks.
     """
     checks.instance(ticket, Ticket, "stock params: ticket")
     line = line_of(checks.text(version, "stock params: version"))

@@ -1,8 +1,8 @@
 """StockService: answers the questions of stock readers, and takes their notifications about this rank's leases.
 
 A stock reader trusts every answer. So an answer has a rank's metadata in the fields of the reader's own release line,
-and nothing that would crash the reader. A stock reader's notification names a lease only by the request id, so the
-request id has to be secret.
+and nothing that would crash the reader. A stock reader's notification names a lease only by the request id, which
+therefore has to be secret.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class StockService:
         shown = encode_metadata(metadata_for_readers(ours, cache.metadata, stock), stock.serve_line)
         self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
         self._reports = BoundedMap[str, tuple[int, int]](_REPORTED_MAX)
-        """Two counts for each lease that some, but not all, stock readers have reported as read, by lease id: the
-        number of readers that the reports state, and the number of reports that have arrived."""
+        """By id of each lease that some, but not all, stock readers have reported as read: the number of readers that
+        the reports state, and the number of reports so far."""
         self.refused = 0
-        """Number of questions that were not answered, plus the number of notifications that were dropped."""
+        """Number of unanswered questions and dropped notifications."""
 
     def answer(self, question: bytes) -> list[bytes] | None:
         try:
@@ -97,16 +97,16 @@ class StockService:
     def _renew(self, request_ids: tuple[str, ...]) -> None:
         """Renew the leases of the requests that a stock reader's heartbeat names.
 
-        Count one late notification if any of these requests has no lease, since a heartbeat may name thousands.
+        If any of these have no lease, count one late notification in all, since a heartbeat may name thousands.
         """
         leased = {self._leases.lease_id_of(request_id) or _UNKNOWN_LEASE_ID for request_id in request_ids}
         for lease_id in leased:
             self._leases.on_notification(codec.encode(Renew(lease_ids=(lease_id,), reader="stock")))
 
     def _count_read_report(self, request_id: str, readers: int) -> None:
-        """Count a stock reader's report that it has read a request, which is to be read by `readers` readers.
+        """Count a stock reader's report that it has read a request, one of `readers` reports to come.
 
-        Pass the report on to the request's lease. Reports do not name their readers, so only their number is known.
+        Pass it on to the request's lease. Reports do not name their readers, so only their number is known.
         """
         lease_id = self._leases.lease_id_of(request_id)
         if lease_id is None:
@@ -127,7 +127,7 @@ class StockService:
     def _note_late_read(self, request_id: str) -> None:
         """Count and log a stock reader's report that it has read a request that has no lease now.
 
-        The reader may have read another prompt's blocks, since a stock reader checks nothing. It may also have given up
+        The reader may have read another prompt's blocks, since a stock reader checks nothing, or it may have given up
         the request unread. At most one report a second is logged.
         """
         self._leases.note_late_read()
@@ -150,9 +150,9 @@ class StockService:
 
 
 def metadata_for_readers(ours: OurCache, metadata: messages.Metadata, stock: StockPeers) -> StockMetadata:
-    """Return this rank's `metadata` converted to the form that stock readers expect.
+    """Return this rank's `metadata` in the form that stock readers expect.
 
-    ConfigError if stock readers cannot read the cache `ours`.
+    ConfigError if they cannot read the cache `ours`.
     """
     for one in ours.layer_sets:
         if one.regions.parts not in (("KV",), ("latent",)):

@@ -1,8 +1,7 @@
 """The handshake with a stock rank: one question for its metadata, which is checked like any other peer's metadata.
 
-A stock peer has the address "stock+ADDRESS/RANKS", where RANKS is the number of its engine's ranks. So the peer is
-never taken for a kvflow peer at the same port, and a ticket that claims a wrong number of ranks does not affect other
-tickets.
+A stock peer has the address "stock+ADDRESS/RANKS", where RANKS is the number of its engine's ranks. So it is never
+taken for a kvflow peer at the same port, and a ticket with a wrong number of ranks does not affect other tickets.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _ASK_AGAIN_S = 2.0  # an engine takes longer than that to restart
 
 
 def peer_address(ticket: StockTicket, rank: Rank) -> Address:
-    """Return the address of a peer for `rank` of the stock engine that `ticket` names: "stock+ADDRESS/RANKS"."""
+    """Return a peer's address, "stock+ADDRESS/RANKS", for `rank` of the stock engine that `ticket` names."""
     return Address(ticket.engine_id, rank, f"{_ADDRESS_PREFIX}{ticket.address}/{ticket.tp_size}")
 
 
@@ -43,7 +42,7 @@ class StockHandshakes:
     """Connects this rank to kvflow peers and to stock peers; implements `runtime.peers.table.HandshakeClient`."""
 
     def __init__(self, cache: RegisteredCache, own: Handshakes, stock: StockPeers) -> None:
-        """Prepare for handshakes; `own` does those with kvflow peers.
+        """Prepare for handshakes; those with kvflow peers are left to `own`.
 
         ConfigError if blocks of this rank's cache cannot be exchanged with stock engines.
         """
@@ -58,10 +57,7 @@ class StockHandshakes:
         self._tp_sizes = {*stock.tp_sizes, local.cache_shares[0].tp_size}
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
-        """Return a connection to `peer`, after a handshake of the kind that the peer's address calls for.
-
-        A kvflow peer's handshake is `Handshakes.connect`.
-        """
+        """Connect to `peer` and return the connection. `Handshakes.connect` does this for kvflow peers."""
         if not peer.address.startswith(_ADDRESS_PREFIX):
             return await self._own.connect(peer, request_id)
         async with asyncio.timeout(self._config.handshake_timeout_s):
@@ -70,7 +66,7 @@ class StockHandshakes:
     async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
         """Send `request` to a kvflow peer and return the answer, by `Handshakes.ask`.
 
-        ProtocolError if `peer` is a stock peer, since the request would crash that engine's listener.
+        ProtocolError if `peer` is a stock peer: the request would crash its engine's listener.
         """
         if peer.address.startswith(_ADDRESS_PREFIX):
             raise peer.at.failure(ProtocolError, "a stock engine is asked for its metadata, and nothing else")
@@ -79,8 +75,8 @@ class StockHandshakes:
     async def has_same_agent(self, peer: Peer, connection: StockConnection) -> bool:
         """Return whether a stock rank still has the NIXL agent of `connection`. A restarted rank has another agent.
 
-        Return True without a question if the rank was known to be alive within the last 2 s. Raise a PeerError if the
-        rank does not answer. Cancelling ends the wait for the answer.
+        Return True without a question if the rank was known to be alive within the last 2 s. PeerError if the rank does
+        not answer. Cancelling ends the wait for the answer.
         """
         asked_s = self._clock.now_s()
         if asked_s - connection.alive_s < _ASK_AGAIN_S:

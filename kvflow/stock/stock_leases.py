@@ -32,7 +32,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def machine_id() -> str:
     """Return an id of this machine's last boot, or "" if it cannot be read.
 
-    Processes that get the same id have the same CLOCK_BOOTTIME.
+    Processes with the same id have the same CLOCK_BOOTTIME.
     """
     try:
         return _BOOT_ID.read_text("ascii").strip()
@@ -44,19 +44,16 @@ def arrival() -> Arrival:
     """Return the current time as an Arrival: call it when a stock producer's parameters arrive.
 
     Returns:
-        The present time on this machine's clock, for `StockTicket.arrived`.
+        The time on this machine's clock, for `StockTicket.arrived`.
     """
     return Arrival(machine_id(), clock_gettime(CLOCK_BOOTTIME))
 
 
 class StockConnection(Connection):
-    """Connection to a stock rank after its handshake."""
-
     reporters: int
-    """Number of readers that this reader states when it notifies the rank that a request was read.
+    """Number of readers that this reader states in notifications that a request was read.
 
-    The stock rank waits for that number of notifications before it frees the request's blocks.
-    """
+    The stock rank frees the request's blocks after that number of notifications."""
     alive_s: float
     """Time, on the runtime's clock, at which the rank was last known to be alive."""
     stock_metadata: messages.Metadata
@@ -66,7 +63,7 @@ class StockConnection(Connection):
 class StockLeases:
     """The latest requests that this rank reads, or has read, from stock producers.
 
-    Also sends these producers their notifications: implements `runtime.peers.peer.LeaseNotifier`.
+    Also sends the producers their notifications: implements `runtime.peers.peer.LeaseNotifier`.
     """
 
     def __init__(self, cache: RegisteredCache, terms: Terms) -> None:
@@ -76,17 +73,17 @@ class StockLeases:
         self._clock = cache.clock
         self._transport = cache.transport
         self._requests = BoundedMap[_Key, StockRequest | None](_REQUESTS_MAX)
-        """The latest requests, by engine id, engine address and request id. The value is None once the producer was
-        notified that the request was read or is not needed."""
+        """The latest requests, by engine id, engine address and request id. None once the producer was notified that
+        the request was read or is not needed."""
         self._agents = BoundedMap[tuple[str, str, Rank], tuple[str, float]](_AGENTS_MAX)
-        """For each stock rank, by engine id, peer address and rank: the name of its NIXL agent, and the time at which
-        this agent was first seen in place of another agent, or -inf for a rank's first agent."""
+        """For each stock rank, by engine id, peer address and rank: its NIXL agent's name, and the time at which this
+        agent was first seen in place of another, or -inf for a rank's first agent."""
 
     def request_of(self, ticket: StockTicket) -> StockRequest:
         """Return the arrival time and the proofs of the request that `ticket` is for.
 
         If the ticket has no arrival time, the time of the first call for the request counts. LeaseExpired if this rank
-        has already read the request, or if the ticket's arrival time is from another machine.
+        has already read the request, or if the arrival time is from another machine.
         """
         key = (ticket.engine_id, ticket.address, ticket.request_id)
         if key not in self._requests:
@@ -101,7 +98,7 @@ class StockLeases:
         """Return the proof for reads of a request from `peer`, a stock rank with the NIXL agent `agent`.
 
         LeaseExpired if the rank has restarted since the request's parameters were made, or may have: parameters that
-        arrive less than `router_s` after another agent was first seen may be from before the restart.
+        arrive less than `router_s` after another agent was first seen may be older than the restart.
         """
         arrived_s, proofs = request
         if peer.rank in proofs and proofs[peer.rank].agent != agent:
@@ -114,9 +111,9 @@ class StockLeases:
         return proofs[peer.rank]
 
     def notify_needed(self, sources: Sequence[Source]) -> int:
-        """Send a heartbeat for the requests of `sources`, which all have the same rank, to that rank.
+        """Send the rank of `sources`, which is the same for all, a heartbeat for their requests. Return their number.
 
-        Return the number of requests. Implements `LeaseNotifier.notify_needed`.
+        Implements `LeaseNotifier.notify_needed`.
         """
         proofs = {proof.request_id: proof for proof in map(_proof, sources)}
         for proof in proofs.values():
@@ -136,10 +133,9 @@ class StockLeases:
         self._transport.notify(connection.agent, read_text(request_id, connection.reporters))
 
     def _replaced_s(self, ticket: StockTicket, peer: Peer, agent: str) -> float:
-        """Return the time, on the runtime's clock, at which `agent` was first seen in place of another agent.
+        """Return the time, on the runtime's clock, at which `agent` was first seen in place of another agent of `peer`.
 
-        Both are NIXL agents of the rank `peer`. Return -inf if no other agent of the rank was seen before. Record
-        `agent` as the rank's agent.
+        Return -inf if `agent` is the first NIXL agent seen of that rank. Record `agent` as the rank's agent.
         """
         key = (ticket.engine_id, peer.address, peer.rank)
         known, met_s = self._agents.get(key, (agent, -math.inf))

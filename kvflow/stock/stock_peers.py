@@ -33,30 +33,30 @@ class StockPeers(StockPart):
     """Lets a runtime read from stock engines and serve stock readers: an item of `Runtime(parts=[...])`.
 
     The exchange is as safe as between two stock engines: neither side proves its identity, and a read from a stock
-    engine counts as successful by computed times (`Terms`), not by a seal. Loads from kvflow's own engines keep all
-    their promises. ConfigError names the field that is wrong.
+    engine succeeds by computed times (`Terms`), not by a seal. Loads from kvflow's own engines keep all their promises.
+    ConfigError names the wrong field.
     """
 
     name = "stock"
     hashes: Hashes = ()
-    """vLLM's compatibility hashes of the stock engines to read from; an engine with another hash is refused. This
-    rank's answers to stock readers have the first hash. `kvflow doctor --stock` prints an engine's hash."""
+    """vLLM's compatibility hashes of the stock engines to read from; others are refused. Answers to stock readers have
+    the first hash. `kvflow doctor --stock` prints an engine's hash."""
     terms: Terms = field(default_factory=Terms)
     tp_sizes: tuple[RankCount, ...] = ()
-    """Tensor-parallel sizes of the stock engines to read from. A size need not be listed if the number of KV heads on
-    an engine's first rank proves it, which it does not if several ranks have copies of the same heads."""
+    """Tensor-parallel sizes of the stock engines to read from. Needed where the number of KV heads on an engine's first
+    rank does not prove the size, as when ranks have copies of the same heads."""
     serve_version: Name = ""
     """vLLM version of the stock readers, for example "0.32.0". If empty, stock readers are not served."""
     attn_backend_name: Name = ""
-    """Name of the attention backend in this rank's answers to stock readers, which compare it with their own."""
+    """Name of the attention backend in answers to stock readers, which compare it with their own."""
     region_names: Names = ()
-    """Layer names in this rank's answers to stock readers: one for each layer, in order of the layers' numbers. If
-    empty, answers have no names."""
+    """Layer names in answers to stock readers: one for each layer, in order of the layers' numbers. If empty, answers
+    have no names."""
     ranks: EngineRanks | None = None
     """Metadata of all ranks of this engine; needed if an engine of several ranks serves stock readers."""
     on_late_read: Callable[[str], None] | None = None
-    """Function that is called on the runtime's event loop whenever a stock reader reports a request as read after the
-    end of the lease. The argument is the request id."""
+    """Function that is called, with the request id, on the runtime's event loop whenever a stock reader reports a
+    request as read after the end of the lease."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, ConfigError, "stock ")
@@ -75,7 +75,7 @@ class StockPeers(StockPart):
     def handshakes(self, cache: RegisteredCache, own: Handshakes) -> StockHandshakes:
         """Return the object that does this rank's handshakes with kvflow peers and with stock peers.
 
-        Implements `runtime.part.StockPart`; called by the runtime when a cache is registered.
+        Implements `runtime.part.StockPart`; the runtime calls it when a cache is registered.
 
         Args:
             cache: this rank's cache.
@@ -92,7 +92,7 @@ class StockPeers(StockPart):
     def resolver(self, cache: RegisteredCache) -> StockResolver:
         """Return the object that connects this rank to the ranks that a ticket names.
 
-        Implements `runtime.part.StockPart`; called by the runtime when a cache is registered.
+        Implements `runtime.part.StockPart`; the runtime calls it when a cache is registered.
 
         Args:
             cache: this rank's cache.
@@ -107,7 +107,7 @@ class StockPeers(StockPart):
     def service(self, cache: RegisteredCache) -> StockReaderService | None:
         """Return the service that answers stock readers.
 
-        Implements `runtime.part.StockPart`; called by the runtime when a cache is registered.
+        Implements `runtime.part.StockPart`; the runtime calls it when a cache is registered.
 
         Args:
             cache: this rank's cache.

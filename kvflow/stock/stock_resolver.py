@@ -1,6 +1,6 @@
 """StockResolver: connects to the ranks that a stock producer's parameters name, for a load to read from or notify.
 
-The first rank is asked before any other rank. A question about a rank that does not exist crashes the engine's
+The engine's first rank is asked before any other. A question about a rank that does not exist crashes the engine's
 listener, so the first rank's answer has to confirm the number of ranks that the parameters claim.
 """
 
@@ -22,7 +22,7 @@ from kvflow.stock.stock_leases import StockConnection, StockRequest
 
 
 class StockResolver:
-    """Connects to the ranks that tickets name, for tickets of kvflow's own engines and of stock engines.
+    """Connects to the ranks that tickets of kvflow's own engines and of stock engines name.
 
     Implements `runtime.peers.peer.Resolver`.
     """
@@ -37,8 +37,8 @@ class StockResolver:
     def read_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
         """Return the checked Ticket or StockTicket for `ticket`, a ticket or `kv_transfer_params`.
 
-        RequestError if it is not valid. A given StockTicket is made again from its parameters, since any caller could
-        have made it.
+        RequestError if it is not valid. A StockTicket is made again from its parameters, since any caller may have made
+        it.
         """
         lease_s, most = self._leases.terms.lease_s, self._block_ids_max
         if not isinstance(ticket, StockTicket):
@@ -49,9 +49,9 @@ class StockResolver:
         return read_stock_params(params, arrived=arrived, lease_s=lease_s, block_ids_max=most, left=left)
 
     def resolve_nowait(self, ticket: Ticket, on_source: Callable[[Source], None]) -> list[Source] | None:
-        """Return what `resolve` would return, if that needs no waiting, else None.
+        """Return the result of `resolve` if that needs no waiting, else None.
 
-        Always None for a stock ticket, since the stock ranks may have to be asked first whether they have restarted.
+        Always None for a stock ticket, since its ranks may have to be asked whether they have restarted.
         """
         return None if isinstance(ticket, StockTicket) else self._own.resolve_nowait(ticket, on_source)
 
@@ -59,7 +59,7 @@ class StockResolver:
         """Connect to the ranks that a load with `ticket` reads from or notifies, and return a Source for each.
 
         A Source holds the connection to a rank, its lease and the lease's proof. Call `on_source` with each Source as
-        soon as the rank is connected. Raises the errors of `TicketResolver.resolve`, and LeaseExpired if this rank has
+        soon as its rank is connected. Raises the errors of `TicketResolver.resolve`, and LeaseExpired if this rank has
         already read the ticket's stock request.
         """
         if not isinstance(ticket, StockTicket):
@@ -92,8 +92,8 @@ class StockResolver:
     async def _connect(self, at: Address) -> tuple[Peer, StockConnection]:
         """Return the stock rank at `at` as a peer, and a connection to it.
 
-        If the rank was not known to be alive within the last 2 s, ask it whether it has restarted. If it has, drop the
-        old connection and connect again, since another process may have taken the port.
+        If the rank was not known to be alive within the last 2 s, ask whether it has restarted. If so, drop the old
+        connection and connect again, since another process may have taken the port.
         """
         peer = self._peers.get(at)
         connection = await self._peers.connect(peer, None)

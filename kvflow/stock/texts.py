@@ -1,9 +1,9 @@
 """Notifications of stock readers: "ID:N" (one of N readers has read request ID) and "HB:ID,ID" (still needed).
 
 A stock producer decodes notifications in its engine's step, without error handling: bytes that are not UTF-8, a text
-without a colon, or a count that is not a number crash its engine. So a stock producer is sent only texts that this
-module makes, and this module puts no id into a text that would change the meaning of the text. kvflow's own
-notifications are MessagePack arrays, which begin with a byte that no text begins with.
+without a colon, or a count that is not a number crash its engine. So it is sent only texts of this module, which
+refuses ids that would change a text's meaning. kvflow's own notifications are MessagePack arrays, which begin with a
+byte that no text begins with.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _HEARTBEAT = "HB:"
 _PUSH_REGISTRATION = "PUSH_REG:"
 _MSGPACK_ARRAYS = range(0x90, 0xA0)
 TEXT_BYTES_MAX = 1 << 14
-"""Largest size of a heartbeat that is sent to a stock producer, in bytes."""
+"""Largest size in bytes of a heartbeat to a stock producer."""
 RECEIVED_BYTES_MAX = 1 << 22
-"""Largest size of a notification that is accepted from a stock reader, in bytes. It is large because a heartbeat names
-all requests that wait for one producer, by ids to which `make_stock_params` has appended a copy of its parameters."""
+"""Largest size in bytes of a stock reader's notification. It is large because a heartbeat names all requests that wait
+for one producer, by ids to which `make_stock_params` has appended a copy of its parameters."""
 _HEARTBEAT_IDS_MAX = 1 << 14
 
 
 class ReaderText(NamedTuple):
-    """A decoded notification of a stock reader: the one request that was read, or a heartbeat's list of requests."""
+    """A decoded notification of a stock reader: the one request that was read, or a heartbeat's requests."""
 
     request_ids: tuple[str, ...]
     readers: int = 0
-    """Number of readers that will report the request as read to this rank, by the notification; 0 for a heartbeat."""
+    """Number of readers that, by the notification, will report the request as read to this rank; 0 for a heartbeat."""
 
 
 def is_text(payload: bytes) -> bool:
-    """Return True if `payload`, a notification, is not kvflow's own, so that only a stock reader can have sent it."""
+    """Return True if the notification `payload` is not kvflow's own, so that only a stock reader can have sent it."""
     return not payload or payload[0] not in _MSGPACK_ARRAYS
 
 
@@ -58,7 +58,7 @@ def read_text(request_id: str, readers: int) -> bytes:
 
 
 def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
-    """Yield heartbeats which together name all `request_ids`, each of at most `TEXT_BYTES_MAX` bytes.
+    """Yield heartbeats, each of at most `TEXT_BYTES_MAX` bytes, that together name all `request_ids`.
 
     ValueError if an id would crash or mislead the producer's engine.
     """
@@ -79,7 +79,7 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
 def decode_text(payload: bytes) -> ReaderText:
     """Decode a stock reader's notification. WireError if it is not valid.
 
-    The returned request ids no longer have the copy of kvflow's parameters that `make_stock_params` appended.
+    The request ids are returned without the copy of kvflow's parameters that `make_stock_params` has appended.
     """
     if len(payload) > RECEIVED_BYTES_MAX:
         raise WireError(f"a text of {counted(len(payload), 'byte')}, at most {RECEIVED_BYTES_MAX}")

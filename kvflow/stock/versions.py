@@ -1,8 +1,8 @@
 """Table of the vLLM release lines that kvflow exchanges with: the fields that each line sends, and where they differ.
 
-A peer does not say its version. The fields of its parameters and of its metadata show the release line, as far as
-anything on the wire depends on it. Lines that look the same are treated the same. A line that is not in the table is
-refused by name: an older listener crashes on kvflow's question, and a later line may mean something else.
+A peer does not say its version, but the fields of its parameters and metadata show the release line, as far as anything
+on the wire depends on it. Lines that look the same are treated the same. A line that is not in the table is refused by
+name: an older listener crashes on kvflow's question, and a later line may mean something else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvflow.checks import ErrorKind
 from kvflow.errors import RequestError
 
 HASH = re.compile("[0-9a-f]{64}")
-"""Pattern of vLLM's compatibility hash, a digest of all settings that two stock engines must have in common."""
+"""Pattern of vLLM's compatibility hash, a digest of all settings in which two stock engines must agree."""
 
 
 class ReleaseLine(NamedTuple):
@@ -23,10 +23,10 @@ class ReleaseLine(NamedTuple):
 
     version: str
     reports_tp_size: bool
-    """Meaning of N in a reader's notification "ID:N". If True, N is the number of tensor-parallel ranks of the reader's
-    engine. If False, N is the number of readers of the producer rank that gets the notification."""
+    """Meaning of N in a reader's notification "ID:N". True: N is the tensor-parallel size of the reader's engine.
+    False: N is the number of readers of the producer rank that gets the notification."""
     metadata: tuple[str, ...]
-    """Names of the fields in a rank's metadata, in the order in which the line sends them."""
+    """Fields of a rank's metadata, in the order in which the line sends them."""
     params: tuple[str, ...]
     """Keys of the `kv_transfer_params` that a producer of this line makes, in order."""
 
@@ -80,7 +80,7 @@ def line_of(version: str, error: ErrorKind = RequestError) -> ReleaseLine:
 def line_of_params(params: Collection[str]) -> ReleaseLine:
     """Return the oldest release line that makes `kv_transfer_params` with the keys `params`.
 
-    RequestError if only lines before those in `LINES` make them: their listeners would crash on kvflow's question.
+    RequestError if only lines before `LINES` make them: their listeners would crash on kvflow's question.
     """
     if "remote_blocks_expiry_time" not in params:
         what = "parameters without 'remote_blocks_expiry_time' are from vLLM before 0.26"
@@ -96,10 +96,10 @@ def line_of_metadata(metadata: Collection[str]) -> ReleaseLine:
 
 
 def _line_with_fields(names_of: Callable[[ReleaseLine], tuple[str, ...]], found: Collection[str]) -> ReleaseLine:
-    """Return the newest line with fields that are all in `found`. If several lines have equal fields, take the oldest.
+    """Return the newest line with fields that are all in `found`; of several with equal fields, the oldest.
 
-    `names_of` returns the names of a line's fields: those of its metadata, or of its parameters. `found` has the names
-    in a peer's message. If no line fits, return the oldest line.
+    `names_of` returns the names of a line's metadata fields or parameters. `found` has the names in a peer's message.
+    If no line fits, return the oldest line.
     """
     known = [line for line in LINES if set(names_of(line)) <= set(found)] or [LINES[0]]
     most = names_of(known[-1])

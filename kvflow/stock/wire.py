@@ -1,7 +1,7 @@
 """Messages of the stock side channel, byte for byte: the question for a rank's metadata, and its answer.
 
 A stock engine has one listener for all its ranks, without error handling: an unexpected question ends it for good. So
-only one function makes questions, and it makes only the expected one. Answers are decoded strictly and with limits.
+only one function makes questions, and only the expected one. Answers are decoded strictly and with limits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Many = Meta(max_length=REGIONS_MAX)
 class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """A stock rank's metadata: the fields of vLLM's NixlAgentMetadata in all supported release lines.
 
-    A field that the rank's release line does not send has its default.
+    A field that the rank's line does not send has its default.
     """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
@@ -54,8 +54,8 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     attn_backend_name: Name
     physical_blocks_per_logical_kv_block: Size
     block_strides: Annotated[list[Bytes], _Many] | None = None
-    """For each region, the bytes from the beginning of a block to that of the next block; sent since vLLM 0.29. None:
-    blocks follow each other without gaps."""
+    """For each region, the bytes from one block's beginning to the next; sent since vLLM 0.29. None: blocks follow each
+    other without gaps."""
     region_num_blocks: Annotated[list[Size], _Many] | None = None
     region_group_ids: Annotated[list[Number], _Many] | None = None
     region_names: Annotated[list[Name], _Many] | None = None
@@ -64,8 +64,8 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     pcp_size: Ranks = 1
     ple_block_len: Size | None = None
     region_members: Annotated[list[msgspec.Raw], _Many] = []
-    """For each region, the names of the layers in it, as an encoded list; not sent before vLLM 0.31. kvflow reads only
-    caches with one name for each region, so it decodes neither these lists nor `packed_member_layouts`."""
+    """For each region, the names of its layers, as an encoded list; sent since vLLM 0.31. kvflow reads only caches with
+    one name for each region, so it decodes neither these lists nor `packed_member_layouts`."""
     packed_member_layouts: Annotated[dict[Name, msgspec.Raw], _Many] = {}
 
     @property
@@ -80,7 +80,7 @@ class StockAnswer(NamedTuple):
     compatibility_hash: str
     metadata: StockMetadata
     fields: frozenset[str]
-    """Names of all fields in the encoded metadata, with those that kvflow does not know."""
+    """Names of all fields in the encoded metadata, even those that kvflow does not know."""
 
 
 _OneName = Annotated[list[Name], Meta(max_length=1)]
@@ -95,7 +95,7 @@ class _Payload(msgspec.Struct, frozen=True, kw_only=True):
 def encode_question(pp_rank: int, tp_rank: int) -> bytes:
     """Return the message that asks a stock listener for a rank's metadata. Any other message ends the listener.
 
-    The rank must exist: a question about another rank ends the listener, too. ValueError if an index is out of range.
+    So does a question about a rank that does not exist. ValueError if an index is out of range.
     """
     if not (0 <= pp_rank < RANKS_MAX and 0 <= tp_rank < RANKS_MAX):
         raise ValueError(f"no rank: pp {pp_rank}, tp {tp_rank}")
@@ -103,7 +103,7 @@ def encode_question(pp_rank: int, tp_rank: int) -> bytes:
 
 
 def decode_question(frame: bytes) -> tuple[int, int]:
-    """Return the pp_rank and tp_rank that a stock reader asks about. WireError if `frame` is not that question."""
+    """Return the pp_rank and tp_rank that a stock reader asks about. WireError if `frame` is no such question."""
     if len(frame) > QUESTION_BYTES_MAX:
         raise WireError(f"a question of {counted(len(frame), 'byte')}, at most {QUESTION_BYTES_MAX}")
     asked, pp_rank, tp_rank = _decode(frame, tuple[bytes, Count, Count], "a question")
@@ -120,8 +120,7 @@ def encode_metadata(metadata: StockMetadata, line: ReleaseLine) -> bytes:
 def encode_answer(compatibility_hash: str, metadata: bytes, clock_s: float) -> list[bytes]:
     """Return the two frames of the answer to a stock reader's question.
 
-    The first frame holds the compatibility hash and the encoded metadata; the second holds the listener's clock in
-    seconds.
+    The first has the compatibility hash and the encoded metadata; the second has the listener's clock in seconds.
     """
     payload = _Payload(compatibility_hash=compatibility_hash, agent_metadata_bytes=metadata)
     return [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(clock_s)]
@@ -147,7 +146,7 @@ def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> S
 
 
 def agent_name_of(agent_metadata: bytes) -> str:
-    """Return the name of the NIXL agent that made `agent_metadata`. A restarted stock worker has another agent name.
+    """Return the name of the NIXL agent that made `agent_metadata`. A restarted stock worker has another name.
 
     WireError if the metadata is not in NIXL's form.
     """
@@ -167,7 +166,7 @@ def agent_name_of(agent_metadata: bytes) -> str:
 
 
 def _check(metadata: StockMetadata) -> None:
-    """Raise WireError if lists in the metadata have different lengths, or if a region has an impossible size."""
+    """Raise WireError if lists in the metadata differ in length, or if a region has an impossible size."""
     count = len(metadata.kv_caches_base_addr)
     if not is_name(metadata.engine_id, ENGINE_ID_CHARS_MAX):
         raise WireError(f"engine_id {metadata.engine_id[:80]!a} is not a valid name")
