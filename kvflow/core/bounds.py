@@ -1,7 +1,8 @@
 """Bounds of the fields of messages and tickets. Decoding checks them, so no code ever handles a value out of bounds.
 
-No kvflow peer, whatever its cache, sends a value out of bounds. A value within bounds may still be wrong: the code that
-uses it checks it against the cache in question. Every field of every message has a bound, which a test checks.
+No kvflow peer, whatever its cache, sends a value out of bounds. A value within bounds may still be wrong for a
+particular cache; the code that uses the value checks that. Every field of every message has a bound, which a test
+checks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LEASE_ID_CHARS = 32
 NO_LEASE_ID = "0" * LEASE_ID_CHARS  # lease id that a wiped seal shows
 OFFER_PART_CHARS = 8
 TRACEPARENT = r"\A(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z"
-"""Pattern of a W3C trace context (version, trace id, span id and flags), or of an empty text."""
+"""Pattern of a W3C trace context (version, trace id, span id and flags), or of an empty string."""
 ENTRIES_MAX = 1 << 24
 """Maximum number of block ids in one block table."""
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
@@ -44,7 +45,7 @@ SealAddress: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX - 16 * SEALS_MAX
 DeviceIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Word32: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Word64: TypeAlias = Annotated[int, Meta(ge=0)]
-"""Unsigned number of 64 bits. No upper bound is needed: MessagePack has no larger numbers."""
+"""Unsigned 64-bit number. No upper bound is needed: MessagePack has no larger numbers."""
 
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_FINITE_MAX)]
 Wait: TypeAlias = Annotated[float, Meta(ge=0, le=WAIT_S_MAX)]
@@ -60,15 +61,17 @@ Incarnation: TypeAlias = Annotated[str, Meta(max_length=INCARNATION_CHARS_MAX, p
 PromptDigest: TypeAlias = Annotated[
     str, Meta(max_length=32 + 8 * 34, pattern=r"\A(?:[0-9a-f]{32}(?::[a-z_]{1,16}=[0-9a-f]{16}){0,8})?\Z")
 ]
-"""Digest of a prompt's tokens, and of its adapter, pictures and salt if it has any (`core.protocol.prompts`); "" if the
-producer gives no digest."""
+"""Digest of a prompt's tokens and, if the prompt has them, of its adapter, pictures and salt (`core.protocol.prompts`);
+"" if the producer gives no digest.
+"""
 LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
 """Lease id as readers send it. Any text is accepted, since an unknown id only finds no lease."""
 TicketLeaseId: TypeAlias = Annotated[
     str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
 ]
 """Lease id in a ticket: the bytes of the lease's seal as hexadecimal digits, not all 0; "" if a reader has to ask the
-rank for its lease."""
+rank for its lease.
+"""
 Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]
 
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]

@@ -1,12 +1,11 @@
 """Groups: layers that share a block table, and which tokens of a prompt the blocks of a group hold.
 
 Most models have one group: every layer attends to the whole prompt, so a request needs one list of block ids. If some
-layers attend only to a window, an engine keeps only the window's blocks for these layers, and gives them a block table
-of their own. Groups take their block ids from one pool, if the engine lays all layers over the same memory, or from
+layers attend only to a window, an engine keeps only the window's blocks for these layers, and gives them their own
+block table. Groups take their block ids from one pool if the engine lays all layers over the same memory, else from
 separate pools.
 
-Layers of one group may differ, for example in their number of heads. The layers of a group that have the same layout
-are a `LayerSet`. A set is registered as a unit, compared with a peer's sets, and planned as a unit.
+Layers of one group may differ, for example in their number of heads; layers with the same layout are a `LayerSet`.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ DEFAULT_NAME = "kv"
 
 
 class GroupKind(enum.StrEnum):
-    """Which tokens of a prompt the layers of a group attend to.
-
-    The kind decides which blocks are offered and loaded.
-    """
+    """Which tokens of a prompt the layers of a group attend to. This decides which blocks are offered and loaded."""
 
     FULL = "full"
     """The layers attend to all tokens of the prompt."""
@@ -65,15 +61,15 @@ class GroupKind(enum.StrEnum):
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The properties of a group that peers send each other.
 
-    The constructor raises LayoutError if no group can have these values together.
+    The constructor raises LayoutError if no group can have this combination of values.
     """
 
     name: Name
     block_size: Count
-    """Tokens of a block; 1 for a group with state per request."""
+    """Tokens per block; 1 for a group with state per request."""
     kind: GroupKind = GroupKind.FULL
     window: Count = 0
-    """Number of tokens of the window that the layers attend to; 0 if there is no window."""
+    """Size in tokens of the window that the layers attend to; 0 if there is no window."""
 
     def __post_init__(self) -> None:
         windowed = self.kind is GroupKind.SLIDING or self.kind is GroupKind.CHUNKED
@@ -85,18 +81,19 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def whole(self) -> bool:
-        """True if the group's blocks hold a prompt from its first token on; False if they hold only its end."""
+        """True if the group's blocks hold the prompt from its first token on; False if they hold only the prompt's end.
+        """
         return self.kind is GroupKind.FULL
 
     def blocks_needed(self, tokens: int) -> int:
-        """Return how many blocks a request needs in this group when `tokens` tokens of its prompt are computed."""
+        """Return how many blocks a request has in this group once `tokens` tokens of its prompt are computed."""
         return -(-tokens // self.block_size) - self.first_needed(tokens) // self.block_size
 
     def first_needed(self, tokens: int) -> int:
-        """Return the position of the first token that the group's blocks must hold when `tokens` tokens are computed.
+        """Return the position of the first token that the group's blocks must hold once `tokens` tokens are computed.
 
-        The reader may compute the last of these tokens again, to get its logits. So the blocks must also hold the
-        tokens to which the last token attends.
+        The reader may compute the last token again, to get its logits, so the blocks also hold what that token attends
+        to.
         """
         match self.kind:
             case GroupKind.FULL:
@@ -110,9 +107,10 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequence[int], num_tokens: int) -> int:
-    """Return how many of a prompt's first tokens all groups hold, if group i has only its first `known[i]` blocks.
+    """Return for how many tokens from the prompt's start every group has blocks, if group i has its first `known[i]`
+    blocks.
 
-    `counts`: how many blocks each group has when all `num_tokens` tokens of the prompt are computed.
+    `counts`: number of blocks of each group once all `num_tokens` tokens of the prompt are computed.
     """
     tokens = num_tokens
     for group, have, count in zip(groups, known, counts, strict=True):
@@ -125,15 +123,15 @@ def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequ
 class LayerSet(NamedTuple):
     """The layers of one group that have the same layout. For state per request: one segment of the layers' tensors.
 
-    A set is registered as a unit, compared with a peer's sets, and planned as a unit.
+    A set is registered, compared with a peer's sets, and planned as a unit.
     """
 
     group: int
     """Index of the group that the layers belong to."""
     caches: Mapping[str, LayerCache]
-    """Tensors of each layer, by the layer's name."""
+    """Tensors by layer name."""
     layout: CacheLayout | StatePart
-    """Layout that all these layers have."""
+    """Layout of all these layers."""
 
     @property
     def regions(self) -> Regions:
@@ -157,8 +155,7 @@ class LayerSet(NamedTuple):
 class CacheGroup:
     """Layers of a cache that share a block table.
 
-    The constructor raises LayoutError if the arguments contradict each other or the tensors. The message names the
-    group.
+    The constructor raises LayoutError, which names the group, if the arguments contradict each other or the tensors.
 
     Example, for a model with full attention and a sliding window:
 
@@ -170,27 +167,31 @@ class CacheGroup:
     """
 
     name: str
-    """Name of the group. All engines that exchange blocks of the group must use the same name."""
+    """Name of the group, the same on all engines that exchange its blocks."""
     layers: KVCaches = field(repr=False)
-    """Tensors of each layer, by the layer's name: one tensor, a pair (K, V), or a tuple of state tensors."""
+    """Tensors by layer name: for each layer one tensor, a pair (K, V), or a tuple of state tensors."""
     layout: CacheLayout | StateLayout | Sequence[CacheLayout]
-    """Layout of the layers. If the layers differ: several layouts, each for some of the layers. With a `StateLayout`
-    the group holds state per request: its blocks are slots, and a request has one slot."""
+    """Layout of the layers. If the layers differ, several layouts, each for some of the layers. With a `StateLayout`
+    the group holds state per request: its blocks are slots, and a request has one slot.
+    """
     window: int | None = None
-    """Number of tokens of the window that the layers attend to; None if they attend to all tokens. Only blocks of the
-    window are offered and loaded."""
+    """Size in tokens of the window that the layers attend to; None if they attend to all tokens. Only blocks of the
+    window are offered and loaded.
+    """
     kind: GroupKind | str | None = None
-    """Which tokens the layers attend to (`GroupKind`). Default: "state" for a StateLayout, "sliding" with a `window`,
-    else "full". With "chunked" the layers attend to the tokens since the last multiple of `window`."""
+    """Which tokens the layers attend to. Default: "state" for a StateLayout, "sliding" if `window` is given, else
+    "full".
+    """
     pool: str | None = None
-    """Name of the pool from which the group's block ids come; by default the group has a pool of its own. Groups
-    with the same pool share block ids: a block is in the table of one group at a time, and the groups' tensors may
-    be the same memory."""
+    """Name of the pool from which the group's block ids come; by default the group has its own pool. In groups with the
+    same pool, a block id is in the block table of one group at a time, and the groups' tensors may be the same memory.
+    """
     num_kv_heads: int | None = None
-    """Number of KV heads of the whole model in these layers; None if it is `Config.num_kv_heads`."""
+    """Number of KV heads that the whole model has in these layers; None: `Config.num_kv_heads`."""
     split: int = 1
-    """Number of consecutive blocks of this group that form one block of the pool. Above 1 if the engine's kernels use
-    smaller blocks than its allocator."""
+    """Number of consecutive blocks of this group that form one block of the pool; above 1 if the engine's kernels use
+    smaller blocks than its allocator.
+    """
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)
@@ -217,13 +218,13 @@ class CacheGroup:
 
     @property
     def layouts(self) -> tuple[CacheLayout | StateLayout, ...]:
-        """Layouts of the group, as a tuple: the field `layout` after the constructor has checked it."""
+        """Layouts of the group, as a tuple."""
         assert isinstance(self.layout, tuple), "settled"
         return self.layout
 
     @property
     def sets(self) -> tuple[tuple[Mapping[str, LayerCache], CacheLayout | StateLayout], ...]:
-        """For each layout of the group a pair: the tensors of its layers, by the layers' names, and the layout."""
+        """(tensors by layer name, layout) for each layout of the group."""
         return tuple(({name: self.layers[name] for name in one.layer_names}, one) for one in self.layouts)
 
     @property
@@ -288,8 +289,8 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
     """Return `kv_caches` as groups. A dict of layers, which needs a `layout`, becomes one group of full attention.
 
     Raises:
-        LayoutError: groups contradict each other, for example because two have the same name or layer; or the tensors
-            do not match `layout`.
+        LayoutError: groups contradict each other, for example if two have the same name or layer; or the tensors do not
+            match `layout`.
     """
     if not isinstance(kv_caches, tuple | list):
         if layout is None:
@@ -325,7 +326,7 @@ def named_layers(sets: Iterable[LayerSet]) -> list[tuple[str, LayerCache]]:
 
 
 def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ...]:
-    """Divide the layers of a rank into sets with one layout each (`LayerSet`). Return the sets, group by group.
+    """Divide the layers of a rank into sets with one layout each. Return the sets, group by group.
 
     `tp_size`: number of tensor-parallel ranks of the engine.
 
@@ -343,8 +344,8 @@ def sets_of(
 ) -> Iterator[LayerSet]:
     """Yield a `LayerSet` for each layout of a group or, for state per request, for each segment of its tensors.
 
-    `group`: index of the group. `layers`: (tensors by layer name, layout) for each layout, as in `CacheGroup.sets`.
-    `tp_size`: number of tensor-parallel ranks of the engine.
+    `group`: index of the group. `layers`: (tensors by layer name, layout) pairs. `tp_size`: number of tensor-parallel
+    ranks of the engine.
     """
     for caches, layout in layers:
         for part in (layout,) if isinstance(layout, CacheLayout) else state_parts(layout, tp_size):
@@ -363,9 +364,9 @@ def _check_unique(values: Sequence[object], what: str) -> None:
 def check_sets_disjoint(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
     """Raise LayoutError if a load into one set of layers could write into the memory of another set.
 
-    `sets`: for each set, the group of its layers and its regions. Sets of one group may interleave in the same memory,
-    if no byte within a block of the pool belongs to two sets. Groups of one pool may use the same bytes, since a block
-    belongs to one group at a time. Groups of different pools must not overlap.
+    `sets`: (group of the layers, regions of the layers) of each set. Sets of one group may interleave in the same
+    memory if within a block of the pool each byte belongs to one set. Groups of one pool may use the same bytes, since
+    a block belongs to one group at a time. Groups of different pools must not overlap.
     """
     for (ours, regions), (theirs, others) in itertools.combinations(sets, 2):
         for at, where in zip(*np.nonzero(_overlap(_extents(regions), _extents(others))), strict=True):
@@ -386,7 +387,7 @@ def check_sets_disjoint(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
 
 
 def _extents(regions: Regions) -> npt.NDArray[np.int64]:
-    """Return two rows: the address of each region's first byte, and the address after each region's last byte."""
+    """Return two rows: the address of each region's first byte, and the address just after each region's last byte."""
     bases = regions.bases.astype(np.int64)
     ends = bases + (regions.num_blocks - 1) * regions.strides.astype(np.int64) + regions.block_size_bytes
     return np.stack((bases, ends))

@@ -1,14 +1,14 @@
 """The layout of one rank's KV cache in memory: which bytes belong to (layer, K or V, block).
 
 A cache is a dict of layer names to tensors, or to (K, V) pairs of tensors. `KVStyle` lists the supported ways to hold K
-and V. The last axes are tokens, heads and head elements, in the order NHD or HND. Strides are read from the tensors.
-So permuted views, padded blocks and layers that share one storage work, if the bytes of a block are dense within a
-region and the elements of a head lie together.
+and V. The last axes are tokens, heads and head elements, in the order NHD or HND. Strides are read from the tensors. So
+permuted views, padded blocks and layers that share one storage work, if the bytes of a block are dense within a region
+and the elements of a head are contiguous.
 
-From a layout follows a list of regions (`core.cache.regions`): for each layer one for K and one for V, or a single one
-if K and V are fused, or for the latent vectors of MLA. A region is a base address and a block stride; one `BlockShape`
-says where the tokens and heads lie in every block. If K and V are neighbours in a block they are still two regions:
-`block_map` joins neighbours again where both sides allow it.
+A layout gives a list of regions (`core.cache.regions`): for each layer one for K and one for V, or a single one for
+fused K and V, or for the latent vectors of MLA. A region is a base address and a block stride; one `BlockShape` says
+where tokens and heads lie in every block. Even if K and V are neighbours in a block they are two regions; `block_map`
+joins neighbours where both sides of a load allow it.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ _PARTS: dict[KVStyle, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLayout:
-    """The layout that all layers of one rank's KV cache have. Usually made by `CacheLayout.infer`.
+    """The layout of all layers of one rank's KV cache. Usually made by `CacheLayout.infer`.
 
-    The constructor raises LayoutError, which names a field with an invalid value.
+    The constructor raises LayoutError, which names the field, if a value is invalid.
     """
 
     layer_names: LayerNames
@@ -95,19 +95,20 @@ class CacheLayout:
     """Index of each layer in the whole model. A pipeline stage holds only some of the model's layers."""
     kv_format: PlainName
     """Meaning of the bytes: "plain" for values of `dtype` and nothing else. Other formats have, for example, scales
-    inside a block. Both sides of a load must have the same format."""
+    inside a block. Both sides of a load must have the same format.
+    """
     style: Style
     order: PlainName
     """Order of the axes tokens (N), heads (H) and head elements (D) in the tensors' shape: "NHD" or "HND"."""
     memory_order: PlainName
-    """Order of the axes tokens, heads and head elements in memory, by the tensors' strides: "NHD" or "HND"."""
+    """Order of the axes tokens, heads and head elements in memory, by descending stride: "NHD" or "HND"."""
     dtype: PlainName
     """Name of the tensors' dtype without a package, such as "float16"."""
     itemsize: Size
     """Bytes of one element."""
     num_blocks: Size
     block_size: Size
-    """Tokens of one block."""
+    """Tokens per block."""
     num_kv_heads: Size
     """KV heads of this rank; 1 for MLA."""
     head_size: Size
@@ -135,12 +136,12 @@ class CacheLayout:
 
     @property
     def kv_head_size(self) -> int:
-        """Number of elements of one head of one token, in K alone or V alone; for MLA, of the latent vector."""
+        """Number of elements of one head of one token, in K or V alone; for MLA, of the latent vector."""
         return self.head_size // 2 if self.style is KVStyle.FUSED else self.head_size
 
     @property
     def block_shape(self) -> BlockShape:
-        """Shape of one block within a region: where the tokens and heads lie."""
+        """Where the tokens and heads of a block lie within a region."""
         run = self.head_size * self.itemsize
         tokens, heads = self.block_size, self.num_kv_heads
         token_stride, head_stride = (heads * run, run) if self.memory_order == "NHD" else (run, tokens * run)
@@ -165,14 +166,13 @@ class CacheLayout:
         """Return the layout that the shapes and strides of the tensors show.
 
         Args:
-            kv_caches: the layers' tensors, by layer name.
+            kv_caches: tensors by layer name.
             order: order of the axes in the tensors' shape, "NHD" or "HND".
-            block_size: tokens of a block; must equal the size of the tensors' token axis.
-            style: how layers hold K and V. Needed only for tensors of 5 axes if the first two axes both have size 2;
-                other shapes show the style.
+            block_size: tokens per block; must equal the size of the tensors' token axis.
+            style: how layers hold K and V. Needed only for tensors of 5 axes if the first two axes both have size 2.
             layer_indices: index of each layer in the model. By default the number in the layer's name
-                ("model.layers.12.self_attn"), or the layers' positions if a name has no number or several, or two names
-                have the same number. Layers of a draft model, recognized by "draft", "eagle", "mtp", "nextn" or
+                ("model.layers.12.self_attn"). If a name has no number or several, or two names have the same number,
+                the layers' positions. Layers of a draft model, recognized by "draft", "eagle", "mtp", "nextn" or
                 "speculat..." in their names, count from 16384 on; the other side of a load may lack them.
             kv_format: name of the meaning of the bytes, if they are not plain values of the dtype.
 
@@ -205,7 +205,7 @@ class CacheLayout:
         """Check that tensors match this layout.
 
         Args:
-            kv_caches: the layers' tensors by layer name, in the layout's order of layers.
+            kv_caches: tensors by layer name, in the layout's order of layers.
 
         Raises:
             LayoutError: a tensor does not match. The message names the layer and both values.
@@ -225,7 +225,7 @@ class CacheLayout:
 
 
 class BlockShape(NamedTuple):
-    """The shape of one block within a region: where its tokens and KV heads lie. Sizes and strides are in bytes.
+    """Where the tokens and KV heads of a block lie within a region. Sizes and strides are in bytes.
 
     Head h of token t begins `t * token_stride + h * head_stride` bytes after the block's start, and has `run` bytes.
     """
@@ -233,7 +233,7 @@ class BlockShape(NamedTuple):
     tokens: Count
     heads: Count
     run: Count
-    """Bytes of one head of one token. They are contiguous."""
+    """Bytes of one head of one token, which are contiguous."""
     token_stride: Count
     head_stride: Count
 
@@ -243,9 +243,9 @@ class BlockShape(NamedTuple):
 
 
 def has_separate_heads(kv_format: str, block: BlockShape) -> bool:
-    """Return True if each head of a block is contiguous, and `kv_format` gives it a meaning without the other heads.
+    """Return True if blocks can be read head by head although their bytes are not plain values.
 
-    Such blocks can be read head by head, although their bytes are not plain values.
+    That is so if each head of a block is contiguous and, in `kv_format`, means the same without the other heads.
     """
     tokens_in_line = block.tokens == 1 or block.token_stride == block.run
     heads_in_line = block.heads == 1 or block.head_stride == block.tokens * block.run
@@ -334,7 +334,7 @@ def _layout_of_layer(
 def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> str:
     """Return the order of the axes in memory, by the tensor's strides: "NHD" or "HND". Axes of size 1 are ignored.
 
-    LayoutError if the elements of a head are not contiguous.
+    LayoutError if the elements of a head are not contiguous. `order`: order of the axes in the tensor's shape.
     """
     axes = axes_of(style, order)
     stride = dict(zip(axes, tensor.stride(), strict=True))

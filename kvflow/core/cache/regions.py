@@ -1,8 +1,8 @@
 """The memory of a cache: its regions, from which plans are made, and the spans to register.
 
-A region is the memory of one layer's K, of its V, of its fused K and V, or of its latent vectors: a base address and a
-block stride. This module checks that the bytes of a block within a region are dense. The layout's `BlockShape`
-describes the inside of a block.
+A region is the memory of one layer's K, V, fused K and V, or latent vectors: a base address and a block stride. This
+module checks that the bytes of a block are dense within a region. The layout's `BlockShape` describes the inside of a
+block.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Device(NamedTuple):
-    """A device with memory: its kind, such as "cpu" or "cuda", and its number among the devices of that kind.
-
-    The CPU has number 0.
-    """
+    """A device with memory: its kind, such as "cpu" or "cuda", and its number among devices of that kind (CPU: 0)."""
 
     kind: Name
     number: DeviceIndex
@@ -37,7 +34,7 @@ class Device(NamedTuple):
 class Regions:
     """The regions of a cache: in region i, block b starts at address `bases[i] + b * strides[i]`. Strides are in bytes.
 
-    Regions are ordered by layer, then as in `parts`. All have the same number and the same shape of blocks.
+    Regions are ordered by layer, then as in `parts`. All have the same number of blocks and the same block shape.
     """
 
     bases: UInt64Array
@@ -53,14 +50,13 @@ class Regions:
 
     @property
     def block_size_bytes(self) -> int:
-        """Bytes of one block in one region. They are contiguous."""
+        """Bytes of one block in one region, which are contiguous."""
         return self.block.size_bytes
 
     @property
     def first_at_address(self) -> tuple[int, ...]:
-        """For each region, the index of the first region with the same base address.
-
-        That is the region's own index unless layers share a tensor.
+        """For each region, the index of the first region with the same base address: its own, unless layers share a
+        tensor.
         """
         found: dict[int, int] = {}
         return tuple(found.setdefault(base, at) for at, base in enumerate(self.bases.tolist()))
@@ -73,7 +69,7 @@ class Regions:
 
     @property
     def distinct_layers(self) -> tuple[int, ...]:
-        """Positions of the layers, from 0. A layer that shares all its regions with an earlier layer is left out."""
+        """Positions, from 0, of the layers that do not share all their regions with an earlier layer."""
         parts, first_of = len(self.parts), self.first_at_address
         found: dict[tuple[int, ...], int] = {}
         for layer in range(len(self) // parts):
@@ -117,7 +113,7 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
 
 
 def _check_owners(regions: Regions, layout: CacheLayout) -> None:
-    """Raise LayoutError if a layer of a draft model comes before a layer of the model that has the same memory.
+    """Raise LayoutError if a layer of a draft model comes before a layer of the main model that has the same memory.
 
     If layers share memory, a load reads it for the first of these layers only. That must not be a layer of a draft
     model, which the other side may lack.
@@ -132,8 +128,8 @@ def _check_owners(regions: Regions, layout: CacheLayout) -> None:
 def map_spans(layers: Iterable[tuple[str, LayerCache]]) -> tuple[Span, ...]:
     """Return the memory to register: a span for each tensor. Spans that overlap are joined.
 
-    `layers`: (name, tensors) of each layer. Spans that only touch stay apart: they may be separate allocations, which
-    some devices cannot register as one.
+    `layers`: (name, tensors) of each layer. Adjacent spans are not joined: they may be separate allocations, which some
+    devices cannot register as one.
     """
     pieces = sorted({_extent(name, tensor) for name, layer in layers for tensor in tensors_of(name, layer)})
     joined: list[tuple[int, int]] = []
@@ -159,7 +155,9 @@ def device_of(layers: Iterable[tuple[str, LayerCache]]) -> Device:
 
 
 def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:
-    """Return (tensor, byte offset in the tensor) of each region of a layer: of K and of V, or of the only region."""
+    """Return (tensor, byte offset in the tensor) of each region of a layer: of K and of V, or of the layer's only
+    region.
+    """
     tensors = tensors_of(name, layer)
     if style not in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST):
         return [(tensor, 0) for tensor in tensors]
@@ -198,8 +196,8 @@ def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> i
 def _check_disjoint(regions: Regions, layer_names: tuple[str, ...]) -> None:
     """Raise LayoutError if two regions share bytes, since a load into one region would write into the other.
 
-    Blocks of one region may lie between blocks of another region. Several layers may also have the same tensor, as in
-    models that use one layer's KV for several layers: these layers are read and written as one.
+    Blocks of one region may lie between blocks of another region. Layers may also have the same tensor, as in models
+    that reuse one layer's KV in other layers; these layers are read and written as one.
     """
     order = np.argsort(regions.bases, kind="stable")
     bases, strides = regions.bases[order].astype(np.int64), regions.strides[order].astype(np.int64)
@@ -221,7 +219,7 @@ def _check_disjoint(regions: Regions, layer_names: tuple[str, ...]) -> None:
 
 
 def _extent(name: str, tensor: TensorLike) -> tuple[int, int]:
-    """Return two addresses: of the first byte of a tensor of layer `name`, and after its last byte."""
+    """Return two addresses: of the first byte of a tensor of layer `name`, and just after its last byte."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = address_of(name, tensor)
     return (start, start + (reach + 1) * tensor.element_size())

@@ -2,14 +2,14 @@
 
 Each layer has some tensors of shape (slots, ...), such as the last inputs of a convolution and a recurrent state. A
 request has one slot: the same index in all these tensors. Tensor-parallel ranks slice a tensor along one axis. The
-entries of that axis may be of several kinds, one kind behind the other, and each kind is sliced by itself: Mamba 2's
-convolution has x, then B, then C. The entries of one kind are a *segment*. A segment is to a slot what K or V is to a
-block. A segment consists of units, each a run of bytes, and each rank holds some of the model's units.
+entries of that axis may be of several kinds, one kind after the other, and each kind is sliced separately: Mamba 2's
+convolution has x, then B, then C. The entries of one kind are a *segment*. A segment consists of units, each a run of
+bytes, and each rank holds some of the model's units.
 
 The planner knows only blocks of tokens and heads. To the planner a slot is a block of one token, and the units of a
 segment are heads. If other axes of a slot come before the sliced axis, each combination of indices on these axes is a
-*row*, and each row is a region of its own. The state after a prompt is the block of the prompt's last token, so a group
-with state is planned like a group with a window of one token.
+*row*, and each row is a region. The state after a prompt is the block of the prompt's last token, so a group with state
+is planned like a group with a window of one token.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ ROWS_MAX = 1 << 10
 class Segment:
     """Consecutive entries of one kind on a state tensor's sliced axis, such as x, B or C of Mamba 2's convolution.
 
-    Each segment is distributed over the tensor-parallel ranks by itself, in units. A unit, such as a head or a group of
-    heads, is never split. If the model has fewer units than ranks, neighbouring ranks hold the same unit, as with KV
+    Each segment is distributed over the tensor-parallel ranks separately, in units. A unit, such as a head or a group
+    of heads, is never split. If the model has fewer units than ranks, neighbouring ranks hold the same unit, as with KV
     heads. The constructor raises LayoutError if `size` is not a multiple of `units`.
     """
 
@@ -69,15 +69,16 @@ class Segment:
 class StateTensor:
     """One of the state tensors that each layer has, and how tensor-parallel ranks slice it.
 
-    A tensor without segments is not sliced; then both engines need the same tensor-parallel size.
+    If a tensor has no segments it is not sliced, and both engines need the same tensor-parallel size.
     """
 
     name: WireName
     axis: Count = 0
-    """Index of the sliced axis within a slot, so 0 is the first axis after the axis of slots."""
+    """Index of the sliced axis within a slot; 0 is the axis after the axis of slots."""
     segments: Segments = ()
     """Segments of the sliced axis, in order. Their sizes add up to the size of the axis. Empty: the tensor is not
-    sliced."""
+    sliced.
+    """
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, LayoutError)
@@ -87,9 +88,9 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """The layout that all layers of a group with state per request have. Usually made by `StateLayout.infer`.
+    """The layout of all layers of a group with state per request. Usually made by `StateLayout.infer`.
 
-    The constructor raises LayoutError, which names a field with an invalid value.
+    The constructor raises LayoutError, which names the field, if a value is invalid.
     """
 
     layer_names: LayerNames
@@ -101,7 +102,7 @@ class StateLayout:
     shapes: Shapes
     """Shape of one slot, for each of the `tensors`."""
     dtypes: LayerNames
-    """Name of the dtype, without a package, for each of the `tensors`."""
+    """Name of the dtype, such as "float16", for each of the `tensors`."""
     itemsizes: WholeNumbers
     """Bytes of an element, for each of the `tensors`."""
     num_slots: Size
@@ -192,7 +193,7 @@ class StateLayout:
 class StatePart:
     """One segment of one state tensor, in all layers of a group.
 
-    The planner treats it like a `CacheLayout`, so it has the properties of a CacheLayout that the planner reads.
+    It has the properties that the planner reads of a `CacheLayout`.
     """
 
     layout: StateLayout
@@ -200,11 +201,11 @@ class StatePart:
     """Index of the state tensor among the tensors of a layer."""
     segment: Segment
     start: int
-    """Index, on the sliced axis, of the segment's first entry."""
+    """Index of the segment's first entry on the sliced axis."""
     kv_format: ClassVar[str] = PLAIN
     latent: ClassVar[bool] = False
     block_size: ClassVar[int] = 1
-    """Tokens of a block. Always 1, since to the planner a slot is a block of one token."""
+    """Tokens per block: always 1, since to the planner a slot is a block of one token."""
 
     @property
     def name(self) -> str:
@@ -224,14 +225,13 @@ class StatePart:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of units of the segment on this rank. To the planner the units are heads."""
+        """Number of units of the segment on this rank. To the planner these are heads."""
         return self.segment.units
 
     @property
     def rows(self) -> int:
-        """Number of rows in one slot: the product of the sizes of the axes before the sliced axis.
-
-        Each row is a region.
+        """Number of rows in one slot: the product of the sizes of the axes before the sliced axis. Each row is a
+        region.
         """
         return math.prod(self.layout.shapes[self.at][: self.layout.tensors[self.at].axis])
 
@@ -281,17 +281,15 @@ def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
 
 
 def _unsliced_segment(shape: tuple[int, ...], axis: int, tp_size: int) -> Segment:
-    """Return a segment for a tensor that is not sliced: the whole axis is one unit, different on each rank.
+    """Return the segment of a tensor that is not sliced: the whole axis as one unit, which differs from rank to rank.
 
-    `shape`: shape of one slot.
+    `shape`: shape of one slot. `axis`: index of the axis in `shape`.
     """
     return Segment(name="all", size=shape[axis], units=1, model_units=tp_size)
 
 
 def _checked_tensors(name: str, layer: LayerCache, described: Sequence[StateTensor]) -> tuple[TensorLike, ...]:
-    """Return the tensors of layer `name` as a tuple.
-
-    LayoutError if they do not match `described`, their descriptions.
+    """Return the tensors of layer `name` as a tuple. LayoutError if they do not match `described`, their descriptions.
     """
     tensors = tensors_of(name, layer)
     if len(tensors) != len(described):

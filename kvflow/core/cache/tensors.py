@@ -19,11 +19,12 @@ from kvflow.errors import LayoutError
 
 LAYERS_MAX = 1 << 15
 FIRST_DRAFT_LAYER = LAYERS_MAX // 2
-"""Lowest index of a layer of a draft model. One side of a load may lack layers with this index or a higher index."""
+"""Lowest index of a layer of a draft model. One side of a load may lack layers with this or a higher index."""
 NAMED_LAYERS_MAX = 1 << 10
-"""Bound of the numbers in vLLM's names of layers: every number is below it. If several layers of a model have the same
-number, such as an attention and its indexer, the nth of these layers (from 0) gets the index
-number + n * NAMED_LAYERS_MAX."""
+"""Upper bound (exclusive) of the layer numbers in vLLM's layer names. If several layers of a model have the same
+number, such as an attention and its indexer, the nth of these layers (from 0) gets the index number + n *
+NAMED_LAYERS_MAX.
+"""
 NAME_CHARS_MAX = 1024
 
 
@@ -76,9 +77,7 @@ def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
 
 
 def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
-    """Return a copy of `kv_caches`, tensors by layer name, as a dict.
-
-    LayoutError if a tensor cannot hold a KV cache.
+    """Return a copy of `kv_caches`, tensors by layer name, as a dict. LayoutError if a tensor cannot hold a KV cache.
     """
     layers: dict[str, Any] = dict(checks.mapping(kv_caches, "kv_caches", error=LayoutError))
     if not 0 < len(layers) <= LAYERS_MAX:
@@ -92,8 +91,9 @@ def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
 
 _DENSE_LAYOUT = "torch.strided"
 _ADDRESSED_KINDS = ("cpu", "cuda")
-"""Kinds of devices on which every tensor must have an address. On other devices an address is required only when it is
-used; blocks that are copied through host buffers need none."""
+"""Kinds of devices on which every tensor must have an address. On other devices an address is checked only when used;
+blocks that are copied through host buffers need none.
+"""
 # Attributes that are true of torch tensors without plain elements in memory that a transport may write.
 _UNSUPPORTED = ("is_nested", "is_quantized", "is_complex", "is_neg", "requires_grad")
 
@@ -135,6 +135,6 @@ def _address(tensor: TensorLike) -> int:
 
 
 def _has_flag(tensor: TensorLike, what: str) -> bool:
-    """Return True if the tensor has the attribute `what` and it is true, or, if it is a method, its result is true."""
+    """Return True if the attribute `what` of the tensor is true or, if it is a method, returns a true value."""
     said = getattr(tensor, what, False)
     return bool(said() if callable(said) else said)

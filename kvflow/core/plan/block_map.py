@@ -3,8 +3,8 @@
 Both sides describe a block by strides (`BlockShape`). So NHD and HND, head slices, K and V together or apart, and
 layers that are split differently are all one question: which runs of bytes are contiguous on both sides? The answer is
 a few `RegionMap`s, each with the base addresses of region pairs and the offsets of the pieces inside a *chunk*. A chunk
-is as many tokens as a block has on the side with the smaller blocks. A *piece* is one contiguous read in it. Time and
-memory grow with the number of regions and pieces, never with the number of blocks.
+is as many tokens as a block has on the side with the smaller blocks. A *piece* is one contiguous read in a chunk. Time
+and memory grow with the number of regions and pieces, never with the number of blocks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class RegionMap:
 
     All local regions have the same block stride, and so have all remote regions.
 
-    In block b of region pair r, piece p of chunk s is read from `remote_bases[r] + b * remote_stride + s * remote_step
-    + remote_offsets[p]`, and lands at the address with the local values in place of the remote ones. Every piece has
-    `piece_size` bytes.
+    In block b of region pair r, piece p of chunk s is read from
+    `remote_bases[r] + b * remote_stride + s * remote_step + remote_offsets[p]`, and lands at the address that the local
+    values give. Every piece has `piece_size` bytes.
     """
 
     local_bases: Int64Array
@@ -58,8 +58,8 @@ class RegionMap:
     """Number of pieces of one chunk, over all region pairs. A piece takes one descriptor, unless pieces are joined."""
     chunk_size_bytes: int = field(init=False)
     first_rows: Int64Array | None = field(init=False)
-    """Kept result of `rows()`, because making it takes longer than using it; None if it is large or the chunks are not
-    full."""
+    """Kept result of `rows()`, which takes longer to make than to use; None if it is large or the chunks are not full.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pieces", len(self.local_bases) * len(self.local_offsets))
@@ -73,7 +73,7 @@ class RegionMap:
     def rows(self) -> Int64Array:
         """Return (address, size, device index) of each piece of chunk 0 of block 0, as in `Descriptors.table`.
 
-        The array has the shape (2, region pairs, 1, pieces in a pair, 3); the first axis is local, remote.
+        The array has the shape (2: local and remote, region pairs, 1, pieces in a pair, 3).
         """
         rows = np.empty((2, len(self.local_bases), 1, len(self.local_offsets), 3), dtype=np.int64)
         rows[0, :, 0, :, 0] = self.local_bases[:, None] + self.local_offsets
@@ -95,7 +95,7 @@ class BlockMap:
         local_layers: index in the model of each layer in `local`, in order.
         remote_layers: index in the model of each layer in `remote`, in order.
         opaque: True if the bytes are not plain values at strides of tokens and heads. Then both sides have the same
-            form of a block, and blocks are always read whole.
+            block format, and blocks are always read whole.
         local_set: index of the local set of layers.
         local_group: index of the local group with the block table of these layers.
         remote_group: index of the peer's group with the block table of these layers.
@@ -118,8 +118,9 @@ class BlockMap:
         self.local_set, self.local_group, self.remote_group = local_set, local_group, remote_group
         self.group_pair = (local_group, remote_group)
         self.remote_whole = remote
-        """The peer's regions as the peer states them. The attribute `remote` has them with fused K and V split, if the
-        local regions have K and V apart."""
+        """The peer's regions as the peer states them. In the attribute `remote`, fused K and V are split if the local
+        regions have K and V apart.
+        """
         positions = {layer: index for index, layer in enumerate(remote_layers)}
         wanted = set(local.distinct_layers)
         self.layer_pairs = tuple(
@@ -128,8 +129,9 @@ class BlockMap:
             if layer in positions and index in wanted
         )
         """(position in `local_layers`, position in `remote_layers`) of each layer to read, in local order. If local
-        layers share a tensor, only the first of these layers is read, from the rank that has this layer. So nothing may
-        have to be read from a rank."""
+        layers share a tensor, only the first is read, from the rank that has this layer. So there may be nothing to
+        read from a rank.
+        """
         self.opaque = opaque
         self.heads = heads
         self.local, self.remote = ours, theirs
@@ -178,9 +180,7 @@ class BlockMap:
 
 
 def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
-    """Return `local` and `remote` with equal `Regions.parts`.
-
-    If one side has K and V fused in one region per layer, split the regions of that side.
+    """Return `local` and `remote` with equal `Regions.parts`: K and V split on both sides if one side has them fused.
     """
     if local.parts == remote.parts:
         return local, remote
@@ -188,7 +188,9 @@ def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
 
 
 def split_fused(regions: Regions) -> Regions:
-    """Return regions of fused K and V split into K and V: each has one half of every head. Return others unchanged."""
+    """Split each region of fused K and V into K and V, with one half of every head each. Return other regions
+    unchanged.
+    """
     if regions.parts != ("KV",):
         return regions
     half = regions.block.run // 2
@@ -256,7 +258,7 @@ def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
 
     `rows`: the result of `_rows`, if each region pair has one piece of `size` bytes per block. Return the rows of the
     joined pairs, and the bytes per block of each joined pair. A joined pair never crosses a registered span: its bytes
-    in a block are no longer than the block stride, so its regions overlap in memory, and `regions.map_spans` registers
+    in a block are at most the block stride, so its regions overlap in memory, and `regions.map_spans` registers
     overlapping memory as one span.
     """
     fused: list[list[int]] = []
@@ -275,7 +277,7 @@ def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
 def _continues(row: list[int], after: list[int]) -> bool:
     """Return True if region pair `after` begins where pair `row` ends in each block, on both sides.
 
-    A pair is (local base, local stride, remote base, remote stride, bytes per block).
+    Both are (local base, local stride, remote base, remote stride, bytes per block).
     """
     local_base, local_stride, remote_base, remote_stride, length = row
     return (

@@ -2,10 +2,9 @@
 
 `match_chunks` pairs chunks of tokens in remote blocks with chunks in local blocks, for any two block sizes and a partly
 filled last block. `plan_read` makes descriptors of these chunks in each region pair of the peer's `block_map`, and
-joins reads that are contiguous on both sides. Both functions use array operations, which for two blocks would take
-longer than the rest of the planning. So `match_few` and `read_few` plan the common small load without array operations;
-a property test checks that both ways give equal descriptors. Block ids are checked before they become addresses
-(invariant I8).
+joins reads that are contiguous on both sides. Both use array operations, which for two blocks would take longer than
+the rest of the planning. So `match_few` and `read_few` plan the common small load in plain Python; a property test
+checks that both ways give equal descriptors. Block ids are checked before they become addresses (invariant I8).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kvflow.errors import RequestError
 
 BlockIds: TypeAlias = Int64Array
 GivenBlockIds: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
-"""Block ids of a request: one list, or a list for each group of layers, in their order or by their names."""
+"""Block ids of a request: one list, or a list for each group of layers, in the groups' order or by their names."""
 
 _MANY = 1 << 10  # number of block ids from which array operations are faster
 FEW_BLOCKS = 1 << 5
@@ -36,13 +35,13 @@ FEW_BLOCKS = 1 << 5
 class Descriptors:
     """Reads to post: for each i, `sizes[i]` bytes from address `remote[i]` on the peer to local address `local[i]`.
 
-    Treat as immutable. The class is not frozen because a frozen dataclass takes three times as long to make, and each
-    slice makes one.
+    Treat as immutable. A frozen dataclass takes three times as long to make, and each slice makes one.
     """
 
     table: UInt64Array
     """Array of shape (2, n, 3) for n reads: first the local, then the remote (address, size, device index) of each
-    read. NIXL takes the array in this form, without a copy."""
+    read. NIXL takes this array without a copy.
+    """
     size_bytes: int
     """Bytes of all reads together."""
     local_device: Device
@@ -58,7 +57,7 @@ class Descriptors:
         local_device: Device,
         remote_device: Device,
     ) -> Descriptors:
-        """Return descriptors. Three lists have an entry for each read: local address, remote address, size in bytes."""
+        """Return descriptors. The three lists have one item per read: local address, remote address, size in bytes."""
         length = np.asarray(sizes, dtype=np.uint64)
         table = np.empty((2, len(length), 3), dtype=np.uint64)
         table[0, :, 0], table[1, :, 0], table[:, :, 1] = local, remote, length
@@ -91,10 +90,7 @@ class Descriptors:
         )
 
     def part(self, start: int, stop: int, size_bytes: int) -> Descriptors:
-        """Return the reads with indices from `start` to before `stop`.
-
-        `size_bytes`: the sum of the sizes of these reads.
-        """
+        """Return the reads with indices from `start` to before `stop`. `size_bytes`: the sum of their sizes."""
         return Descriptors(self.table[:, start:stop], size_bytes, self.local_device, self.remote_device)
 
 
@@ -135,9 +131,7 @@ def _check_many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> Blo
 
 
 def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence[Sequence[int]]:
-    """Return `tables`, a block table for each group, in the form of a request's `block_ids`.
-
-    With one group that is the only table, with several it is `tables`.
+    """Return `tables`, a block table for each group, as a request's `block_ids`: the only table if there is one group.
     """
     return tables[0] if len(tables) == 1 else tables
 
@@ -166,17 +160,18 @@ class Chunks:
 
     local_ids: BlockIds
     local_parts: Int64Array | None
-    """Index of each chunk within its local block; None if a local block has one chunk only."""
+    """Index of each chunk within its local block; None if a local block is a single chunk."""
     remote_ids: BlockIds
-    """Remote block of each chunk. `match_chunks` sets a position among the offered blocks, which is the same for all
-    ranks of the producer; `locate` replaces the positions by the block ids of one rank."""
+    """Remote block of each chunk. `match_chunks` sets its position among the offered blocks, which is the same for all
+    ranks of the producer; `locate` replaces positions by the block ids of one rank.
+    """
     remote_parts: Int64Array | None
-    """Index of each chunk within its remote block; None if a remote block has one chunk only."""
+    """Index of each chunk within its remote block; None if a remote block is a single chunk."""
     tokens: int
     """Number of tokens that are read of each chunk, from its start."""
     first: int = 0
-    """Number of chunks of the prompt before the first of these chunks. Only valid for chunks in prompt order, as
-    `match_chunks` returns them."""
+    """Number of chunks of the prompt before the first of these chunks, if these are in prompt order (`match_chunks`).
+    """
 
     def __len__(self) -> int:
         return len(self.local_ids)
@@ -202,7 +197,7 @@ class Chunks:
         return replace(self.select(slice(begin, end)), first=self.first + begin)
 
     def with_local_ids(self, local_ids: BlockIds) -> Chunks:
-        """Return these chunks with another local block for each: `local_ids[i]` for chunk i."""
+        """Return these chunks with local block `local_ids[i]` for chunk i."""
         return replace(self, local_ids=local_ids)
 
     def locate(self, block_ids: BlockIds) -> Chunks:
@@ -237,8 +232,8 @@ def match_chunks(
         remote_block_size: tokens of an offered block.
         num_tokens: number of tokens from the prompt's start to the end of the offer.
         needed_from: position of the first token that has to be read. Tokens before it are read if they are offered.
-        whole: True if the offered blocks hold the prompt from its first token on; False if they hold only its end, as
-            the blocks of a window do.
+        whole: True if the offered blocks hold the prompt from its first token on; False if, as the blocks of a window,
+            they hold only its end.
         what: beginning of an error's message.
 
     Raises:
@@ -353,8 +348,8 @@ def match_few(
 ) -> list[tuple[int, int]] | None:
     """Return a pair (remote block id, local block id) for each block to read, sorted by remote block id.
 
-    `offered`: ids of all offered blocks, from the prompt's first token on. Return None if only `match_chunks` can plan
-    the load: if the last block is not full, or `local_ids` are not exactly the blocks of the offered tokens from
+    `offered`: ids of all offered blocks, from the prompt's first token on. None if only `match_chunks` can plan the
+    load: the last block is not full, or `local_ids` are not exactly the blocks of the offered tokens from
     `cached_tokens` on.
     """
     tokens = min(num_tokens, len(offered) * block_tokens)
@@ -368,8 +363,8 @@ def match_few(
 def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], head: Piece | None) -> Descriptors:
     """Return descriptors that read `blocks`, pairs of (remote block id, local block id), in every region pair.
 
-    `pairs`: the result of `small_load_map`, which must not be None. `head`: one more read, such as that of a seal,
-    which becomes the first descriptor. Blocks that are neighbours on both sides become one read.
+    `pairs`: the result of `small_load_map`, not None. `head`: one more read, such as that of a seal, which becomes the
+    first descriptor. Blocks that are neighbours on both sides become one read.
     """
     assert pairs is not None, "only for blocks that small_load_map accepts"
     assert pairs.first_rows is not None, "so these are kept"

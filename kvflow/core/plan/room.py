@@ -1,6 +1,6 @@
 """Checks that the local blocks of a load match the tokens of an offer.
 
-The request says at which token its local blocks begin (`cached_tokens`). This is never derived from the number of
+The request says at which token its local blocks begin (`cached_tokens`), which is never derived from the number of
 blocks.
 """
 
@@ -19,8 +19,8 @@ def check_not_beyond(
 ) -> None:
     """Raise RequestError if a request has local blocks beyond the prompt's first `tokens` tokens.
 
-    `tables` has the local blocks of each group, which begin at token `cached_tokens`. `what` begins the message;
-    `which` is the text in the message for the `tokens` tokens.
+    `tables`: the local blocks of each group, which begin at token `cached_tokens`. `what` begins the message; `which`
+    is the message's text for the `tokens` tokens.
     """
     for group, ids in zip(groups, tables, strict=True):
         size = group.block_size
@@ -52,7 +52,7 @@ def check_blocks_match(
     Args:
         groups: the local groups.
         tables: the local blocks of each group.
-        cached_tokens: tokens of the prompt in front of the local blocks.
+        cached_tokens: tokens of the prompt before the local blocks.
         tokens: number of offered tokens.
         expected_tokens: number of tokens that the caller expects in the offer; None if the caller gave no number.
         what: beginning of the message.

@@ -24,11 +24,10 @@ def plan_slices(
 ) -> Iterator[Descriptors]:
     """Yield slices of at most `bytes_max` bytes and `descriptors_max` descriptors that together read all of `reads`.
 
-    `reads`: pairs of a peer's block map and the chunks to read by this map. Slices are planned one by one, when the
-    caller asks for the next slice. `head`: one more read, such as that of a seal, between the same devices. It is the
-    first read of the first slice, and does not count towards the bounds. Chunks are sorted by their remote block ids:
-    reading remote memory in order is a few per cent faster than writing local memory in order (measured over shared
-    memory).
+    `reads`: pairs of a peer's block map and the chunks to read by it. Each slice is planned when the caller asks for
+    it. `head`: one more read, such as that of a seal, between the same devices. It is the first read of the first
+    slice, and does not count towards the bounds. Chunks are sorted by remote block id: reading remote memory in order
+    is a few per cent faster than writing local memory in order (measured over shared memory).
     """
     for block_map, some in reads:
         groups = block_map.region_maps(some.tokens)
@@ -62,7 +61,7 @@ def plan_slices(
 
 
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:
-    """Split `descriptors` into slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order.
+    """Split `descriptors`, in order, into slices of at most `bytes_max` bytes and `descriptors_max` descriptors.
 
     A single read of more than `bytes_max` bytes is split, too.
     """

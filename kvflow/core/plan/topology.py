@@ -3,24 +3,23 @@
 An engine's ranks form a grid: pipeline stages (`pp`) split the layers, tensor-parallel ranks (`tp`) split the KV heads.
 Rank r of n holds heads r*H/n to (r+1)*H/n of the model's H heads. If ranks outnumber heads, n/H neighbours hold the
 same head. The latent cache of MLA counts as one head, which all ranks hold. So one rule covers all cases: a reader
-reads each of its heads once, from one of the producer's ranks that hold the head. If several ranks hold a head, the
-readers of that head are spread evenly over these ranks.
+reads each of its heads once, from one of the producer's ranks that hold the head. If several ranks hold a head, its
+readers are spread evenly over these ranks.
 
 A rank may hold layers of several kinds: of different groups (a sliding window beside full attention), or with different
 numbers of heads. Each kind is a `CacheShare`, and each may be read from other ranks. Ranks are compared layer by layer,
 over all kinds, so the two engines may group their layers differently.
 
 A lease ends by reports: each reader reports a *share* of the lease as read (`ReportShare`), and the lease ends when the
-shares add up to 1, whatever the parallelism of the readers' engine. The producer needs to know nothing about its
-readers. If several producer ranks hold the same heads, a rank may have no reader, but still needs a report. That report
-comes from the first reader of the nearest lower rank with the same heads that has readers. So at least one reader
-reports to every rank of the producer.
+shares add up to 1, whatever the parallelism of the readers' engine. If several producer ranks hold the same heads, a
+rank may have no reader, but still needs a report. That report comes from the first reader of the nearest lower rank
+with the same heads that has readers. So at least one reader reports to every rank of the producer.
 
 One side may have layers of a draft model (with numbers from FIRST_DRAFT_LAYER on) that the other side lacks, because
 only one engine speculates. A load leaves them out. The generated text stays right, since a draft only proposes tokens.
 So these layers do not count where engines have to agree: neither in reported shares nor in the parallelism that a
-ticket states. No report is lost by that. Which ranks read from a rank follows from the numbers of ranks alone, whatever
-heads a layer has. So a rank that reads a draft's layers also reads, and reports, layers of the model itself.
+ticket states. No report is lost by that: which ranks read from a rank follows from the numbers of ranks alone, so a
+rank that reads a draft's layers also reads, and reports, layers of the main model.
 """
 
 from __future__ import annotations
@@ -77,8 +76,9 @@ class Parallelism(NamedTuple):
     kv_heads: int
     model_kv_heads: int
     more: tuple[tuple[int, int, int], ...] = ()
-    """(block_size, kv_heads, model_kv_heads) of each further kind of layers, that is, each other combination of these
-    numbers."""
+    """(block_size, kv_heads, model_kv_heads) of each further kind of layers. Layers of one kind have the same three
+    numbers.
+    """
 
     def ranks(self, dp_rank: int) -> list[Rank]:
         """Return all ranks of the data-parallel replica `dp_rank`."""
@@ -86,7 +86,7 @@ class Parallelism(NamedTuple):
 
     @property
     def kinds(self) -> Iterator[dict[str, int]]:
-        """A dict for each kind of layers, with tp_size, pp_size, block_size, kv_heads and model_kv_heads."""
+        """Yield a dict for each kind of layers, with tp_size, pp_size, block_size, kv_heads and model_kv_heads."""
         for kind in (self[2:5], *self.more):
             yield dict(zip(self._fields, (*self[:2], *kind), strict=False))
 
@@ -111,14 +111,15 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     latent: bool
     """True if the layers hold one latent vector per token in place of K and V (MLA)."""
     block_size: Size
-    """Tokens of a block of these layers."""
+    """Tokens per block of these layers."""
     dtype: Fact = ""
     kv_format: Fact = PLAIN
     group: Count = 0
-    """Index, among the rank's groups, of the group that these layers belong to."""
+    """Index of the rank's group that these layers belong to."""
     part: Fact = ""
     """Name of the segment (`cache.state.Segment`) if the layers hold state per request; the segment's units count as
-    heads. "" for layers with a KV cache."""
+    heads. "" for layers with a KV cache.
+    """
 
     @property
     def plain(self) -> bool:
@@ -156,10 +157,7 @@ def cache_share_of(
 
 
 def model_shares(shares: Sequence[CacheShare]) -> Sequence[CacheShare]:
-    """Return the shares with layers of the model itself, without those of a draft model.
-
-    If all layers are of a draft model, return all shares.
-    """
+    """Return the shares with layers of the main model or, if all layers are of a draft model, all shares."""
     return [share for share in shares if min(share.layers) < FIRST_DRAFT_LAYER] or shares
 
 
@@ -174,7 +172,6 @@ class HeadSource(NamedTuple):
     """A tensor-parallel rank of the producer, and the KV heads that a reader reads from that rank."""
 
     tp_rank: int
-    """Tensor-parallel rank of the producer."""
     local_start: int
     """Index, among the KV heads that the reader holds, of the first head to read."""
     remote_start: int
@@ -195,10 +192,10 @@ class ReportShare(NamedTuple):
 def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
     """Return the number of the model's KV heads; 1 for MLA, because every rank holds the whole latent vector.
 
-    `ours`, `theirs`: cache share of a local rank and of a producer's rank. If a share states the number, return it.
-    Otherwise return the smaller of the two sides' products of heads per rank and ranks. Each product is a multiple of
-    the number. If even the smaller product is too large, both sides have one head on each rank, and then any multiple
-    of the right number leads to the same reads.
+    `ours`, `theirs`: cache share of a local rank and of a producer's rank. If neither states the number, return the
+    smaller of the two sides' products of heads per rank and ranks. Each product is a multiple of the number. If even
+    the smaller product is too large, both sides have one head on each rank, and then any multiple of the right number
+    leads to the same reads.
     """
     if ours.latent:
         return 1
@@ -220,10 +217,8 @@ def heads_held(share: CacheShare, kv_heads: int) -> range:
 
 
 def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
-    """Return the layer indices of a rank, by `CacheShare.part`.
-
-    The key "" has the layers with a KV cache. The name of each segment of state per request has the layers with that
-    segment.
+    """Return the layer indices of a rank: by the key "" for layers with a KV cache, by segment name for those with
+    state.
     """
     found: dict[str, tuple[int, ...]] = {}
     for share in shares:
@@ -234,9 +229,9 @@ def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
 def common_shares(
     ours: Sequence[CacheShare], theirs: Sequence[CacheShare]
 ) -> Iterator[tuple[int, int, CacheShare, CacheShare]]:
-    """Compare the cache shares of a local rank and of a producer's rank: find all pairs with a layer in common.
+    """Yield the pairs of a local rank's and a producer rank's cache shares that have a layer in common.
 
-    Yield (index in `ours`, index in `theirs`, local share, remote share) for each pair.
+    Each is (index in `ours`, index in `theirs`, local share, remote share).
     """
     for at, mine in enumerate(ours):
         for where, other in enumerate(theirs):
@@ -245,7 +240,7 @@ def common_shares(
 
 
 def differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> list[str]:
-    """Return the reasons why no load between two ranks is possible, as "field: ours X, theirs Y"; [] if one is.
+    """Return why no load between two ranks is possible, as texts "field: ours X, theirs Y"; [] if a load is possible.
 
     `ours`, `theirs`: all cache shares of the local rank and of the producer's rank.
     """
@@ -278,10 +273,9 @@ def _layer_differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare])
 
 
 def layers_left_out(ours: Collection[int], theirs: Collection[int]) -> frozenset[int]:
-    """Return the layers of a draft model that only one side has. Loads leave these layers out.
+    """Return the layers of a draft model that only one side has, which loads leave out.
 
-    `ours`, `theirs`: layer indices of the two sides. If they have no layer of the model itself in common, return no
-    layer.
+    `ours`, `theirs`: layer indices of the two sides. Return no layer if they have no layer of the main model in common.
     """
     if min({*ours} & {*theirs}, default=FIRST_DRAFT_LAYER) >= FIRST_DRAFT_LAYER:
         return frozenset()
@@ -297,8 +291,8 @@ _HINT = (
 def _hint(apart: Collection[int], common: Collection[int]) -> str:
     """Return a hint for a message, how to mark layers of a draft model, if the layers `apart` may be of one; else "".
 
-    `apart` are the layers that only one side has, `common` those that both have. The hint applies if all `apart` layers
-    come after the `common` layers and none is marked. Loads never leave out unmarked layers, because one side may have
+    `apart`: layers that only one side has. `common`: layers that both have. The hint applies if all `apart` layers come
+    after the `common` layers and none is marked. Loads never leave out unmarked layers, because one side may have
     forgotten to register them.
     """
     return _HINT if common and max(common) < min(apart) and max(apart) < FIRST_DRAFT_LAYER else ""
@@ -326,7 +320,7 @@ def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) 
     """Return the ranks of a producer that a reader reads from or reports to, with the heads to read, ordered by rank.
 
     The reader is tensor-parallel rank `tp_rank` of `tp_size`. The producer has `their_tp_size` tensor-parallel ranks,
-    and the model `kv_heads` KV heads. Call this only for sizes with which `differences` finds nothing wrong.
+    and the model `kv_heads` KV heads. `differences` must have accepted these sizes.
     """
     mine = _heads(tp_rank, tp_size, kv_heads)
     holders = range(mine.start * their_tp_size // kv_heads, -(-mine.stop * their_tp_size // kv_heads))
@@ -353,7 +347,7 @@ def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
 def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
     """Return which heads the local rank, with cache share `ours`, reads from the producer's rank with share `theirs`.
 
-    None if the local rank neither reads heads from that rank nor notifies it that its lease was read.
+    None if the local rank neither reads heads from that rank nor reports to it that its lease was read.
     """
     return next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
 
@@ -364,8 +358,8 @@ def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> Re
     `ours`, `theirs`: all cache shares of the local rank and of the producer's rank. Each layer that both ranks have
     counts 1, divided by the number of reader ranks that report it; the sum is divided by the number of layers of the
     producer's rank. So the fractions of all readers add up to 1. If the ranks have no layer in common the fraction is
-    0, and other readers report. Layers of a draft model do not count, since readers may lack them, unless the
-    producer's rank has no other layers.
+    0. Layers of a draft model do not count, since readers may lack them, unless the producer's rank has no other
+    layers.
     """
     held = {layer for share in theirs for layer in share.layers}
     counted = {layer for layer in held if layer < FIRST_DRAFT_LAYER} or held

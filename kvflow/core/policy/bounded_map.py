@@ -10,9 +10,7 @@ ValueT = TypeVar("ValueT")
 
 
 class BoundedMap(OrderedDict[KeyT, ValueT]):
-    """A mapping of at most `most` keys, ordered by when each key was last set.
-
-    If a further key is set, the key at the front of that order is dropped.
+    """A mapping of at most `most` keys, ordered by when each key was last set. A further key displaces the first one.
     """
 
     def __init__(self, most: int) -> None:

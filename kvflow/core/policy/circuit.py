@@ -2,11 +2,10 @@
 
 The back-off is exponential with jitter. Each failure in a row doubles the wait, up to a limit. The wait is shortened at
 random, by up to half, so that the readers of one dead producer do not all return at the same time. After the wait one
-load attempts a handshake, and other loads wait for its result (`PeerState.CONNECTING`). If the attempt fails, the next
-wait is longer. Only a successful read ends the row of failures. So a peer that answers handshakes and then fails every
-read is contacted less and less often.
+load attempts a handshake, and other loads wait for its result (`PeerState.CONNECTING`). Only a successful read ends the
+row of failures, so a peer that answers handshakes and then fails every read is contacted less and less often.
 
-After the first failed read the peer may be contacted at once: the connection is dead, but the peer may not be.
+After the first failed read the peer may be contacted immediately: the connection is dead, but the peer may not be.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _DOUBLINGS_MAX = 64  # 2.0 ** n overflows for large n; any limit is reached long
 
 
 class BackOff(NamedTuple):
-    """Wait before a failed peer is contacted again: the first and the longest wait, both in seconds and above 0."""
+    """First and longest wait before a failed peer is contacted again, both in seconds and above 0."""
 
     first_s: float
     most_s: float
@@ -32,7 +31,7 @@ class Circuit:
     failures: int = 0
     """Number of failures since the last successful read."""
     retry_at_s: float = -math.inf
-    """Time from which the peer may be contacted again, on the reader's clock."""
+    """Time on the reader's clock from which the peer may be contacted again."""
 
     def wait_s(self, now_s: float) -> float:
         """Return for how many seconds from `now_s` the peer must not be contacted; 0 if it may be contacted now."""
@@ -43,7 +42,7 @@ NEVER_FAILED = Circuit()
 
 
 def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
-    """Return `circuit` with one failure more, a handshake that failed at `now_s`, and a wait until the next contact.
+    """Return `circuit` after a handshake that failed at `now_s`: one failure more, and a wait until the next contact.
 
     `chance`: a random number from 0 to less than 1, for the jitter.
     """
@@ -52,9 +51,10 @@ def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float,
 
 
 def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
-    """Return `circuit` with one failure more: a read that failed at `now_s`.
+    """Return `circuit` after a read that failed at `now_s`: one failure more and, unless it is the first in a row, a
+    wait.
 
-    After the first failure in a row the peer may be contacted immediately; after further failures there is a wait.
+    `chance`: a random number from 0 to less than 1, for the jitter.
     """
     if circuit.failures == 0:
         return replace(circuit, failures=1)
@@ -62,9 +62,9 @@ def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, chan
 
 
 def delay_s(failures: int, back_off: BackOff, chance: float) -> float:
-    """Return the wait, in seconds, until a peer may be contacted again after `failures` failures in a row.
+    """Return the seconds until a peer may be contacted again after `failures` failures in a row.
 
-    `chance`, a number from 0 to less than 1, chooses between half of the full wait (0) and the full wait.
+    `chance`, from 0 to less than 1, chooses between half of the full wait (0) and the full wait.
     """
     whole_s = min(back_off.first_s * 2.0 ** min(failures - 1, _DOUBLINGS_MAX), back_off.most_s)
     return whole_s * (1 + chance) / 2

@@ -1,13 +1,13 @@
-"""Admission of first contacts: a bound on how many peers that have never answered are contacted at once.
+"""Admission of first contacts: a bound on how many peers that have never answered are contacted at the same time.
 
 Only a question shows whether a peer listens at the address in a ticket, and a silent address costs a timeout. Two rules
 keep silent addresses from starving the others:
 
 - Last in, first out: the contact that has waited for the shortest time begins next, because a contact that has waited
   long has little time left before its load's deadline.
-- Preemption: while a contact waits, contacts under way are given up, one at a time. A contact for which no load waits
-  any longer is given up immediately. If there is none, the oldest is given up once it has been under way for
-  `patience_s`, the time within which a living peer answers.
+- Preemption: while contacts wait, contacts under way are given up, one at a time. A contact for which no load waits is
+  given up immediately. If there is none, the oldest is given up once it has been under way for `patience_s`, the time
+  within which a living peer answers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Contacts:
         return contact
 
     def end(self, contact: Contact, now_s: float) -> Contact | None:
-        """End `contact`, which waits or is under way. Return the waiting contact that gets its turn now, or None."""
+        """End `contact`, which waits or is under way. Return the waiting contact that begins now, or None."""
         assert contact.state is not ContactState.ENDED, "a contact ends once"
         if contact.state is ContactState.WAITING:
             self._waiting.remove(contact)
@@ -75,7 +75,7 @@ class Contacts:
     def preempt_one(self, now_s: float) -> Contact | None:
         """Choose a contact under way to give up, mark it as preempted and return it. None if none is due (`due_s`).
 
-        The caller has to stop waiting for the peer's answer, and then call `end`.
+        The caller has to stop waiting for the peer's answer, and then to call `end`.
         """
         if self.due_s(now_s) > now_s:
             return None
@@ -86,7 +86,7 @@ class Contacts:
     def due_s(self, now_s: float) -> float:
         """Return the time at which a contact under way has to be given up.
 
-        Infinity if no contact waits for its turn, or a preempted contact has not ended yet.
+        Infinity if no contact waits for its turn, or if a preempted contact has not ended yet.
         """
         if not self._waiting or self._preempted is not None:
             return float("inf")

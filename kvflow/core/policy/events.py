@@ -21,7 +21,7 @@ class DeviceEvent(Protocol):
     """An event of a device, such as a recorded `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Return whether the event has happened. Must not wait, and may be called on any thread.
+        """Return whether the event has happened. Must not block; may be called on any thread.
 
         Returns:
             False before the event has happened, True afterwards.
@@ -35,9 +35,7 @@ OnEnd = Callable[[BaseException | None], None]
 
 
 def checked_event(value: object, what: str) -> DeviceEvent | None:
-    """Return `value` if it is None or has the methods of a DeviceEvent; else raise RequestError.
-
-    `what` names the value.
+    """Return `value` if it is None or has the methods of a DeviceEvent; else raise RequestError, which names it `what`.
     """
     if value is None or try_call(lambda: callable(value.query) and callable(value.synchronize)):  # type: ignore[attr-defined]
         return value  # type: ignore[return-value]
@@ -45,11 +43,12 @@ def checked_event(value: object, what: str) -> DeviceEvent | None:
 
 
 GivenEvent: TypeAlias = Annotated[DeviceEvent | None, checked_event]
-"""Type of a request's field for a device event or None. `checks` calls `checked_event` on the value."""
+"""Type of a request's field for a device event or None; `checks` calls `checked_event` on the value."""
 
 
 def has_happened(event: DeviceEvent, what: str) -> bool:
-    """Return True if `event` has happened. If `event.query` raises, raise RequestError; `what` names the event."""
+    """Return True if `event` has happened. If `event.query` raises, raise RequestError, which names the event `what`.
+    """
     try:
         return bool(event.query())
     except Exception as error:
@@ -57,7 +56,7 @@ def has_happened(event: DeviceEvent, what: str) -> bool:
 
 
 class Watch:
-    """One wait for a device event. The caller of `Watches.poll` has to call `on_end(error)` once the wait is over."""
+    """One wait for a device event. Once it is over, the caller of `Watches.poll` has to call `on_end(error)`."""
 
     def __init__(self, event: DeviceEvent, on_end: OnEnd, since_s: float) -> None:
         self._event = event
@@ -70,7 +69,7 @@ class Watch:
     def poll(self) -> bool:
         """Poll the event. Return True if the wait is over.
 
-        It is over if the event has happened, if its `query` raised (the exception is in `error`), or if it was
+        That is so if the event has happened, its `query` raised (the exception is in `error`), or the wait was
         `dropped`.
         """
         if self.dropped:

@@ -1,7 +1,6 @@
-"""Progress over time of a prompt that is computed while it is read: the times at which tokens were computed or landed.
+"""Progress of a prompt that is computed while it is read: the times at which tokens were computed or landed.
 
-The record of a growing lease contains its history, and so does the record of a load that reads from one. Other leases
-and loads have no history.
+The record of a growing lease contains its history, and so does the record of a load that reads from a growing lease.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ MOMENTS_MAX = 64
 
 
 class Moment(NamedTuple):
-    """Number of tokens that were computed (for a lease) or had landed (for a load), `seconds` after it began."""
+    """Number of tokens that were computed (for a lease) or had landed (for a load) `seconds` after the lease or load
+    began.
+    """
 
     seconds: float
     tokens: int
@@ -35,9 +36,7 @@ class History:
         return tuple(self._moments)
 
     def note(self, tokens: int) -> None:
-        """Record that `tokens` tokens in all are computed or have landed now.
-
-        No effect unless the number is larger than in the last moment.
+        """Record that `tokens` tokens in all are computed, or have landed, now. No effect unless the number has grown.
         """
         if tokens <= (self._moments[-1].tokens if self._moments else 0):
             return

@@ -31,7 +31,7 @@ class Counted(enum.StrEnum):
 
     NOTED = "noted"
     LATE = "late"
-    """No effect: the lease has ended or is unknown, or a reader that has already read wants to renew it."""
+    """No effect: the lease has ended or is unknown, or a reader that has read all its share wants to renew it."""
     DUPLICATE = "duplicate"
     """No effect: the reader has already reported its share of this lease."""
     MALFORMED = "malformed"
@@ -45,11 +45,12 @@ class LeaseEntry:
     lease_id: str
     request_id: str
     reader_count: int
-    """Number of engines that have to read the lease. Shares of all reader ranks are added up; those of one engine
-    add up to 1. If 0, the first report of any rank ends the lease."""
+    """Number of engines that have to read the lease. The shares that all reader ranks report are added up; those of one
+    engine add up to 1. If 0, the first report of any rank ends the lease.
+    """
     holds_blocks: bool
-    """True if the lease has blocks, which are held after the lease's end. A lease without blocks leaves the book at its
-    end."""
+    """True if the lease has blocks. Such a lease stays in the book after its end, until the hold of its blocks is over.
+    """
     ttl_s: float
     """Seconds from a renewal until the lease expires."""
     offered_s: float
@@ -60,7 +61,7 @@ class LeaseEntry:
     readers: dict[str, Fraction] = field(default_factory=dict)
     """Share of the lease that each reader rank has reported as read, by the name of the reader's transport agent."""
     ended_s: float = 0.0
-    """Time at which the lease ended; 0 while it is open. Its blocks are held from then until `free_s`."""
+    """Time at which the lease ended; 0 while it is open."""
     free_s: float = 0.0
     """Time at which the hold of the lease's blocks ends; 0 while the lease is open."""
 
@@ -78,7 +79,7 @@ class LeaseBook:
         self._entries: dict[str, LeaseEntry] = {}
         self._open: dict[str, LeaseEntry] = {}
         self._recent: OrderedDict[str, None] = OrderedDict()
-        """Request ids, as keys, of the leases that ended most recently, in the order in which they ended."""
+        """Request ids of the leases that ended most recently, in the order of their ends."""
         self._expiring: list[tuple[float, int, LeaseEntry]] = []
         """Heap of (expiry, unique number, lease). An item is out of date if its lease was renewed or has ended."""
         self._held: deque[LeaseEntry] = deque()
@@ -103,7 +104,7 @@ class LeaseBook:
         return min(due, default=None)
 
     def open_lease_of(self, request_id: str | None) -> LeaseEntry | None:
-        """Return the open lease of the request, or None if it has none or `request_id` is None."""
+        """Return the open lease of the request; None if it has none or `request_id` is None."""
         return self._open.get(request_id) if request_id is not None else None
 
     def ended_recently(self, request_id: str) -> bool:
@@ -116,7 +117,7 @@ class LeaseBook:
     def open(
         self, lease_id: str, request_id: str, now_s: float, *, ttl_s: float, reader_count: int, holds_blocks: bool
     ) -> LeaseEntry:
-        """Add and return a new open lease, which expires after `ttl_s` unless it is renewed.
+        """Add and return an open lease, which expires after `ttl_s` unless it is renewed.
 
         The request must not have an open lease. `reader_count`: number of engines that have to read the lease.
         `holds_blocks`: True if the lease has blocks.
@@ -132,9 +133,10 @@ class LeaseBook:
         return entry
 
     def restart(self, entry: LeaseEntry, ttl_s: float, now_s: float) -> None:
-        """Give an open lease a new `ttl_s`, and a new expiry and end of its lifetime, as if it were opened at `now_s`.
+        """Give an open lease a new `ttl_s`, expiry and end of lifetime, as if it were opened at `now_s`.
 
-        Neither time becomes earlier, because readers may rely on the times that they know. No effect on an ended lease.
+        Expiry and end of lifetime never become earlier, because readers may rely on the times that they know. No effect
+        on an ended lease.
         """
         if entry.is_open:
             entry.ttl_s, entry.expires_s = ttl_s, max(entry.expires_s, now_s + ttl_s)
@@ -143,7 +145,7 @@ class LeaseBook:
     def renew(self, lease_id: str, reader: str, now_s: float) -> Counted:
         """Move the expiry of a lease to `now_s` plus the lease's `ttl_s`, but not beyond the end of its lifetime.
 
-        Return NOTED, or LATE without effect if the lease is not open or `reader` has already read it.
+        Return NOTED; or, without effect, LATE if the lease is not open or `reader` has already read it.
         """
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open or reader in entry.readers:
@@ -156,7 +158,7 @@ class LeaseBook:
     ) -> tuple[Counted, LeaseEntry | None]:
         """Record that `reader` has read its share (numerator, denominator) of a lease.
 
-        Return two values: the effect, and the lease if this report has ended the lease, else None.
+        Return the effect, and the lease if this report has ended it, else None.
         """
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open:
@@ -198,8 +200,7 @@ class LeaseBook:
     def release_held(self, now_s: float) -> list[LeaseEntry]:
         """Remove from the book all ended leases with a hold that is over at `now_s`. Return the removed leases.
 
-        No reader can prove a read of the blocks of these leases now, so the producer may reuse the blocks (invariant
-        I3).
+        No read of their blocks can be proven now, so the producer may reuse the blocks (invariant I3).
         """
         released = []
         while self._held and self._held[0].free_s <= now_s:

@@ -1,9 +1,8 @@
 """The ledger: how each local block is used. It keeps the conservation of blocks (invariant I5).
 
 An *entry* is the number of a block in the ledger, which numbers the blocks of all pools of block ids in one sequence.
-Groups of layers that share a pool share its entries; other groups have their own. With a single group the entry of a
-block is the block id. If several blocks of a group form one block of its pool (`CacheGroup.split`), they have one
-entry.
+Groups of layers that share a pool share its entries. With a single group the entry of a block is the block id. If
+several blocks of a group form one block of its pool (`CacheGroup.split`), they have one entry.
 
 Every block is free, leased (one or more leases protect it from writes), in flight (a load writes it) or quarantined (a
 load has ended, but its bytes may still land). Leases can share a block; a write excludes every other use. If a load
@@ -32,7 +31,7 @@ _WRITER_TEXT = {_IN_FLIGHT: "being loaded", _QUARANTINED: "quarantined"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCounts:
-    """Numbers of blocks in each use. The other four numbers add up to `total`."""
+    """Number of blocks in each use. The other four numbers add up to `total`."""
 
     total: int
     free: int
@@ -44,7 +43,7 @@ class BlockCounts:
 class BlockLedger:
     """The use of each local block: free, leased, in flight or quarantined.
 
-    Most methods take entries, the numbers of blocks in the ledger. `find_entries` translates block ids to entries.
+    Most methods take entries, the numbers of blocks in the ledger, which `find_entries` computes from block ids.
     """
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
@@ -53,7 +52,7 @@ class BlockLedger:
         self._splits = [group.split for group in groups] if len(groups) > 1 else [1]  # one group has its own pool
         self._names = [group.name for group in groups]
         self._first: dict[str, int] = {}
-        """The first entry of each pool, by the pool's name."""
+        """First entry of each pool, by the pool's name."""
         total = 0
         for pool, num_blocks, split in zip(self._pools, self._num_blocks, self._splits, strict=True):
             if pool not in self._first:
@@ -61,14 +60,14 @@ class BlockLedger:
                 total += num_blocks // split
         self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
         self._claimed: list[BlockIds] = []
-        """Arrays of entries that `claim_for_sources` has claimed, compared by identity."""
+        """Arrays of entries that are claimed (`claim_for_sources`), compared by identity."""
 
     def find_entries(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
         """Check the block ids of a request. Return a block table for each group, and the entries of all these blocks.
 
         With one group `block_ids` is a sequence. With several it has a sequence for each group, or is a mapping by the
-        groups' names; a group that is missing in the mapping has no blocks. RequestError names an id that is invalid,
-        or that is given for two groups of one pool. `what` begins the message.
+        groups' names; a group that the mapping lacks has no blocks. RequestError, which begins with `what`, names an id
+        that is invalid or that is given for two groups of one pool.
         """
         if len(self._pools) == 1 and (type(block_ids) is list or not isinstance(block_ids, Mapping)):
             ids = check_block_ids(block_ids, num_blocks=self._num_blocks[0], what=what)
@@ -84,7 +83,7 @@ class BlockLedger:
         return tuple(found), entries
 
     def entries(self, tables: Sequence[BlockIds | Sequence[int]]) -> BlockIds:
-        """Return the entries of all blocks in `tables`, which has a table of checked block ids for each group."""
+        """Return the entries of all blocks in `tables`, which holds one table of checked block ids per group."""
         found = []
         for pool, split, ids in zip(self._pools, self._splits, tables, strict=True):
             own = np.asarray(ids, dtype=np.int64)
@@ -119,21 +118,21 @@ class BlockLedger:
         return block_ids
 
     def lease(self, ids: BlockIds) -> None:
-        """Count a further lease of each block with an entry in `ids`. BlocksBusy if one is in flight or quarantined."""
+        """Count a further lease of each block in `ids` (entries). BlocksBusy if one is in flight or quarantined."""
         use = self._use[ids]
         if (use < _FREE).any():
             self._refuse(ids, use < _FREE, "served")
         self._use[ids] = use + 1
 
     def release(self, ids: BlockIds) -> None:
-        """Count one lease fewer for each block with an entry in `ids`. A block without leases is free."""
+        """Count one lease fewer for each block in `ids` (entries). A block without leases is free."""
         assert (self._use[ids] > _FREE).all(), "released a block that is not leased"
         self._use[ids] -= 1
 
     def begin_load(self, ids: BlockIds) -> None:
-        """Mark the blocks with entries `ids` as in flight, because a load will write them.
+        """Mark the blocks in `ids` (entries) as in flight, because a load will write them.
 
-        BlocksBusy if a block is leased, in flight or quarantined, unless `ids` is an array that is claimed.
+        BlocksBusy if a block is leased, in flight or quarantined, unless `ids` is a claimed array.
         """
         use = self._use[ids]
         if use.any() and not self._is_claimed(ids):
@@ -141,10 +140,10 @@ class BlockLedger:
         self._use[ids] = _IN_FLIGHT
 
     def claim_for_sources(self, ids: BlockIds) -> None:
-        """Claim the blocks with entries `ids`, until `end_claim`, for a load that may try several producers.
+        """Claim the blocks in `ids` (entries), until `end_claim`, for a load that may try several producers.
 
-        BlocksBusy if a block is leased, in flight or quarantined. Until `end_claim` each attempt of the load calls
-        `begin_load` with the same array, which then succeeds.
+        BlocksBusy if a block is leased, in flight or quarantined. Until `end_claim`, `begin_load` succeeds with the
+        same array; each attempt of the load calls it.
         """
         self.begin_load(ids)
         self._claimed.append(ids)
@@ -152,7 +151,8 @@ class BlockLedger:
     def end_claim(self, ids: BlockIds, *, safe: bool) -> None:
         """End the claim on the blocks of the array `ids`, which was passed to `claim_for_sources`.
 
-        `safe`: True if no further byte can land in the blocks. Then they are free; else quarantined until `end_load`.
+        If `safe`, no further byte can land in the blocks, and they are free; else they are quarantined until
+        `end_load`.
         """
         self._claimed = [one for one in self._claimed if one is not ids]
         if safe:
@@ -172,7 +172,7 @@ class BlockLedger:
         self._use[ids] = _IN_FLIGHT if self._claimed and self._is_claimed(ids) else _QUARANTINED
 
     def end_load(self, ids: BlockIds) -> None:
-        """Mark the blocks of a load as free. No further byte may be able to land in them.
+        """Mark the blocks of a load as free. The caller guarantees that no further byte can land in them.
 
         If `ids` is a claimed array, its blocks stay in flight.
         """
@@ -180,7 +180,7 @@ class BlockLedger:
         self._use[ids] = _IN_FLIGHT if self._claimed and self._is_claimed(ids) else _FREE
 
     def counts(self) -> BlockCounts:
-        """Return how many blocks are in each use now."""
+        """Return how many blocks are in each use."""
         return BlockCounts(
             total=len(self._use),
             free=int((self._use == _FREE).sum()),

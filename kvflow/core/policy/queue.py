@@ -2,14 +2,14 @@
 
 A fair queue bounds the sum of all granted permits, in all and per peer. Its rules:
 
-- All or nothing: a permit gets its whole amount at once, and holds nothing while it waits.
+- All or nothing: a permit gets its whole amount in one step, and holds nothing while it waits.
 - A smaller priority number goes first, equal numbers in the order of the requests. Waiting does not raise a priority: a
   permit waits as long as permits with smaller numbers fill the queue.
 - A permit that does not fit its peer's limit is overtaken by permits of other peers, but not by later ones of its own.
 - If the first permit does not fit the global limit, no permit overtakes it, so that large reads do not starve.
 - A permit that is larger than a limit is granted when no other permit counts towards that limit.
-- With `ahead_s`, the first number of a peer's limit grows to the amount that the peer delivers in that time. So a link
-  of any speed stays busy.
+- With `ahead_s`, a peer's limit of the first quantity grows to the amount that the peer delivers in that time. So a
+  link of any speed stays busy.
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ class Permit:
 
 
 class _HeapEntry(NamedTuple):
-    """Entry in a peer's heap for a waiting permit. Entries are ordered by `priority`, then by `order`, the unique
-    number of the permit's request."""
+    """A waiting permit in its peer's heap, ordered by `priority`, then by `order`, the number of its request."""
 
     priority: int
     order: int
@@ -83,16 +82,15 @@ def _fits(more: Amount, *budgets: _Budget) -> bool:
 
 
 class FairQueue:
-    """Grants permits for bounded quantities, by the rules in the module docstring.
-
-    Peers without permits take no memory.
+    """Grants permits for bounded quantities, by the rules in the module docstring. Peers without permits take no
+    memory.
     """
 
     def __init__(self, limits: Amount, peer_limits: Amount | None = None, ahead_s: float = 0.0) -> None:
         """Create an empty queue with `limits` for all peers together and `peer_limits` for each peer (None: `limits`).
 
-        `ahead_s`: the first number of a peer's limits grows to the amount that the peer delivers in this many seconds.
-        0: limits do not grow.
+        `ahead_s`: a peer's limit of the first quantity grows to what the peer delivers in this many seconds; 0: no
+        growth.
         """
         self._ahead_s = ahead_s
         self._peer_limits = limits if peer_limits is None else peer_limits
@@ -118,8 +116,8 @@ class FairQueue:
     def request_permit(self, amount: Amount, peer: str = "", priority: int = 0) -> Permit:
         """Return a new permit: granted if its amount fits and no permit goes before it, else waiting.
 
-        If the new permit becomes the first of its peer's waiting permits, this call may also grant permits of other
-        peers, which the former first permit has blocked.
+        If the new permit goes before its peer's other waiting permits, this call may also grant permits of other peers
+        that had waited behind those.
         """
         permit = Permit(peer, amount, priority)
         budget = self._peers.get(peer)
@@ -139,7 +137,7 @@ class FairQueue:
         return permit
 
     def end(self, permit: Permit, took_s: float = 0.0) -> list[Permit]:
-        """Give `permit` back, which waits or is granted. Return the permits that are granted in consequence.
+        """Give back `permit`, which waits or is granted. Return the permits that are granted in consequence.
 
         `took_s`: seconds from the grant until the peer had delivered the permit's amount; 0 if it did not deliver it.
         """
@@ -185,7 +183,7 @@ class FairQueue:
         return granted
 
     def _next(self) -> Permit | None:
-        """Return the waiting permit to grant next by the rules in the module docstring; None if none may be granted."""
+        """Return the waiting permit to grant next; None if none may be granted."""
         heads = (budget.waiting[0] for budget in self._peers.values() if budget.waiting)
         able = []
         for head in heads:
@@ -211,13 +209,11 @@ class ShortestFirst(Generic[ItemT]):
 
     Once the jobs that have overtaken the oldest job add up to the oldest job's size, the oldest job goes next. So large
     jobs get at least half of the server's time. A small job waits for the job being served and, if small jobs already
-    take half of the time, for one large job more.
+    take half of the time, for one more large job.
     """
 
     def __init__(self, start_size: int) -> None:
-        """Create an empty queue.
-
-        `start_size`: cost of starting any job, as a size that is added to the size of each.
+        """Create an empty queue. `start_size`: cost of starting any job, as a size that is added to the job's own size.
         """
         self._start_size = start_size
         self._waiting: list[tuple[int, ItemT]] = []  # oldest first

@@ -1,8 +1,8 @@
 """The states of a peer, a lease and a transfer, each with a transition table.
 
-A state changes only by `fire`, which looks up the pair (state, event) and returns the next state. For a pair that is
-not in the table `fire` raises `IllegalTransition`, and nothing changes. Code asks for the meaning of a state by
-functions such as `transfer_blocks_safe`. The pictures in docs/architecture.md are drawn from these tables.
+A state changes only by `fire`, which looks up the pair (state, event) and returns the next state. Code asks for the
+meaning of a state by functions such as `transfer_blocks_safe`. The pictures in docs/architecture.md are drawn from
+these tables.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ def fire(table: Table[StateT, EventT], state: StateT, event: EventT) -> StateT:
 
 
 def allows(table: Table[StateT, EventT], state: StateT, event: EventT) -> bool:
-    """Return True if `table` has a row for `event` in `state`. It has none for events by late or duplicate messages."""
+    """Return True if `table` has a row for `event` in `state`. There is none for the events of late or duplicate
+    messages.
+    """
     return (state, event) in table
 
 
 class PeerState(enum.StrEnum):
-    """The state of a peer, that is, a rank of a remote engine, as this reader knows it."""
+    """The state of a peer (a rank of a remote engine), as this reader knows it."""
 
     UNKNOWN = "unknown"  # no connection was made, or the peer was not ready
     CONNECTING = "connecting"  # a handshake is under way, and all loads of the peer wait for it

@@ -34,7 +34,9 @@ class Address(NamedTuple):
         return f"engine {self.engine_id!r} ({self.rank}) at {self.address}"
 
     def failure(self, kind: type[ErrorT], why: str, *, retry_after_s: float | None = None) -> ErrorT:
-        """Return an error of class `kind` about this peer. Its message is `why` after the engine, rank and address."""
+        """Return an error of class `kind` about this peer, with `why` after the engine, rank and address in its
+        message.
+        """
         return kind(f"{self}: {why}", peer=self.address, engine_id=self.engine_id, retry_after_s=retry_after_s)
 
 
@@ -57,7 +59,6 @@ class PeerAddress:
     """
 
     engine_id: EngineId
-    """Id of the engine that the rank belongs to."""
     address: SideChannel
     """Address of the rank's side channel, tcp://host:port (`Runtime.address`)."""
     dp_rank: Count = 0
@@ -74,9 +75,9 @@ def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
 
 
 def parse_agent_name(agent: str, engine_id: str) -> tuple[Rank, str] | None:
-    """Return the rank and the incarnation from an agent's name that `agent_name` has made for `engine_id`.
+    """Return the rank and the incarnation in `agent`, a name from `agent_name`.
 
-    Return None if `agent` has another form or names another engine.
+    None if `agent` has another form or names another engine than `engine_id`.
     """
     found = _AGENT_NAME.fullmatch(agent.removeprefix(engine_id)) if agent.startswith(engine_id) else None
     return None if found is None else (Rank(*map(int, found.groups()[:3])), found[4])

@@ -1,7 +1,7 @@
 """Checks of a peer's claims about its cache: its regions, its cache shares and its groups of layers.
 
 The bounds of the fields limit each number alone. This module checks that the numbers are possible together, before this
-engine reads from any address. An impossible claim raises WireError, and the message has the claimed values.
+engine reads from any address. An impossible claim raises WireError, which has the claimed values.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def regions_to_wire(regions: Regions) -> RegionTable:
 def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
     """Convert a peer's region tables, one for each set of layers, to `Regions`.
 
-    WireError if the numbers in a table contradict each other, or if there are more than SETS_MAX tables or
-    REGIONS_MAX regions.
+    WireError if the numbers in a table contradict each other, or if there are more than SETS_MAX tables or REGIONS_MAX
+    regions.
     """
     count = sum(len(table.bases) for table in tables)
     if len(tables) > SETS_MAX or count > REGIONS_MAX:
@@ -111,7 +111,7 @@ def _check_cache_share(share: CacheShare) -> None:
 def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> None:
     """Raise WireError if a rank cannot have these cache shares, regions and groups together.
 
-    `shares` and `regions` have an entry for each set of layers, in the same order.
+    `shares` and `regions` have one item for each set of layers, in the same order.
     """
     check_cache_shares(shares)
     if not 0 < len(groups) <= GROUPS_MAX or len({group.name for group in groups}) < len(groups):

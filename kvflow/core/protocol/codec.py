@@ -2,8 +2,8 @@
 
 A message of the side channel is two MessagePack frames: a `Header` and a body. The header has the protocol version and
 the fingerprint of the cache's `Compatibility`. It is decoded and checked first, so that a peer of another version gets
-an answer before the body is decoded. Decoding is strict: a value of another type or out of bounds raises `WireError`.
-Decoding runs no code of the peer.
+an answer. Decoding is strict: a value of another type or out of bounds raises `WireError`. Decoding runs no code of the
+peer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KIND_CHARS_MAX = 40
 class WireError(Exception):
     """Bytes from a peer are not a valid kvflow message.
 
-    If they are a question, the runtime refuses it. If they are an answer, the runtime raises a ProtocolError.
+    The runtime refuses such a question, and raises ProtocolError for such an answer.
     """
 
 
@@ -38,17 +38,16 @@ class UnknownRequest(WireError):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame of every side-channel message.
-
-    All protocol versions encode it as an array, so that peers of any version can read it.
+    """The first frame of every side-channel message: an array in all protocol versions, so that any peer can read it.
     """
 
     magic: Name
     version: Count
     fingerprint: Digest
     question: Count = 0
-    """Number of the question among those on its connection, repeated in the header of the answer. 0 from a peer that
-    does not number its questions."""
+    """Number of the question on its connection, repeated in the header of the answer. 0 if the peer does not number its
+    questions.
+    """
     answer_bytes_max: Count = 0
     """Maximum bytes of an answer that the sender of the question accepts; 0 if the sender states no bound."""
 
@@ -65,9 +64,8 @@ def our_header(fingerprint: bytes, question: int = 0, answer_bytes_max: int = 0)
 
 
 def decode_header(frame: bytes) -> Header:
-    """Decode `frame`, the first frame of a message. WireError if it is not a kvflow header.
-
-    The caller has to check the protocol version.
+    """Decode the first frame of a message. WireError if it is not a kvflow header. The caller checks the protocol
+    version.
     """
     header: Header = _decode(frame, Header)
     if header.magic != MAGIC:

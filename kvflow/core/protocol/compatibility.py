@@ -1,7 +1,7 @@
 """`Compatibility`: the properties in which two engines must agree, so that a byte of the cache means the same on both.
 
 The header of every message has the fingerprint of a `Compatibility`. Properties in which two engines may differ,
-because a plan of reads can handle that, are in a rank's `topology.CacheShare`. A refusal contains both structs.
+because a plan of reads can handle that, are in a rank's `topology.CacheShare`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
     head_size: Fact
 
     def fingerprint(self) -> bytes:
-        """Return a digest of all fields, 16 bytes long. Two digests are equal only if all fields are equal."""
+        """Return a 16-byte digest of all fields."""
         return hashlib.sha256(msgspec.msgpack.encode(self), usedforsecurity=False).digest()[:16]
 
     def differences(self, theirs: Compatibility) -> list[str]:
@@ -39,8 +39,8 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
 def compatibility_of(layouts: Sequence[CacheLayout | StatePart], *, model: str) -> Compatibility:
     """Return the `Compatibility` of one rank's cache, from the layouts of its layers.
 
-    If layers differ in a property, the field for it names all values that occur. State per request and layers of a
-    draft model are left out, because a peer may lack them: peers compare these layers by their cache shares.
+    If layers differ in a property, its field names all values. State per request and layers of a draft model are left
+    out, because a peer may lack them: peers compare these layers by their cache shares.
     """
     attention = [layout for layout in layouts if isinstance(layout, CacheLayout)]
     own = [layout for layout in attention if min(layout.layer_indices) < FIRST_DRAFT_LAYER] or attention

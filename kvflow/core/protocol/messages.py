@@ -1,7 +1,7 @@
 """Messages of the side channel: the questions of readers to a rank, and the answers.
 
-Each message is a frozen struct. Its fields have types and bounds (`core.bounds`), which decoding checks
-(`core.protocol.codec`). Values that are only valid together, such as the addresses of a peer's cache, are checked by
+Each message is a frozen struct. Decoding (`core.protocol.codec`) checks the types and bounds (`core.bounds`) of its
+fields. Values that are only valid together, such as the addresses of a peer's cache, are checked by
 `core.protocol.claims`.
 """
 
@@ -52,7 +52,8 @@ DIGEST_PARTS_MAX = 1 << 12
 AGENT_METADATA_BYTES_MAX = 1 << 26
 REDIRECT_BYTES_MAX = 1 << 13
 """Maximum bytes of a pending ticket that redirects readers to another engine. If the ticket is larger, because it names
-many ranks, readers are not redirected."""
+many ranks, readers are not redirected.
+"""
 
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
@@ -66,7 +67,7 @@ class ReaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     reader: Reader
     """Name of the reader's transport agent (`addresses.agent_name`)."""
     target: Address
-    """The engine and rank that the reader expects at the address it asks."""
+    """The engine and rank that the reader expects at the address to which it sends the question."""
 
 
 class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadata"):
@@ -75,14 +76,14 @@ class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadat
     request_id: RequestName | None = None
     """Request id in the reader's ticket. A draining rank connects only readers of requests with an open lease."""
     caller: Address | None = None
-    """Address of the reader. When the rank closes, it sends a `Goodbye` there."""
+    """Address of the reader, to which the rank sends a `Goodbye` when the rank closes."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
-    """Notice of a rank to a reader that the rank closes now.
+    """Notice from a rank to a reader that the rank closes now.
 
-    A reader accepts the notice only if it is connected to `incarnation`. A forged notice costs the reader at most
-    a handshake.
+    A reader accepts the notice only if it is connected to `incarnation`. A forged notice costs the reader at most a
+    handshake.
     """
 
     target: Address
@@ -90,7 +91,6 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     sender: Address
     """The rank that closes."""
     incarnation: Incarnation
-    """Incarnation of the closing rank."""
 
 
 class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
@@ -102,19 +102,21 @@ class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
 
     request_id: RequestName
     wait_s: Wait = 0.0
-    """Longest time for which the rank may hold back its answer."""
+    """Maximum seconds for which the rank may hold back its answer."""
     num_tokens: Count = 0
     """Number of offered tokens, if the reader knows the offer. Not used if `blocks_digest` is empty."""
     blocks_digest: Digest = b""
-    """Digest (`digest_of`) of the offered block ids, if the reader knows the offer. The rank then disregards leases of
-    other blocks or another `num_tokens`. Empty: the reader does not know the offer, so the answer has the offer."""
+    """Digest (`digest_of`) of the offered block ids, if the reader knows the offer; the rank then disregards leases of
+    other blocks or another `num_tokens`. Empty: the reader does not know the offer, so the answer has it.
+    """
     lease_id: LeaseId | None = None
     """Id of the lease that the question is about, if the reader knows the id; None: any lease of the request."""
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)] = ()
     """For each group, how many blocks of the lease `lease_id` the reader knows."""
     missing_max: Missing = -1
     """The rank also answers once at most this many tokens of the lease cannot be read yet. -1: tokens that become
-    readable cause no answer before the lease is complete."""
+    readable cause no answer until the lease is complete.
+    """
 
 
 class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
@@ -125,22 +127,23 @@ class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
 
     lease_id: LeaseId
     cache_shares: CacheShares
-    """Cache shares of the reader. From them the rank computes which fraction of the lease the reader has read
-    (`topology.report_share`)."""
+    """Cache shares of the reader, from which the rank computes the fraction of the lease that the reader has read
+    (`topology.report_share`).
+    """
 
 
 class DigestPart(msgspec.Struct, frozen=True, array_like=True):
-    """Layers, heads and tokens to compute digests of. All indices count in the whole model and the whole prompt."""
+    """Layers, heads and tokens to compute digests of. Indices and positions count in the whole model and prompt."""
 
     part: Fact
-    """Name of a segment of state per request, or "" for the KV cache, as in `CacheShare.part`."""
+    """Name of a segment of state per request; "" for the KV cache."""
     layers: Layers
     head: Count
     """Index of the first head."""
     heads: Count
     """Number of heads."""
     model_heads: Count
-    """Number of heads of the whole model. From it a rank computes which of the heads it holds."""
+    """Number of heads of the whole model, from which a rank computes which of the heads it holds."""
     start: Count
     """Position of the first token."""
     stop: Count
@@ -163,7 +166,7 @@ class DigestRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_digests")
 class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
     """Notice from another engine that the router has sent it a request for which readers wait at this rank.
 
-    The request id is secret and authorizes the notice, as in a `LeaseRequest`. The answer is an `Ack`.
+    The request id is secret and authorizes the notice. The answer is an `Ack`.
     """
 
     request_id: RequestName
@@ -199,7 +202,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     engine_id: Name
     incarnation: Incarnation
     cache_shares: CacheShares
-    """Cache share of each `LayerSet` of the rank: the layers of one group that have the same layout."""
+    """Cache share of each `LayerSet` of the rank."""
     agent_metadata: Annotated[bytes, Meta(max_length=AGENT_METADATA_BYTES_MAX)]
     agent_metadata_crc32: Word32
     """CRC-32 of `agent_metadata`. Readers check it first, because NIXL crashes on damaged metadata."""
@@ -210,11 +213,12 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     seals: SealLocation
     staged: bool
     """True if blocks can be read only after a copy to host buffers. Then a seal shows how many tokens are not copied
-    yet."""
+    yet.
+    """
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a ticket that describe the offered blocks, for readers without a ticket that has them."""
+    """The offered blocks, for readers with a ticket that does not name them."""
 
     num_tokens: Count
     ttl_s: Seconds
@@ -236,11 +240,12 @@ class LeaseAnswerState(enum.StrEnum):
     """The lease is open; more blocks or computed tokens may follow."""
     COMPLETE = "complete"
     """All tokens of the lease can be read, and the payload (`Lease.complete`) is known if one was promised. An answer
-    without a lease has this state if the offer has no blocks."""
+    without a lease has this state if the offer has no blocks.
+    """
     ENDED = "ended"
-    """The lease has ended: no read of it can succeed."""
+    """The lease has ended, so no read of it can succeed."""
     FAILED = "failed"
-    """The prompt cannot be computed, or the rank will not serve it. No read can succeed."""
+    """The prompt cannot be computed, or the rank will not serve it, so no read can succeed."""
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
@@ -248,18 +253,19 @@ class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
 
     state: LeaseAnswerState
     lease: RankLease | None = None
-    """The lease, if the reader does not know it. The reader ignores the host and port in it, since it knows the
-    address of the rank."""
+    """The lease, if the reader does not know it. Readers ignore its host and port: they know the address of the rank.
+    """
     offer: Offer | None = None
     """The offer, if the reader does not know it."""
     more_block_ids: BlockTables = ()
     """For each group, the block ids that follow those that the reader knows."""
     payload: Annotated[bytes, Meta(max_length=PAYLOAD_BYTES_MAX)] = b""
     reason: Reason = ""
-    """Reason why no read can succeed, if the state is FAILED."""
+    """Why no read can succeed, if the state is FAILED."""
     instead: Redirect = b""
     """Pending ticket for the engine that serves the request instead, as MessagePack of `Ticket.to_params`; empty if no
-    engine is known."""
+    engine is known.
+    """
 
 
 NOTHING_YET = LeaseAnswer(state=LeaseAnswerState.WAITING)
@@ -281,7 +287,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     version: Count
     """Protocol version of the rank."""
     transient: bool = False
-    """True if the rank may answer the question later: for example, it has no cache yet."""
+    """True if the rank may answer the question later, for example because it has no cache yet."""
     compatibility: Compatibility | None = None
     cache_shares: CacheShares = ()
     listens: Address | None = None
@@ -301,9 +307,7 @@ Reply: TypeAlias = Metadata | LeaseAnswer | Digests | Ack | Refusal
 
 
 def digest_of(block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> bytes:
-    """Return a digest of `block_ids`, which are one list or, for several groups, a list for each group.
-
-    Ranks compare digests in place of block ids.
+    """Return a digest of `block_ids`, one list or a list for each group. Ranks compare digests in place of block ids.
     """
     return hashlib.sha256(msgspec.msgpack.encode(block_ids), usedforsecurity=False).digest()[:16]
 

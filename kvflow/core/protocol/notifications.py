@@ -20,14 +20,14 @@ LeaseIds: TypeAlias = Annotated[tuple[LeaseId, ...], Meta(max_length=LEASE_IDS_M
 class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
     """Notice that a reader has finished with the blocks of some leases. The lease ids are secret and authorize it.
 
-    Each rank of a reading engine reports a fraction of the lease, its share (`topology.ReportShare`). An
-    engine has read the lease when the shares of its ranks add up to 1.
+    Each rank of a reading engine reports a share of the lease, a fraction (`topology.ReportShare`). An engine has read
+    the lease when the shares of its ranks add up to 1.
     """
 
     lease_ids: LeaseIds
     reader: Reader
     numerator: Count
-    """With `denominator`: the share of each lease that this reader has read, as a fraction."""
+    """Numerator of the share of each lease that this reader has read."""
     denominator: Count
 
 
@@ -44,7 +44,7 @@ _READ_DONE = msgspec.msgpack.Decoder(ReadDone)
 
 
 def leases_max(reader: str, bytes_max: int) -> int:
-    """Return how many lease ids fit in a notification from `reader` that has at most `bytes_max` bytes; at least 1."""
+    """Return how many lease ids, at least 1, fit in a notification from `reader` of at most `bytes_max` bytes."""
     array_header_bytes = 5
     id_bytes = len(msgspec.msgpack.encode(NO_LEASE_ID))
     rest = ReadDone(lease_ids=(), reader=reader, numerator=1 << 32, denominator=1 << 32)
@@ -53,9 +53,9 @@ def leases_max(reader: str, bytes_max: int) -> int:
 
 
 def join_read_done(payloads: Sequence[bytes], lease_ids_max: int) -> list[bytes]:
-    """Join encoded `ReadDone` messages, all to one producer, into fewer encoded messages.
+    """Join encoded `ReadDone` messages, all to one producer, into fewer. Each has at most `lease_ids_max` lease ids.
 
-    Only messages with the same reader and the same share are joined. Each result has at most `lease_ids_max` lease ids.
+    Only messages with the same reader and the same share are joined.
     """
     lease_ids: dict[tuple[str, int, int], list[str]] = {}
     for payload in payloads:

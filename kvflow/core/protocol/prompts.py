@@ -1,14 +1,13 @@
 """Digests of prompts, so that a ticket is not used for another prompt.
 
-A router may mix tickets up. Or the two engines may tokenize the same text differently, with another chat template or
+A router may mix tickets up, or the two engines may tokenize the same text differently, with another chat template or
 tokenizer. Then the bytes would arrive intact, and the answer would be to another prompt. So a ticket can carry a digest
 of its tokens, which the reader compares with its own prompt.
 
 Prompts can also differ in more than tokens: in an adapter, pictures, or a cache salt. A *mark* says that one of these
-begins at a token. An engine sets the marks by `marked_by_keys`, and passes the marked prompt to kvflow. A prompt
-without marks is a list of token ids. The digest of a marked prompt has one section for the tokens and one for each kind
-of mark. If only marks differ, the request may have lost its pictures on the way, and the engine must not compute it
-(`PromptMismatch.parts`).
+begins at a token. An engine sets the marks by `marked_by_keys`, and passes the marked prompt to kvflow. The digest of a
+marked prompt has one section for the tokens and one for each kind of mark. If only marks differ, the request may have
+lost its pictures on the way, and the engine must not compute it (`PromptMismatch.parts`).
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _PARTS = {
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Mark at one position of a prompt: an adapter, a picture or a cache salt, for example, begins there."""
+    """Mark at one position of a prompt: for example, an adapter, a picture or a cache salt begins there."""
 
     place: int
     """Position in the prompt."""
@@ -51,7 +50,7 @@ class Mark(msgspec.Struct, frozen=True):
 class MarkedPrompt(list[int]):
     """A prompt as a list of numbers, with its marks. A slice keeps the marks inside it; `+` keeps those of both sides.
 
-    At a position with a mark the number is a hash, elsewhere it is the token id (`marked_by_keys`).
+    At a position with a mark the number is a hash (`marked_by_keys`), elsewhere it is the token id.
     """
 
     def __init__(self, numbers: Iterable[int], marks: Iterable[Mark]) -> None:
@@ -90,8 +89,8 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
     """Return the digest (BLAKE2b) of a request's prompt, a list of token ids or a `MarkedPrompt`.
 
     The request id salts the digest, so tickets do not reveal that two requests have the same prompt. The token ids give
-    32 hexadecimal digits. Each kind of mark adds `:kind=` and 16 digits, which are salted with the tokens: without
-    the tokens a cache salt cannot be guessed from its digest.
+    32 hexadecimal digits. Each kind of mark adds `:kind=` and 16 digits, which are salted with the tokens: without the
+    tokens a cache salt cannot be guessed from its digest.
 
     Raises:
         RequestError: `token_ids` is not a list of whole numbers.
@@ -115,15 +114,16 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
 
 MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
 """By position in the prompt: the keys that begin there. A key, such as ("mm", identifier), names something other than
-tokens that the KV cache from this position on depends on, as in KV events."""
+tokens on which the KV cache depends from this position on, as in KV events.
+"""
 
 
 def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
     """Return a prompt as a list of numbers: its token ids, but at each position in `keys` a hash of token and keys.
 
-    A comparison of the first tokens of two prompts thus includes the keys at these tokens, and no later keys. Engines
-    and subscribers of their KV events get equal results from equal arguments. The keys of a position must be in this
-    order: ("lora", name, path), ("cache_salt", salt), ("mm", identifier), then keys of any other kind.
+    So a comparison of two prompts' first tokens includes the keys up to there. Engines and subscribers of their KV
+    events get equal results from equal arguments. The keys of a position must be in this order: ("lora", name, path),
+    ("cache_salt", salt), ("mm", identifier), then keys of any other kind.
     """
     prompt, marks = list(token_ids), list[Mark]()
     for place in sorted(keys.keys() & range(len(prompt))):
@@ -159,7 +159,7 @@ def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -
 
 
 def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
-    """Raise PromptMismatch unless the first tokens in `token_ids` are the prompt that `ticket` offers.
+    """Raise PromptMismatch unless `token_ids` begins with the prompt that `ticket` offers.
 
     The prompts are compared by the ticket's digest; a ticket without a digest passes. `what` begins the message.
     RequestError if `token_ids` is not a list of token ids.
@@ -187,7 +187,7 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
 def _compared(ours: str, theirs: str) -> tuple[tuple[str, ...], str]:
     """Compare two digests of prompts: `ours`, of the local prompt, and `theirs`, in a ticket.
 
-    Return what differs, ("tokens",) or names of kinds of marks, and a text for a message that describes the marks.
+    Return what differs, as ("tokens",) or names of kinds of marks, and a text for a message that describes the marks.
     """
     (tokens, our_parts), (their_tokens, their_parts) = _split(ours), _split(theirs)
     if tokens != their_tokens:
@@ -216,9 +216,8 @@ def _split(digest: str) -> tuple[str, dict[str, str]]:
 def check_same_prompt(first: Ticket, other: Ticket, what: str) -> None:
     """Raise PromptMismatch if two tickets of one load are for different prompts. `what` begins the message.
 
-    The numbers of offered tokens must be equal. If the request ids are equal, the prompt digests must be, too;
-    otherwise they cannot be compared, because the request id salts a digest. A pending ticket passes: its prompt is not
-    known.
+    The numbers of offered tokens must be equal, and the prompt digests if the request ids are: the request id salts a
+    digest. A pending ticket passes, because its prompt is not known.
     """
     if first.awaited or other.awaited:
         return

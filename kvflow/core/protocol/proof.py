@@ -1,7 +1,7 @@
 """`SealProof`: the proof, by a lease's seal, that the lease covered a whole read (invariant I2).
 
-A producer keeps a 16-byte word for each open lease in memory that peers can read: the *seal*. While the lease is open
-the seal holds the lease's secret id. When the lease ends, for any reason, the producer wipes the seal at once, and
+For each open lease a producer keeps a 16-byte word in memory that peers can read: the *seal*. While the lease is open
+the seal holds the lease's secret id. When the lease ends, for any reason, the producer immediately wipes the seal, and
 gives the blocks back `hold_s` later. A reader fetches the seal through the same transport as the blocks, and compares
 it with its ticket. A torn, wiped or reused word matches no id. Two arguments prove that a read is fresh:
 
@@ -9,7 +9,8 @@ it with its ticket. A torn, wiped or reused word matches no id. Two arguments pr
   whole read.
 - *Fetched meanwhile*: the seal was intact when it was fetched, and the last byte landed less than `quick_read_max_s`
   (half of `hold_s`) after that fetch was posted, on the reader's own clock. Even if the lease ended right after the
-  fetch, its blocks were still held when the last byte landed. This saves small loads a round trip.
+  fetch, its blocks were still held when the last byte landed. This saves small loads a round trip. The other half of
+  the hold is a margin for the drift of clocks and the coarseness of timers.
 
 A lease may be opened before its blocks can be read: the device has yet to compute the prompt, or the blocks are first
 copied to host buffers. Until all tokens can be read, the last four bytes of the seal are those of the id XOR the number
@@ -23,8 +24,7 @@ computed: the producer's engine asserts that, by an event or because it has wait
 addresses still mean the same memory: the engine maps no other memory there before `Runtime.unregister`.
 
 No clocks of two machines are compared, and the producer need not answer. It makes no difference whether the lease
-expired, was revoked, or was used up by another reader of the same ticket. The other half of the hold is a margin for
-the drift of clocks and the coarseness of timers.
+expired, was revoked, or was used up by another reader of the same ticket.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SEAL_SIZE_BYTES = 16
 HOST = Device("cpu", 0)
 _WIPED = bytes(SEAL_SIZE_BYTES)
 FAILED = (1 << 32) - 1
-"""Value of the number of missing tokens in a seal if the lease has ended because its prompt could not be computed."""
+"""Number of missing tokens in a seal if the lease has ended because its prompt could not be computed."""
 _SECRET_BYTES = 12  # bytes of a lease id that are in the seal unchanged; the last four also carry the missing tokens
 _WORD_COUNTS = SEAL_SIZE_BYTES // 4
 
@@ -87,9 +87,8 @@ class SealTable:
         self._free.append(index)
 
     def retire_slot(self, index: int) -> None:
-        """Mark the slot at `index` as free without wiping it. The slot keeps its content until it is taken again.
-
-        `take_slot` takes all other free slots first.
+        """Mark the slot at `index` as free without wiping it. Its content stays until `take_slot`, which prefers other
+        free slots, takes it.
         """
         self._free.appendleft(index)
 
@@ -107,7 +106,7 @@ class SealTable:
         """Return how many tokens of lease `lease_id` cannot be read yet, by the seal in the slot at `index`.
 
         FAILED if the prompt could not be computed. None if the slot does not hold the seal of this lease, for example
-        because it was wiped.
+        because the seal was wiped.
         """
         word: bytes = self.slots[index].tobytes()
         wanted = bytes.fromhex(lease_id)
@@ -165,7 +164,7 @@ class Proof(Protocol):
 
 
 class SealProof:
-    """The proof that one lease covered a load's reads. It only decides: the caller fetches the seal and gives the
+    """The proof that one lease covered a load's reads. It only decides: the caller fetches the seal and passes the
     times.
 
     Call `note_fetch_posted` when a fetch of the seal is posted and `note_fetched` with its result, `judge_before_post`
@@ -181,14 +180,13 @@ class SealProof:
 
     def __init__(self, *, grows: bool, quick_read_max_s: float) -> None:
         self.fetch_posted = False
-        """True once at least one fetch of the seal was posted."""
+        """True once a fetch of the seal was posted."""
         self.grows = grows
         """True if some tokens of the lease may not be readable yet."""
         self.last_open_s = -math.inf
         """Time at which the latest fetch that found the lease open was posted; -infinity if there is none."""
         self._quick_read_max_s = quick_read_max_s
         self.fetch_under_way = False
-        """True while a fetch of the seal is under way."""
         self.lease_ended = False
         """True once a fetched seal has shown that the lease has ended."""
         self._seen: int | None = None
@@ -229,14 +227,14 @@ class SealProof:
             self._seen, self.last_open_s = tokens_missing, posted_s
 
     def judge_before_post(self) -> ProofStep:
-        """Return POST if another read may be posted, STALE if the lease is known to have ended.
+        """Return POST if another read may be posted, or STALE if the lease is known to have ended.
 
         A read must stay within the first `readable_tokens` tokens.
         """
         return ProofStep.STALE if self.lease_ended else ProofStep.POST
 
     def judge_after_read(self, read_s: float | None) -> ProofStep:
-        """Return the verdict on the reads once all have ended: FRESH, STALE, or FETCH to fetch the seal again.
+        """Return the verdict once all reads have ended: FRESH, STALE, or FETCH if the seal has to be fetched again.
 
         `read_s`: seconds from the post of the latest fetch that found the lease open (`last_open_s`) until the last
         byte landed; None if that fetch was posted after the last byte had landed.
@@ -248,14 +246,12 @@ class SealProof:
 
 def quick_read_max_s(hold_s: float) -> float:
     """Return within how many seconds after the post of a seal's fetch a read must have ended to be proven by that seal.
-
-    `hold_s`: seconds for which the producer holds the blocks of an ended lease.
     """
     return hold_s / 2
 
 
 def fetch_seal(seal: Piece) -> Descriptors:
-    """Return descriptors with one read only, that of a seal from a producer's host memory."""
+    """Return descriptors of a single read, that of a seal in a producer's host memory."""
     return Descriptors.of(
         local=[seal.local], remote=[seal.remote], sizes=[seal.size_bytes], local_device=HOST, remote_device=HOST
     )

@@ -1,4 +1,4 @@
-"""The lease of one rank, as tickets and answers have it, and the checks of structs with values from outside.
+"""The lease of one rank in tickets and answers, and the checks of structs with values from outside.
 
 Tickets come through routers, so nothing in them is trusted. The types and bounds of the fields refuse most values that
 no producer writes. Every refusal is a RequestError that names the field and its value.
@@ -57,24 +57,28 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
     incarnation: Name
     """Incarnation of the rank that opened the lease."""
     host: Host = ""
-    """Host of the rank's side channel. In a ticket's dict the host of the first rank is in `remote_host`, because
-    routers read that field."""
+    """Host of the rank's side channel. In a ticket's dict the first rank's host is `remote_host`, which routers read.
+    """
     port: Int64 = 0
-    """Port of the rank's side channel. In a ticket's dict the port of the first rank is in `remote_port`."""
+    """Port of the rank's side channel. In a ticket's dict the first rank's port is `remote_port`."""
     block_ids: BlockIds | None = None
-    """Block ids that readers use on this rank, in the first group, if they differ from the engine's block ids
-    because the blocks are copied to host buffers; else None."""
+    """Block ids of the first group that readers use on this rank, if they differ from the engine's block ids because
+    the blocks are copied to host buffers; else None.
+    """
     more_block_ids: BlockTables = ()
-    """Block ids that readers use on this rank, in each group after the first; only if `block_ids` is set."""
+    """Block ids that readers use on this rank, for each group after the first; only if `block_ids` is set."""
     pending: bool = False
     """True if some tokens could not be read yet when this entry was made. Then a reader must fetch the seal before it
-    reads a block."""
+    reads a block.
+    """
     payload: bool = False
-    """True if the producer has promised a payload: bytes that `Lease.complete` passes to the readers once the prompt is
-    computed."""
+    """True if the producer has promised a payload: bytes that `Lease.complete` sends readers once the prompt is
+    computed.
+    """
     held: bool = True
     """True if the producer holds the blocks for `SealLocation.hold_s` after the lease's end. If False, readers have to
-    fetch the seal after the last byte has landed."""
+    fetch the seal after the last byte has landed.
+    """
 
     def __post_init__(self) -> None:
         if {*map(type, _TEXTS(self))} != {str}:
@@ -85,9 +89,8 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
 
     @classmethod
     def without_lease_id(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
-        """Return a ticket's entry for a rank, without a lease id.
-
-        Readers of the ticket have to ask the rank for its lease.
+        """Return a ticket's entry for a rank without a lease id: readers of the ticket have to ask the rank for its
+        lease.
         """
         place: dict[str, Any] = {"pp_rank": rank.pp, "tp_rank": rank.tp, "host": host, "port": port}
         return cls(**place, incarnation=incarnation, lease_id="", seal_index=0)
@@ -103,9 +106,7 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
 
 
 def _convert(given: Mapping[str, Any], kind: Any) -> Any:
-    """Return a struct of type `kind` made from `given`, values by field.
-
-    RequestError names a field with an invalid value.
+    """Convert `given`, values by field, to a struct of type `kind`. RequestError names a field with an invalid value.
     """
     try:
         return msgspec.convert(given, kind)
@@ -120,7 +121,7 @@ def _convert(given: Mapping[str, Any], kind: Any) -> Any:
 def check_rank_address(host: str, port: int, incarnation: str) -> str:
     """Check the address and incarnation of a rank. RequestError names an invalid value.
 
-    Return `host` as `hosts.plain_host` writes it: an IPv6 address is compressed and has no brackets.
+    Return `host` in normal form: an IPv6 address is compressed and has no brackets.
     """
     if not 0 < port <= PORT_MAX:
         raise RequestError(f"ticket: remote_port {port} is not in 1..{PORT_MAX}")
@@ -136,9 +137,7 @@ def check_rank_address(host: str, port: int, incarnation: str) -> str:
 
 
 def str_subclass_error(struct: msgspec.Struct) -> RequestError:
-    """Return the error that names the first field of `struct` with a value of a subclass of str.
-
-    The caller has found that there is one. Messages can only carry plain str values.
+    """Return the error for `struct`, which has a value of a subclass of str. Messages can only carry plain str values.
     """
     values = msgspec.structs.asdict(struct).items()
     name, value = next((name, value) for name, value in values if isinstance(value, str) and type(value) is not str)

@@ -1,7 +1,7 @@
 """The spare: a copy of a ticket's field "kvflow" for routers that forward only fields they know.
 
 Routers for KV transfer forward `remote_request_id` unchanged. So the spare, a copy of the fields "kvflow" and
-"tp_size", is appended to that id behind SPARE_MARK, and removed where the ticket is read. The copy of a field is used
+"tp_size", is appended to that id after SPARE_MARK, and removed where the ticket is read. The copy of a field is used
 only if the field itself is missing or null. The mark is appended even if the copy does not fit, because a ticket
 without the field "kvflow" would be taken for a ticket of vLLM's own NixlConnector.
 """
@@ -17,16 +17,14 @@ import msgspec
 
 SPARE_MARK = "~kvflow~"
 SPARE_CHARS_MAX = 4096
-"""Maximum length of a spare (the copy of a ticket's field "kvflow" behind its request id), in characters. If the leases
-of all ranks do not fit, the spare has only that of the first rank."""
+"""Maximum number of characters of a spare (the copy of a ticket's field "kvflow" behind its request id)."""
 
 
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `params`, a ticket's dict, with the spare appended to its request id.
 
-    If the spare is too long with all ranks, it names only the first rank; if that is too long as well, it is empty. A
-    reader that gets only the shortened spare asks the other ranks for their leases; with an empty one it refuses the
-    ticket.
+    If the leases of all ranks do not fit, the spare has only that of the first rank, and readers ask the other ranks
+    for their leases. If even that does not fit, the spare is empty, and readers refuse the ticket.
     """
     extra = params["kvflow"]
     # Some routers drop "tp_size", and other engines take 1 if it is missing.
@@ -37,7 +35,7 @@ def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bare_id(request_id: str) -> str:
-    """Return a request id without the spare that `with_spare` has appended, if there is one."""
+    """Return a request id without the spare, if any, that `with_spare` has appended."""
     return request_id.rpartition(SPARE_MARK)[0] or request_id
 
 
@@ -48,7 +46,7 @@ def _packed(extra: Mapping[str, Any]) -> str:
 def without_spare(params: Mapping[str, Any], request_id: str) -> Mapping[str, Any]:
     """Return a copy of `params`, a ticket's dict, with fields that are missing or null taken from its spare.
 
-    `request_id` is the dict's request id with the spare; the copy has it without the spare. Return `params` itself if
+    `request_id`: the dict's request id with the spare; the copy has it without the spare. Return `params` itself if
     `request_id` has no valid spare.
     """
     bare, _, packed = request_id.rpartition(SPARE_MARK)

@@ -11,7 +11,7 @@ its readers ask every rank for its lease. Since they ask by request id, this id 
 
 In a ticket's dict the entry of each rank has a checksum of the lease id and of all fields that readers rely on. If the
 dict was changed in transit, or mixed from several tickets, a checksum does not match, and the ticket is refused. The
-checksum guards against mistakes only: it has no key. It leaves out the engine id, host and port, because the engine
+checksum has no key: it guards against mistakes only. It leaves out the engine id, host and port, because the engine
 that answers at the address identifies itself.
 """
 
@@ -83,7 +83,7 @@ _LEASE_FIELDS_OF = operator.attrgetter(
 class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """The offer of one request's blocks, with everything that a reader needs to load them.
 
-    The constructor checks all fields, as `from_params` does; RequestError names an invalid field.
+    The constructor checks all fields; RequestError names an invalid field.
 
     Example, on the prefill and on the decode engine:
 
@@ -96,20 +96,21 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     request_id: RequestId
     """Id under which the producer serves the request."""
     block_ids: BlockIds
-    """Block ids of the producer in prompt order. If there are several groups of layers, those of the first group."""
+    """Block ids of the producer in prompt order; those of the first group if there are several groups."""
     num_tokens: Count
     """Number of tokens of the prompt that the blocks hold. The last block may be partly filled."""
     ttl_s: Seconds
     """Seconds until the lease expires, counted from the ticket's making and from each renewal. Only a hint: readers
-    trust the seal (`core.protocol.proof`)."""
+    trust the seal (`core.protocol.proof`).
+    """
     dp_rank: Count
-    """Index of the producer's data-parallel replica. All `ranks` belong to it."""
+    """Index of the producer's data-parallel replica, to which all `ranks` belong."""
     tp_size: RankCount
     """Number of tensor-parallel ranks of the producer's engine."""
     pp_size: RankCount
     """Number of pipeline stages of the producer's engine."""
     block_size: Size
-    """Tokens of a block in the first group."""
+    """Tokens per block in the first group."""
     kv_heads: Size
     """KV heads of one rank of the producer, in layers of the first kind (see `more_kinds`)."""
     model_kv_heads: Count
@@ -127,8 +128,9 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     groups: Groups = ()
     """Properties of each group, in the order of `block_tables`; () for a single group of full attention."""
     more_kinds: Kinds = ()
-    """(block_size, kv_heads, model_kv_heads) of each further kind of layers. Layers with the same three numbers are one
-    kind; the ticket's own fields with these names describe the first kind."""
+    """(block_size, kv_heads, model_kv_heads) of each further kind of layers. Layers of one kind have the same three
+    numbers; the ticket's own fields with these names describe the first kind.
+    """
     extends: bool = False
     """True if `Lease.extend` will add more blocks, until the blocks hold all `num_tokens` tokens."""
     awaited: bool = False
@@ -155,7 +157,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @property
     def first(self) -> RankLease:
-        """First lease in `ranks`. Unless the ticket is merged, it is the lease of the rank that made the ticket."""
+        """First lease in `ranks`. Unless the ticket is merged, this is the lease of the rank that made the ticket."""
         return self.ranks[0]
 
     @property
@@ -181,10 +183,10 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @cached_property
     def offered_tokens(self) -> int:
-        """Number of the prompt's first tokens that the ticket offers.
+        """Number of tokens, from the prompt's start, that the ticket offers.
 
-        If more blocks follow (`extends`), these are all `num_tokens`; else the tokens that the blocks hold in every
-        group with blocks for a whole prompt.
+        If more blocks follow (`extends`), all `num_tokens`; else the tokens that the blocks hold in every group with
+        blocks for a whole prompt.
         """
         if self.extends:
             return self.num_tokens
@@ -206,9 +208,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @property
     def offers_nothing(self) -> bool:
-        """True if the ticket offers neither blocks nor a payload (`Lease.complete`).
-
-        Then its leases end when they are opened.
+        """True if the ticket offers neither blocks nor a payload (`Lease.complete`). Then its leases end when they are
+        opened.
         """
         return not self.has_blocks and not any(rank.payload for rank in self.ranks)
 
@@ -223,9 +224,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @cached_property
     def block_ids_count(self) -> int:
-        """Number of block ids in the ticket: those of the engine and those of each rank.
-
-        At least the sum of `block_counts`.
+        """Number of block ids in the ticket, those of the engine and those of each rank, but at least the sum of
+        `block_counts`.
         """
         tables = (*self.block_tables, *(ids for rank in self.ranks for ids in rank.block_tables))
         return max(sum(map(len, tables)), sum(self.block_counts))
@@ -259,11 +259,11 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         """Return the address of a rank's side channel.
 
         Args:
-            rank: a rank of the producer's engine, named in the ticket or not.
+            rank: a rank of the producer's engine. If the ticket does not name it, its port is computed from the port of
+                the first rank.
 
         Returns:
-            The address, tcp://host:port. If the ticket does not name the rank, its port is computed from the port of
-            the first rank.
+            The address, tcp://host:port.
 
         Raises:
             RequestError: `rank` is not a Rank, or the ticket does not name it and its port cannot be computed.
@@ -300,8 +300,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         """Return a ticket of the same ranks for another request. Its readers ask each rank for its lease.
 
         Args:
-            request_id: id under which the engine serves the other request. It must be a secret, because any engine
-                that knows it may read.
+            request_id: id under which the engine serves the other request. It must be a secret, because any engine that
+                knows it may read.
             block_ids: the producer's blocks in prompt order, or a block table for each group.
             num_tokens: tokens of the prompt that the blocks hold.
             ttl_s: seconds until the lease expires, from its opening and from each renewal.
@@ -349,11 +349,11 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         """Return a pending ticket: a ticket for a request that has no blocks yet. Readers wait until its lease is open.
 
         Args:
-            introduction: any ticket of the engine that will serve the request, or the dict of one. The new ticket
+            introduction: any ticket of the engine that will serve the request, or the ticket's dict. The new ticket
                 names the same ranks.
             request_id: id under which the engine will serve the request. It must be a secret, because any engine that
                 knows it may read.
-            ttl_s: maximum seconds for which a reader waits for the lease, if the deadline of its load is not earlier.
+            ttl_s: maximum seconds for which a reader waits for the lease, unless the load's deadline is earlier.
             traceparent: W3C trace context of the request.
 
         Returns:
@@ -368,10 +368,10 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         return with_changes(ticket, awaited=True, traceparent=traceparent)
 
     def to_params(self) -> dict[str, Any]:
-        """Return the ticket as a dict for routers. `from_params` parses the dict.
+        """Return the ticket as a dict for routers, which `from_params` parses.
 
         Returns:
-            A new dict of JSON types, which any router can carry.
+            A new dict of JSON types.
         """
         fields = msgspec.to_builtins(self)
         ids, *more = [list(fields.pop("block_ids")), *map(list, fields.pop("more_block_ids", ()))]
@@ -396,7 +396,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         """Parse a ticket from the dict that `to_params` has made.
 
         Args:
-            params: the dict from `to_params`, as routers have forwarded it. Unknown fields are ignored.
+            params: the dict, as routers have forwarded it. Unknown fields are ignored.
 
         Returns:
             The ticket.
@@ -411,8 +411,8 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     """Return `ticket` itself if it is a Ticket, else the ticket that its dict describes.
 
     RequestError names an invalid field, or says that there are more than `block_ids_max` block ids. An oversized dict
-    is refused before much work is done. A Ticket is only checked for its number of block ids, since its constructor has
-    checked everything else.
+    is refused before it is parsed. Of a Ticket only the number of block ids is checked, since its constructor has
+    checked the rest.
     """
     stated: list[str] = []
     if not isinstance(ticket, Ticket):
@@ -458,9 +458,7 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
-    """Merge the tickets that the ranks of an engine have made for one request.
-
-    A reader of the merged ticket need not ask any rank for its lease.
+    """Merge the tickets that the ranks of an engine have made for one request, so that readers need not ask for leases.
 
     Args:
         tickets: at least one ticket, in any order.
@@ -513,7 +511,7 @@ def check_groups(ticket: Ticket) -> None:
 
 
 def check_incomplete_offer(ticket: Ticket) -> None:
-    """Raise RequestError if the fields of a ticket with `awaited` or `extends` set contradict each other."""
+    """Raise RequestError if the fields of `ticket`, which has `awaited` or `extends` set, contradict each other."""
     counts = tuple(map(len, ticket.block_tables))
     if ticket.awaited and (any(counts) or ticket.num_tokens or ticket.extends):
         raise RequestError(
@@ -525,9 +523,9 @@ def check_incomplete_offer(ticket: Ticket) -> None:
 
 
 def check_lease(lease: RankLease, ticket: Ticket) -> None:
-    """Raise RequestError if `lease`, an entry of the ticket, does not fit the ticket.
+    """Raise RequestError if `lease`, an entry of `ticket`, does not fit it.
 
-    Its block tables must have the lengths of the ticket's tables, and its rank must exist in the producer's engine.
+    The rank must exist in the producer's engine, and the rank's block tables must be as long as the ticket's tables.
     """
     if lease.block_ids is not None:
         counts, theirs = (tuple(map(len, tables)) for tables in (ticket.block_tables, lease.block_tables))
@@ -545,7 +543,7 @@ def with_changes(ticket: Ticket, **changes: Any) -> Ticket:
 
 
 def _compute_digests(ticket: Ticket) -> list[str]:
-    """Return one text for each lease in `ticket.ranks`: three checksums, one behind the other, in hexadecimal digits.
+    """Return one text for each lease in `ticket.ranks`: three checksums of 8 hexadecimal digits each.
 
     The first covers the block ids, the second the tokens, the third the other fields; each also covers the lease id.
     """
@@ -564,9 +562,9 @@ _PARTS = ("block ids", "tokens or prompt", "request, ranks or lease")
 
 
 def check_digests(ticket: Ticket, stated: Sequence[str], computed: Sequence[str]) -> None:
-    """Raise RequestError if checksums in a ticket's dict do not match the ticket. The message says what differs.
+    """Raise RequestError, which says what differs, if checksums in a ticket's dict do not match the ticket.
 
-    `stated` has the checksums in the dict, `computed` those of the ticket (`_compute_digests`), both in the order of
+    `stated`: checksums in the dict. `computed`: checksums of the ticket (`_compute_digests`). Both are in the order of
     `ticket.ranks`.
     """
     for lease, theirs, ours in zip(ticket.ranks, stated, computed, strict=True):
@@ -587,9 +585,8 @@ def check_digests(ticket: Ticket, stated: Sequence[str], computed: Sequence[str]
 def _bounded_params(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[str, Any], bool]:
     """Raise RequestError if `params`, a ticket's dict, has too many block ids, ranks or fields, before it is parsed.
 
-    Return the dict and a bool. In the dict the spare of the request id (`core.protocol.spare`) stands for missing
-    fields, and whole floats are ints. The bool is True if `remote_block_ids` is a list of block tables, one for each
-    group.
+    Return the dict, with missing fields taken from the spare (`core.protocol.spare`) and whole floats as ints; and True
+    if `remote_block_ids` is a list of block tables, one for each group, else False.
     """
     request_id = params.get("remote_request_id")
     if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and SPARE_MARK in request_id:
