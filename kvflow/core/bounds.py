@@ -1,8 +1,7 @@
 """Bounds of the fields of messages and tickets. Decoding checks them, so no code ever handles a value out of bounds.
 
-No kvflow peer, whatever its cache, sends a value out of bounds. A value within bounds may still be wrong for a
-particular cache; the code that uses the value checks that. Every field of every message has a bound, which a test
-checks.
+No kvflow peer, whatever its cache, sends a value out of bounds. Whether a value within bounds is right for a particular
+cache is checked by the code that uses it. Every field of every message has a bound, which a test checks.
 """
 
 from __future__ import annotations

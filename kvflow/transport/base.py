@@ -1,8 +1,7 @@
 """Transport: the protocol between the runtime and the library that moves the bytes.
 
-A transport owns one agent, or several that act as one. The runtime registers memory once, sends the agent's metadata to
-readers, adds peers by their metadata, posts reads without waiting, and receives events from `run`. A posted read cannot
-be cancelled: it ends with exactly one event, unless the transport itself dies.
+A transport owns one agent, or several that act as one. A posted read cannot be cancelled: it ends with exactly one
+event, unless the transport itself dies.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from kvflow.errors import ConfigError, KVFlowError
 AgentName = NewType("AgentName", str)
 
 DEVICES: Mapping[str, bool] = {"cpu": True, "cuda": True}
-"""Whether NIXL can read memory of a kind of device, by kind.
+"""Whether NIXL can read memory of a kind of device, by kind; False for kinds that are not listed.
 
-False for every kind that is not listed, for example hpu, npu, tpu, xla, neuron and privateuseone. The transport in use
-decides, by its method `reaches`.
+The transport in use decides, by its method `reaches`.
 """
 BY_SOME_BUILDS = ("xpu",)
 """Kinds of devices with memory that only some builds of NIXL can read.
@@ -59,7 +57,7 @@ def is_staged(device: str, staging: str, reached: bool | None = None) -> bool:
 class MemoryUse(enum.Flag):
     """How registered memory may be used.
 
-    Each use needs a registration, which costs time and, on some devices, address space.
+    Each use needs a registration, which costs time and, on some devices, addresses.
     """
 
     SERVED = enum.auto()
@@ -69,11 +67,11 @@ class MemoryUse(enum.Flag):
 
 
 class TransportError(KVFlowError):
-    """A call of the transport failed. The runtime translates this into an error that names the request and the peer."""
+    """A call of the transport failed. The runtime translates this to an error that names the request and the peer."""
 
 
 class PeerGone(TransportError):
-    """The peer, or the connection to the peer, is dead. To read from it again, remove the peer and add it again."""
+    """The peer, or the connection to the peer, is dead. To read from the peer again, remove it and add it again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +85,7 @@ class PostedRead:
 class ReadEnded:
     """Event of the transport: a posted read has ended, so no further byte can land.
 
-    `error` is None if all bytes landed.
+    `error`: None if all bytes landed.
     """
 
     read: PostedRead
@@ -111,10 +109,7 @@ Event: TypeAlias = ReadEnded | Notified
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportStatistics:
-    """Counts of a transport.
-
-    `open_*` are numbers of objects open now (0 after `aclose`), the others count since `open`.
-    """
+    """Counts of a transport. `open_*`: objects that are open now (0 after `aclose`). The others count since `open`."""
 
     open_reads: int
     open_peers: int
@@ -152,17 +147,14 @@ class Transport(Protocol):
         """
 
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
-        """Register memory for `use`: peers read it, reads of this transport write to it, or both.
+        """Register the address ranges `spans` on `device`, which peers read, local reads write to, or both (`use`).
 
-        `spans` are address ranges on `device`. The memory stays registered until `aclose`. `keepalive` is the object
-        that owns the memory; the transport references that object until no read can touch the memory.
+        The memory stays registered until `aclose`. The transport keeps a reference to `keepalive`, the owner of the
+        memory, until no read can touch the memory.
         """
 
     async def metadata(self) -> bytes:
-        """Return the bytes that describe this agent and its registered memory.
-
-        A reader passes them to its `add_peer`.
-        """
+        """Return the bytes that describe this agent and its registered memory, for the `add_peer` of readers."""
 
     async def add_peer(self, metadata: bytes) -> AgentName:
         """Add the peer that `metadata` describes and return its agent name. Raises TransportError for bad metadata."""
@@ -181,7 +173,7 @@ class Transport(Protocol):
         """Send `payload` to a peer and return immediately. Delivery is best effort: failures are counted, not raised.
 
         If several payloads with the same `join` wait for one peer, the transport may call `join` with them, on any
-        thread, and send the payloads that `join` returns instead.
+        thread, and send the payloads that `join` returns.
         """
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
@@ -199,17 +191,18 @@ class Transport(Protocol):
         """
 
     def abandon(self, wait_s: float) -> None:
-        """Shut down as soon as no read is under way. For use after the event loop has ended.
+        """Shut down as soon as no read is under way; wait up to `wait_s` for that.
 
-        Wait up to `wait_s` for that. May be called on any thread.
+        For use after the event loop has ended.
+
+        May be called on any thread.
         """
 
     @property
     def behind(self) -> bool:
         """True if more posted reads wait to start than can start within the next milliseconds.
 
-        Then the caller should post no further reads: these would only wait, and preparing them takes the GIL from other
-        threads.
+        The caller should then post no further reads: preparing them takes the GIL from other threads.
         """
 
     @property

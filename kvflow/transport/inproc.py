@@ -1,8 +1,7 @@
 """A transport inside one process: memcpy between the agents of one network, with scripted faults.
 
-It behaves like NIXL where that matters. A posted read cannot be cancelled: its bytes land when the read is performed,
-even if its load has ended meanwhile. The reader checks that all ranges lie in registered memory. Faults are named
-settings (`InprocFaults`), not sleeps: a test steps the transport.
+It behaves like NIXL where that matters: a posted read cannot be cancelled, and its bytes land even if its load has
+ended meanwhile. Faults are named settings (`InprocFaults`), not sleeps: a test steps the transport.
 
 Copies run on the event loop, so this transport is for tests and small caches.
 """
@@ -47,10 +46,10 @@ class InprocNetwork:
     def __init__(self) -> None:
         self.agents: dict[AgentName, InprocTransport] = {}
         self.leaves_memory = False
-        """True if peers can still read the memory of a closed agent.
+        """True if peers can still read the memory of a closed agent, as with shared memory, where a read needs only
+        addresses.
 
-        This imitates shared memory, where a read needs only addresses. A load must never report bytes of a closed agent
-        as fresh.
+        A load must never report bytes of a closed agent as fresh.
         """
         self.closed: dict[AgentName, InprocTransport] = {}
         """Closed agents with memory that can still be read, by name; filled only if `leaves_memory`."""
@@ -67,7 +66,7 @@ class InprocRead(PostedRead):
     descriptors: Descriptors
 
     def rows(self) -> list[Row]:
-        """Return the ranges to copy, each as a tuple (local address, remote address, size in bytes)."""
+        """Return the ranges to copy, each as (local address, remote address, size in bytes)."""
         ours, theirs = self.descriptors.table
         return list(zip(ours[:, 0].tolist(), theirs[:, 0].tolist(), ours[:, 1].tolist(), strict=True))
 
@@ -85,7 +84,7 @@ class InprocFaults:
         self.hold = False
         """True: posted reads wait in `InprocTransport.held` until `InprocTransport.perform` is called."""
         self.fail_next: deque[TransportError] = deque()
-        """Errors for the next reads, one error for each read. These reads fail without copying any byte."""
+        """Errors for the next reads, one per read. These reads fail without copying any byte."""
         self.flip_next = 0
         """Number of reads, beginning with the next, that land with all bits of their last byte inverted."""
         self.behind = False
@@ -95,9 +94,8 @@ class InprocFaults:
         self.drop_notifications = False
         self.duplicate_notifications = False
         self.cut = False
-        """True: other agents cannot reach this agent.
-
-        Their reads from it fail with PeerGone, their notifications are lost.
+        """True: other agents cannot reach this agent. Their reads from it fail with PeerGone, their notifications are
+        lost.
         """
 
 
@@ -127,8 +125,7 @@ class InprocTransport:
     Args:
         name: Name of the agent, unique on its network.
         network: The agents that this agent can reach.
-        link: Decides when reads are performed and notifications arrive. None: reads are performed, and notifications
-            arrive, in the next turn of the loop.
+        link: Decides when reads are performed and notifications arrive. None: in the next turn of the loop.
     """
 
     def __init__(
@@ -183,7 +180,7 @@ class InprocTransport:
         Args:
             spans: Addresses and sizes in bytes, in this process.
             device: Device of the memory; only the CPU is supported.
-            keepalive: Owner of the memory; referred to until the transport is closed.
+            keepalive: Owner of the memory, referred to until the transport is closed.
             use: Whether peers read the memory, local reads write to it, or both.
 
         Raises:
@@ -255,8 +252,7 @@ class InprocTransport:
             descriptors: Local and remote ranges, in bytes; checked when the read is performed.
 
         Returns:
-            The read; its `ReadEnded` event has the same object. With `InprocFaults.hold` the read waits in `held` until
-            `perform`.
+            The read, which its `ReadEnded` event names. With `InprocFaults.hold` it waits in `held` until `perform`.
 
         Raises:
             TransportBroken: The transport is not open.
@@ -351,10 +347,10 @@ class InprocTransport:
         return self.faults.behind
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
-        """Call `deliver` for every event, until cancelled. Events that occurred before the call come first.
+        """Call `deliver` on the loop for every event, until cancelled. Events that occurred before the call come first.
 
         Args:
-            deliver: Function that takes an event. It is called on the loop.
+            deliver: Function that takes an event.
 
         Raises:
             TransportBroken: The transport was closed or died, or `deliver` raised.
@@ -377,7 +373,7 @@ class InprocTransport:
         self._fail(cause)
 
     def _report(self, event: Event) -> None:
-        """Pass an event to the `deliver` function of `run`. If no `run` is active, keep the event for the next.
+        """Pass an event to the `deliver` function of `run` or, if no `run` is active, keep it for the next.
 
         Called on the loop.
         """
@@ -463,14 +459,12 @@ class InprocTransport:
     def refusal(self, read: InprocRead) -> TransportError | None:
         """Return the error with which a read must fail, or None if the read can be performed.
 
-        Removes an error from `InprocFaults.fail_next` if it returns that error.
-
         Args:
             read: A read that was posted on this transport.
 
         Returns:
-            PeerGone if the peer is gone; else the next scripted error; else an error if a range is not registered; else
-            None.
+            PeerGone if the peer is gone; else the next of `InprocFaults.fail_next`, which is removed there; else an
+            error if a range is not registered; else None.
         """
         target = self._network.agents.get(read.peer) or self._network.closed.get(read.peer)
         if target is None or target.faults.cut or read.peer not in self._peers:
@@ -492,7 +486,7 @@ class InprocTransport:
         """Copy address ranges of a read from the peer's memory to local memory.
 
         Args:
-            rows: Ranges to copy, each as (local address, remote address, size in bytes).
+            rows: (local address, remote address, size in bytes) of each range.
         """
         for local, remote, size in rows:
             ctypes.memmove(local, remote, size)

@@ -2,11 +2,9 @@
 
 NIXL agents must not be shared between threads, and their calls may block for milliseconds. So every call is a job for
 the one thread that owns the agents. Copies and device events have a thread of this kind, too, and so have the files of
-the block store. When no job waits, the thread calls `step`, which makes progress with reads or copies and returns how
-long the thread may sleep. A new job ends the sleep at once. So reads and copies progress even if the event loop is
-busy.
+the block store. `step` makes progress with reads or copies, and returns how long the thread may sleep; a new job ends
+the sleep. So reads and copies progress even if the event loop is busy.
 
-The thread competes for the GIL like any other thread; nothing on the loop or in the host process is changed for it.
 After each call, of Python or NIXL, that has released the GIL, the thread may have to wait for the GIL. So each read
 takes few calls, and the thread reports ended reads before its next call that releases the GIL. Beside a loop that is
 never idle each wait may take a second: docs/decisions/0033-bursts-and-threads.md.
@@ -40,7 +38,7 @@ T = TypeVar("T")
 Job = Callable[[], None]
 
 _HALT_S = 5.0
-"""Maximum number of seconds for which the interpreter's exit waits for one `OwnerThread` to end."""
+"""Seconds for which the interpreter's exit waits for one `OwnerThread` to end."""
 _LIVE_THREADS: weakref.WeakSet[OwnerThread] = weakref.WeakSet()
 
 
@@ -65,7 +63,7 @@ _SLEEP_SHARE = 8
 
 
 def pause_s(idle_s: float) -> float:
-    """Return the seconds to sleep before the next poll. They grow with `idle_s`, the seconds since the last event."""
+    """Return the seconds to sleep before the next poll, which grow with `idle_s`, the seconds since the last event."""
     return min(max(idle_s / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
 
 
@@ -81,9 +79,8 @@ class OwnerThread:
         self._on_death = on_death
         self._jobs: deque[Job] = deque()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """Queue on which the thread sleeps until an item arrives.
-
-        A `put` costs a system call, so while an item is in the queue no other is put.
+        """Queue on which the thread sleeps until an item arrives. A `put` costs a system call, so there is at most one
+        item.
         """
         self._wake_pending = False
         """True while `_wakes` holds an item that the thread has not taken yet."""
@@ -130,10 +127,7 @@ class OwnerThread:
             self._waiting.discard(done)
 
     def submit(self, job: Job) -> None:
-        """Queue `job`, which must not raise, to run on the thread soon.
-
-        Raises TransportBroken if the thread has ended.
-        """
+        """Queue `job`, which must not raise, to run on the thread. Raises TransportBroken if the thread has ended."""
         if not self.alive:
             raise TransportBroken("the agent's thread has ended") from self._cause
         self._jobs.append(job)
@@ -155,10 +149,11 @@ class OwnerThread:
         self._thread.join()
 
     def abandon(self, last_job: Job, wait_s: float) -> None:
-        """Queue `last_job`, which must make `step` end the thread. For use after the event loop has ended.
+        """Queue `last_job`, which must make `step` end the thread.
 
-        Wait up to `wait_s` for the end of the thread, unless this call runs on the thread itself. May be called on any
-        thread.
+        For use after the event loop has ended, on any thread.
+
+        Wait up to `wait_s` for the end of the thread, unless this call runs on the thread itself.
         """
         self._jobs.append(last_job)
         self._wakes.put(None)

@@ -1,9 +1,8 @@
 """Groups: layers that share a block table, and which tokens of a prompt the blocks of a group hold.
 
-Most models have one group: every layer attends to the whole prompt, so a request needs one list of block ids. If some
-layers attend only to a window, an engine keeps only the window's blocks for these layers, and gives them their own
-block table. Groups take their block ids from one pool if the engine lays all layers over the same memory, else from
-separate pools.
+Most models have one group: every layer attends to the whole prompt. If some layers attend only to a window, an engine
+keeps only the window's blocks for these layers, and gives them their own block table. Groups take their block ids from
+one pool if the engine lays all layers over the same memory, else from separate pools.
 
 Layers of one group may differ, for example in their number of heads; layers with the same layout are a `LayerSet`.
 """
@@ -55,7 +54,7 @@ class GroupKind(enum.StrEnum):
     CHUNKED = "chunked"
     """The layers attend to the tokens since the last multiple of `window` (chunked local attention)."""
     STATE = "state"
-    """The layers attend to no tokens, but keep one state per request: the state after the last computed token."""
+    """The layers attend to no tokens: they keep one state per request, the state after the last computed token."""
 
 
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,8 +80,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def whole(self) -> bool:
-        """True if the group's blocks hold the prompt from its first token on; False if they hold only the prompt's end.
-        """
+        """True if the group's blocks hold the prompt from its first token on; False if they hold only its end."""
         return self.kind is GroupKind.FULL
 
     def blocks_needed(self, tokens: int) -> int:
@@ -107,8 +105,7 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequence[int], num_tokens: int) -> int:
-    """Return for how many tokens from the prompt's start every group has blocks, if group i has its first `known[i]`
-    blocks.
+    """Return how many of the prompt's first tokens every group holds, if group i has only its first `known[i]` blocks.
 
     `counts`: number of blocks of each group once all `num_tokens` tokens of the prompt are computed.
     """
@@ -127,11 +124,9 @@ class LayerSet(NamedTuple):
     """
 
     group: int
-    """Index of the group that the layers belong to."""
     caches: Mapping[str, LayerCache]
     """Tensors by layer name."""
     layout: CacheLayout | StatePart
-    """Layout of all these layers."""
 
     @property
     def regions(self) -> Regions:
@@ -229,7 +224,7 @@ class CacheGroup:
 
     @property
     def facts(self) -> GroupFacts:
-        """The properties of this group that are sent to peers."""
+        """Properties of this group that are sent to peers."""
         assert isinstance(self.kind, GroupKind), "settled"
         first = self.layouts[0]
         block_size = first.block_size if isinstance(first, CacheLayout) else 1
@@ -237,7 +232,7 @@ class CacheGroup:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks in the group's tensors; for state per request, number of slots."""
+        """Number of blocks, or slots of state, in the group's tensors."""
         first = self.layouts[0]
         return first.num_blocks if isinstance(first, CacheLayout) else first.num_slots
 
@@ -328,7 +323,7 @@ def named_layers(sets: Iterable[LayerSet]) -> list[tuple[str, LayerCache]]:
 def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ...]:
     """Divide the layers of a rank into sets with one layout each. Return the sets, group by group.
 
-    `tp_size`: number of tensor-parallel ranks of the engine.
+    `tp_size`: tensor-parallel ranks of the engine.
 
     Raises:
         LayoutError: there are more sets than a peer accepts (`SETS_MAX`).
@@ -344,8 +339,8 @@ def sets_of(
 ) -> Iterator[LayerSet]:
     """Yield a `LayerSet` for each layout of a group or, for state per request, for each segment of its tensors.
 
-    `group`: index of the group. `layers`: (tensors by layer name, layout) pairs. `tp_size`: number of tensor-parallel
-    ranks of the engine.
+    `group`: index of the group. `layers`: (tensors by layer name, layout) pairs. `tp_size`: tensor-parallel ranks of
+    the engine.
     """
     for caches, layout in layers:
         for part in (layout,) if isinstance(layout, CacheLayout) else state_parts(layout, tp_size):
@@ -364,9 +359,9 @@ def _check_unique(values: Sequence[object], what: str) -> None:
 def check_sets_disjoint(sets: Sequence[tuple[CacheGroup, Regions]]) -> None:
     """Raise LayoutError if a load into one set of layers could write into the memory of another set.
 
-    `sets`: (group of the layers, regions of the layers) of each set. Sets of one group may interleave in the same
-    memory if within a block of the pool each byte belongs to one set. Groups of one pool may use the same bytes, since
-    a block belongs to one group at a time. Groups of different pools must not overlap.
+    `sets`: (group of the layers, regions of the layers) of each set. Sets of one group may interleave in memory if each
+    byte within a block of the pool belongs to one set. Groups of one pool may use the same bytes, since a block belongs
+    to one group at a time. Groups of different pools must not overlap.
     """
     for (ours, regions), (theirs, others) in itertools.combinations(sets, 2):
         for at, where in zip(*np.nonzero(_overlap(_extents(regions), _extents(others))), strict=True):

@@ -1,14 +1,12 @@
 """The layout of one rank's KV cache in memory: which bytes belong to (layer, K or V, block).
 
 A cache is a dict of layer names to tensors, or to (K, V) pairs of tensors. `KVStyle` lists the supported ways to hold K
-and V. The last axes are tokens, heads and head elements, in the order NHD or HND. Strides are read from the tensors. So
-permuted views, padded blocks and layers that share one storage work, if the bytes of a block are dense within a region
-and the elements of a head are contiguous.
+and V. Strides are read from the tensors. So permuted views, padded blocks and layers that share one storage work, if
+the bytes of a block are dense within a region and the elements of a head are contiguous.
 
 A layout gives a list of regions (`core.cache.regions`): for each layer one for K and one for V, or a single one for
-fused K and V, or for the latent vectors of MLA. A region is a base address and a block stride; one `BlockShape` says
-where tokens and heads lie in every block. Even if K and V are neighbours in a block they are two regions; `block_map`
-joins neighbours where both sides of a load allow it.
+fused K and V or for the latent vectors of MLA. Even if K and V are neighbours in a block they are two regions;
+`block_map` joins neighbours where both sides of a load allow it.
 """
 
 from __future__ import annotations
@@ -90,12 +88,11 @@ class CacheLayout:
     """
 
     layer_names: LayerNames
-    """Names of the layers, in the order of the dict of tensors."""
     layer_indices: WholeNumbers
-    """Index of each layer in the whole model. A pipeline stage holds only some of the model's layers."""
+    """Index of each layer in the whole model, of which a pipeline stage holds only some layers."""
     kv_format: PlainName
-    """Meaning of the bytes: "plain" for values of `dtype` and nothing else. Other formats have, for example, scales
-    inside a block. Both sides of a load must have the same format.
+    """Meaning of the bytes, equal on both sides of a load: "plain" for values of `dtype` and nothing else. Other
+    formats have, for example, scales inside a block.
     """
     style: Style
     order: PlainName
@@ -103,9 +100,8 @@ class CacheLayout:
     memory_order: PlainName
     """Order of the axes tokens, heads and head elements in memory, by descending stride: "NHD" or "HND"."""
     dtype: PlainName
-    """Name of the tensors' dtype without a package, such as "float16"."""
+    """Name of the dtype without a package, such as "float16"."""
     itemsize: Size
-    """Bytes of one element."""
     num_blocks: Size
     block_size: Size
     """Tokens per block."""

@@ -55,8 +55,9 @@ class Regions:
 
     @property
     def first_at_address(self) -> tuple[int, ...]:
-        """For each region, the index of the first region with the same base address: its own, unless layers share a
-        tensor.
+        """For each region, the index of the first region with the same base address.
+
+        That is its own index unless layers share a tensor.
         """
         found: dict[int, int] = {}
         return tuple(found.setdefault(base, at) for at, base in enumerate(self.bases.tolist()))
@@ -155,9 +156,7 @@ def device_of(layers: Iterable[tuple[str, LayerCache]]) -> Device:
 
 
 def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:
-    """Return (tensor, byte offset in the tensor) of each region of a layer: of K and of V, or of the layer's only
-    region.
-    """
+    """Return (tensor, byte offset in the tensor) of each region of a layer: of K and of V, or of its only region."""
     tensors = tensors_of(name, layer)
     if style not in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST):
         return [(tensor, 0) for tensor in tensors]

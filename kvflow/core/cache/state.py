@@ -2,14 +2,14 @@
 
 Each layer has some tensors of shape (slots, ...), such as the last inputs of a convolution and a recurrent state. A
 request has one slot: the same index in all these tensors. Tensor-parallel ranks slice a tensor along one axis. The
-entries of that axis may be of several kinds, one kind after the other, and each kind is sliced separately: Mamba 2's
-convolution has x, then B, then C. The entries of one kind are a *segment*. A segment consists of units, each a run of
-bytes, and each rank holds some of the model's units.
+entries of that axis may be of several kinds, one after the other, and each kind is sliced separately: Mamba 2's
+convolution has x, then B, then C. The entries of one kind are a *segment*. It consists of units, each a run of bytes,
+and each rank holds some of the model's units.
 
-The planner knows only blocks of tokens and heads. To the planner a slot is a block of one token, and the units of a
-segment are heads. If other axes of a slot come before the sliced axis, each combination of indices on these axes is a
-*row*, and each row is a region. The state after a prompt is the block of the prompt's last token, so a group with state
-is planned like a group with a window of one token.
+To the planner, which knows only blocks of tokens and heads, a slot is a block of one token, and the units of a segment
+are heads. If other axes of a slot come before the sliced axis, each combination of indices on these axes is a *row*,
+and each row is a region. The state after a prompt is the block of the prompt's last token, so a group with state is
+planned like a group with a window of one token.
 """
 
 from __future__ import annotations
@@ -46,18 +46,17 @@ ROWS_MAX = 1 << 10
 class Segment:
     """Consecutive entries of one kind on a state tensor's sliced axis, such as x, B or C of Mamba 2's convolution.
 
-    Each segment is distributed over the tensor-parallel ranks separately, in units. A unit, such as a head or a group
-    of heads, is never split. If the model has fewer units than ranks, neighbouring ranks hold the same unit, as with KV
-    heads. The constructor raises LayoutError if `size` is not a multiple of `units`.
+    Tensor-parallel ranks divide the segment's units. A unit, such as a head or a group of heads, is never split. If the
+    model has fewer units than ranks, neighbouring ranks hold the same unit, as with KV heads. The constructor raises
+    LayoutError if `size` is not a multiple of `units`.
     """
 
     name: WireName
     size: Size
-    """Number of entries of the segment on this rank."""
     units: Size
-    """Number of units of the segment on this rank, each of `size / units` entries."""
+    """Number of units on this rank, each of `size / units` entries."""
     model_units: Size
-    """Number of units of the segment in the whole model."""
+    """Number of units in the whole model."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, LayoutError)
@@ -94,7 +93,6 @@ class StateLayout:
     """
 
     layer_names: LayerNames
-    """Names of the layers, in the order of the dict of tensors."""
     layer_indices: WholeNumbers
     """Index of each layer in the whole model."""
     tensors: StateTensors
@@ -106,7 +104,6 @@ class StateLayout:
     itemsizes: WholeNumbers
     """Bytes of an element, for each of the `tensors`."""
     num_slots: Size
-    """Number of slots in every tensor."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, LayoutError)
@@ -133,9 +130,9 @@ class StateLayout:
         Args:
             caches: the state tensors by layer name: a tuple of tensors of shape (slots, ...), or one tensor. All layers
                 have tensors of the same shapes.
-            tensors: descriptions of the tensors of a layer, in the order of the tensors.
-            layer_indices: index of each layer in the model. By default the number in the layer's name, or the layers'
-                positions if a name has no number or several, or two names have the same number.
+            tensors: descriptions of a layer's tensors, in order.
+            layer_indices: index of each layer in the model. By default the number in the layer's name. If a name has no
+                number or several, or two names have the same number, the layers' positions.
 
         Returns:
             A layout for a `CacheGroup`.
@@ -225,13 +222,14 @@ class StatePart:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of units of the segment on this rank. To the planner these are heads."""
+        """Number of the segment's units on this rank, which are heads to the planner."""
         return self.segment.units
 
     @property
     def rows(self) -> int:
-        """Number of rows in one slot: the product of the sizes of the axes before the sliced axis. Each row is a
-        region.
+        """Number of rows in one slot: the product of the sizes of the axes before the sliced axis.
+
+        Each row is a region.
         """
         return math.prod(self.layout.shapes[self.at][: self.layout.tensors[self.at].axis])
 
@@ -267,10 +265,7 @@ class StatePart:
 
 
 def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
-    """Return a `StatePart` for each segment of each tensor in `layout`, in order.
-
-    `tp_size`: number of tensor-parallel ranks of the engine.
-    """
+    """Return a `StatePart` for each segment of each tensor in `layout`, in order. `tp_size`: tensor-parallel ranks."""
     found = []
     for at, (tensor, shape) in enumerate(zip(layout.tensors, layout.shapes, strict=True)):
         start = 0
@@ -289,7 +284,9 @@ def _unsliced_segment(shape: tuple[int, ...], axis: int, tp_size: int) -> Segmen
 
 
 def _checked_tensors(name: str, layer: LayerCache, described: Sequence[StateTensor]) -> tuple[TensorLike, ...]:
-    """Return the tensors of layer `name` as a tuple. LayoutError if they do not match `described`, their descriptions.
+    """Return the tensors of layer `name` as a tuple.
+
+    LayoutError if they do not match their descriptions `described`.
     """
     tensors = tensors_of(name, layer)
     if len(tensors) != len(described):

@@ -1,8 +1,8 @@
 """A KV cache as its engine passes it to kvflow: tensors by layer name. Checks whether tensors can hold a KV cache.
 
-Tensors are read through `TensorLike`, so nothing here needs torch. A tensor can hold a cache if a transport may read
-and write its bytes in memory: it is dense, and not quantized, nested, complex or part of a gradient's graph. No lazy
-operation, such as a pending negation, may stand between its bytes and its values.
+Tensors are read through `TensorLike`, so nothing here needs torch. A tensor can hold a cache if it is dense, and not
+quantized, nested, complex or part of a gradient's graph. No lazy operation, such as a pending negation, may stand
+between its bytes and its values.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
 
 
 def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
-    """Return a copy of `kv_caches`, tensors by layer name, as a dict. LayoutError if a tensor cannot hold a KV cache.
-    """
+    """Return `kv_caches`, tensors by layer name, as a new dict. LayoutError if a tensor cannot hold a KV cache."""
     layers: dict[str, Any] = dict(checks.mapping(kv_caches, "kv_caches", error=LayoutError))
     if not 0 < len(layers) <= LAYERS_MAX:
         raise LayoutError(f"kv_caches: expected at least one layer and at most {LAYERS_MAX}, got {len(layers)}")

@@ -2,9 +2,8 @@
 
 Both sides describe a block by strides (`BlockShape`). So NHD and HND, head slices, K and V together or apart, and
 layers that are split differently are all one question: which runs of bytes are contiguous on both sides? The answer is
-a few `RegionMap`s, each with the base addresses of region pairs and the offsets of the pieces inside a *chunk*. A chunk
-is as many tokens as a block has on the side with the smaller blocks. A *piece* is one contiguous read in a chunk. Time
-and memory grow with the number of regions and pieces, never with the number of blocks.
+a few `RegionMap`s. A *chunk* is as many tokens as a block has on the side with the smaller blocks; a *piece* is one
+contiguous read in a chunk. Time and memory grow with the number of regions and pieces, never with the number of blocks.
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ class BlockMap:
         opaque: True if the bytes are not plain values at strides of tokens and heads. Then both sides have the same
             block format, and blocks are always read whole.
         local_set: index of the local set of layers.
-        local_group: index of the local group with the block table of these layers.
-        remote_group: index of the peer's group with the block table of these layers.
+        local_group: index of the local group with these layers.
+        remote_group: index of the peer's group with these layers.
     """
 
     def __init__(
@@ -180,16 +179,16 @@ class BlockMap:
 
 
 def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
-    """Return `local` and `remote` with equal `Regions.parts`: K and V split on both sides if one side has them fused.
-    """
+    """Return `local` and `remote` with equal `Regions.parts`: if one side has K and V fused, they are split."""
     if local.parts == remote.parts:
         return local, remote
     return split_fused(local), split_fused(remote)
 
 
 def split_fused(regions: Regions) -> Regions:
-    """Split each region of fused K and V into K and V, with one half of every head each. Return other regions
-    unchanged.
+    """Split each region of fused K and V into K and V, with one half of every head each.
+
+    Return other regions unchanged.
     """
     if regions.parts != ("KV",):
         return regions
@@ -235,9 +234,9 @@ def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[t
 def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tuple[Int64Array, Int64Array, int]:
     """Split `tokens` tokens of `heads` heads into pieces that are contiguous in a local and in a remote block.
 
-    `ours`, `theirs`: shape of a local and of a remote block. Return the pieces' local offsets, remote offsets, and the
-    size of every piece, in bytes. The smallest piece is one head of one token. It grows by a whole axis (tokens or
-    heads) if that axis is contiguous with the piece on both sides.
+    `ours`, `theirs`: shape of a local and of a remote block. Return the pieces' local offsets, remote offsets, and
+    common size, in bytes. The smallest piece is one head of one token. It grows by a whole axis (tokens or heads) if
+    that axis is contiguous with the piece on both sides.
     """
     size = ours.run
     axes = [(tokens, ours.token_stride, theirs.token_stride), (heads, ours.head_stride, theirs.head_stride)]
@@ -257,9 +256,9 @@ def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
     """Join region pairs that are neighbours in every block on both sides.
 
     `rows`: the result of `_rows`, if each region pair has one piece of `size` bytes per block. Return the rows of the
-    joined pairs, and the bytes per block of each joined pair. A joined pair never crosses a registered span: its bytes
-    in a block are at most the block stride, so its regions overlap in memory, and `regions.map_spans` registers
-    overlapping memory as one span.
+    joined pairs, and the bytes per block of each. A joined pair never crosses a registered span: its bytes in a block
+    are at most the block stride, so its regions overlap in memory, and `regions.map_spans` registers overlapping memory
+    as one span.
     """
     fused: list[list[int]] = []
     for pair in rows.T.tolist():

@@ -2,9 +2,9 @@
 
 `match_chunks` pairs chunks of tokens in remote blocks with chunks in local blocks, for any two block sizes and a partly
 filled last block. `plan_read` makes descriptors of these chunks in each region pair of the peer's `block_map`, and
-joins reads that are contiguous on both sides. Both use array operations, which for two blocks would take longer than
-the rest of the planning. So `match_few` and `read_few` plan the common small load in plain Python; a property test
-checks that both ways give equal descriptors. Block ids are checked before they become addresses (invariant I8).
+joins reads that are contiguous on both sides. Their array operations would take longer for two blocks than the rest of
+the planning. So `match_few` and `read_few` plan the common small load in plain Python; a property test checks that both
+ways give equal descriptors.
 """
 
 from __future__ import annotations
@@ -69,12 +69,10 @@ class Descriptors:
 
     @property
     def local(self) -> UInt64Array:
-        """Local address of each read."""
         return self.table[0, :, 0]
 
     @property
     def remote(self) -> UInt64Array:
-        """Remote address of each read."""
         return self.table[1, :, 0]
 
     @property
@@ -131,8 +129,7 @@ def _check_many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> Blo
 
 
 def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence[Sequence[int]]:
-    """Return `tables`, a block table for each group, as a request's `block_ids`: the only table if there is one group.
-    """
+    """Return `tables`, a block table for each group, as a request's `block_ids`; for one group that is its table."""
     return tables[0] if len(tables) == 1 else tables
 
 
@@ -225,15 +222,14 @@ def match_chunks(
     An empty `Chunks` is left out. One block size must divide the other.
 
     Args:
-        local_ids: the local blocks to fill. They end with the block of the last offered token
-            (`room.check_blocks_match`).
+        local_ids: the local blocks to fill, which end with the block of the last offered token.
         offered: number of offered blocks.
         local_block_size: tokens of a local block.
         remote_block_size: tokens of an offered block.
-        num_tokens: number of tokens from the prompt's start to the end of the offer.
+        num_tokens: tokens from the prompt's start to the end of the offer.
         needed_from: position of the first token that has to be read. Tokens before it are read if they are offered.
-        whole: True if the offered blocks hold the prompt from its first token on; False if, as the blocks of a window,
-            they hold only its end.
+        whole: True if the offered blocks hold the prompt from its first token on; False if they hold only its end, as
+            the blocks of a window do.
         what: beginning of an error's message.
 
     Raises:

@@ -54,14 +54,13 @@ def check_blocks_match(
         tables: the local blocks of each group.
         cached_tokens: tokens of the prompt before the local blocks.
         tokens: number of offered tokens.
-        expected_tokens: number of tokens that the caller expects in the offer; None if the caller gave no number.
+        expected_tokens: number of tokens that the caller expects in the offer; None if not given.
         what: beginning of the message.
         producer: name of the producer in the message.
         kind: error class if blocks and offer end at different tokens.
 
     Raises:
-        RequestError: blocks and offer do not match; of class `kind` if they end at different tokens. The message has
-            both numbers.
+        RequestError: blocks and offer do not match; of class `kind` if they end at different tokens.
     """
     if not any(map(len, tables)):
         return

@@ -25,9 +25,9 @@ def plan_slices(
     """Yield slices of at most `bytes_max` bytes and `descriptors_max` descriptors that together read all of `reads`.
 
     `reads`: pairs of a peer's block map and the chunks to read by it. Each slice is planned when the caller asks for
-    it. `head`: one more read, such as that of a seal, between the same devices. It is the first read of the first
-    slice, and does not count towards the bounds. Chunks are sorted by remote block id: reading remote memory in order
-    is a few per cent faster than writing local memory in order (measured over shared memory).
+    it. `head`: one more read, such as that of a seal, which comes first in the first slice and does not count towards
+    the bounds. Chunks are sorted by remote block id: reading remote memory in order is a few per cent faster than
+    writing local memory in order (measured over shared memory).
     """
     for block_map, some in reads:
         groups = block_map.region_maps(some.tokens)

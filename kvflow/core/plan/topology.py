@@ -1,25 +1,25 @@
 """The topology of a read: which ranks of two engines share layers and KV heads, and which ranks report to which.
 
-An engine's ranks form a grid: pipeline stages (`pp`) split the layers, tensor-parallel ranks (`tp`) split the KV heads.
-Rank r of n holds heads r*H/n to (r+1)*H/n of the model's H heads. If ranks outnumber heads, n/H neighbours hold the
-same head. The latent cache of MLA counts as one head, which all ranks hold. So one rule covers all cases: a reader
-reads each of its heads once, from one of the producer's ranks that hold the head. If several ranks hold a head, its
-readers are spread evenly over these ranks.
+Pipeline stages (`pp`) split an engine's layers, tensor-parallel ranks (`tp`) its KV heads. Rank r of n holds heads
+r*H/n to (r+1)*H/n of the model's H heads. If ranks outnumber heads, n/H neighbours hold the same head. The latent cache
+of MLA counts as one head, which all ranks hold. So one rule covers all cases: a reader reads each of its heads once,
+from one of the producer's ranks that hold the head. If several ranks hold a head, its readers are spread evenly over
+these ranks.
 
 A rank may hold layers of several kinds: of different groups (a sliding window beside full attention), or with different
 numbers of heads. Each kind is a `CacheShare`, and each may be read from other ranks. Ranks are compared layer by layer,
 over all kinds, so the two engines may group their layers differently.
 
-A lease ends by reports: each reader reports a *share* of the lease as read (`ReportShare`), and the lease ends when the
-shares add up to 1, whatever the parallelism of the readers' engine. If several producer ranks hold the same heads, a
-rank may have no reader, but still needs a report. That report comes from the first reader of the nearest lower rank
-with the same heads that has readers. So at least one reader reports to every rank of the producer.
+Each reader reports a *share* of the lease as read (`ReportShare`), and the lease ends when the shares add up to 1,
+whatever the parallelism of the readers' engine. If several producer ranks hold the same heads, a rank may have no
+reader, but still needs a report: that of the first reader of the nearest lower rank with the same heads that has
+readers.
 
 One side may have layers of a draft model (with numbers from FIRST_DRAFT_LAYER on) that the other side lacks, because
-only one engine speculates. A load leaves them out. The generated text stays right, since a draft only proposes tokens.
-So these layers do not count where engines have to agree: neither in reported shares nor in the parallelism that a
-ticket states. No report is lost by that: which ranks read from a rank follows from the numbers of ranks alone, so a
-rank that reads a draft's layers also reads, and reports, layers of the main model.
+only one engine speculates. A load leaves them out; the generated text stays right, since a draft only proposes tokens.
+So these layers do not count in reported shares, nor in the parallelism that a ticket states. No report is lost: which
+ranks read from a rank follows from the numbers of ranks alone, so a rank that reads a draft's layers also reads, and
+reports, layers of the main model.
 """
 
 from __future__ import annotations
@@ -193,9 +193,8 @@ def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
     """Return the number of the model's KV heads; 1 for MLA, because every rank holds the whole latent vector.
 
     `ours`, `theirs`: cache share of a local rank and of a producer's rank. If neither states the number, return the
-    smaller of the two sides' products of heads per rank and ranks. Each product is a multiple of the number. If even
-    the smaller product is too large, both sides have one head on each rank, and then any multiple of the right number
-    leads to the same reads.
+    smaller of their products of heads per rank and ranks. Each product is a multiple of the number. If even the smaller
+    is too large, both sides have one head per rank, and any multiple of the number leads to the same reads.
     """
     if ours.latent:
         return 1
@@ -205,8 +204,8 @@ def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
 def stages_max(ours: Sequence[CacheShare]) -> int:
     """Return an upper bound of the number of pipeline stages that an engine with the local model can have.
 
-    `ours`: cache shares of the local rank. If the local engine has one stage, the bound is the number of layers, since
-    each stage has at least one layer. Otherwise the local rank does not know all layers, and the bound is RANKS_MAX.
+    `ours`: cache shares of the local rank. If the local engine has one stage, the bound is the number of layers.
+    Otherwise the local rank does not know all layers, and the bound is RANKS_MAX.
     """
     return len({layer for share in ours for layer in share.layers}) if ours[0].pp_size == 1 else RANKS_MAX
 
@@ -217,9 +216,7 @@ def heads_held(share: CacheShare, kv_heads: int) -> range:
 
 
 def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
-    """Return the layer indices of a rank: by the key "" for layers with a KV cache, by segment name for those with
-    state.
-    """
+    """Return the layer indices of a rank, by segment name for layers with state, by "" for those with a KV cache."""
     found: dict[str, tuple[int, ...]] = {}
     for share in shares:
         found[share.part] = found.get(share.part, ()) + share.layers
@@ -292,8 +289,8 @@ def _hint(apart: Collection[int], common: Collection[int]) -> str:
     """Return a hint for a message, how to mark layers of a draft model, if the layers `apart` may be of one; else "".
 
     `apart`: layers that only one side has. `common`: layers that both have. The hint applies if all `apart` layers come
-    after the `common` layers and none is marked. Loads never leave out unmarked layers, because one side may have
-    forgotten to register them.
+    after the `common` layers and none is marked. Loads never leave out unmarked layers: one side may have forgotten
+    them.
     """
     return _HINT if common and max(common) < min(apart) and max(apart) < FIRST_DRAFT_LAYER else ""
 
@@ -319,8 +316,8 @@ def _heads_word(share: CacheShare) -> str:
 def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[HeadSource, ...]:
     """Return the ranks of a producer that a reader reads from or reports to, with the heads to read, ordered by rank.
 
-    The reader is tensor-parallel rank `tp_rank` of `tp_size`. The producer has `their_tp_size` tensor-parallel ranks,
-    and the model `kv_heads` KV heads. `differences` must have accepted these sizes.
+    The reader is tensor-parallel rank `tp_rank` of `tp_size`, the producer has `their_tp_size` such ranks, and the
+    model `kv_heads` KV heads. `differences` must have accepted these sizes.
     """
     mine = _heads(tp_rank, tp_size, kv_heads)
     holders = range(mine.start * their_tp_size // kv_heads, -(-mine.stop * their_tp_size // kv_heads))
@@ -353,13 +350,12 @@ def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
 
 
 def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> ReportShare:
-    """Return the fraction of a producer rank's lease that the local rank reports as read.
+    """Return the fraction of a producer rank's lease that the local rank reports as read; 0 if no layer is common.
 
     `ours`, `theirs`: all cache shares of the local rank and of the producer's rank. Each layer that both ranks have
     counts 1, divided by the number of reader ranks that report it; the sum is divided by the number of layers of the
-    producer's rank. So the fractions of all readers add up to 1. If the ranks have no layer in common the fraction is
-    0. Layers of a draft model do not count, since readers may lack them, unless the producer's rank has no other
-    layers.
+    producer's rank. So the fractions of all readers add up to 1. Layers of a draft model, which readers may lack, do
+    not count unless the producer's rank has no others.
     """
     held = {layer for share in theirs for layer in share.layers}
     counted = {layer for layer in held if layer < FIRST_DRAFT_LAYER} or held
@@ -375,8 +371,8 @@ def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> Re
 def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:
     """Return why the local rank cannot read all its layers from a producer's pipeline stages; "" if it can.
 
-    `ours`: indices of the local layers. `stages`: layer indices of each stage of the producer. `whole`: True if `ours`
-    are all layers of the model.
+    `ours`: indices of the local layers; if `whole`, these are all layers of the model. `stages`: layer indices of each
+    stage of the producer.
     """
     if len(stages) == 1 and stages[0] == ours:
         return ""
@@ -404,11 +400,11 @@ def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:
 
 
 def _reporters(theirs: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[range, bool]:
-    """Return the reader's ranks that report to the producer's rank `theirs`, and whether they also read from that rank.
+    """Return the reader's ranks that report to the producer's rank `theirs`, and whether they also read from it.
 
-    All ranks are tensor-parallel ranks. If m ranks of the producer hold the same heads and n ranks of the reader need
-    them, reader j reads from holder j*m/n. So rank i reads from rank i if `tp_size` equals `their_tp_size`. If a holder
-    has no reader, the first reader of the nearest lower holder with readers reports to it.
+    All are tensor-parallel ranks. If m ranks of the producer hold the same heads and n ranks of the reader need them,
+    reader j reads from holder j*m/n. So rank i reads from rank i if the sizes are equal. If a holder has no reader, the
+    first reader of the nearest lower holder with readers reports to it.
     """
     held = _heads(theirs, their_tp_size, kv_heads)
     readers, holders = max(tp_size // kv_heads, 1), max(their_tp_size // kv_heads, 1)

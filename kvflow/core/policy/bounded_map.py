@@ -10,7 +10,9 @@ ValueT = TypeVar("ValueT")
 
 
 class BoundedMap(OrderedDict[KeyT, ValueT]):
-    """A mapping of at most `most` keys, ordered by when each key was last set. A further key displaces the first one.
+    """A mapping of at most `most` keys, ordered by when each key was last set.
+
+    A further key displaces the first one.
     """
 
     def __init__(self, most: int) -> None:

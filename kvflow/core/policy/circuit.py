@@ -1,9 +1,9 @@
 """The circuit breaker of a peer: a value, and functions that compute when a failed peer may be contacted again.
 
 The back-off is exponential with jitter. Each failure in a row doubles the wait, up to a limit. The wait is shortened at
-random, by up to half, so that the readers of one dead producer do not all return at the same time. After the wait one
-load attempts a handshake, and other loads wait for its result (`PeerState.CONNECTING`). Only a successful read ends the
-row of failures, so a peer that answers handshakes and then fails every read is contacted less and less often.
+random, by up to half, so that the readers of a dead producer do not all return at the same time. After the wait one
+load attempts a handshake, and other loads wait for its result. Only a successful read ends the row of failures, so a
+peer that answers handshakes and then fails every read is contacted less and less often.
 
 After the first failed read the peer may be contacted immediately: the connection is dead, but the peer may not be.
 """
@@ -51,8 +51,8 @@ def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float,
 
 
 def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
-    """Return `circuit` after a read that failed at `now_s`: one failure more and, unless it is the first in a row, a
-    wait.
+    """Return `circuit` after a read that failed at `now_s`: one failure more, and a wait unless it is the first in a
+    row.
 
     `chance`: a random number from 0 to less than 1, for the jitter.
     """

@@ -3,11 +3,10 @@
 Only a question shows whether a peer listens at the address in a ticket, and a silent address costs a timeout. Two rules
 keep silent addresses from starving the others:
 
-- Last in, first out: the contact that has waited for the shortest time begins next, because a contact that has waited
-  long has little time left before its load's deadline.
-- Preemption: while contacts wait, contacts under way are given up, one at a time. A contact for which no load waits is
-  given up immediately. If there is none, the oldest is given up once it has been under way for `patience_s`, the time
-  within which a living peer answers.
+- Last in, first out: the contact that has waited for the shortest time begins next, because one that has waited long
+  has little time left before its load's deadline.
+- Preemption: while contacts wait, contacts under way are given up, one at a time. One for which no load waits is given
+  up immediately, else the oldest once it has been under way for `patience_s`, in which a living peer answers.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Contacts:
         return self._begin_one(now_s)
 
     def preempt_one(self, now_s: float) -> Contact | None:
-        """Choose a contact under way to give up, mark it as preempted and return it. None if none is due (`due_s`).
+        """Choose a contact under way to give up, mark it as preempted and return it; None before the time `due_s`.
 
         The caller has to stop waiting for the peer's answer, and then to call `end`.
         """

@@ -35,7 +35,9 @@ OnEnd = Callable[[BaseException | None], None]
 
 
 def checked_event(value: object, what: str) -> DeviceEvent | None:
-    """Return `value` if it is None or has the methods of a DeviceEvent; else raise RequestError, which names it `what`.
+    """Return `value` if it is None or has the methods of a DeviceEvent; else raise RequestError.
+
+    `what`: name of the value in the message.
     """
     if value is None or try_call(lambda: callable(value.query) and callable(value.synchronize)):  # type: ignore[attr-defined]
         return value  # type: ignore[return-value]
@@ -47,7 +49,9 @@ GivenEvent: TypeAlias = Annotated[DeviceEvent | None, checked_event]
 
 
 def has_happened(event: DeviceEvent, what: str) -> bool:
-    """Return True if `event` has happened. If `event.query` raises, raise RequestError, which names the event `what`.
+    """Return True if `event` has happened. If `event.query` raises, raise RequestError.
+
+    `what`: name of the event in the message.
     """
     try:
         return bool(event.query())

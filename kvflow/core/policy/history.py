@@ -12,7 +12,7 @@ MOMENTS_MAX = 64
 
 
 class Moment(NamedTuple):
-    """Number of tokens that were computed (for a lease) or had landed (for a load) `seconds` after the lease or load
+    """`tokens` tokens were computed (for a lease) or had landed (for a load) `seconds` after the lease or load
     began.
     """
 
@@ -36,7 +36,9 @@ class History:
         return tuple(self._moments)
 
     def note(self, tokens: int) -> None:
-        """Record that `tokens` tokens in all are computed, or have landed, now. No effect unless the number has grown.
+        """Record that `tokens` tokens in all are computed, or have landed, now.
+
+        No effect unless the number has grown.
         """
         if tokens <= (self._moments[-1].tokens if self._moments else 0):
             return

@@ -1,8 +1,8 @@
 """The lease book: which leases are open, when they expire, which readers have read, and which ended leases hold blocks.
 
-The book only decides: it has no clock, no event loop and no access to blocks or seals. Methods take the time as an
-argument, and return the leases that they have ended or released. The caller then wipes the seals of ended leases, and
-gives back the blocks of released leases.
+The book only decides: it has no clock, no event loop and no access to blocks or seals. Methods return the leases that
+they have ended or released. The caller then wipes the seals of ended leases, and gives back the blocks of released
+leases.
 
 A lease ends exactly once (invariant I4): as read by all its readers, expired, revoked or failed. Its blocks are then
 *held* for `hold_s`, because a quick read may be proven by a seal that was fetched shortly before the end
@@ -52,7 +52,6 @@ class LeaseEntry:
     """True if the lease has blocks. Such a lease stays in the book after its end, until the hold of its blocks is over.
     """
     ttl_s: float
-    """Seconds from a renewal until the lease expires."""
     offered_s: float
     expires_s: float
     lifetime_ends_s: float
@@ -120,7 +119,6 @@ class LeaseBook:
         """Add and return an open lease, which expires after `ttl_s` unless it is renewed.
 
         The request must not have an open lease. `reader_count`: number of engines that have to read the lease.
-        `holds_blocks`: True if the lease has blocks.
         """
         assert request_id not in self._open, "a request has one lease at a time"
         until = now_s + ttl_s, now_s + max(ttl_s, self._lifetime_s)
@@ -135,8 +133,7 @@ class LeaseBook:
     def restart(self, entry: LeaseEntry, ttl_s: float, now_s: float) -> None:
         """Give an open lease a new `ttl_s`, expiry and end of lifetime, as if it were opened at `now_s`.
 
-        Expiry and end of lifetime never become earlier, because readers may rely on the times that they know. No effect
-        on an ended lease.
+        Neither time becomes earlier, because readers may rely on the times that they know. No effect on an ended lease.
         """
         if entry.is_open:
             entry.ttl_s, entry.expires_s = ttl_s, max(entry.expires_s, now_s + ttl_s)
@@ -145,7 +142,7 @@ class LeaseBook:
     def renew(self, lease_id: str, reader: str, now_s: float) -> Counted:
         """Move the expiry of a lease to `now_s` plus the lease's `ttl_s`, but not beyond the end of its lifetime.
 
-        Return NOTED; or, without effect, LATE if the lease is not open or `reader` has already read it.
+        Return NOTED. If the lease is not open or `reader` has already read it, change nothing and return LATE.
         """
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open or reader in entry.readers:

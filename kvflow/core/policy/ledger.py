@@ -4,9 +4,9 @@ An *entry* is the number of a block in the ledger, which numbers the blocks of a
 Groups of layers that share a pool share its entries. With a single group the entry of a block is the block id. If
 several blocks of a group form one block of its pool (`CacheGroup.split`), they have one entry.
 
-Every block is free, leased (one or more leases protect it from writes), in flight (a load writes it) or quarantined (a
-load has ended, but its bytes may still land). Leases can share a block; a write excludes every other use. If a load
-reads from one producer after another, its blocks stay *claimed* in between.
+Every block is free, leased (protected from writes by one or more leases), in flight (a load writes it) or quarantined
+(a load has ended, but its bytes may still land). If a load reads from one producer after another, its blocks stay
+*claimed* in between.
 """
 
 from __future__ import annotations
@@ -118,19 +118,22 @@ class BlockLedger:
         return block_ids
 
     def lease(self, ids: BlockIds) -> None:
-        """Count a further lease of each block in `ids` (entries). BlocksBusy if one is in flight or quarantined."""
+        """Count a further lease of each block in `ids` (ledger entries).
+
+        BlocksBusy if one is in flight or quarantined.
+        """
         use = self._use[ids]
         if (use < _FREE).any():
             self._refuse(ids, use < _FREE, "served")
         self._use[ids] = use + 1
 
     def release(self, ids: BlockIds) -> None:
-        """Count one lease fewer for each block in `ids` (entries). A block without leases is free."""
+        """Count one lease fewer for each block in `ids` (ledger entries). A block without leases is free."""
         assert (self._use[ids] > _FREE).all(), "released a block that is not leased"
         self._use[ids] -= 1
 
     def begin_load(self, ids: BlockIds) -> None:
-        """Mark the blocks in `ids` (entries) as in flight, because a load will write them.
+        """Mark the blocks in `ids` (ledger entries) as in flight, because a load will write them.
 
         BlocksBusy if a block is leased, in flight or quarantined, unless `ids` is a claimed array.
         """
@@ -140,10 +143,10 @@ class BlockLedger:
         self._use[ids] = _IN_FLIGHT
 
     def claim_for_sources(self, ids: BlockIds) -> None:
-        """Claim the blocks in `ids` (entries), until `end_claim`, for a load that may try several producers.
+        """Claim the blocks in `ids` (ledger entries), until `end_claim`, for a load that may try several producers.
 
-        BlocksBusy if a block is leased, in flight or quarantined. Until `end_claim`, `begin_load` succeeds with the
-        same array; each attempt of the load calls it.
+        BlocksBusy if a block is leased, in flight or quarantined. Each attempt of the load calls `begin_load` with the
+        same array, which succeeds until `end_claim`.
         """
         self.begin_load(ids)
         self._claimed.append(ids)

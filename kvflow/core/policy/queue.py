@@ -3,8 +3,8 @@
 A fair queue bounds the sum of all granted permits, in all and per peer. Its rules:
 
 - All or nothing: a permit gets its whole amount in one step, and holds nothing while it waits.
-- A smaller priority number goes first, equal numbers in the order of the requests. Waiting does not raise a priority: a
-  permit waits as long as permits with smaller numbers fill the queue.
+- A smaller priority number goes first, equal numbers in the order of the requests. Waiting does not raise a priority,
+  so permits with smaller numbers can starve a permit.
 - A permit that does not fit its peer's limit is overtaken by permits of other peers, but not by later ones of its own.
 - If the first permit does not fit the global limit, no permit overtakes it, so that large reads do not starve.
 - A permit that is larger than a limit is granted when no other permit counts towards that limit.
@@ -72,7 +72,10 @@ class _Budget:
 
 
 def _fits(more: Amount, *budgets: _Budget) -> bool:
-    """Return True if each budget has room for `more`. A budget without a granted permit has room for any amount."""
+    """Return True if each budget has room for the amount `more`.
+
+    A budget without granted permits has room for any amount.
+    """
     for budget in budgets:
         if budget.permits:
             for taken, wanted, most in zip(budget.used, more, budget.limits, strict=True):
@@ -82,8 +85,9 @@ def _fits(more: Amount, *budgets: _Budget) -> bool:
 
 
 class FairQueue:
-    """Grants permits for bounded quantities, by the rules in the module docstring. Peers without permits take no
-    memory.
+    """Grants permits for bounded quantities, by the rules in the module docstring.
+
+    Peers without permits take no memory.
     """
 
     def __init__(self, limits: Amount, peer_limits: Amount | None = None, ahead_s: float = 0.0) -> None:
@@ -207,13 +211,15 @@ class FairQueue:
 class ShortestFirst(Generic[ItemT]):
     """Queue of jobs for a server that does one job at a time and cannot interrupt it. The smallest job goes first.
 
-    Once the jobs that have overtaken the oldest job add up to the oldest job's size, the oldest job goes next. So large
-    jobs get at least half of the server's time. A small job waits for the job being served and, if small jobs already
-    take half of the time, for one more large job.
+    Once the jobs that have overtaken the oldest job add up to its size, it goes next. So large jobs get at least half
+    of the server's time. A small job waits for the job being served and, if small jobs already take half of the time,
+    for one more large job.
     """
 
     def __init__(self, start_size: int) -> None:
-        """Create an empty queue. `start_size`: cost of starting any job, as a size that is added to the job's own size.
+        """Create an empty queue.
+
+        `start_size`: cost of starting any job, as a size that is added to the job's own size.
         """
         self._start_size = start_size
         self._waiting: list[tuple[int, ItemT]] = []  # oldest first

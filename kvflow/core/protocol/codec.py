@@ -38,7 +38,9 @@ class UnknownRequest(WireError):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame of every side-channel message: an array in all protocol versions, so that any peer can read it.
+    """The first frame of every side-channel message.
+
+    It is an array in all protocol versions, so that any peer can read it.
     """
 
     magic: Name
@@ -64,8 +66,9 @@ def our_header(fingerprint: bytes, question: int = 0, answer_bytes_max: int = 0)
 
 
 def decode_header(frame: bytes) -> Header:
-    """Decode the first frame of a message. WireError if it is not a kvflow header. The caller checks the protocol
-    version.
+    """Decode the first frame of a message.
+
+    WireError if it is not a kvflow header. The caller checks the protocol version.
     """
     header: Header = _decode(frame, Header)
     if header.magic != MAGIC:

@@ -307,7 +307,9 @@ Reply: TypeAlias = Metadata | LeaseAnswer | Digests | Ack | Refusal
 
 
 def digest_of(block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> bytes:
-    """Return a digest of `block_ids`, one list or a list for each group. Ranks compare digests in place of block ids.
+    """Return a digest of `block_ids`, one list or a list for each group.
+
+    Ranks compare digests in place of block ids.
     """
     return hashlib.sha256(msgspec.msgpack.encode(block_ids), usedforsecurity=False).digest()[:16]
 

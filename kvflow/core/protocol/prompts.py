@@ -1,8 +1,8 @@
 """Digests of prompts, so that a ticket is not used for another prompt.
 
-A router may mix tickets up, or the two engines may tokenize the same text differently, with another chat template or
-tokenizer. Then the bytes would arrive intact, and the answer would be to another prompt. So a ticket can carry a digest
-of its tokens, which the reader compares with its own prompt.
+A router may mix tickets up, or the two engines may tokenize the same text differently. Then the bytes would arrive
+intact, and the answer would be to another prompt. So a ticket can carry a digest of its tokens, which the reader
+compares with its own prompt.
 
 Prompts can also differ in more than tokens: in an adapter, pictures, or a cache salt. A *mark* says that one of these
 begins at a token. An engine sets the marks by `marked_by_keys`, and passes the marked prompt to kvflow. The digest of a
@@ -40,17 +40,16 @@ class Mark(msgspec.Struct, frozen=True):
     """Mark at one position of a prompt: for example, an adapter, a picture or a cache salt begins there."""
 
     place: int
-    """Position in the prompt."""
     token: int
-    """Token id at that position."""
+    """Token id at the position `place`."""
     parts: tuple[tuple[str, bytes], ...]
-    """(kind, digest of the keys of that kind) for each kind of mark at that position."""
+    """(kind, digest of the keys of that kind) for each kind of mark at the position."""
 
 
 class MarkedPrompt(list[int]):
     """A prompt as a list of numbers, with its marks. A slice keeps the marks inside it; `+` keeps those of both sides.
 
-    At a position with a mark the number is a hash (`marked_by_keys`), elsewhere it is the token id.
+    A number is a token id or, at a position with a mark, a hash (`marked_by_keys`).
     """
 
     def __init__(self, numbers: Iterable[int], marks: Iterable[Mark]) -> None:

@@ -1,30 +1,29 @@
 """`SealProof`: the proof, by a lease's seal, that the lease covered a whole read (invariant I2).
 
-For each open lease a producer keeps a 16-byte word in memory that peers can read: the *seal*. While the lease is open
-the seal holds the lease's secret id. When the lease ends, for any reason, the producer immediately wipes the seal, and
-gives the blocks back `hold_s` later. A reader fetches the seal through the same transport as the blocks, and compares
-it with its ticket. A torn, wiped or reused word matches no id. Two arguments prove that a read is fresh:
+For each open lease a producer keeps a 16-byte word in memory that peers can read: the *seal*, which holds the lease's
+secret id. When the lease ends, for any reason, the producer immediately wipes the seal, and gives the blocks back
+`hold_s` later. A reader fetches the seal through the same transport as the blocks, and compares it with its ticket. A
+torn, wiped or reused word matches no id. Two arguments prove that a read is fresh:
 
 - *Fetched after*: the seal was fetched after the last byte had landed, and was intact. So the lease was open during the
   whole read.
-- *Fetched meanwhile*: the seal was intact when it was fetched, and the last byte landed less than `quick_read_max_s`
-  (half of `hold_s`) after that fetch was posted, on the reader's own clock. Even if the lease ended right after the
-  fetch, its blocks were still held when the last byte landed. This saves small loads a round trip. The other half of
-  the hold is a margin for the drift of clocks and the coarseness of timers.
+- *Fetched meanwhile*: the seal was intact, and the last byte landed less than `quick_read_max_s` (half of `hold_s`)
+  after the fetch was posted, on the reader's own clock. Even if the lease ended right after the fetch, its blocks were
+  still held then. This saves small loads a round trip. The other half of the hold is a margin for the drift of clocks
+  and the coarseness of timers.
 
 A lease may be opened before its blocks can be read: the device has yet to compute the prompt, or the blocks are first
 copied to host buffers. Until all tokens can be read, the last four bytes of the seal are those of the id XOR the number
-of missing tokens at the end of the prompt. The tokens before those can be read in all groups. So an early reader finds
+of missing tokens at the end of the prompt; the tokens before those can be read in all groups. So an early reader finds
 out how far it may read without an answer from the producer. If the prompt will never be complete, the number is
-`FAILED`, which no prompt can have. It stays in the seal through the hold after the lease's end, and then for late
-readers until another lease needs the seal.
+`FAILED`, which no prompt can have. It stays in the seal through the hold, and then for late readers until another lease
+needs the seal.
 
 Both arguments rest on two premises that a seal cannot prove. First, tokens that the seal shows as readable have been
 computed: the producer's engine asserts that, by an event or because it has waited for its device. Second, registered
 addresses still mean the same memory: the engine maps no other memory there before `Runtime.unregister`.
 
-No clocks of two machines are compared, and the producer need not answer. It makes no difference whether the lease
-expired, was revoked, or was used up by another reader of the same ticket.
+No clocks of two machines are compared, and the producer need not answer.
 """
 
 from __future__ import annotations
@@ -87,8 +86,9 @@ class SealTable:
         self._free.append(index)
 
     def retire_slot(self, index: int) -> None:
-        """Mark the slot at `index` as free without wiping it. Its content stays until `take_slot`, which prefers other
-        free slots, takes it.
+        """Mark the slot at `index` as free without wiping it.
+
+        Its content stays until `take_slot`, which prefers other free slots, takes it.
         """
         self._free.appendleft(index)
 
@@ -164,15 +164,16 @@ class Proof(Protocol):
 
 
 class SealProof:
-    """The proof that one lease covered a load's reads. It only decides: the caller fetches the seal and passes the
-    times.
+    """The proof that one lease covered a load's reads.
+
+    It only decides: the caller fetches the seal and passes the times.
 
     Call `note_fetch_posted` when a fetch of the seal is posted and `note_fetched` with its result, `judge_before_post`
     before each read is posted, and `judge_after_read` once the last byte has landed.
 
-    The seal is fetched together with the first read, and must show that no token is missing. If the lease `grows`,
-    because some tokens are still being computed or copied to host buffers, the load reads only tokens that a fetched
-    seal has shown as readable (`readable_tokens`).
+    The seal is fetched with the first read, and must show that no token is missing. If the lease `grows`, because some
+    tokens are still being computed or copied to host buffers, only tokens that a fetched seal has shown as readable may
+    be read (`readable_tokens`).
     """
 
     kind = "seal"
@@ -245,8 +246,7 @@ class SealProof:
 
 
 def quick_read_max_s(hold_s: float) -> float:
-    """Return within how many seconds after the post of a seal's fetch a read must have ended to be proven by that seal.
-    """
+    """Return within how many seconds of the post of a seal's fetch a read must have ended to be proven by that seal."""
     return hold_s / 2
 
 

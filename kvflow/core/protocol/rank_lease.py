@@ -89,9 +89,7 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
 
     @classmethod
     def without_lease_id(cls, rank: Rank, incarnation: str, host: str, port: int) -> RankLease:
-        """Return a ticket's entry for a rank without a lease id: readers of the ticket have to ask the rank for its
-        lease.
-        """
+        """Return a ticket's entry for a rank without a lease id: readers have to ask the rank for its lease."""
         place: dict[str, Any] = {"pp_rank": rank.pp, "tp_rank": rank.tp, "host": host, "port": port}
         return cls(**place, incarnation=incarnation, lease_id="", seal_index=0)
 
@@ -106,7 +104,9 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
 
 
 def _convert(given: Mapping[str, Any], kind: Any) -> Any:
-    """Convert `given`, values by field, to a struct of type `kind`. RequestError names a field with an invalid value.
+    """Convert `given`, values by field, to a struct of type `kind`.
+
+    RequestError names a field with an invalid value.
     """
     try:
         return msgspec.convert(given, kind)
@@ -137,7 +137,9 @@ def check_rank_address(host: str, port: int, incarnation: str) -> str:
 
 
 def str_subclass_error(struct: msgspec.Struct) -> RequestError:
-    """Return the error for `struct`, which has a value of a subclass of str. Messages can only carry plain str values.
+    """Return the error for `struct`, which has a value of a subclass of str.
+
+    Messages can only carry plain str values.
     """
     values = msgspec.structs.asdict(struct).items()
     name, value = next((name, value) for name, value in values if isinstance(value, str) and type(value) is not str)

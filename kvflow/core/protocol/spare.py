@@ -1,9 +1,9 @@
 """The spare: a copy of a ticket's field "kvflow" for routers that forward only fields they know.
 
 Routers for KV transfer forward `remote_request_id` unchanged. So the spare, a copy of the fields "kvflow" and
-"tp_size", is appended to that id after SPARE_MARK, and removed where the ticket is read. The copy of a field is used
-only if the field itself is missing or null. The mark is appended even if the copy does not fit, because a ticket
-without the field "kvflow" would be taken for a ticket of vLLM's own NixlConnector.
+"tp_size", is appended to that id after SPARE_MARK, and removed where the ticket is read. A copy is used only if the
+field itself is missing or null. The mark is appended even if the copy does not fit, because a ticket without the field
+"kvflow" would be taken for one of vLLM's own NixlConnector.
 """
 
 from __future__ import annotations

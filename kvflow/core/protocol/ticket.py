@@ -1,18 +1,17 @@
 """The ticket: everything that a reader needs to load one request's blocks. Routers carry it as a dict of JSON types.
 
-A lease is a promise of one rank. An engine of several ranks opens a lease on each rank, under the same request id, and
-each rank makes a ticket. `merge_tickets` makes one ticket that names all these leases. If a reader needs a rank that
-its ticket does not name, it computes the rank's port and asks the rank for its lease (`messages.LeaseRequest`), which
-costs a round trip.
+A lease is a promise of one rank. Each rank of an engine opens a lease, under the same request id, and makes a ticket.
+`merge_tickets` makes one ticket that names all these leases. If a reader needs a rank that its ticket does not name, it
+computes the rank's port and asks the rank for its lease (`messages.LeaseRequest`), which costs a round trip.
 
 A ticket can be made without a lease. `Ticket.without_leases` makes a ticket that names an engine's ranks and a request;
 its readers ask every rank for its lease. Since they ask by request id, this id must be a secret of the ticket. A
 *pending ticket* (`Ticket.rendezvous`) does not even name the blocks: readers ask for the offer, and wait for it.
 
-In a ticket's dict the entry of each rank has a checksum of the lease id and of all fields that readers rely on. If the
-dict was changed in transit, or mixed from several tickets, a checksum does not match, and the ticket is refused. The
-checksum has no key: it guards against mistakes only. It leaves out the engine id, host and port, because the engine
-that answers at the address identifies itself.
+In a ticket's dict each rank's entry has a checksum of the lease id and of all fields that readers rely on. If the dict
+was changed in transit, or mixed from several tickets, the ticket is refused. The checksum has no key: it guards against
+mistakes only. It leaves out the engine id, host and port, because the engine that answers at the address identifies
+itself.
 """
 
 from __future__ import annotations
@@ -92,7 +91,6 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     """
 
     engine_id: Name
-    """Engine id of the producer."""
     request_id: RequestId
     """Id under which the producer serves the request."""
     block_ids: BlockIds
@@ -106,9 +104,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     dp_rank: Count
     """Index of the producer's data-parallel replica, to which all `ranks` belong."""
     tp_size: RankCount
-    """Number of tensor-parallel ranks of the producer's engine."""
     pp_size: RankCount
-    """Number of pipeline stages of the producer's engine."""
     block_size: Size
     """Tokens per block in the first group."""
     kv_heads: Size
@@ -167,12 +163,11 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @property
     def address(self) -> str:
-        """Address of the side channel of the first rank in `ranks`."""
+        """Address of the first rank's side channel."""
         return self.first.address
 
     @cached_property
     def parallelism(self) -> Parallelism:
-        """Parallelism of the producer's engine."""
         kind = (self.block_size, self.kv_heads, self.model_kv_heads)
         return Parallelism(self.tp_size, self.pp_size, *kind, self.more_kinds)
 
@@ -208,8 +203,9 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @property
     def offers_nothing(self) -> bool:
-        """True if the ticket offers neither blocks nor a payload (`Lease.complete`). Then its leases end when they are
-        opened.
+        """True if the ticket offers neither blocks nor a payload (`Lease.complete`).
+
+        Then its leases end when they are opened.
         """
         return not self.has_blocks and not any(rank.payload for rank in self.ranks)
 
@@ -224,7 +220,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @cached_property
     def block_ids_count(self) -> int:
-        """Number of block ids in the ticket, those of the engine and those of each rank, but at least the sum of
+        """Number of block ids in the ticket, those of the engine and of each rank; at least the sum of
         `block_counts`.
         """
         tables = (*self.block_tables, *(ids for rank in self.ranks for ids in rank.block_tables))
@@ -247,7 +243,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
             rank: the rank. `rank.dp` is ignored, since all leases of a ticket belong to one replica.
 
         Returns:
-            The lease; None if the ticket names no lease of the rank.
+            The lease; None if the ticket does not name the rank.
 
         Raises:
             RequestError: `rank` is not a Rank.
@@ -259,11 +255,10 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         """Return the address of a rank's side channel.
 
         Args:
-            rank: a rank of the producer's engine. If the ticket does not name it, its port is computed from the port of
-                the first rank.
+            rank: a rank of the producer's engine, named in the ticket or not.
 
         Returns:
-            The address, tcp://host:port.
+            The address, tcp://host:port. Computed from the first rank's port if the ticket does not name the rank.
 
         Raises:
             RequestError: `rank` is not a Rank, or the ticket does not name it and its port cannot be computed.
@@ -411,8 +406,7 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     """Return `ticket` itself if it is a Ticket, else the ticket that its dict describes.
 
     RequestError names an invalid field, or says that there are more than `block_ids_max` block ids. An oversized dict
-    is refused before it is parsed. Of a Ticket only the number of block ids is checked, since its constructor has
-    checked the rest.
+    is refused before it is parsed.
     """
     stated: list[str] = []
     if not isinstance(ticket, Ticket):

@@ -1,12 +1,12 @@
-"""Block copies on any kind of device for which torch has streams and events. No code here depends on the kind.
+"""Block copies on any kind of device for which torch has streams and events.
 
-Copies run on a stream of their own that does not wait for the engine's streams, so that a busy engine does not delay
-them. Before a copy the caller must therefore make sure that the source is computed (`ServeRequest.ready`), and that
-nothing still writes to the target (`LoadRequest.after`). A copy is finished only when its stream has been synchronized.
+Copies run on their own stream, which does not wait for the engine's streams, so that a busy engine does not delay them.
+Before a copy the caller must therefore make sure that the source is computed (`ServeRequest.ready`), and that nothing
+still writes to the target (`LoadRequest.after`). A copy is finished only when its stream has been synchronized.
 
 Devices differ in their kernels: many have none for complex numbers, some none for 64-bit integers. So blocks are copied
 in the cache's own dtype or, if the device cannot do that, as bytes. Each dtype is tried once. If neither works, each
-block is copied by a call of its own, which every device can do.
+block is copied by one call, which every device can do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AcceleratorDevice(CacheDevice):
             self._index_type = next((one for one in _INDEX_TYPES if self._can_index(torch.uint8, one)), None)
 
     def _open(self) -> tuple[torch.Stream, torch.Event]:
-        """Make the device current on this thread. Return a new stream and event for copies on the device."""
+        """Make the device current on this thread. Return a new stream and event for copies."""
         found = torch.accelerator.current_accelerator()
         if found is None or found.type != self.where.kind:
             raise RuntimeError(f"torch's accelerator is {found}")
@@ -94,10 +94,7 @@ class AcceleratorDevice(CacheDevice):
         return found if self._indexed[dtype] else tuple(view.view(torch.uint8) for view in found)
 
     def _can_index(self, dtype: torch.dtype, index_type: torch.dtype) -> bool:
-        """Return whether the device can gather and scatter rows of `dtype` by indices of type `index_type`.
-
-        A trial finds that out, since torch has no query for it.
-        """
+        """Try whether the device can gather and scatter rows of `dtype` by indices of type `index_type`."""
         try:
             with self.copying():
                 rows = torch.zeros(32, dtype=torch.uint8).view(dtype).view(2, -1).to(self.name)

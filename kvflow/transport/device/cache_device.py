@@ -1,9 +1,9 @@
 """The device on which a cache lies: how blocks are copied to and from it, in which order, and memory for copies.
 
 Each registration of a cache makes one `CacheDevice` (`make_device`). On the CPU a copy is finished when its call
-returns. If torch has streams and events for the device, copies have a stream of their own (`accelerator`); CUDA has
-some more calls (`cuda_device`). If torch has none, only the engine's own function can copy blocks on that device. No
-library of a device is loaded in a process that does not use it.
+returns. If torch has streams and events for the device, copies have their own stream (`accelerator`, `cuda_device`). If
+torch has none, only the engine's own function can copy blocks on that device. No library of a device is loaded in a
+process that does not use it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GATHER_BUFFER_BYTES = 8 << 20
 class CacheDevice:
     """A device on which a cache lies, here without streams; subclasses have streams.
 
-    Every method is called on the copy thread.
+    All methods run on the copy thread.
     """
 
     def __init__(self, where: Device) -> None:
@@ -63,7 +63,7 @@ class CacheDevice:
     def copying(self) -> Iterator[None]:
         """Context manager: copies made in the `with` body run in order, and the exit waits until they are finished.
 
-        If the body raises, the exit still waits for the copies made before. Raises the error of a failed copy.
+        If the body raises, the exit still waits. Raises the error of a failed copy.
         """
         yield
 
@@ -95,8 +95,9 @@ class CacheDevice:
     def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor | None:
         """Copy block ids to the device as an index tensor, and return it.
 
-        Call this, and use the tensor, only inside `copying`. Return None if the device has no gather and scatter
-        kernels; then blocks are copied one by one.
+        Call this, and use the tensor, only inside `copying`.
+
+        Return None if the device has no gather and scatter kernels; then blocks are copied one by one.
         """
         import torch
 
@@ -114,9 +115,8 @@ class CacheDevice:
 
     @property
     def piece_bytes_min(self) -> int | None:
-        """Size of a copied range, in bytes, from which `copy_pieces` is faster than gather kernels.
-
-        None if the device does not support `copy_pieces`.
+        """Bytes of a range from which `copy_pieces` is faster than gather kernels; None if `copy_pieces` is not
+        supported.
         """
         return None
 
@@ -133,8 +133,8 @@ class CacheDevice:
     def gather_buffer(self, count: int, size_bytes: int) -> torch.Tensor:
         """Return a device buffer to gather blocks into: a tensor with one row of `size_bytes` bytes for each block.
 
-        It has `count` rows, or fewer if not all fit into the buffer, but at least one. All calls share one buffer,
-        which a call with a larger `size_bytes` replaces. Call this inside `copying`.
+        It has `count` rows, or fewer, but at least one, if not all fit. All calls share one buffer, which a call with a
+        larger `size_bytes` replaces. Call this inside `copying`.
         """
         if self._gather_buffer is None or len(self._gather_buffer) < size_bytes:
             self._gather_buffer = self.allocate(max(_GATHER_BUFFER_BYTES, size_bytes))
@@ -157,9 +157,7 @@ _WITHOUT_STREAMS = (
 def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
     """Return the `CacheDevice` for a cache on the device `where`. Call this on the copy thread.
 
-    Args:
-        where: the device.
-        engine_copies: True if the engine's own function, `copy_blocks`, copies blocks; then no streams are needed.
+    `engine_copies`: True if the engine's own function, `copy_blocks`, copies blocks; then no streams are needed.
 
     Raises:
         ConfigError: kvflow cannot copy blocks on this device.
@@ -185,7 +183,7 @@ def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
 
 
 def record_event(where: Device) -> DeviceEvent | None:
-    """Record a device event behind all work queued so far on this thread's current stream of the device `where`.
+    """Record a device event behind all work that this thread has queued on its current stream of the device `where`.
 
     `where` must be the current device of its kind.
 

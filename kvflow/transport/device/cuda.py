@@ -28,7 +28,7 @@ DEVICE_ATTRIBUTES: Mapping[str, int] = {
 WRITES_ORDERING_OWNER = 100
 """Smallest value of the attribute "GPUDirect RDMA writes ordering" that makes a flush unnecessary.
 
-From this value on, once the host has seen the end of a NIC's write, the device sees the written data, too.
+From this value on, the device sees the data of a NIC's write once the host has seen the write's end.
 """
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
@@ -74,9 +74,9 @@ class DriverError(RuntimeError):
 
 
 class CudaDriver:
-    """Calls of the CUDA driver. All raise DriverError.
+    """Calls of the CUDA driver.
 
-    The calling thread needs a CUDA context unless a method says otherwise.
+    All raise DriverError. The calling thread needs a CUDA context unless a method says otherwise.
     """
 
     def __init__(self, library: Any) -> None:
@@ -93,9 +93,9 @@ class CudaDriver:
         return version.value // 1000, version.value % 1000 // 10
 
     def attributes(self, number: int = 0) -> dict[str, int | None]:
-        """Return the values of all `DEVICE_ATTRIBUTES` of device `number`, by name. Needs no context.
+        """Return all `DEVICE_ATTRIBUTES` of device `number`, by name; None if the driver does not know one.
 
-        A value is None if the driver does not know the attribute.
+        Needs no context.
         """
         device = ctypes.c_int()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(number))
@@ -119,7 +119,7 @@ class CudaDriver:
     def is_shareable(self, address: int) -> bool:
         """Return True if other processes can open the device memory at `address` by CUDA IPC. Needs no context.
 
-        Other processes cannot if the pages were mapped one by one (VMM), as in torch's expandable segments.
+        They cannot if the pages were mapped one by one (VMM), as in torch's expandable segments.
         """
         capable = ctypes.c_int()
         self._call(
@@ -153,8 +153,8 @@ class CudaDriver:
     ) -> None:
         """Queue copies of `sizes[i]` bytes from address `sources[i]` to address `targets[i]`, for all i, in one call.
 
-        `stream` is the handle of the CUDA stream, which must not be the default stream. The copies of one call run in
-        any order. Host memory must be page-locked.
+        `stream`: handle of the CUDA stream, which must not be the default stream. The copies of one call run in any
+        order. Host memory must be page-locked.
         """
         attributes, index, failed = _CopyAttributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
         self._call(
@@ -184,7 +184,7 @@ class CudaDriver:
 
 
 def load_driver() -> CudaDriver:
-    """Load libcuda and initialize it. Return the driver. Raises DriverError."""
+    """Load libcuda, initialize it and return the driver. Raises DriverError."""
     try:
         loaded = CudaDriver(ctypes.CDLL("libcuda.so.1"))
     except OSError as error:

@@ -44,15 +44,9 @@ _described: list[_Memory] = []
 
 
 def bytes_at(pointer: int, size: int, device: str) -> torch.Tensor:
-    """Return a tensor of bytes over the existing memory at address `pointer`.
+    """Return a tensor of bytes over the existing memory at address `pointer`, which must outlive the tensor.
 
-    Args:
-        pointer: address of the memory.
-        size: size in bytes.
-        device: torch's name of the device; without a number, the current device of that kind.
-
-    Returns:
-        The tensor, which does not own the memory. Keep the memory alive for longer than the tensor.
+    `device`: torch's name of the device; without a number, the current device of that kind.
 
     Raises:
         ConfigError: torch cannot make a tensor from an address on this kind of device.

@@ -4,14 +4,12 @@ Serving and reading need opposite settings of NIXL (measured; docs/decisions/000
 
 - The *serving* agent owns the memory that peers read. It must progress while Python does nothing. So it has NIXL's
   progress thread with a long delay: the thread sleeps in poll() on UCX's event descriptors, costs almost nothing when
-  idle, wakes at once when a peer writes, and needs neither the loop nor the GIL.
+  idle, wakes when a peer writes, and needs neither the loop nor the GIL.
 - The *reading* agent posts reads and sends notifications. It has no progress thread. The owner thread polls it, first
   without a pause for latency, then with growing sleeps, which on tcp is a third faster than polling without a pause.
 
-Reads are made from arrays of addresses, not from prepared descriptor lists of all blocks: plans already join adjacent
-blocks, and so the cost of a peer does not depend on its number of blocks (docs/decisions/0001-address-plans.md).
-
-A posted read cannot be cancelled, so no agent is destroyed while one of its reads is under way.
+Reads are made from arrays of addresses, not from prepared descriptor lists of all blocks, so the cost of a peer does
+not depend on its number of blocks (docs/decisions/0001-address-plans.md).
 """
 
 from __future__ import annotations
@@ -58,8 +56,8 @@ _SEND_QUIET_S = 2e-3
 _SEND_DELAY_MAX_S = 10e-3
 POST_COST_BYTES = 256 << 10
 """Fixed cost of posting a read, in bytes: the number of bytes that could be copied in the time that posting takes."""
-# Limits of several reads that are posted as one request: a small read that comes now waits for at most this much, as
-# behind a slice (`limits.BY_DEVICE`).
+# Limits of several reads that are posted as one request. A small read that is queued meanwhile waits for at most one
+# request, which is no larger than a slice (`limits.BY_DEVICE`).
 _REQUEST_BYTES_MAX = 8 << 20
 _REQUEST_RANGES_MAX = 4096
 # An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
@@ -76,7 +74,7 @@ class _QueuedRead(NamedTuple):
     descriptors: Descriptors
 
     def can_join(self, other: _QueuedRead) -> bool:
-        """Return True if this read and `other` can be posted as one NIXL request: same peer, same devices."""
+        """Return True if one NIXL request can read both this read and `other`: same peer, same devices."""
         ours, theirs = self.descriptors, other.descriptors
         same_devices = ours.local_device == theirs.local_device and ours.remote_device == theirs.remote_device
         return self.peer == other.peer and same_devices
@@ -86,7 +84,7 @@ class _QueuedRead(NamedTuple):
 class _Request:
     """A NIXL transfer request for one or several reads.
 
-    `handle` is 0 until NIXL has created it, and after its release.
+    `handle` is NIXL's; 0 before its creation and after its release.
     """
 
     reads: Sequence[_QueuedRead]
@@ -97,18 +95,14 @@ class _Request:
 
 
 class NixlAgents:
-    """The serving and the reading NIXL agent, and the reads in flight.
-
-    Created and used only on the thread `kvflow-agent`.
-    """
+    """The serving and the reading NIXL agent, and the reads in flight. Used only on the thread `kvflow-agent`."""
 
     def __init__(
         self, config: Config, name: str, put_event: Callable[[Event], None], has_jobs: Callable[[], bool]
     ) -> None:
-        """Start both agents.
+        """Start both agents. Raises ConfigError if NIXL cannot start as configured.
 
-        `put_event` passes an event to the event loop. `has_jobs` returns True while jobs wait for this thread. Raises
-        ConfigError if NIXL cannot start as configured.
+        `put_event` passes an event to the event loop. `has_jobs` returns True while jobs wait for this thread.
         """
         self._bindings = bindings = import_bindings()
         self._memory_kinds = defaultdict[str, Any](lambda: bindings.VRAM_SEG, cpu=bindings.DRAM_SEG)
@@ -164,7 +158,6 @@ class NixlAgents:
 
     @property
     def _has_reads_to_post(self) -> bool:
-        """True if reads wait to be posted."""
         return bool(self._created or self._to_post)
 
     def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
@@ -185,7 +178,7 @@ class NixlAgents:
     def _use_cuda(self, number: int) -> None:
         """Make CUDA device `number` current on this thread, as UCX needs.
 
-        If the device sees data from a NIC only after a flush, `_flush` will be called after each read.
+        If the device sees data from a NIC only after a flush, set `_flush`, which is called after each read.
         """
         cuda.make_current(number)
         calls = cuda.driver()
@@ -219,9 +212,9 @@ class NixlAgents:
     def _post_next(self) -> None:
         """Report ended reads to the event loop, and post the next NIXL request.
 
-        Each NIXL call releases the GIL, and while the loop is busy this thread waits to get the GIL back: in a burst,
-        for milliseconds. So ended reads are reported to the loop only when the next request has been created; the loop
-        then handles them while that request is being posted.
+        Each NIXL call releases the GIL; in a burst this thread then waits for milliseconds to get it back. So ended
+        reads are reported only when the next request has been created: the loop handles them while that request is
+        being posted.
         """
         if not self._created:
             self._create_next()
@@ -233,8 +226,8 @@ class NixlAgents:
     def _create_next(self) -> None:
         """Create one NIXL request for the next queued read and for those behind it with the same peer and devices.
 
-        A request has at most `_REQUEST_BYTES_MAX` bytes unless it is a single read. So a burst of small reads takes few
-        NIXL calls.
+        A request of several reads has at most `_REQUEST_BYTES_MAX` bytes. So a burst of small reads takes few NIXL
+        calls.
         """
         first = self._to_post.pop()
         reads, size_bytes, count = [first], first.descriptors.size_bytes, len(first.descriptors)
@@ -300,7 +293,7 @@ class NixlAgents:
     def notify(self, peer: AgentName, payload: bytes, join: Join | None) -> None:
         """Queue a notification for `peer`. Reads go first, since sending a notification would delay the next read.
 
-        The notification is sent once no read has been posted or ended for `_SEND_QUIET_S`, but not later than
+        Notifications are sent once no read has been posted or ended for `_SEND_QUIET_S`, but not later than
         `_SEND_DELAY_MAX_S` after the first queued one.
         """
         if not self._outbox:
@@ -320,17 +313,15 @@ class NixlAgents:
                     self.unsent += 1
                 else:
                     self.sent += 1
-        self._last_notification_s = (
-            time.monotonic()
-        )  # the first message to a peer takes several steps: poll often for a while
+        # The first message to a peer takes several steps: poll often for a while.
+        self._last_notification_s = time.monotonic()
         self._next_notifications_s = min(self._next_notifications_s, self._last_notification_s)
         self._reading.native.getNotifs({}, [])  # progress, so that the message leaves now
 
     def step(self) -> float:
         """Make progress: post and check reads, send and collect notifications, and report events to the event loop.
 
-        The agents' thread calls this again and again. Return the seconds for which the thread may sleep before the next
-        call.
+        Return the seconds for which the agents' thread may sleep before the next call.
         """
         if self._has_reads_to_post:
             self._post_next()
@@ -345,7 +336,7 @@ class NixlAgents:
                 self._spin(now_s + _SPIN_TURN_S)
             self._check_reads()
         if self._ended and not self._has_reads_to_post and not self._has_jobs():
-            self._release(self._report_ended())  # else by the next call, after the waiting jobs
+            self._release(self._report_ended())  # else the next call reports, after the waiting jobs
         send_s = math.inf
         if self._outbox:
             send_s = min(self._active_s + _SEND_QUIET_S, self._outbox_since_s + _SEND_DELAY_MAX_S)
@@ -408,10 +399,7 @@ class NixlAgents:
             self._in_flight = still
 
     def _still_in_flight(self, request: _Request) -> bool:
-        """Ask NIXL for the status of `request`, and end the request if it is done.
-
-        Return True if it is still in flight.
-        """
+        """Ask NIXL for the status of `request`. Return True if it is still in flight; else mark it as ended."""
         error = None
         try:
             if self._reading.native.getXferStatus(request.handle) != self._bindings.NIXL_SUCCESS:
@@ -424,8 +412,8 @@ class NixlAgents:
     def _end_request(self, request: _Request, error: TransportError | None) -> None:
         """Mark `request` as ended, with `error` if it failed. Its reads are reported to the loop later.
 
-        If the request failed, release it in NIXL, so that no byte can still land. Otherwise flush, if the device needs
-        that to see the bytes that landed.
+        If it failed, release it in NIXL, so that no byte can still land. Otherwise flush, if the device needs that to
+        see the bytes that landed.
         """
         if error is not None:
             self._release([request])
@@ -435,7 +423,7 @@ class NixlAgents:
         self._ended.append(request)
 
     def _report_ended(self) -> Sequence[_Request]:
-        """Report the ended reads to the event loop. Return their requests, which the caller must release in NIXL.
+        """Report the ended reads to the event loop. Return their requests, which the caller must then release in NIXL.
 
         Releasing a request gives up the GIL, so it comes after the report.
         """

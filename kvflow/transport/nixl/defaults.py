@@ -27,7 +27,7 @@ class Polling(NamedTuple):
 
     spin_s: float
     bytes_per_s: float
-    """Expected speed of a read. The time added to `spin_s` is twice the time that the read takes at this speed."""
+    """Expected speed of a read. Twice the time that the read takes at this speed is added to `spin_s`."""
 
     def until_s(self, size_bytes: int) -> float:
         return self.spin_s + 2 * size_bytes / self.bytes_per_s
@@ -44,7 +44,7 @@ POLLING: Mapping[str, Polling] = {
 def backend_params(backend: str, given: Mapping[str, str]) -> dict[str, str]:
     """Return the parameters of NIXL backend `backend`: `given`, with default settings added to "engine_config".
 
-    A default setting is left out if `given` or an environment variable has that setting.
+    A default setting is left out if `given` or an environment variable has it.
     """
     params = dict(given)
     chosen = params.get("engine_config", "")

@@ -1,7 +1,4 @@
-"""NixlTransport: the part of the NIXL transport that runs on the event loop.
-
-Every NIXL call is a job for the agents' thread.
-"""
+"""NixlTransport: the part of the NIXL transport on the event loop. Every NIXL call is a job for the agents' thread."""
 
 from __future__ import annotations
 
@@ -221,7 +218,7 @@ class NixlTransport:
     def _deliver_events(self) -> None:
         """Pass all queued events to the `deliver` function of `run`, if `run` is active.
 
-        If `deliver` raises, `run` raises TransportBroken.
+        If `deliver` raises, so does `run`.
         """
         # Cleared first, so that an event that is put after this schedules another wake-up.
         self._delivery_scheduled = False

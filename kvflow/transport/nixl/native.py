@@ -70,7 +70,7 @@ class Agent:
         return len(self._listeners)
 
     def lost_listeners(self) -> list[int]:
-        """Return the ports of those listeners of this agent that UCX has closed."""
+        """Return the ports of this agent's listeners that UCX has closed."""
         lost = {file: socket.port for file, socket in self._listeners.items() if _inode(file) != socket.inode}
         _LOST_LISTENERS.update(lost)
         return list(lost.values())
@@ -176,10 +176,7 @@ def load_verbs() -> bool:
 
 
 def import_bindings() -> ModuleType:
-    """Import NIXL's Python bindings and return the module.
-
-    Raises ConfigError if they are not installed or do not load.
-    """
+    """Import and return NIXL's Python bindings. Raises ConfigError if they are not installed or do not load."""
     load_verbs()
     try:
         return importlib.import_module("nixl._bindings")
@@ -191,7 +188,7 @@ def import_bindings() -> ModuleType:
 
 
 def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
-    """Return NIXL's exception classes, which are the exceptions that callers pass to `translate_error`."""
+    """Return NIXL's exception classes; their exceptions are for `translate_error`."""
     found = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
     return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
 
@@ -203,7 +200,7 @@ _PEER_GONE = (
 
 
 def translate_error(error: Exception, bindings: ModuleType) -> TransportError:
-    """Return the TransportError for `error`, an exception of NIXL. It is a PeerGone if the peer has disconnected."""
+    """Return the TransportError for `error`, an exception of NIXL: a PeerGone if the peer has disconnected."""
     reported = f"{type(error).__name__}: {error}"
     if isinstance(error, bindings.nixlRemoteDisconnectError):
         found: TransportError = PeerGone(f"{_PEER_GONE} (NIXL: {reported})")
@@ -221,9 +218,9 @@ def prefault(span: Span) -> None:
 
 
 def readable_kinds() -> Mapping[str, bool]:
-    """Return whether the loaded UCX can read memory of "xpu" devices and, on ROCm, of "cuda" devices.
+    """Return whether the loaded UCX can read memory of "xpu" devices and, on ROCm, of "cuda" devices, by kind.
 
-    The result is by kind of device. Call this after an agent has been created, which loads UCX.
+    Call this after an agent has been created, which loads UCX.
     """
     found = {"xpu": has_module("ze")}
     return {**found, "cuda": has_module("rocm")} if is_rocm() else found
