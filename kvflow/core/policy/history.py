@@ -12,9 +12,7 @@ MOMENTS_MAX = 64
 
 
 class Moment(NamedTuple):
-    """`tokens` tokens were computed (for a lease) or had landed (for a load) `seconds` after the lease or load
-    began.
-    """
+    """`tokens` tokens were computed (of a lease) or had landed (of a load) `seconds` after the lease or load began."""
 
     seconds: float
     tokens: int

@@ -220,9 +220,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @cached_property
     def block_ids_count(self) -> int:
-        """Number of block ids in the ticket, those of the engine and of each rank; at least the sum of
-        `block_counts`.
-        """
+        """Number of block ids in the ticket: of the engine and of each rank. At least the sum of `block_counts`."""
         tables = (*self.block_tables, *(ids for rank in self.ranks for ids in rank.block_tables))
         return max(sum(map(len, tables)), sum(self.block_counts))
 

@@ -115,8 +115,9 @@ class CacheDevice:
 
     @property
     def piece_bytes_min(self) -> int | None:
-        """Bytes of a range from which `copy_pieces` is faster than gather kernels; None if `copy_pieces` is not
-        supported.
+        """Bytes of a range from which `copy_pieces` is faster than gather kernels.
+
+        None if the device does not support `copy_pieces`.
         """
         return None
 
