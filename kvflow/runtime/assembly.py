@@ -72,14 +72,14 @@ class RegisteredCache:
     ) -> None:
         """Make every object that exists as long as the cache is registered.
 
-        `config` has the limits for the kind of device that the cache is on. `local` describes this rank for comparison
-        with peers, `metadata` describes it to readers.
+        `config` has the limits for the cache's kind of device. `local` describes this rank for comparison with peers,
+        `metadata` describes it to readers.
         """
         self.config = config
         self.rank = runtime.rank
         self.incarnation = registration.incarnation
         self.host, self.port = runtime.host, runtime.listener.port
-        """Host and port of this rank's side channel, as its tickets name them."""
+        """Host and port of this rank's side channel, as in its tickets."""
         self.clock = runtime.clock
         self.spawn = registration.spawn
         self.observers = runtime.observers
@@ -102,7 +102,6 @@ class RegisteredCache:
         """The pool of host blocks of each group and, once scratch memory is in use, the pool of scratch buffers."""
         stock = stock_part_of(runtime.parts)
         self.lease_notifier = LeaseIdNotifier(self)
-        """Sends notifications about leases to producers that run kvflow."""
         self.agents = Agents(self)
         self.peers = Peers(self, stock.handshakes(self, Handshakes(self, self.lease_notifier)))
         self.kvflow_resolver = TicketResolver(self)
@@ -130,15 +129,10 @@ class RegisteredCache:
             self._answers.update(one.answers)
 
     def part(self, name: str, what: str, kind: type[KVFlowError] = RequestError) -> Any:
-        """Return the object of an optional feature, such as "staging", for this cache. The first call makes the object.
+        """Return the object of an optional feature for this cache. The first call makes the object.
 
-        Args:
-            name: name of the feature's folder, a key of `parts.PARTS`.
-            what: text for the error that says what needs the feature.
-            kind: class of the error if the folder is not installed.
-
-        Raises:
-            RequestError: the folder is not installed; another class if `kind` is given.
+        `name`: folder of the feature, such as "staging", a key of `parts.PARTS`. If it is not installed, raise `kind`
+        with the text `what`, which says what needs the feature.
         """
         made = self._parts.get(name)
         if made is None:
@@ -149,7 +143,7 @@ class RegisteredCache:
         """Return the answer to a peer's request, or a future of the answer.
 
         Refuses a request for another engine or rank, and a request from a peer with an incompatible cache, which
-        `header` shows. If `draining`, only readers of a request that has an open lease get this rank's metadata.
+        `header` shows. If `draining`, only readers of a request with an open lease get this rank's metadata.
         """
         ours = self.local.caller
         theirs = request.target
@@ -180,10 +174,7 @@ class RegisteredCache:
         return messages.Ack(incarnation=self.incarnation)
 
     async def begin_parts(self, runtime: Supervisor) -> None:
-        """Call `registered` of each part (optional feature) of the runtime, in order, with this cache.
-
-        Raises ConfigError if a part cannot work with the cache.
-        """
+        """Call `registered` of each part (optional feature) of the runtime, in order, with this cache."""
         for one in runtime.parts:
             await one.registered(runtime, self)
             self.begun_parts.append(one)
@@ -236,8 +227,8 @@ class RegisteredCache:
     async def wait_for_copies(self) -> str:
         """Wait until no copy between the cache and buffers runs, at most Limits.transport_close_timeout_s.
 
-        Return "" if nothing uses the cache now. Else return a text for an error that names the copy, loads, leases or
-        parts that still use the cache.
+        Return "" if nothing uses the cache now, else a text for an error that names the copy, loads, leases or parts
+        that do.
         """
         bound_s = self.config.limits.transport_close_timeout_s
         try:
@@ -370,7 +361,6 @@ def _cache_share(config: Config, groups: Sequence[CacheGroup], one: LayerSet) ->
 
 
 def _open_requests_of(part: Part) -> int:
-    """Return the number of requests that a part (an optional feature) has under way."""
     return 0 if (now := part.statistics) is None else now.open_requests
 
 
@@ -381,7 +371,7 @@ def _first_few(requests: Sequence[str]) -> str:
 
 
 async def _wait_for_all(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> bool:
-    """Await all coroutines in `waits` together, for at most `timeout_s` seconds. Return True if all have ended."""
+    """Await all coroutines in `waits` together, for at most `timeout_s` seconds. Return whether all have ended."""
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*waits)

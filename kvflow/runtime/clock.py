@@ -20,7 +20,7 @@ class Clock(Protocol):
     """A clock that never goes back. Its values cannot be compared with another machine's."""
 
     def now_s(self) -> float:
-        """Return the time of this clock: seconds since an arbitrary moment in the past."""
+        """Return the seconds since an arbitrary moment in the past."""
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         """Call `callback` on the event loop after `delay_s` seconds of this clock. Return its timer, for cancelling."""

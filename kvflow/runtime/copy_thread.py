@@ -1,9 +1,7 @@
 """The copy thread: runs copies between buffers and caches one after another, outside the event loop.
 
-It also watches device events, such as a `torch.cuda.Event`: it polls them until they have happened.
-
-The first copy or event starts the thread. A running copy cannot be stopped, so its flight waits for its end. Events are
-polled between copies.
+Between copies it polls device events, such as a `torch.cuda.Event`, until they have happened. A running copy cannot be
+stopped, so its flight waits for its end.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ _IDLE_S = 3600.0  # nothing to do between jobs
 
 
 class CopyFailed(Exception):
-    """Raised if a copy between buffers and the cache failed. `__cause__` is the error of the copy."""
+    """A copy between buffers and the cache failed. `__cause__` is the error of the copy."""
 
 
 class CopyThread:
     """A thread that runs copies and watches device events, and calls callbacks on the event loop when these end.
 
-    Thread `kvflow-copy <name>`: begun by the first copy, or event to watch. Ends at closing, once no copy runs.
-    The caller that submitted a copy gets its error.
+    Thread `kvflow-copy <name>`: begun by the first copy, or event to watch. Ends at closing, once no copy runs. The
+    caller that submitted a copy gets its error.
     """
 
     def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] | None = None) -> None:
@@ -78,10 +76,10 @@ class CopyThread:
         return found[0]
 
     async def run_into_buffers(self, copy: Callable[[], None], give_back: Callable[[], None]) -> None:
-        """Run `copy`, which writes into buffers, on the copy thread, and wait for its end. Raises CopyFailed.
+        """Run `copy`, which writes into buffers, on the copy thread, and wait for its end. CopyFailed if it raises.
 
-        `give_back` frees the buffers. It is called if the copy fails. If this coroutine is cancelled, `give_back` is
-        called when the copy has ended. After a success the caller keeps the buffers.
+        `give_back` frees the buffers. It is called if the copy fails or, if this coroutine is cancelled, when the copy
+        has ended. After a success the caller keeps the buffers.
         """
         copying = asyncio.ensure_future(self.run(copy))
 
@@ -101,8 +99,8 @@ class CopyThread:
     async def cache_device(self, where: Device, *, engine_copies: bool = False) -> CacheDevice:
         """Make a `CacheDevice` for a cache on the device `where`, on the copy thread, and return it.
 
-        `engine_copies`: True if the engine's own function copies blocks, so that kvflow needs no streams. Raises
-        ConfigError, or RuntimeError from torch, if the device cannot be used.
+        `engine_copies`: the engine's own function copies blocks, so kvflow needs no streams. ConfigError, or
+        RuntimeError from torch, if the device cannot be used.
         """
         make = self._make_device or partial(make_device, engine_copies=engine_copies)
         if self._make_device is None and where.kind == "cpu":
@@ -110,7 +108,7 @@ class CopyThread:
         return await self.run(lambda: make(where))
 
     async def wait_for_event(self, event: DeviceEvent) -> None:
-        """Wait until `event` has happened. Raises the error of `event.query()`. If cancelled, stop watching it."""
+        """Wait until `event` has happened, or raise the error of `event.query()`. If cancelled, stop watching it."""
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watch = self.watch(event, partial(_complete, end))
         try:
@@ -172,6 +170,5 @@ def _complete(end: asyncio.Future[None], error: BaseException | None) -> None:
 
 
 def run_all(jobs: Sequence[Callable[[], None]]) -> None:
-    """Call each function in `jobs`, one after another."""
     for job in jobs:
         job()

@@ -32,17 +32,14 @@ async def wait_granted(queue: FairQueue, permit: Permit) -> None:
 
 
 class Pool:
-    """Gives out the numbers, 0 to `size` - 1, of equal buffers that are free. First come, first served.
-
-    Belongs to one event loop.
-    """
+    """Gives out the numbers, 0 to `size` - 1, of equal buffers that are free. First come, first served."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = list(range(size - 1, -1, -1))
         self._queue = FairQueue((size,))
         self._permits: dict[int, Permit] = {}
-        """Permit of each call that took buffers and has not given them back, by the first number that the call got."""
+        """Permits of the calls whose buffers are not given back, by the first number that each call got."""
 
     @property
     def used(self) -> int:
@@ -57,9 +54,9 @@ class Pool:
         return None
 
     async def take(self, count: int) -> BlockIds:
-        """Wait until `count` buffers are free, take them and return their numbers. `count` must not exceed `size`.
+        """Wait until `count` buffers, at most `size`, are free. Take them and return their numbers.
 
-        If cancelled, give up the place in the queue.
+        If cancelled, give up the position in the queue.
         """
         assert 0 < count <= self.size, f"{count} of {self.size}"
         permit = self._queue.request_permit((count,))
@@ -89,7 +86,7 @@ class CopyDirection(enum.StrEnum):
 
 
 BlockCopier: TypeAlias = "Callable[[KVCaches, Sequence[tuple[int, int]], CopyDirection], None]"
-"""A function of the engine, `copy(host_caches, pairs, direction)`. It copies whole blocks of all layers between the
+"""Function of the engine, `copy(host_caches, pairs, direction)`, that copies whole blocks of all layers between the
 engine's cache and `host_caches`, which has the same layer names and shapes but fewer blocks. `pairs` has (block id in
 the cache, block id in `host_caches`) for each block. The function is called on kvflow's copy thread, and must return
 only when the copy is finished."""
@@ -107,10 +104,7 @@ class HostBlocks:
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
         """Copy blocks from the cache to host blocks, or from host blocks to the cache. Called on the copy thread.
 
-        Args:
-            direction: to the host blocks, or to the device of the cache.
-            device_ids: block ids in the cache.
-            host_ids: ids of the host blocks, one for each of `device_ids`.
+        `device_ids`: block ids in the cache. `host_ids`: ids of the host blocks, one for each of `device_ids`.
         """
         raise NotImplementedError
 
@@ -123,7 +117,6 @@ class RankMemory:
     own_layers: tuple[LayerSet, ...]
     """The engine's layers, in sets. The layers of a set belong to one group and have the same layout."""
     device: CacheDevice
-    """The device that the engine's layers are on."""
     staging: Sequence[HostBlocks]
     """Host blocks of each group of layers; empty if peers read the cache itself."""
     served_layers: tuple[LayerSet, ...]

@@ -1,9 +1,9 @@
 """Open files of this process: the limit, how many are left, and how many kvflow needs.
 
-Running out of open files has bad effects. UCX closes its listener for good at the first connection that it cannot
-accept (UCX 1.23), so no new reader can ever connect. ZeroMQ aborts the process if it cannot make a context, and spins
-if it cannot accept. So kvflow stops earlier: it accepts no new reader while only a few files are left, and drops the
-connections of its side channel when still fewer are left.
+Without open files, UCX closes its listener for good at the first connection that it cannot accept (UCX 1.23), so no new
+reader can ever connect. ZeroMQ aborts the process if it cannot make a context, and spins if it cannot accept. So kvflow
+stops earlier: it accepts no new reader while only a few files are left, and drops the connections of its side channel
+when still fewer are left.
 
 Counted with NIXL 1.5.1 (UCX 1.23) and ZeroMQ 4.3.5: a runtime alone has some 40 open files. A peer costs 1 over shared
 memory and 2 over tcp, and so does a reader. A question on the side channel costs the asking side 4, and the answering
@@ -30,7 +30,7 @@ ANSWER_FILES = 1
 READERS_STOP_AT = 8
 """Number of files that the process must still be able to open before a new reader or peer is connected."""
 SIDE_CHANNEL_STOPS_AT = 4
-"""Number of files that the process must still be able to open; below it the side channel drops all its connections."""
+"""Number of files that must be left to open; below it the side channel drops all its connections."""
 
 _OPENING_FILES = {"nixl": 44, "inproc": 22}  # by transport
 _CONTEXT_FILES = 8  # of a ZeroMQ context, which starts its threads with the first socket
@@ -42,7 +42,6 @@ _OWN_FILES_DIR = "/proc/self/fd"
 
 
 def limit() -> int:
-    """Return how many files this process may have open at the same time."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _NO_LIMIT if soft == resource.RLIM_INFINITY else soft
 
@@ -62,10 +61,7 @@ def left() -> int:
 
 
 def shortage(least: int) -> str:
-    """Return "" if this process may open at least `least` more files.
-
-    Otherwise return a text for errors that says how many more files it may open.
-    """
+    """Return "" if this process may open at least `least` more files, else a text for errors that says how many."""
     found = left()
     return f"Too many open files: {found} of {limit()} are left (ulimit -n)" if found < least else ""
 
@@ -84,8 +80,7 @@ def needed(config: Config) -> int:
 def prepare(config: Config) -> None:
     """Raise this process's soft limit of open files to its hard limit. Log a warning if `config` may need more.
 
-    Raises:
-        ConfigError: too few files are left to open a runtime; NIXL or ZeroMQ would abort the process.
+    ConfigError if too few files are left to open a runtime; NIXL or ZeroMQ would abort the process.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _SOFT_MAX if hard == resource.RLIM_INFINITY else min(hard, _SOFT_MAX)
@@ -109,7 +104,7 @@ def prepare(config: Config) -> None:
 def asking_shortage(*, first: bool) -> str:
     """Return "" if a socket for a question to a peer can be opened, else a text for errors that says why not.
 
-    `first`: True if the question is the first of this process, and needs a ZeroMQ context too.
+    `first`: the question is the first of this process, and needs a ZeroMQ context too.
     """
     return shortage(QUESTION_FILES + SIDE_CHANNEL_STOPS_AT + (_CONTEXT_FILES if first else 0))
 

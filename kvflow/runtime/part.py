@@ -45,7 +45,7 @@ class Part:
     """
 
     name: str
-    """Name of the part, for logs and errors. It is the key of the part's counts in `RuntimeStatistics.parts`."""
+    """Name of the part, for logs, errors and `RuntimeStatistics.parts`."""
     answers: Mapping[type[messages.ReaderRequest], Callable[[Any], Answered]] = {}
     """Functions that answer peers' requests to this part, by type of request. They must not wait. The side channel
     decodes only these types of requests and those of the core."""
@@ -103,7 +103,6 @@ class PartOwner:
 
     @property
     def open(self) -> bool:
-        """True while the part's runtime takes new work."""
         return self._runtime is not None and self._runtime.state is RuntimeState.OPEN
 
     def begin(self, runtime: Supervisor) -> None:
@@ -116,14 +115,10 @@ class PartOwner:
     def require(self, what: str, *, new_work: bool = True) -> RegisteredCache:
         """Return the registered cache of the part's runtime, or raise if the part may not be called now.
 
-        Args:
-            what: name of the called method of the part, for the error.
-            new_work: True if the call begins new work, which a draining runtime refuses.
-
-        Raises:
-            UsageError: no runtime has registered a cache with the part, or this is not that runtime's loop.
-            RuntimeUnavailable: the runtime is closed, has no cache now or, for new work, is draining.
-            RuntimeBroken: a service of the runtime has died.
+        `what`: name of the called method of the part, for the error. `new_work`: the call begins new work, which a
+        draining runtime refuses. UsageError if no runtime has registered a cache with the part, or if this is not that
+        runtime's loop; RuntimeUnavailable if the runtime is closed, has no cache now or, for new work, is draining;
+        RuntimeBroken.
         """
         if self._runtime is None:
             raise UsageError(f"{what}: {self._part!r}: no runtime has registered a KV cache with this part")
@@ -138,10 +133,7 @@ class StockReaderService(Protocol):
         """Return the frames of the answer to a stock reader's question, or None to send none. Never waits or raises."""
 
     def apply_notification(self, payload: bytes) -> bool:
-        """Handle a notification from a reader with vLLM's own NixlConnector. Return True.
-
-        Return False, and change nothing, if `payload` is not from such a reader.
-        """
+        """Handle a notification from a reader with vLLM's own NixlConnector. Return False if `payload` is none."""
 
 
 class StockPart(Part):
@@ -156,11 +148,7 @@ class StockPart(Part):
         return cache.kvflow_resolver
 
     def service(self, cache: RegisteredCache) -> StockReaderService | None:
-        """Return the service that answers stock readers, or None if they are not served.
-
-        Raises:
-            ConfigError: stock readers cannot be served with this configuration.
-        """
+        """Return the service that answers stock readers; None if they are not served, ConfigError if they cannot be."""
         return None
 
 

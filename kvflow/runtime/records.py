@@ -1,9 +1,8 @@
 """Records of ended loads and leases. The observers of a runtime get each record once.
 
-A record does not change. Observers run on the event loop, in the step that ends the load or lease, so they must be
-quick. An error of an observer is logged and has no other effect. If an observer fails repeatedly, its 1st, 2nd, 4th,
-8th ... error is logged, with the number of errors that were not. In tests closing the runtime also raises the first
-error (`World.logs_observer_errors`).
+Observers run on the event loop, in the step that ends the load or lease, so they must be quick. An error of an observer
+is logged and has no other effect. If an observer fails repeatedly, its 1st, 2nd, 4th, 8th ... error is logged, with the
+number of errors that were not. In tests closing the runtime also raises the first error (`World.logs_observer_errors`).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Attempt:
     outcome: str
     """"loaded", the name of the error's type, or "ended" if the load ended before the attempt had an outcome."""
     error: str
-    """Reason why the producer did not deliver the prompt, or ""."""
+    """Reason why the producer did not deliver the prompt, or empty."""
     bytes: int
     """Number of bytes of the reads that were posted to this producer. The load uses only the bytes of the attempt with
     the outcome "loaded"."""
@@ -71,17 +70,17 @@ class LoadRecord:
     bytes: int = 0
     blocks: int = 0
     blocks_by_group: Mapping[str, int] = field(default_factory=dict)
-    """Number of blocks of each group of layers, by group name."""
+    """Number of blocks, by name of the group of layers."""
     descriptors: int = 0
     verification: str = "off"
-    """A value of `Verification`, the outcome of comparing the loaded blocks' digests with the producer's: "off",
+    """Outcome of comparing the loaded blocks' digests with the producer's, a value of `Verification`: "off",
     "verified", "repaired", "mismatch" or "unverified"."""
     freshness: str = ""
-    """How the load proved that its bytes were fresh, as in a `LoadReport`: by "seal" or "deadline". "" if the load read
-    no blocks, or ended before its sources were known."""
+    """Kind of proof that the bytes were fresh, as in a `LoadReport`: "seal" or "deadline"; "" if the load read no
+    blocks, or ended before its sources were known."""
     landed: Sequence[Moment] = ()
-    """If the lease opened before all tokens were computed: how many tokens had landed at which times, in seconds from
-    the start of the load. Else empty."""
+    """How many tokens had landed at which times, in seconds from the start of the load, if the lease opened before all
+    tokens were computed. Else empty."""
     traceparent: str = ""
     """W3C trace context in the ticket, or ""."""
     attempts: Sequence[Attempt] = ()
@@ -104,15 +103,15 @@ class LeaseRecord:
     """Reason why the prompt could not be computed, if the lease failed."""
     blocks: int
     blocks_by_group: Mapping[str, int]
-    """Number of blocks of each group of layers, by group name."""
+    """Number of blocks, by name of the group of layers."""
     tokens: int
     readers: int
     """Number of consumer ranks that reported that they had finished with the blocks."""
     seconds: Mapping[str, float]
     traceparent: str
     computed: Sequence[Moment] = ()
-    """If the lease opened before all tokens were computed: how many tokens were computed at which times, in seconds
-    from the opening of the lease. Else empty."""
+    """How many tokens were computed at which times, in seconds from the opening of the lease, if the lease opened
+    before all tokens were computed. Else empty."""
 
 
 class Observer(Protocol):

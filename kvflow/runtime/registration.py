@@ -1,8 +1,8 @@
 """One registration of a rank's cache, from the start of its agent to the end of its last task: an *incarnation*.
 
 If a cache is registered again, the rank gets another incarnation: a new name, new agents and a new poller, as if it had
-restarted at the same address. Peers notice the new name, as after a restart, and drop everything that they know about
-the previous incarnation (docs/decisions/0017-generations.md).
+restarted at the same address. Peers notice the new name, and drop everything that they know about the previous
+incarnation (docs/decisions/0017-generations.md).
 
 The agent and the poller start before the cache is registered. A registration ends in this order: leases, loads and
 parts begin to end; the supervisor waits until they have; readers get goodbyes; tasks and peers end; the agent closes.
@@ -44,7 +44,7 @@ class Registration:
         self._ended = False
 
     async def open(self) -> None:
-        """Start the transport. Raises ConfigError if that fails. If cancelled, the transport is closed."""
+        """Start the transport. ConfigError if that fails. If cancelled, the transport is closed."""
         await self.transport.open()
 
     def run(self) -> None:
@@ -55,7 +55,7 @@ class Registration:
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
         """Start a task that is cancelled at the end of the registration.
 
-        Raises RuntimeClosed if the runtime closes, CacheUnregistered if the registration has ended.
+        RuntimeClosed if the runtime closes, CacheUnregistered if the registration has ended.
         """
         if self._ended:
             body.close()

@@ -48,8 +48,8 @@ class Runtime:
         config: settings of the rank.
         observers: objects that get a record of every ended load and lease.
         world: replaces transport, side channel, clock and random numbers, for tests.
-        parts: optional features, for example `kvflow.prefix.Prefixes` or `kvflow.storage.Storage`, in the order in
-            which they begin and end.
+        parts: optional features, for example `kvflow.prefix.Prefixes` or `kvflow.storage.Storage`. They begin and end
+            in this order.
 
     Raises:
         ConfigError: an argument has the wrong type.
@@ -96,9 +96,10 @@ class Runtime:
         return cache.loader.quarantines if cache else ()
 
     async def __aenter__(self) -> Self:
-        """Start the transport, the listener and the poller. Raises ConfigError if that fails.
+        """Start the transport, the listener and the poller. If cancelled, the runtime is closed.
 
-        If cancelled, the runtime is closed.
+        Raises:
+            ConfigError: that failed.
         """
         try:
             await self._supervisor.open()
@@ -146,10 +147,9 @@ class Runtime:
     ) -> None:
         """Register the cache, so that peers can read it and loads can write to it.
 
-        A runtime has one cache at a time: see `unregister`. If an unregistration is under way, wait for its end first.
-        The runtime refers to the tensors until they are unregistered or the runtime is closed. If the transport cannot
-        read the cache's device, or Config.staging is "always", blocks go through host buffers. If cancelled, no cache
-        is registered.
+        A runtime has one cache at a time. If `unregister` is under way, wait for its end first. The runtime refers to
+        the tensors until they are unregistered or the runtime is closed. If the transport cannot read the cache's
+        device, or Config.staging is "always", blocks go through host buffers. If cancelled, no cache is registered.
 
         Args:
             kv_caches: a dict of tensors by layer name if all layers share a block table; else a list of `CacheGroup`s,
@@ -169,14 +169,14 @@ class Runtime:
     async def unregister(self) -> None:
         """Unregister the cache, for example before an engine sleeps. Afterwards no byte of it is read or written.
 
-        At once, all leases are revoked, loads and later calls fail with CacheUnregistered, and questions of peers are
+        First, all leases are revoked, loads and later calls fail with CacheUnregistered, and questions of peers are
         refused for now. Then the runtime waits for reads and copies under way, sends goodbyes to readers, and
         deregisters the memory. After that `register_kv_caches` accepts another cache, of any layout. The new cache is
         another incarnation of this rank: no earlier ticket, seal or connection is valid for it.
 
         Takes at most Config.cancel_grace_s, drain_timeout_s, Limits.seal_hold_s, goodbye_timeout_s and twice
-        transport_close_timeout_s. Without a cache, return at once. Concurrent calls wait for the same end. Cancelling
-        stops the waiting; the unregistration goes on, and the cache may be freed once another call has returned.
+        transport_close_timeout_s. Without a cache, do nothing. Concurrent calls wait for the same end. Cancelling stops
+        the waiting; the unregistration goes on, and the cache may be freed once another call has returned.
 
         Raises:
             RuntimeBroken: reads or a copy could not be stopped. Keep the memory until the runtime is closed.
@@ -226,10 +226,10 @@ class Runtime:
     ) -> None:
         """Announce that a request will not be served, for example since it was rejected or its prefill failed.
 
-        The loads of readers that wait for its offer with a pending ticket (`Ticket.rendezvous`) fail immediately, with
-        PrefillFailed and the reason. So do the loads of readers that ask later, for a while. A later `serve_blocks`
-        with the same request id takes the announcement back. Allowed while the runtime drains. An engine of several
-        ranks declines on each rank.
+        The loads of readers that wait for its offer with a pending ticket (`Ticket.rendezvous`) fail with PrefillFailed
+        and the reason, and so do, for a while, loads of readers that ask later. A later `serve_blocks` with the same
+        request id takes the announcement back. Allowed while the runtime drains. An engine of several ranks declines on
+        each rank.
 
         A router may send a request to this engine while its readers wait at another engine. Then pass `at`: the ranks
         of that engine are notified in the background, and nothing is declined here. Do this on one rank of this engine.
@@ -283,7 +283,7 @@ class Runtime:
         return await self._require_loader(request, "load_blocks").load(request)
 
     def start_load(self, request: LoadRequest) -> Load:
-        """Start to read the blocks that a ticket offers, and return at once. `await load` gives the report.
+        """Start to read the blocks that a ticket offers, and return a handle. `await load` gives the report.
 
         Every error but UsageError is raised by awaiting the load. After any outcome, the local blocks may be reused
         once `await load.settled()` has returned.
@@ -292,7 +292,7 @@ class Runtime:
             request: the ticket, and the local blocks to fill.
 
         Returns:
-            A handle: await it, iterate over its progress, cancel it, or await its `settled()`.
+            The handle: await it, iterate over its progress, cancel it, or await its `settled()`.
 
         Raises:
             UsageError: not called on the runtime's loop.
@@ -307,10 +307,10 @@ class Runtime:
     async def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Release the leases of a ticket without reading them, for example if the request was rejected before decode.
 
-        Sends one message to each rank, without a handshake. The lease then ends as if it had been read. If the ticket
-        is pending and the offer does not exist yet, wait for the offer, within the ticket's `ttl_s`, and connect its
-        ranks. A late or repeated release changes nothing. Allowed while the runtime drains. If cancelled, some ranks
-        may have been notified.
+        Sends one message to each rank, without a handshake. The lease then ends as if it had been read. If the offer of
+        a pending ticket does not exist yet, wait for the offer, within the ticket's `ttl_s`, and connect its ranks. A
+        late or repeated release changes nothing. Allowed while the runtime drains. If cancelled, some ranks may have
+        been notified.
 
         Args:
             ticket: the ticket from the router.
@@ -329,7 +329,7 @@ class Runtime:
 
         Entering the context does not wait: in the background the ticket's ranks are connected and the leases renewed,
         for at most Config.lease_lifetime_s. `statistics().loading.renewals` counts the renewals. If a lease cannot be
-        renewed, the context raises nothing; the load of the ticket raises the error.
+        renewed, only the load of the ticket raises the error.
 
         Args:
             ticket: the ticket from the router.
@@ -383,9 +383,9 @@ class Runtime:
     async def drain(self, deadline_s: float | None = None) -> bool:
         """Refuse new work, and wait up to `deadline_s` until all leases and loads have ended.
 
-        At once, `serve_blocks` and `load_blocks` raise RuntimeDraining, and new readers get PeerNotReady unless they
-        have a ticket of an open lease. Draining twice is fine. If cancelled, the runtime stays draining, and nothing is
-        revoked.
+        From the call on, `serve_blocks` and `load_blocks` raise RuntimeDraining, and new readers get PeerNotReady
+        unless they have a ticket of an open lease. Draining twice is fine. If cancelled, the runtime stays draining,
+        and nothing is revoked.
 
         Args:
             deadline_s: seconds after which leases are revoked and loads ended; None: Config.drain_timeout_s. Ending
@@ -420,8 +420,7 @@ class Runtime:
     def _require_loader(self, request: LoadRequest, what: str) -> Loader:
         """Return the loader if the runtime takes new loads, else raise the error that says why not.
 
-        If the runtime is draining, report `request` to the observers as a refused load. `what` names the public method
-        that was called, for the error.
+        If the runtime is draining, report `request` to the observers as a refused load. `what` names the called method.
         """
         here = asyncio._get_running_loop() is self._supervisor.loop
         if here and self._supervisor.state is RuntimeState.OPEN and self._supervisor.cache is not None:
@@ -442,7 +441,7 @@ class Runtime:
 
 
 def _checked_parts(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """Return `parts` as a tuple. Raises ConfigError if an item is not a `Part`, or a name occurs twice."""
+    """Return `parts` as a tuple. ConfigError if an item is not a `Part`, or a name occurs twice."""
     given = checks.try_call(lambda: tuple(parts))
     if given is None:
         raise ConfigError(f"parts: expected a list, got {checks.short_repr(parts)}")

@@ -49,12 +49,11 @@ class PartStatistics:
 class RuntimeStatistics:
     """A snapshot of a runtime: its open objects, and counts of past events.
 
-    `blocks` is None while no cache is registered. `serving` and `loading` are None before the first cache is
-    registered. In an abandoned runtime, which ended without its event loop, all three lack the counts of the last
-    registration, and may be None.
+    `blocks` is None while no cache is registered; `serving` and `loading` are None before the first one is. In an
+    abandoned runtime, which ended without its event loop, all three lack the counts of the last registration, and may
+    be None.
 
-    If a cache is registered again, `serving`, `loading` and `transport` go on counting from the counts of the last
-    registration.
+    If a cache is registered again, `serving`, `loading` and `transport` go on counting.
     """
 
     state: RuntimeState
@@ -96,10 +95,7 @@ def totals(
 
 
 def _total(now: PartT | None, past: PartT | None) -> PartT | None:
-    """Return `now` with each count increased by the same count of `past`.
-
-    If `now` or `past` is None, return the other one.
-    """
+    """Return `now` with each count increased by the same count of `past`. If one is None, return the other."""
     if now is None or past is None:
         return past if now is None else now
     counts = [one.name for one in fields(now) if one.name not in _GAUGES]

@@ -1,9 +1,9 @@
 """The supervisor: opens, runs and closes the services of a runtime in order, and ends all if one dies.
 
 `Runtime` is the handle that users hold. Nothing here refers to the handle, so that Python frees a dropped handle, which
-then closes the runtime. The listener, side channel, copy thread, clock and seals last as long as the runtime. Agents,
-poller, ledger and peers last as long as one `Registration`. If a service dies, the runtime is *broken*: leases are
-revoked, loads fail, and later calls raise RuntimeBroken with the cause.
+then closes the runtime. The listener, side channel, copy thread, clock and seals last as long as the runtime; agents,
+poller, ledger and peers as long as one `Registration`. If a service dies, the runtime is *broken*: leases are revoked,
+loads fail, and later calls raise RuntimeBroken with the cause.
 
 Unregistering ends one registration; closing ends everything. Both run to their end even if the caller is cancelled
 (`Tasks.run_to_end`). If the closing itself is cancelled, it stops waiting for leases and loads to end by themselves. If
@@ -64,7 +64,7 @@ class Supervisor:
         self.rank = Rank.of(config)
         self.state = RuntimeState.NEW
         self.cache: RegisteredCache | None = None
-        """The registered cache while it takes new work; None before it is registered and from when it has to end."""
+        """The registered cache while it takes new work, else None."""
         self.observers = observers
         self.world = world
         self.parts = tuple(parts)
@@ -86,7 +86,6 @@ class Supervisor:
         """The event loop that opened the runtime; None before the opening."""
 
     def __str__(self) -> str:
-        """Return the engine id and rank of the runtime, for logs and errors."""
         return f"{self.config.engine_id!r} ({self.rank})"
 
     def forked(self) -> None:
@@ -100,7 +99,7 @@ class Supervisor:
         return address_at(self.host, self.listener.port)
 
     async def open(self) -> None:
-        """Start the transport, the listener and the poller. Raises ConfigError. If cancelled, the runtime is closed."""
+        """Start the transport, the listener and the poller. If cancelled, the runtime is closed."""
         if self.state is not RuntimeState.NEW:
             raise UsageError(f"a Runtime is opened once; {self} is {self.state}")
         forks.register(self)
@@ -304,8 +303,8 @@ class Supervisor:
     async def _unregister(self) -> None:
         """End the current registration, even if its cache was never registered. Run by `Tasks.run_to_end`.
 
-        Task `kvflow-unregister`: begun by `unregister`, or by a registration that failed. It goes on if its
-        caller is cancelled. If it dies, the runtime breaks, and `unregister` raises its error.
+        Task `kvflow-unregister`: begun by `unregister`, or by a registration that failed. It goes on if its caller is
+        cancelled. If it dies, the runtime breaks, and `unregister` raises its error.
         """
         registration = self.registration
         if registration is None:
@@ -326,9 +325,9 @@ class Supervisor:
     async def _close(self) -> None:
         """Close the runtime: end the registration, the listener, all tasks and all threads. Run by `Tasks.run_to_end`.
 
-        Task `kvflow-close`: begun by `aclose`, by a cancelled supervisor's task, or by a dropped runtime. It goes
-        on if its caller is cancelled. If it is cancelled itself, it stops waiting for leases and loads. `aclose` raises
-        its error.
+        Task `kvflow-close`: begun by `aclose`, by a cancelled supervisor's task, or by a dropped runtime. It goes on if
+        its caller is cancelled. If it is cancelled itself, it stops waiting for leases and loads. `aclose` raises its
+        error.
         """
         on_cancel = self._stop_draining
         try:

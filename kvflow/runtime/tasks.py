@@ -1,7 +1,7 @@
 """The tasks of one runtime, in one task group. If a task dies, the runtime is *broken*.
 
-The supervisor's task holds the group. The task of a service (the listener, a poller) dies if it raises, or if code
-outside the runtime cancels it. Any other task dies if it raises.
+The supervisor's task holds the group. A task dies if it raises; the task of a service (the listener, a poller) also
+dies if code outside the runtime cancels it.
 
 Work that must finish even if its caller is cancelled, for example closing, is a task outside the group (`run_to_end`).
 A program that ends cancels all tasks of the loop, and this task with them. So each step of this work is run again if it
@@ -32,8 +32,8 @@ class Tasks:
     def __init__(self, owner: str, on_break: Callable[[], None], close: Callable[[], Awaitable[None]]) -> None:
         """Make the object; `start` starts the tasks. `owner`: name of the runtime in logs.
 
-        `on_break` is called once, when a task has died.
-        `close` closes the runtime. It is called if the task that runs all others is cancelled, as when a program ends.
+        `on_break` is called once, when a task has died. `close` closes the runtime. It is called if the task that runs
+        all others is cancelled, as when a program ends.
         """
         self._owner = owner
         self._on_break = on_break
@@ -49,12 +49,11 @@ class Tasks:
 
     @property
     def started(self) -> bool:
-        """True once `start` was called. It stays True after all tasks have ended."""
+        """True once `start` was called, also after all tasks have ended."""
         return self._supervision is not None
 
     @property
     def count(self) -> int:
-        """Number of running tasks."""
         return len(self._tasks) + (self._supervision is not None and not self._supervision.done())
 
     async def start(self, begin: Callable[[], None]) -> None:
@@ -96,15 +95,12 @@ class Tasks:
                     raise
 
     async def wait_ended(self, name: str) -> None:
-        """Wait until the work that `run_to_end` runs under `name`, if any, has ended. Do not raise its error.
-
-        Cancelling stops the waiting.
-        """
+        """Wait until the work that `run_to_end` runs under `name`, if any, has ended. Do not raise its error."""
         if name in self._detached:
             await asyncio.wait([self._detached[name]])
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
-        """Start a task in the runtime's task group. Raises RuntimeClosed if the runtime is closing or broken."""
+        """Start a task in the runtime's task group. RuntimeClosed if the runtime is closing or broken."""
         if self._stop.is_set() or self.cause is not None:
             body.close()
             raise RuntimeClosed(f"the runtime {self._owner} is closing")
@@ -154,10 +150,8 @@ class Tasks:
     async def _supervise(self, begin: Callable[[], None]) -> None:
         """Hold the task group until `stop` is called or a task dies. Body of the supervisor's task.
 
-        If the program cancels this task because it ends, close the runtime first: no other task may be left to do that.
-
-        Task `kvflow-supervisor`: holds the runtime's task group, from opening to closing. If the host cancels
-        it, it first closes the runtime.
+        Task `kvflow-supervisor`: holds the runtime's task group, from opening to closing. If the host cancels it, it
+        first closes the runtime.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -247,10 +241,7 @@ async def retry_if_cancelled(
 
 
 def mark_retrieved(task: asyncio.Future[None]) -> None:
-    """Mark the error of a finished task as retrieved, so that asyncio does not log that it was never retrieved.
-
-    For tasks with errors that are reported elsewhere.
-    """
+    """Mark a finished task's error, which is reported elsewhere, as retrieved, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 

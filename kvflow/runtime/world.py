@@ -1,6 +1,6 @@
 """World: functions that make a runtime's transport, side channel, clock, random numbers and copy thread.
 
-No other module in `runtime/` chooses a clock, a socket or a source of random numbers. So a simulator controls all of
+No other module in `runtime/` chooses a clock, a socket or a source of random numbers, so a simulator controls all of
 these by giving a runtime another `World`.
 """
 
@@ -21,9 +21,9 @@ from kvflow.transport.base import Transport
 
 
 def make_transport(config: Config, agent_name: str) -> Transport:
-    """Return a new transport of the kind that `config.transport` names, not opened yet.
+    """Return a new, unopened transport of the kind that `config.transport` names. ConfigError for an unknown kind.
 
-    Imports only the module of that kind. Raises ConfigError for an unknown name.
+    Imports only the module of that kind.
     """
     match config.transport:
         case "nixl":
@@ -56,8 +56,7 @@ class World:
     copy_thread: Callable[[str], CopyThread] = CopyThread
     logs_observer_errors: bool = True
     """True if errors that observers raise are only logged. If False, as in tests, closing the runtime also raises the
-    first of these errors.
-    """
+    first of these errors."""
     real_process: bool = True
     """True if the runtime runs in a real process: it is closed if it is dropped, or still open when Python ends.
 

@@ -1,7 +1,5 @@
 """The asking end of the side channel over ZeroMQ, which keeps connections for later questions.
 
-`ZmqListener` is the answering end.
-
 ZeroMQ silently retries a failed connection. Its monitor socket reports the failure, so that the question can end. Host
 names are looked up first (`lookups`), because ZeroMQ would look them up on the one thread that all questions share.
 
@@ -45,10 +43,7 @@ A listener that drops all connections has no bound port for a moment, and refuse
 """
 
 RETRY_PAUSES = BackOff(first_s=0.01, most_s=0.2)
-"""Pauses between the attempts of a question.
-
-They keep readers that a listener has dropped from all returning at once.
-"""
+"""Pauses between the attempts of a question, so that readers that a listener has dropped do not all return together."""
 
 _NO_ANSWER_HINT = "its process is stopped or very busy, or a firewall drops the packets"
 
@@ -120,8 +115,8 @@ class ZmqSideChannel:
     async def _route_to(self, at: Address) -> ListenerRoute:
         """Return how to connect to the listener at `at`: its numeric endpoint and, with CURVE, the keys to use.
 
-        Raises PeerRefused if the allowlist has no key of the peer's engine, PeerUnreachable if the peer's host name
-        cannot be resolved.
+        PeerRefused if the allowlist has no key of the peer's engine, PeerUnreachable if the peer's host name cannot be
+        resolved.
         """
         keyring = await self._get_keyring()
         server_key = b""
@@ -139,10 +134,9 @@ class ZmqSideChannel:
     async def _exchange(self, route: ListenerRoute, request: messages.Request, fingerprint: bytes) -> list[bytes]:
         """Send `request` to the listener of `route`, and return the frames of the answer.
 
-        `fingerprint` is a hash of this rank's `Compatibility`. If the connection closes before the answer comes, send
-        the question again over a new connection, since asking any question twice does no harm. A kept connection closes
-        if the peer restarted. Any connection closes if the listener drops all connections; new ones are refused until
-        it binds its port again.
+        `fingerprint`: hash of this rank's `Compatibility`. If the connection closes before the answer comes, because
+        the peer restarted or its listener drops all connections, send the question again over a new connection: asking
+        any question twice does no harm.
         """
         body, at = codec.encode(request), request.target
         shared, outcome = self._connections.find_shared(route), None
@@ -169,7 +163,7 @@ class ZmqSideChannel:
 def _connection_error(event: zmq.Event, at: Address, ours: str, *, curve: bool) -> PeerError:
     """Return the error for a connection to `at` that ended with the monitor event `event`.
 
-    `ours` is the id of this engine. `curve`: this engine uses CURVE.
+    `ours`: id of this engine. `curve`: this engine uses CURVE.
     """
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
         why = f"CURVE: the peer does not accept our key: does its curve_peers_dir have our {ours}.public?"
@@ -188,7 +182,7 @@ async def _probe(endpoint: str, *, final: bool) -> bool:
     """Open a plain TCP connection to `endpoint` and close it, to learn why ZeroMQ cannot connect.
 
     Return True if that succeeded, False if it was refused; if `final`, raise ConnectionRefusedError instead of
-    returning False. Raises any other OSError.
+    returning False.
     """
     host, port = split_address(endpoint, what="peer")
     try:

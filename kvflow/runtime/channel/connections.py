@@ -1,17 +1,15 @@
 """Connections to listeners. The first question to a listener opens a connection, which is kept for later questions.
 
 Until its first question is answered, a connection serves that question alone. If the answer carries the question's
-number, the connection becomes shared: several questions may wait on it at once, and it is kept open for `KEPT_IDLE_S`
-after the last answer. If all shared connections to a listener are full, one more is opened and kept. An answer is given
-to the question with its number; if that question has ended, the answer is dropped. If a listener does not number its
-answers, every question has a connection of its own.
+number, the connection becomes shared: several questions may wait on it at the same time, and it is kept open for
+`KEPT_IDLE_S` after the last answer. If all shared connections to a listener are full, one more is opened and kept. If a
+listener does not number its answers, every question has a connection of its own.
 
 After a question has timed out or was cancelled, its connection gets no new questions (`unanswered`); questions that
 already wait on the connection may still be answered. So a connection that died in silence costs one question, as it
 would if no connection was kept.
 
-A kept socket has no task and no timer. The event loop watches its file descriptor and calls back when ZeroMQ has a
-message.
+A kept socket has no task and no timer: the event loop watches its file descriptor.
 """
 
 from __future__ import annotations
@@ -47,9 +45,9 @@ _BLOCK_ID_BYTES = 8
 KEPT_IDLE_S = 5.0
 """Seconds for which a connection without waiting questions is kept open."""
 KEPT_MAX = 32
-"""Maximum number of connections without waiting questions to keep. Above it the least recently used is closed.
+"""Maximum number of connections without waiting questions to keep, with four open files each.
 
-Each connection has four open files.
+Above it the least recently used is closed.
 """
 _RECEIVED_AT_ONCE = 2 * QUESTIONS_MAX
 _MONITORED_EVENTS = (
@@ -86,7 +84,7 @@ class OpenQuestion:
     number: int
     arrivals: asyncio.Queue[Arrival] = field(default_factory=asyncio.Queue)
     answered: bool = False
-    """True once an answer that carries this question's number was received."""
+    """True once an answer with this question's number was received."""
 
 
 class KeptConnection:
@@ -99,7 +97,7 @@ class KeptConnection:
         answer_bytes_max: int,
         on_end: Callable[[KeptConnection], None],
     ) -> None:
-        """Create the sockets and begin to connect to `route`. Raises ZMQError.
+        """Create the sockets and begin to connect to `route`.
 
         `on_end` is called with this object if the connection ends for any reason other than `close`.
         """
@@ -131,10 +129,10 @@ class KeptConnection:
         self._loop.call_soon(self._receive_events)  # the loop may not notice messages that came before
 
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
-        """Send a question with the encoded body `body`, and return the `OpenQuestion`. Raises ZMQError.
+        """Send a question with the encoded body `body`, and return the `OpenQuestion`.
 
-        `fingerprint` is a hash of this rank's `Compatibility`. The answer, or the event that ends the connection,
-        arrives in the queue `arrivals` of the `OpenQuestion`.
+        `fingerprint`: hash of this rank's `Compatibility`. The answer, or the event that ends the connection, arrives
+        in the queue `arrivals` of the `OpenQuestion`.
         """
         question = OpenQuestion(next(self._numbers))
         header = codec.encode(codec.our_header(fingerprint, question.number, self._answer_bytes_max))
@@ -146,11 +144,11 @@ class KeptConnection:
         return question
 
     def forked(self) -> None:
-        """Called in a forked child: stop using the sockets, without closing them. The parent process owns them."""
+        """Called in a forked child: stop using the sockets, but do not close them: the parent process owns them."""
         self.closed = True
 
     def close(self) -> None:
-        """Close the sockets immediately. Closing twice is fine."""
+        """Close the sockets. Closing twice is fine."""
         if self.closed:
             return
         self.closed = True
@@ -241,7 +239,8 @@ class Connections:
         self._shared: dict[ListenerRoute, dict[KeptConnection, None]] = {}
         """Connections that several questions may use at the same time, by listener, in the order they became shared."""
         self._idle: OrderedDict[KeptConnection, float] = OrderedDict()
-        """Kept connections without waiting questions, and the loop time of the last question's end, oldest first."""
+        """Kept connections without waiting questions, each with the loop time when its last question ended, oldest
+        first."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -271,8 +270,8 @@ class Connections:
     def open_question(self, connection: KeptConnection, fingerprint: bytes, body: bytes) -> Iterator[OpenQuestion]:
         """Context manager: send a question with body `body` over `connection`, and yield the `OpenQuestion`.
 
-        Raises ZMQError. When the `with` body ends, its question no longer waits for an answer, and the connection is
-        shared, kept or closed.
+        When the `with` body ends, its question no longer waits for an answer, and the connection is shared, kept or
+        closed.
         """
         self._idle.pop(connection, None)
         question = None
@@ -285,14 +284,14 @@ class Connections:
             self._after_question(connection, answered=question is not None and question.answered)
 
     def close(self) -> None:
-        """Close idle connections immediately, and every other connection when the last question on it ends."""
+        """Close idle connections now, and every other connection when the last question on it ends."""
         self._closed = True
         for connection in list(self._idle):
             self._drop(connection)
         self._end_context_if_done()
 
     def abandon(self) -> None:
-        """Close all connections immediately. For use after the event loop has ended."""
+        """Close all connections. For use after the event loop has ended."""
         self._closed = True
         for connection in list(self._open):
             connection.close()
@@ -366,7 +365,7 @@ class Connections:
 
 
 def _receive_message(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """Receive the next message from `socket` and return its frames, or None if ZeroMQ has no message ready."""
+    """Return the frames of the next message from `socket`, or None if ZeroMQ has no message ready."""
     try:
         return socket.recv_multipart(flags=zmq.NOBLOCK)
     except zmq.Again:

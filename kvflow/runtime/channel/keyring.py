@@ -1,10 +1,10 @@
 """CURVE key files: an engine's own key pair, and a folder with the public keys of the peers that it accepts.
 
-All ranks of an engine `prefill-0` have the file `prefill-0.secret`; peers of that engine have `prefill-0.public`. A key
-file has one line of 40 characters (Z85); lines that begin with "# " are comments. Only the name of a public key file
-ties the key to an engine, so write access to the folder is enough to impersonate any engine.
+All ranks of an engine `prefill-0` have the file `prefill-0.secret`; its peers have `prefill-0.public`. A key file has
+one line of 40 characters (Z85); lines that begin with "# " are comments. Only the name of a public key file ties the
+key to an engine, so write access to the folder is enough to impersonate any engine.
 
-A lookup reads the folder again if the last reading is more than a second old. So engines join, leave and change keys
+A lookup reads the folder again if the last reading is more than a second old, so engines join, leave and change keys
 without a restart. If the folder cannot be read, the keys of the last reading stay valid. Error messages never show a
 secret.
 """
@@ -66,7 +66,7 @@ class Keyring:
     async def read(cls, engine_id: str, secret_file: Path, folder: Path, now_s: Callable[[], float]) -> Self:
         """Return a `Keyring` with the key pair in `secret_file` and the public keys of peers in `folder`.
 
-        Reads in a thread. Raises ConfigError, which names the faulty file, also if `folder` has another public key for
+        Reads in a thread. ConfigError, which names the faulty file, also if `folder` has another public key for
         `engine_id`.
         """
         own_keys = await asyncio.to_thread(_read_pair, secret_file)
@@ -164,9 +164,9 @@ def _check_mode(path: Path, forbidden: int, what: str) -> None:
 
 
 def _read_key(file: Path, what: str) -> bytes:
-    """Return the 32-byte key in `file`. Error messages name the file and `what`, the setting that leads to it.
+    """Return the 32-byte key in `file`. ConfigError, without the content, if `file` is not exactly one key.
 
-    Raises ConfigError if the content is not exactly one key. The error never shows the content.
+    `what`: the setting that leads to `file`, for errors.
     """
     try:
         with open(file, "rb") as stream:

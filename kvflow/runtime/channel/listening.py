@@ -5,17 +5,17 @@ refused. No message stops the listener, and the loop runs other tasks between tw
 per engine key with CURVE, else per address.
 
 With CURVE only engines of the allowlist can send messages, and a request must name the engine that owns the key of its
-connection. ZeroMQ asks which keys to accept by its own protocol (ZAP). These ZAP requests are answered in this module,
-since no supervisor watches the task of pyzmq's authenticator.
+connection. ZeroMQ asks which keys to accept by its own protocol (ZAP). This module answers, since no supervisor watches
+the task of pyzmq's authenticator.
 
 The receive queue has no limit, and heartbeats are off: ZeroMQ (4.3.5) stops reading from a connection when the queue is
 full, and if the peer then resets the connection, an unread ping aborts the process. A single endless message can fill
 the memory, too. So CURVE or the network must keep out a flood of bytes.
 
 Readers keep a connection for a while after a question, and ZeroMQ cannot limit the number of connections. If there are
-too many, or this process has few open files left, all connections are dropped and the port is bound again at once;
-readers then repeat their questions. If no open file is left, ZeroMQ spins while a client tries to connect; then the
-port stays unbound until files are free.
+too many, or this process has few open files left, all connections are dropped and the port is bound again; readers then
+repeat their questions. If no open file is left, ZeroMQ spins while a client tries to connect; then the port stays
+unbound until files are free.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ZmqListener:
     async def serve(self) -> None:
         """Answer requests one after another, until cancelled. Sending never waits, so a slow peer delays no other peer.
 
-        If an answer is a future, answer other requests meanwhile, and send its result once the future is done.
+        If an answer is a future, answer other requests until it is done, then send its result.
 
         Task `kvflow-listener`: from the opening to the closing of the runtime, with a task each for `-requests`,
         `-connections`, `-files` and, with CURVE, `-keys`. If one dies, the runtime breaks.
@@ -142,7 +142,7 @@ class ZmqListener:
             raise problems.exceptions[0] from problems
 
     def close(self) -> None:
-        """Close the sockets immediately. Closing twice is fine."""
+        """Close the sockets. Closing twice is fine."""
         if self._in_forked_child:
             return
         for socket in (self._monitor, self._zap, self._socket):
@@ -216,15 +216,15 @@ class ZmqListener:
             self._send(sender, header, reply)
 
     def _send_when_done(self, sender: bytes, asked: codec.Header, reply: asyncio.Future[messages.Reply]) -> None:
-        """Send the result of the finished future `reply` to `sender`. `asked` is the header of the request.
+        """Callback of the future `reply`: send its result to `sender`, unless it was cancelled or the socket is closed.
 
-        Callback of the future. If the future was cancelled or the socket is closed, send nothing.
+        `asked`: header of the request.
         """
         if not reply.cancelled() and not self._socket.closed:
             self._send(sender, asked, reply.result())
 
     def _send(self, sender: bytes, asked: codec.Header, reply: messages.Reply) -> None:
-        """Send `reply` to `sender`. `asked` is the header of the request.
+        """Send `reply` to `sender`. `asked`: header of the request.
 
         If the reply is larger than the reader accepts, send a refusal instead. If the reader does not receive and so
         its connection is full, drop the reply.
@@ -290,10 +290,7 @@ class ZmqListener:
         self._log_limited(logging.INFO, f"dropped a message on the side channel: {why}")
 
     def _log_limited(self, level: int, text: str) -> None:
-        """Log `text` about an event that a peer caused.
-
-        Above `_LOG_LINES_PER_S` lines a second for all peers, log nothing.
-        """
+        """Log `text` about an event that a peer caused, at most `_LOG_LINES_PER_S` lines a second for all peers."""
         if self._log_lines.allows("", self._now_s()):
             logger.log(level, "%s", text)
 
@@ -307,10 +304,7 @@ class ZmqListener:
             await asyncio.sleep(0)
 
     async def _watch_connections(self) -> None:
-        """Follow ZeroMQ's monitor events: count open connections, and drop all if there are too many.
-
-        Readers that wait for an answer then ask again.
-        """
+        """Follow ZeroMQ's monitor events: count open connections, and drop all if there are too many."""
         while not self._in_forked_child:
             event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             match event:
@@ -333,8 +327,8 @@ class ZmqListener:
     async def _watch_files(self) -> None:
         """Check every second how many more files this process may open.
 
-        If few are left, drop all connections by unbinding the port; once enough are free again, bind the port again. A
-        timer is needed for this check: without a free file ZeroMQ accepts no connection, and so no event comes.
+        If few are left, drop all connections by unbinding the port; once enough are free again, bind the port again. No
+        event can do this: without a free file ZeroMQ accepts no connection, and reports nothing.
         """
         while not self._in_forked_child:
             await asyncio.sleep(_FILES_CHECK_S)
@@ -373,7 +367,7 @@ class ZmqListener:
 def _property(frame: zmq.Frame, name: str) -> str | None:
     """Return the ZeroMQ metadata property `name` of the connection that sent `frame`.
 
-    Return None if the peer's ZeroMQ is too old to have that property.
+    None if the peer's ZeroMQ is too old to have it.
     """
     try:
         return str(frame.get(name))
@@ -384,7 +378,7 @@ def _property(frame: zmq.Frame, name: str) -> str | None:
 def _reply_instead(reply: messages.Reply, why: str) -> messages.Reply:
     """Return a smaller reply to send instead of `reply`, which is larger than the reader accepts, for the reason `why`.
 
-    Instead of an offer, return an answer that says that the lease has failed; instead of any other reply, a refusal.
+    It is a failed lease in place of an offer, and a refusal in place of any other reply.
     """
     if isinstance(reply, messages.LeaseAnswer) and reply.offer is not None:
         given = counted(sum(map(len, reply.offer.block_ids)), "block id")

@@ -1,9 +1,9 @@
 """Addresses of hosts: looks up the host names of peers in threads, and finds the address of this host for tickets.
 
 The system's resolver may need half a minute for a name in a forged ticket, and a thread in the resolver cannot be
-stopped. Therefore lookups do not use the loop's executor, which the rest of the program needs. Each lookup has a
-thread, and the number of threads is bounded. Names that were found before have a bound of their own, so that their
-lookups never wait for names in forged tickets.
+stopped. Therefore each lookup has a thread, not the loop's executor, which the rest of the program needs, and the
+number of threads is bounded. Names that were found before have a bound of their own, so that they never wait for names
+in forged tickets.
 
 If `Config.advertise_host` is "auto", tickets have the address of this host that the system's routing table gives:
 connecting a UDP socket gives the socket a local address and sends nothing.
@@ -39,7 +39,7 @@ class Lookups:
     async def find_address(self, host: str) -> str:
         """Return the numeric address of `host`, preferably an IPv4 address to which this machine has a route.
 
-        Raises OSError or ValueError if the lookup fails. If cancelled, stop waiting; the thread ends once the resolver
+        OSError or ValueError if the lookup fails. If cancelled, stop waiting; the thread ends once the resolver
         returns.
         """
         try:
@@ -74,10 +74,7 @@ def _preferred_address(entries: Sequence[tuple[Any, ...]]) -> str:
 
 
 def _has_route(entry: tuple[Any, ...]) -> bool:
-    """Return True if this host has a route to the address of `entry`, a result of `getaddrinfo`.
-
-    The test connects a UDP socket, which sends nothing.
-    """
+    """Return True if this host has a route to the address of `entry`, a result of `getaddrinfo`."""
     family, address = entry[0], entry[4]
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -90,10 +87,8 @@ def _has_route(entry: tuple[Any, ...]) -> bool:
 def _look_up(host: str, slots: asyncio.Semaphore, found: asyncio.Future[str]) -> None:
     """Look up `host`, then set the address or the error on `found` and release `slots`, both on the event loop.
 
-    Body of a thread.
-
-    Thread `kvflow-lookup <host>`: begun by a question to a host that is given by name. Ends when the resolver
-    answers. The question gets its error.
+    Thread `kvflow-lookup <host>`: begun by a question to a host that is given by name. Ends when the resolver answers.
+    The question gets its error.
     """
     outcome: str | Exception
     try:
@@ -130,7 +125,7 @@ _FAMILIES: dict[str, list[socket.AddressFamily]] = {
     ANY_V4: [socket.AF_INET],
     ANY_V6: [socket.AF_INET6, socket.AF_INET],
 }
-"""For each wildcard address, the IP versions on which a listener accepts connections, in order of preference."""
+"""By wildcard address: the IP versions on which a listener accepts connections, in order of preference."""
 
 
 async def own_host(config: Config) -> str:
@@ -161,8 +156,7 @@ async def own_host(config: Config) -> str:
 async def _target_addresses(config: Config, toward: str, families: Sequence[socket.AddressFamily]) -> list[Target]:
     """Return the (family, address) pairs of the host `toward`, sorted in the order of `families`.
 
-    If `toward` is empty, return one distant address for each family, to which only a default route leads. Raises
-    ConfigError.
+    If `toward` is empty, return one distant address for each family, to which only a default route leads.
     """
     if not toward:
         return [(family, _DISTANT_ADDRESSES[family]) for family in families]
@@ -181,7 +175,7 @@ async def _target_addresses(config: Config, toward: str, families: Sequence[sock
 def _local_address_toward(family: socket.AddressFamily, address: tuple[Any, ...]) -> str:
     """Return the address of this host that the system uses to send packets to `address`.
 
-    Raises OSError if this host has no route to `address`, or if peers could not connect to the address found.
+    OSError if this host has no route to `address`, or if peers could not connect to the address found.
     """
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.setblocking(False)

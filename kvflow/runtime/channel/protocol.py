@@ -1,7 +1,4 @@
-"""Interfaces of the side channel, over which ranks ask each other questions.
-
-`asking` and `listening` implement them over ZeroMQ.
-"""
+"""Interfaces of the side channel, over which ranks ask each other questions. See `asking` and `listening`."""
 
 from __future__ import annotations
 
@@ -18,23 +15,22 @@ QUESTIONS_MAX = 8
 """Maximum number of questions that wait for answers on one connection. A listener queues up to as many answers."""
 
 Answered: TypeAlias = "messages.Reply | asyncio.Future[messages.Reply]"
-"""A reply to a peer, or a future of the reply.
+"""A reply to a peer, or a future of the reply. Other requests are answered until the future is done.
 
-The listener sends the reply once the future is done, and answers other requests meanwhile. A function that returns
-futures must bound their number and complete each.
+A function that returns futures must bound their number and complete each.
 """
 
 Answer: TypeAlias = Callable[[codec.Header, messages.Request], Answered]
 
 
 def refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
-    """Return a refusal that says `reason`. With `transient` the peer may ask the same question later."""
+    """Return a refusal that says `reason`. `transient`: the peer may ask the same question later."""
     why = printable(reason, REASON_CHARS_MAX - 3)
     return messages.Refusal(reason=why, version=codec.PROTOCOL_VERSION, transient=transient)
 
 
 AnswerStock: TypeAlias = Callable[[bytes], "list[bytes] | None"]
-"""Function that answers stock engines (vLLM's own NixlConnector). It takes a question, which is one frame.
+"""Function that answers a question of a stock engine (vLLM's own NixlConnector), which is one frame.
 
 It returns the frames of the answer, or None if no answer is to be sent.
 """
@@ -56,8 +52,7 @@ class ListenerStatistics:
     """Number of messages without an answer, because the peer asked too often."""
     rejected: int = 0
     """Number of connections that failed in their handshake: the client's key is not in the allowlist, or the client is
-    not a kvflow peer.
-    """
+    not a kvflow peer."""
     connections: int = 0
     """Number of connections that are open now."""
     recycled: int = 0
@@ -65,16 +60,10 @@ class ListenerStatistics:
 
 
 class Listener(Protocol):
-    """The end of a rank's side channel that is bound to a port and answers peers.
-
-    `port` is the actual port, never 0.
-    """
+    """The end of a rank's side channel that is bound to a port and answers peers."""
 
     answer_stock: AnswerStock | None
-    """Function that answers questions of stock engines (vLLM's own NixlConnector).
-
-    None: they are dropped as malformed.
-    """
+    """Function that answers questions of stock engines (vLLM's own NixlConnector). None: drop them as malformed."""
 
     @property
     def port(self) -> int: ...
@@ -86,7 +75,7 @@ class Listener(Protocol):
         """Answer requests until cancelled."""
 
     def close(self) -> None:
-        """Stop listening immediately. Closing twice is fine."""
+        """Stop listening. Closing twice is fine."""
 
 
 class SideChannel(Protocol):
@@ -95,8 +84,8 @@ class SideChannel(Protocol):
     async def listen(self, answer: Answer, request_types: Any = messages.CoreRequest) -> Listener:
         """Bind this rank's address and return the listener, which calls `answer` with each request.
 
-        `request_types` is the union of request types that the listener decodes (`codec.requests_with`). Raises
-        ConfigError if the address cannot be bound, or the CURVE keys cannot be read.
+        `request_types`: union of request types that the listener decodes (`codec.requests_with`). ConfigError if the
+        address cannot be bound, or the CURVE keys cannot be read.
         """
 
     async def ask(
@@ -104,14 +93,14 @@ class SideChannel(Protocol):
     ) -> messages.Reply:
         """Send `request` to the peer `request.target` and return the answer, which may be a Refusal.
 
-        `fingerprint` is a hash of this rank's `Compatibility`: what both engines must have in common. `timeout_s`
-        defaults to Config.handshake_timeout_s. Raises PeerUnreachable if the connection is refused or no answer comes
-        within `timeout_s`, PeerRefused if one side does not accept the CURVE key of the other, ProtocolError if the
-        answer is not a kvflow message. If cancelled, stop waiting for the answer.
+        `fingerprint`: hash of this rank's `Compatibility`, what both engines must have in common. `timeout_s` defaults
+        to Config.handshake_timeout_s. PeerUnreachable if the connection is refused or no answer comes within
+        `timeout_s`, PeerRefused if one side does not accept the CURVE key of the other, ProtocolError if the answer is
+        not a kvflow message. If cancelled, stop waiting for the answer.
         """
 
     def abandon(self) -> None:
-        """Close all sockets immediately. For use after the event loop has ended."""
+        """Close all sockets. For use after the event loop has ended."""
 
     def close(self) -> None:
         """Send no further questions. Questions already sent may still be answered. Closing twice is fine."""
