@@ -15,14 +15,14 @@ def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
     """Assert that a runtime's free, leased, in-flight and quarantined blocks add up to all blocks of the KV cache.
 
     Each leased block must belong to one of `leases`, and each quarantined block to one of `Runtime.quarantines`. May be
-    called at any time, even while loads are under way.
+    called at any time.
 
     Args:
         runtime: The runtime to check.
-        leases: All leases of the runtime that may still be open; leases that are done are ignored.
+        leases: All leases of the runtime that may still be open; ended leases are ignored.
 
     Raises:
-        AssertionError: A count is wrong. The message has the count, and what it should be.
+        AssertionError: A count is wrong. The message has the actual and the expected count.
     """
     statistics = runtime.statistics()
     blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
@@ -43,7 +43,7 @@ def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
 
 
 class _Holder(Protocol):
-    """Protocol of objects that hold blocks: leases, loads and restores."""
+    """An object that holds blocks: a lease, load or restore."""
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]: ...
@@ -63,7 +63,7 @@ def assert_quiet(statistics: RuntimeStatistics) -> None:
         statistics: The result of `Runtime.statistics()`.
 
     Raises:
-        AssertionError: The runtime is not idle. The message names the loads, leases, blocks or reads that are open.
+        AssertionError: The runtime is not idle. The message says why.
     """
     assert statistics.buffers_used == 0, f"buffers in use: {statistics.buffers_used}"
     blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
@@ -86,7 +86,7 @@ def assert_closed(statistics: RuntimeStatistics) -> None:
         statistics: The result of `Runtime.statistics()` after closing.
 
     Raises:
-        AssertionError: Something was left behind, or the runtime is not idle (`assert_quiet`). The message says what.
+        AssertionError: Something was left behind, or `assert_quiet` fails. The message says what.
     """
     assert_quiet(statistics)
     transport = statistics.transport

@@ -14,10 +14,7 @@ from kvflow.testing.watch import calling_line, checked_at_end, raise_first
 
 
 class BlockWatch:
-    """Watches an engine's block allocator: records the blocks that it gives out, with the line of code that took each.
-
-    `watch_blocks` creates it.
-    """
+    """Watches an engine's block allocator, and records the line of code that took each block. See `watch_blocks`."""
 
     def __init__(self, runtime: Runtime, free_blocks: Callable[[], Collection[int]]) -> None:
         self._runtime = runtime
@@ -27,7 +24,7 @@ class BlockWatch:
         self._found: list[str] = []
 
     def take(self, block_ids: Iterable[int]) -> None:
-        """Record that the allocator has given out blocks. `watch_blocks` calls this after the allocator has done so.
+        """Record that the allocator has given out blocks. Called by `watch_blocks`, after that.
 
         Args:
             block_ids: Ids of the blocks that were given out.
@@ -46,10 +43,10 @@ class BlockWatch:
             self._taken[block] = where
 
     def give_back(self, block_ids: Iterable[int]) -> None:
-        """Record that blocks are given back. `watch_blocks` calls this before the allocator takes them back.
+        """Record that blocks are given back. Called by `watch_blocks`, before the allocator takes them.
 
         Args:
-            block_ids: Ids of the blocks that are given back.
+            block_ids: Ids of these blocks.
 
         Raises:
             AssertionError: A block is already free, or in use by the runtime; or an earlier call has found a fault.
@@ -67,7 +64,7 @@ class BlockWatch:
         """Assert that no call of `take` or `give_back` has found a fault so far.
 
         Raises:
-            AssertionError: A call has found a fault. The message describes the first fault.
+            AssertionError: A call has found a fault. The message describes the first one.
         """
         raise_first(self._found)
 
@@ -77,8 +74,8 @@ class BlockWatch:
         May be called at any time.
 
         Raises:
-            AssertionError: A block is neither free nor taken, or both, or is free while the runtime uses it; or an
-                earlier call has found a fault.
+            AssertionError: A block is neither free nor taken, or both, or is free while the runtime uses it; or a call
+                of `take` or `give_back` has found a fault.
         """
         raise_first(self._found)
         free = sorted(self._free_blocks())
@@ -91,11 +88,11 @@ class BlockWatch:
                 self._fail(block, f"is free, but {use}")
 
     def assert_all_free(self) -> None:
-        """Make the checks of `assert_conserved`, then assert that every taken block has been given back.
+        """Call `assert_conserved`, then assert that every taken block has been given back.
 
         Raises:
-            AssertionError: A block was not given back: the message names the line that took it. Or a check of
-                `assert_conserved` has failed.
+            AssertionError: A block was not given back, and the message names the line that took it; or
+                `assert_conserved` fails.
         """
         self.assert_conserved()
         for block, where in sorted(self._taken.items()):
@@ -121,20 +118,20 @@ def watch_blocks(
             ...  # run the engine; at the end every block must be free again
 
     Args:
-        runtime: The engine's runtime. Blocks in its leases, loads and quarantines are in use.
+        runtime: The engine's runtime. Blocks of its leases, loads and quarantines are in use.
         allocator: The object that gives out blocks.
-        take: Name of the allocator's method that gives out blocks, and returns their ids.
+        take: Name of the allocator's method that gives out blocks and returns their ids.
         free: Name of the allocator's method that takes blocks back; its first argument is their ids.
-        free_blocks: Function that returns the ids of the free blocks. Only blocks that are free when the watch begins
-            are watched, so begin when all are free.
+        free_blocks: Function that returns the ids of the free blocks. Only blocks that are free at the beginning are
+            watched, so begin when all are free.
 
     Returns:
         A context manager that yields the watch. The allocator is watched until the `with` block ends.
 
     Raises:
         AssertionError: A block was given out twice, freed twice, or freed while the runtime used it: raised by the
-            faulty call, and again when the `with` block ends. At that end also raised if a block was not freed. The
-            message names the block and the lines of code that took and freed it.
+            faulty call, and again at the end of the `with` block; or a block was not freed by then. The message names
+            the block and the lines of code that took and freed it.
     """
     watch = BlockWatch(runtime, free_blocks)
     give_out, get_back = getattr(allocator, take), getattr(allocator, free)

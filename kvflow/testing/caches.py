@@ -1,9 +1,9 @@
-"""Views of test caches that fill them with a pattern, in which each element depends on its block, slot, layer and head.
+"""Views of test caches that fill a cache with a pattern, which is different in each block, slot, layer and head.
 
 A *slot* is the position of one token in a block. The pattern of an element is a hash of its engine, model layer, K or
 V, block, slot, model head and index within the head, truncated to the dtype's size and finite in every float format. So
-the pattern is the same in every layout, axis order and sharding of a model, and missing, stale or misplaced bytes are
-found. All work is done by torch indexing over the tensors' shapes and on integer views, so NaN needs no special care.
+the pattern does not depend on layout, axis order or sharding, and missing, stale or misplaced bytes are found. Elements
+are compared as integers, so NaN needs no special care.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PRIMES = (2654435761, 40503, 2246822519, 3266489917, 668265263, 374761393, 3367
 
 
 class PatternCache:
-    """View of the KV cache of one rank, slot by slot in any layout, that fills blocks with a pattern and checks them.
+    """View of one rank's KV cache in any layout, that fills blocks with a pattern and checks them.
 
     Args:
         engine_id: Name of the engine. The pattern depends on it, and messages contain it.
@@ -44,7 +44,7 @@ class PatternCache:
         return ("latent",) if self.layout.latent else ("K", "V")
 
     def slots(self, layer: int, part: int) -> torch.Tensor:
-        """Return all slots of one layer's K or V as a tensor, with the same axes for every layout.
+        """Return all slots (one token of a block each) of one layer's K or V, with the same axes for every layout.
 
         Args:
             layer: Index of the layer among the registered layers.
@@ -83,7 +83,7 @@ class PatternCache:
             first_slot: Index of the first slot to check in each block.
 
         Raises:
-            AssertionError: An element differs. The message names the block and slot of the first such element.
+            AssertionError: An element differs. The message names the first element's block and slot.
         """
         ids = self._ids(block_ids)
         for layer, part in self._regions():
@@ -95,7 +95,7 @@ class PatternCache:
                 raise AssertionError(f"{place} was written to, and {counted(len(wrong) - 1, 'element')} more")
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return a digest (an integer) of the content of each slot. A change of any single element changes the digest.
+        """Return an integer digest of each slot's content. A change of any single element changes the digest.
 
         Args:
             block_ids: Ids of the blocks to read.
@@ -114,30 +114,30 @@ class PatternCache:
         return torch.stack(rows).view(len(self._layers), len(self.parts), len(ids), layout.block_size)
 
     def name_of(self, layer: int, part: int, block: int, slot: int, head: int | None = None) -> str:
-        """Return a text that names one slot of a layer, or one head in this slot, for messages.
+        """Return the name of one slot of a layer, or of one head in this slot, for messages.
 
         Args:
             layer: Index of the layer among the registered layers.
             part: 0 for K or the MLA latent, 1 for V.
             block: Block id.
             slot: Index of the slot in the block.
-            head: Index of the head in this rank; None if the text should name no head.
+            head: Index of the head in this rank; None for the whole slot.
 
         Returns:
-            Text with engine, layer name, K or V, block, slot, and the index of the head in the model.
+            Text with engine, layer name, K or V, block, slot, and the head's index in the model.
         """
         of_head = "" if head is None else f" head {self.heads[head]}"
         name = self.layout.layer_names[layer]
         return f"engine {self.engine_id!r}, layer {name!r}, {self.parts[part]}, block {block}, slot {slot}{of_head}"
 
     def find(self, elements: torch.Tensor) -> str | None:
-        """Find the first slot and head in the whole cache with given content.
+        """Find the first slot and head in the cache with given content.
 
         Args:
-            elements: The content to look for, of shape (element,): one head in one slot, as `slots` has them.
+            elements: The content, of shape (element,): one head of one slot, as integers as in the result of `slots`.
 
         Returns:
-            Text of `name_of` for this slot and head; None if no slot has this content.
+            Result of `name_of` for this slot and head; None if no slot has this content.
         """
         for layer, part in self._regions():
             held = (self.slots(layer, part).cpu() == elements.cpu()).all(-1).nonzero().tolist()
@@ -170,9 +170,9 @@ class PatternCache:
 
 
 class StateCache:
-    """View of one rank's cache for recurrent state (Mamba and the like), for `watch_offers`. It has no pattern.
+    """View of one rank's cache of recurrent state (such as Mamba's), for `watch_offers`. Without a pattern.
 
-    Each block is one slot, with the state of one request.
+    Each block is one slot, which holds the state of one request.
 
     Args:
         engine_id: Name of the engine, for messages.
@@ -186,10 +186,10 @@ class StateCache:
         self._layers = [cast("tuple[torch.Tensor, ...]", tensors_of(*layer)) for layer in kv_caches.items()]
 
     def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Return a digest (an integer) of each state tensor in each block. A change of any byte changes the digest.
+        """Return an integer digest of each state tensor in each block. A change of any byte changes the digest.
 
         Args:
-            block_ids: Ids of the blocks to read, each with one request's state.
+            block_ids: Ids of the blocks to read.
 
         Returns:
             An int64 tensor of shape (layer, tensor, block, 1), with blocks in the order of `block_ids`.
@@ -203,7 +203,7 @@ class StateCache:
         return torch.stack(rows).view(len(self._layers), -1, len(block_ids), 1)
 
     def name_of(self, layer: int, part: int, block: int, slot: int) -> str:
-        """Return a text that names one block's content in one state tensor, for messages.
+        """Return the name of one block in one state tensor, for messages.
 
         Args:
             layer: Index of the layer among the registered layers.

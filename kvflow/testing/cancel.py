@@ -1,9 +1,9 @@
-"""Test tool that cancels a coroutine at every point where cancelling can make a difference: one run for each point.
+"""Test tool that cancels a coroutine at every point where cancelling can make a difference, in one run for each point.
 
-The runs are in virtual time. The points are called *moments*. There is a moment after each step of the coroutine, of
-the tasks that it has started (its loads, for example), and of the scenario's other tasks. There is another moment when
-a task of the coroutine has been woken but has not run yet, once for each line at which the task waits. After a step of
-an engine's background task there is none, because the coroutine cannot see its effect before the next moment.
+The runs are in virtual time. The points, called *moments*, are after each step of the coroutine, of the tasks that the
+coroutine has started (such as its loads), and of the scenario's other tasks; and when a task of the coroutine has been
+woken but has not run yet, once for each line at which the task waits. A step of an engine's background task makes no
+moment, because the coroutine cannot see the step's effect before the next moment.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _UNDER_TEST: ContextVar[bool] = ContextVar("kvflow_cancelled_everywhere", defaul
 
 
 def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int:
-    """Run a coroutine many times, and cancel it at its first moment, then at its second, and so on up to its last.
+    """Run a coroutine many times: cancel it at its first moment, in the next run at its second, and so on.
 
     A moment is a point at which a task of the scenario has just run, or a task of the coroutine has been woken and is
-    about to run. A first run without cancellation counts the moments. kvflow's log lines are written only for a run
-    that fails. The logger `kvflow.testing.cancel` logs the progress at INFO.
+    about to run. A first run counts the moments. kvflow's log lines appear only for a run that fails. The logger
+    `kvflow.testing.cancel` logs the progress at INFO.
 
         @contextlib.asynccontextmanager
         async def scenario():
@@ -50,17 +50,17 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
 
     Args:
         make_scenario: Function that returns an async context manager for one run. The context manager opens engines and
-            yields the coroutine, not started. The code after the `yield` checks the engines; it runs once the coroutine
-            has ended, whether it was cancelled or not.
-        runs_max: Maximum number of moments, a bound in case that the coroutine never ends.
+            yields the coroutine, not started. The code after the `yield` checks the engines, once the coroutine has
+            ended, cancelled or not.
+        runs_max: Maximum number of moments, in case the coroutine never ends.
 
     Returns:
         Number of runs in which the coroutine was cancelled.
 
     Raises:
         AssertionError: The coroutine has more than `runs_max` moments.
-        Exception: Any error of the coroutine, except its cancellation, or of the checks. A note added to the error says
-            at which moment the coroutine was cancelled, and at which line it waited.
+        Exception: Any error of the checks or of the coroutine, except its cancellation. A note on the error has the
+            moment of the cancellation, and the line at which the coroutine waited.
     """
     moments = _run(make_scenario, runs_max + 1, "not cancelled").count
     if moments > runs_max:
@@ -77,7 +77,7 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
 class _Moments:
     """Counts the moments (points of possible cancellation) of one run, and cancels coroutine `body` at number `last`.
 
-    `place` is then the line at which the coroutine waited.
+    `place`: the line at which the coroutine then waited.
     """
 
     def __init__(self, loop: VirtualLoop, body: Coroutine[Any, Any, object], last: int) -> None:
@@ -91,9 +91,9 @@ class _Moments:
         self.task = loop.create_task(body, name="cancelled everywhere", context=context)
 
     def count_step(self) -> None:
-        """Count a moment if the last step of the loop was followed by one. At moment `last`, cancel the coroutine.
+        """Called by the loop after each step: if a moment follows the step, count it.
 
-        The loop calls this after each step.
+        At moment `last`, cancel the coroutine.
         """
         if self.place or self.task.done() or inspect.getcoroutinestate(self._body) == inspect.CORO_CREATED:
             return
@@ -125,7 +125,7 @@ def _run(make_scenario: Scenario, last: int, what: str) -> _Moments:
 async def _cancel_at(make_scenario: Scenario, last: int, what: str) -> _Moments:
     """Run the scenario once, and cancel its coroutine at moment number `last`, unless the coroutine ends earlier.
 
-    `what`: text about the cancellation, for a note on an error. Return the counter of the run's moments.
+    Return the run's moments. `what`: text about the cancellation, for a note on an error.
     """
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
@@ -151,7 +151,7 @@ async def _cancel_at(make_scenario: Scenario, last: int, what: str) -> _Moments:
 def _hold_back_logs(root: logging.Logger) -> Iterator[None]:
     """Hold back the log lines of logger `root` and its children during the `with` block.
 
-    If the block raises an error, write them at its end, else drop them.
+    If the block raises an error, write these lines at its end; else drop them.
     """
     kept = MemoryHandler(_LINES_MAX, flushLevel=logging.CRITICAL + 1)
     before, root.handlers, propagate, root.propagate = root.handlers, [kept], root.propagate, False
@@ -166,7 +166,7 @@ def _hold_back_logs(root: logging.Logger) -> Iterator[None]:
 
 
 def _place(task: asyncio.Task[Any] | None) -> str:
-    """Return where `task` waits: the line in each coroutine that it awaits, outermost first; "" if it is done."""
+    """Return where `task` waits: the line in each coroutine that it awaits, outermost first; "" if the task is done."""
     lines = []
     inner: Any = None if task is None else task.get_coro()
     while (frame := getattr(inner, "cr_frame", None)) is not None:

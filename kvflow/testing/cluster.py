@@ -48,9 +48,9 @@ class InprocCluster:
 
     Args:
         seed: Seed of a simulated network with random faults: slow, torn and failed reads, lost, repeated and late
-            notifications, unanswered questions, garbled answers. The same seed gives the same faults in every run, and
-            needs virtual time (`run_virtual`). None for a network without random faults.
-        conditions: Delays of the simulated network and rates of its faults; None to draw them at random by the seed.
+            notifications, unanswered questions, garbled answers. The same seed gives the same faults in every run.
+            Needs virtual time (`run_virtual`). None: no random faults.
+        conditions: Delays and fault rates of the simulated network; None: drawn at random by the seed.
     """
 
     def __init__(self, seed: int | None = None, *, conditions: NetworkConditions | None = None) -> None:
@@ -69,7 +69,7 @@ class InprocCluster:
         Pass it to `Runtime(config, world=...)`. Copies of blocks run on the event loop, so keep caches small.
 
         Args:
-            clock: Function that makes the runtime's clock; it is called on the runtime's event loop.
+            clock: Function that makes the runtime's clock, called on the runtime's event loop.
 
         Returns:
             A `World`, which several runtimes may share.
@@ -87,14 +87,14 @@ class InprocCluster:
         )
 
     def transport(self, engine_id: str, rank: Rank = _FIRST_RANK) -> InprocTransport:
-        """Return the transport of a rank, by which a test holds back and performs reads, and scripts faults.
+        """Return the transport of a rank, on which a test holds back and performs reads, and scripts faults.
 
         Args:
             engine_id: Name of the rank's engine.
-            rank: Rank in the engine; by default its first rank.
+            rank: Rank in the engine; by default the first.
 
         Returns:
-            Transport of the rank's last registration of a KV cache. Each registration makes a new transport.
+            Transport of the rank's last registration of a KV cache; each registration makes a new one.
         """
         return self._transports[engine_id, rank]
 
@@ -111,15 +111,15 @@ class InprocCluster:
 
         Args:
             engine_id: Name of the engine.
-            config: Limits and timeouts. Its engine id, address and transport are replaced.
+            config: Limits and timeouts; engine id, address and transport are replaced.
             size: Size of the KV cache; by default one layer.
             parts: Optional features of the runtime, as for `Runtime(config, parts=...)`.
 
         Returns:
-            An async context manager that yields the engine, and closes the runtime when the `async with` block ends.
+            An async context manager that yields the engine, and closes the runtime at the end.
 
         Raises:
-            AssertionError: The block ended without an error, but the closed runtime left something behind
+            AssertionError: The `async with` block succeeded, but the closed runtime left something behind
                 (`assert_closed`).
             UsageError: The cluster has a seed, and the event loop is not a `VirtualLoop`.
         """
@@ -137,18 +137,18 @@ class InprocCluster:
     ) -> ResultT:
         """Run an engine as a simulated process that crashes and restarts at random times, drawn from the seed.
 
-        If cancelled, this cancels the running `body`, waits for its end, and restarts nothing.
+        If cancelled, cancel the running `body`, and wait for its end.
 
         Args:
             engine_id: Name of every runtime that `body` opens.
-            body: Coroutine function that is one run of the process: it opens the engine and does the engine's work.
-                After a crash no code of the run is executed again, not even a `finally`, and peers can no longer read
-                the run's memory.
+            body: Coroutine function for one run of the process: it opens the engine and does the engine's work. After a
+                crash no code of the run is executed, not even a `finally`, and peers can no longer read the run's
+                memory.
             crashes: Maximum number of crashes.
-            within_s: Maximum virtual seconds from a start to the crash, and from a crash to the restart.
+            within_s: Maximum virtual seconds from start to crash, and from crash to restart.
 
         Returns:
-            The result of the last run, which has not crashed.
+            The result of the last run.
 
         Raises:
             UsageError: The cluster has no seed.
@@ -175,7 +175,7 @@ class InprocCluster:
         return task.result()
 
     def _simulation(self) -> Network:
-        """Return the simulated network. The first call creates it on the running event loop."""
+        """The simulated network, created on the running event loop by the first call."""
         if self._simulated is None:
             loop = asyncio.get_running_loop()
             if not isinstance(loop, VirtualLoop):
@@ -185,7 +185,7 @@ class InprocCluster:
         return self._simulated
 
     def _host(self, engine_id: str) -> SimHost:
-        """Return the simulated host of all ranks of an engine. The first call for the engine creates it."""
+        """Return the simulated host of all ranks of an engine, created by the first call for the engine."""
         if engine_id not in self._hosts:
             life = SimProcess(self._simulation().loop, engine_id)
             self._hosts[engine_id] = SimHost(engine_id, f"host of {engine_id}", life)

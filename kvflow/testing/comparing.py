@@ -1,4 +1,4 @@
-"""Comparison of the blocks that a reader has loaded with the producer's blocks; names the first difference."""
+"""Compares the blocks that a reader has loaded with the producer's blocks, and names the first difference."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def compare_blocks(
 
     Args:
         ours: The consumer's cache.
-        our_ids: Ids of the loaded blocks, in prompt order. If they do not cover the prompt, they are its last blocks.
+        our_ids: Ids of the loaded blocks, in prompt order: all blocks of the prompt, or its last ones.
         theirs: The producer's cache.
         their_ids: Ids of the offered blocks, in prompt order.
-        num_tokens: Length of the prompt in tokens; None if every offered block is full.
-        windowed: True if the offered blocks are only the last blocks of the prompt, as in a group with a sliding
-            window. Needs `num_tokens`. Tokens before the offered blocks are not compared.
+        num_tokens: Number of the prompt's tokens; None if every offered block is full.
+        windowed: True if the offered blocks are only the prompt's last ones, as in a group with a sliding window. Needs
+            `num_tokens`. Earlier tokens are not compared.
 
     Returns:
-        None if every element is equal. Otherwise a sentence about the first difference. It names the engine, layer,
-        block and slot on both sides, and the producer's block and slot whose content the consumer's cache has instead.
+        None if every element is equal. Else a sentence about the first difference, which names the engine, layer, block
+            and slot on both sides, and the producer's block and slot whose content the consumer's cache has instead.
     """
     size, their_size = ours.layout.block_size, theirs.layout.block_size
     full = len(their_ids) * their_size
@@ -77,10 +77,10 @@ def assert_blocks_equal(
 
     Args:
         ours: The consumer's cache.
-        our_ids: Ids of the loaded blocks, in prompt order. If they do not cover the prompt, they are its last blocks.
+        our_ids: Ids of the loaded blocks.
         theirs: The producer's cache.
-        their_ids: Ids of the offered blocks, in prompt order.
-        num_tokens: Length of the prompt in tokens; None if every offered block is full.
+        their_ids: Ids of the offered blocks.
+        num_tokens: Number of the prompt's tokens; None if every offered block is full.
 
     Raises:
         AssertionError: An element differs. The message is the sentence that `compare_blocks` returns.
@@ -101,15 +101,15 @@ def assert_loaded(
 
     Args:
         ours: The consumer's cache, filled with its pattern before the load.
-        our_ids: Ids of the loaded blocks, in prompt order. If they do not cover the prompt, they are its last blocks.
+        our_ids: Ids of the loaded blocks, in prompt order: all blocks of the prompt, or its last ones.
         theirs: The producer's cache.
         their_ids: Ids of the offered blocks, in prompt order.
-        num_tokens: Length of the prompt in tokens; None if every offered block is full. In the last block, the slots
-            after the prompt must still hold the pattern of `ours`.
+        num_tokens: Number of the prompt's tokens; None if every offered block is full. Slots after the prompt in the
+            last block must still hold the pattern of `ours`.
 
     Raises:
-        AssertionError: A loaded element differs, or an element outside the load was written to. The message names the
-            block and slot of the first such element.
+        AssertionError: A loaded element differs, or another element was written to. The message names the first such
+            element's block and slot.
     """
     assert_blocks_equal(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
     wanted = set(our_ids)

@@ -1,4 +1,4 @@
-"""A replacement of the copy thread for tests: copies run on the event loop, for small caches and virtual time."""
+"""A copy thread for tests with small caches: copies run on the event loop, also in virtual time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvflow.runtime.copy_thread import CopyThread
 
 
 class InlineCopier(CopyThread):
-    """A `CopyThread` that runs copies on the event loop, one after another, instead of on a thread.
+    """A `CopyThread` that runs copies one after another on the event loop, instead of on a thread.
 
-    `duration_s()` returns the seconds of the loop's time that the next copy takes.
+    `duration_s()` returns the seconds of loop time that the next copy takes.
     """
 
     def __init__(self, name: str, duration_s: Callable[[], float] = lambda: 0.0) -> None:

@@ -1,7 +1,7 @@
 """Pytest fixtures with runtimes. Enable them by `pytest_plugins = ["kvflow.testing.fixtures"]` in a conftest.py.
 
-They need pytest-asyncio (`kvflow[testing]`). A fixture that opens runtimes closes them, and makes the test fail if a
-closed runtime has left a task, thread, peer, registered memory or read behind.
+They need pytest-asyncio (`kvflow[testing]`). A fixture closes the runtimes that it has opened, and makes the test fail
+if a closed runtime has left a task, thread, peer, registered memory or read behind.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ from kvflow.testing.watch import calling_line, checked_at_end
 
 
 class _WatchedLoad(Load):
-    """A `Load` that counts the tasks that await it. `LoadWatch.begun` changes the class of started loads to this."""
+    """A `Load` that counts the tasks that await it. `LoadWatch.begun` gives started loads this class."""
 
     begun_at = ""
     waiting = 0
-    """Number of tasks that await the load or its next `Progress` now."""
+    """Number of tasks that now await the load or its next `Progress`."""
     awaited_or_cancelled = False
     """True once the load was cancelled, has ended while a task awaited it, or was awaited after its end."""
 
@@ -64,11 +64,11 @@ class LoadWatch:
         self._begun: list[_WatchedLoad] = []
 
     def begun(self, load: Load, where: str) -> None:
-        """Watch a started load. If the load is done already, for example refused, ignore it, since it holds no blocks.
+        """Watch a started load. A load that is done already, for example refused, is ignored, since it holds no blocks.
 
         Args:
             load: The load that `start_load` has returned.
-            where: The line of code that has started the load, for messages.
+            where: The line of code that started the load, for messages.
         """
         if not load.done:
             load.__class__ = _WatchedLoad
@@ -88,7 +88,7 @@ class LoadWatch:
         """Assert that no load is in `forgotten`.
 
         Raises:
-            AssertionError: A load is forgotten. The message names the first such load, and the line that started it.
+            AssertionError: A load is forgotten. The message names the first one, and the line that started it.
         """
         for load in self._begun:
             if load in self.forgotten:
@@ -104,20 +104,20 @@ class LoadWatch:
 def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
     """Check that each load that a runtime starts is awaited to its end, or cancelled.
 
-    Awaiting the load or its next `Progress` counts. Awaiting `Load.settled()` does not, since that does not end the
-    load. If a task iterates over a load by `async for`, and is cancelled in the body of the loop, the load goes on, so
-    the load must be cancelled, too. An engine that polls `Load.done` must await the load afterwards, for its report.
+    Awaiting the load or its next `Progress` counts; awaiting `Load.settled()` does not, since that does not end the
+    load. If a task is cancelled in the body of an `async for` over a load, the load continues, so it must be cancelled,
+    too. An engine that polls `Load.done` must await the load afterwards, for its report.
 
     Args:
-        runtime: The reader's runtime. Its `start_load` is replaced inside the `with` block. Loads that are started by a
-            reference to the method from before the block are not watched.
+        runtime: The reader's runtime. Its `start_load` is replaced inside the `with` block. Loads started by an earlier
+            reference to this method are not watched.
 
     Returns:
         A context manager that yields the watch. Loads are watched until the `with` block ends.
 
     Raises:
-        AssertionError: A load was forgotten. Raised when the `with` block ends, in place of an error that the block has
-            raised. The message names the request and the line that started the load.
+        AssertionError: A load was forgotten. Raised at the end of the `with` block, in place of the block's own error.
+            The message names the request and the line that started the load.
     """
     watch, start = LoadWatch(), runtime.start_load
 

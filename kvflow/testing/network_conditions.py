@@ -11,11 +11,11 @@ class NetworkConditions:
     """Delays and fault rates of a simulated network. Probabilities are from 0 to 1, times in virtual seconds."""
 
     latency_s: float = 1e-4
-    """Mean time that a message takes from one host to another."""
+    """Mean time that a message takes between two hosts."""
     read_s: float = 2e-4
-    """Mean time that a read takes, except for slow reads."""
+    """Mean time that a read takes, unless it is slow."""
     slow_share: float = 0.0
-    """Probability that a read is slow: then the read takes a random time between 0 and `slow_s`."""
+    """Probability that a read is slow: it takes a random time between 0 and `slow_s`."""
     slow_s: float = 0.0
     """Maximum time that a slow read takes."""
     torn_share: float = 0.0
@@ -27,16 +27,15 @@ class NetworkConditions:
     repeated_share: float = 0.0
     """Probability that a notification is sent twice."""
     late_share: float = 0.0
-    """Probability that a notification is late: it then takes up to `late_s` longer, so newer ones may arrive first."""
+    """Probability that a notification takes up to `late_s` longer, so newer notifications may arrive first."""
     late_s: float = 0.0
     """Maximum additional delay of a late notification."""
     unanswered_share: float = 0.0
-    """Probability that a question on the side channel is lost; also the probability that an answer is lost."""
+    """Probability that a question on the side channel is lost; the same for an answer."""
     garbled_share: float = 0.0
-    """Probability that an answer on the side channel cannot be decoded, or is of a kind that does not fit the question.
-    """
+    """Probability that an answer on the side channel cannot be decoded, or does not fit the question."""
     poll_s: float = 0.0
-    """Maximum time until an engine's poller sees that a read has ended, or that a notification has arrived."""
+    """Maximum time until an engine's poller sees the end of a read or an arrived notification."""
 
 
 CALM = NetworkConditions()

@@ -1,7 +1,6 @@
 """Test tool that watches offered blocks: their bytes must not change until the lease has ended and its hold is over.
 
-The hold is the time after the end of a lease in which the blocks stay unchanged, because reads that began before may
-still run.
+The hold is the time after the end of a lease in which its blocks must not change, because earlier reads may still run.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kvflow.testing.watch import checked_at_end, raise_first
 
 
 class _NotifyingHistory(History):
-    """The `History` of a growing lease. It calls `more(lease)` each time that more tokens of the lease are computed."""
+    """The `History` of a growing lease, which calls `more(lease)` whenever more of its tokens are computed."""
 
     def __init__(self, lease: Lease, known: History, more: Callable[[Lease], None]) -> None:
         self._lease, self._known, self._more = lease, known, more
@@ -50,9 +49,9 @@ class _Slots:
         self._digests: torch.Tensor | None = None
 
     def tokens(self, blocks: range) -> torch.Tensor:
-        """Return the index in the prompt of the token in each slot of `blocks`, with shape (block, slot).
+        """Return the prompt index of the token in each slot of `blocks`, with shape (block, slot).
 
-        `blocks`: range of positions in the block table of the lease, not block ids.
+        `blocks`: range of positions in the lease's block table, not block ids.
         """
         start, stop = (self._first + block * self.size for block in (blocks.start, blocks.stop))
         return torch.arange(start, stop).view(-1, self.size)
@@ -60,7 +59,7 @@ class _Slots:
     def remember(self, block_ids: Sequence[int], tokens: int) -> None:
         """Store digests of the slots that were computed since the last call, up to token `tokens` of the prompt.
 
-        `block_ids`: block ids of the lease in this group of layers.
+        `block_ids`: the lease's block ids in this group of layers.
         """
         old, upto = self._digests, self._upto
         blocks = range(max(upto - self._first, 0) // self.size, max(-(-(tokens - self._first) // self.size), 0))
@@ -77,10 +76,10 @@ class _Slots:
         self._digests = now
 
     def changed(self, block_ids: Sequence[int]) -> tuple[int, str] | None:
-        """Return the prompt index of the first overwritten token and a text that names its slot; None if there is none.
+        """Return the prompt index of the first overwritten token and the name of its slot; None if there is none.
 
-        Replace the digests of changed slots by new ones, so that each change is reported once. `block_ids`: block ids
-        of the lease in this group of layers.
+        Replace the digests of changed slots, so that each change is reported once. `block_ids`: the lease's block ids
+        in this group of layers.
         """
         if self._digests is None:
             return None
@@ -114,14 +113,13 @@ class OfferWatch:
         raise_first(self._found)
 
     def offer(self, lease: Lease) -> None:
-        """Watch the blocks of a new lease. `watch_offers` calls this for each lease.
+        """Watch the blocks of a new lease. Called by `watch_offers`.
 
         Args:
-            lease: A lease that `serve_blocks` of the watched runtime has returned.
+            lease: A lease of the watched runtime.
 
         Raises:
-            UsageError: The lease has another number of groups of layers than this watch has caches. The lease was
-                revoked.
+            UsageError: The lease has not as many groups of layers as this watch has caches. The lease was revoked.
         """
         tables = lease.block_tables
         if len(tables) != len(self._caches):
@@ -142,7 +140,7 @@ class OfferWatch:
         """Compare the blocks of ended leases a last time. The runtime calls this before other code sees the end.
 
         Args:
-            record: Record of the lease that ended; a message about a change contains its outcome.
+            record: Record of the ended lease; a message about a change contains its outcome.
         """
         for lease in [lease for lease in self._offered if lease.done]:
             try:
@@ -152,7 +150,7 @@ class OfferWatch:
             del self._offered[lease]
 
     def load_ended(self, record: LoadRecord) -> None:
-        """Do nothing, since a load changes no offered block. The runtime calls this method of each observer.
+        """Do nothing, since a load changes no offered block.
 
         Args:
             record: Ignored.
@@ -177,7 +175,7 @@ def _held(lease: Lease) -> HeldBlocks:
 
 
 def _first_tokens(lease: Lease, caches: Sequence[PatternCache | StateCache]) -> Iterator[int]:
-    """Yield, for each group of layers, the prompt index of the token in the first slot of the lease's first block.
+    """Yield, for each group of layers, the prompt index of the lease's first token.
 
     The index is 0, except for a group with a window, which offers only the last blocks of the prompt.
     """
@@ -195,21 +193,20 @@ def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache |
     The watch takes a digest of each slot (one token) once the token is computed: when `serve_blocks` returns, when
     `Lease.advance` covers the token, or, if a device event was given, when that event has happened. Digests are
     compared when the lease's blocks are given back, when the `with` block ends, and in `OfferWatch.assert_unchanged`.
-    Slots with tokens that are not computed yet, and slots after the prompt's last token, may change. The watch works
-    with every transport. Each comparison reads the offered blocks once.
+    Other slots may change.
 
     Args:
-        runtime: The producer's runtime. Its `serve_blocks` is replaced inside the `with` block. Leases from a reference
-            to the method from before the block are not watched.
-        cache: A `PatternCache` over the registered KV cache. For several groups of layers, a sequence in the order of
-            the groups, with a `StateCache` for recurrent state. The content need not be the pattern.
+        runtime: The producer's runtime. Its `serve_blocks` is replaced inside the `with` block. Leases from an earlier
+            reference to this method are not watched.
+        cache: A `PatternCache` over the registered KV cache, with any content. For several groups of layers, a sequence
+            in the order of the groups, with a `StateCache` for recurrent state.
 
     Returns:
         A context manager that yields the watch. Offers are watched until the `with` block ends.
 
     Raises:
-        AssertionError: An offered block has changed. Raised when the `with` block ends, in place of an error that the
-            block has raised. The message names engine, layer, block, slot, token and request.
+        AssertionError: An offered block has changed. Raised at the end of the `with` block, in place of the block's own
+            error. The message names engine, layer, block, slot, token and request.
     """
     watch = OfferWatch([cache] if isinstance(cache, PatternCache) else list(cache))
     serve = runtime.serve_blocks

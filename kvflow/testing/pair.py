@@ -1,7 +1,4 @@
-"""A producer and a consumer for tests, in one process, over the in-process transport or over real NIXL.
-
-The content of their KV caches can be checked byte by byte.
-"""
+"""A producer and a consumer for tests, in one process, over the in-process transport or over real NIXL."""
 
 from __future__ import annotations
 
@@ -65,11 +62,13 @@ class Engine(Generic[TransportT]):
 
     runtime: Runtime
     transports: Sequence[TransportT]
-    """Transports of the runtime: one for each registration of a KV cache. The last one is in use."""
+    """Transports of the runtime, one for each registration of a KV cache. The last one is in use."""
     kv_caches: dict[str, torch.Tensor]
     layout: CacheLayout
     cache: PatternCache
-    """View of the registered tensors, to check their content slot by slot. At first they hold the engine's pattern."""
+    """View of the registered tensors, to check their content slot by slot. Filled with the engine's pattern at
+    first.
+    """
 
     @property
     def transport(self) -> TransportT:
@@ -89,10 +88,10 @@ class Pair(Generic[TransportT]):
         """Offer full blocks of the producer by `Runtime.serve_blocks`.
 
         Args:
-            block_ids: Ids of the producer's blocks, in prompt order. All of their tokens are offered.
+            block_ids: Ids of the producer's blocks, in prompt order.
             request_id: Id of the request.
-            ttl_s: Time to live of the lease, as in `ServeRequest`.
-            reader_count: Number of engines that will read the blocks, as in `ServeRequest`.
+            ttl_s: Seconds until the lease expires; None: Config.lease_ttl_s.
+            reader_count: Number of engines that will read the blocks.
 
         Returns:
             The lease of the offer.
@@ -114,16 +113,16 @@ class Pair(Generic[TransportT]):
     def wanted(
         lease: Lease, block_ids: Sequence[int], *, deadline_s: float | None = None, cached_tokens: int = 0
     ) -> LoadRequest:
-        """Return a request by which the consumer can load the blocks of `lease`.
+        """Return a request with which the consumer loads the blocks of `lease`.
 
         Args:
             lease: Lease of the producer.
             block_ids: Ids of the consumer's blocks to fill, in prompt order.
-            deadline_s: Seconds that the load may take, as in `LoadRequest`.
-            cached_tokens: Number of leading tokens that are not loaded, as in `LoadRequest`.
+            deadline_s: Seconds that the load may take; None: Config.load_deadline_s.
+            cached_tokens: Number of leading tokens that are not loaded.
 
         Returns:
-            The request. Its ticket is a dict of JSON types, in the form that a router carries.
+            The request, with the ticket as a dict of JSON types, as a router carries it.
         """
         return LoadRequest(
             lease.request_id,
@@ -138,20 +137,19 @@ class Pair(Generic[TransportT]):
 
         Args:
             local_ids: Ids of the consumer's loaded blocks, in prompt order.
-            remote_ids: Ids of the producer's offered blocks, in prompt order; all of them are full.
+            remote_ids: Ids of the producer's offered blocks, in prompt order; all are full.
 
         Raises:
-            AssertionError: An element is wrong. The message names the block and slot of the first such element.
+            AssertionError: An element is wrong. The message names the first such element's block and slot.
         """
         assert_loaded(self.consumer.cache, local_ids, self.producer.cache, remote_ids)
 
 
 def block_by_block(config: Config) -> Config:
-    """Return a config with which a consumer reads each block of a growing lease as soon as the block is computed.
+    """Return a config with which a consumer reads each block of a growing lease once the block is computed.
 
-    Normally a load posts a read once enough blocks are computed: 128 KiB, or a slice if that is less. The whole KV
-    cache of a test is smaller, so it would be read in one read at the end, with one `Progress`. With this config each
-    block is read, and reported as progress, when it is computed. Blocks that are computed together may share a read.
+    Normally a load posts a read once 128 KiB, or a slice, are computed. A test's KV cache is smaller, so it would be
+    read at the end, with one `Progress`. Blocks that are computed together may share a read.
 
     Args:
         config: Config of the consumer.
@@ -196,7 +194,7 @@ async def inproc_pair(
         num_blocks: Number of blocks in each KV cache.
         block_size: Number of tokens in a block.
         layers: Number of layers in each KV cache.
-        config: Limits and timeouts of both runtimes. Engine id, address and transport are replaced.
+        config: Limits and timeouts of both runtimes; engine id, address and transport are replaced.
         observers: Observers of both runtimes.
         producer_world: `World` of the producer's runtime, for example with a `ManualClock`. Its transport is replaced.
         consumer_world: `World` of the consumer's runtime. Its transport is replaced.
@@ -204,10 +202,10 @@ async def inproc_pair(
         consumer_parts: Optional features of the consumer's runtime.
 
     Returns:
-        An async context manager that yields the pair, and closes both runtimes when the `async with` block ends.
+        An async context manager that yields the pair, and closes both runtimes at the end.
 
     Raises:
-        AssertionError: The block ended without an error, but a closed runtime left something behind (`assert_closed`).
+        AssertionError: The `async with` block succeeded, but a closed runtime left something behind (`assert_closed`).
     """
     base, network = replace(config, transport="inproc"), InprocNetwork()
     size = CacheSize(layers, num_blocks, block_size)
@@ -234,17 +232,17 @@ async def nixl_pair(
     """Open a producer and a consumer over real NIXL, each with a registered KV cache.
 
     Args:
-        config: Limits and timeouts of both runtimes. Engine id, address and transport are replaced.
+        config: Limits and timeouts of both runtimes; engine id, address and transport are replaced.
         size: Size of each KV cache.
         producer_parts: Optional features of the producer's runtime, as for `Runtime(config, parts=...)`.
         consumer_parts: Optional features of the consumer's runtime.
 
     Returns:
-        An async context manager that yields the pair, and closes both runtimes when the `async with` block ends.
+        An async context manager that yields the pair, and closes both runtimes at the end.
 
     Raises:
         ConfigError: NIXL is not installed.
-        AssertionError: The block ended without an error, but a closed runtime left something behind (`assert_closed`).
+        AssertionError: The `async with` block succeeded, but a closed runtime left something behind (`assert_closed`).
     """
     base = replace(config, transport="nixl")
     async with (
@@ -267,8 +265,8 @@ async def open_engine(
 ) -> AsyncIterator[Engine[TransportT]]:
     """Open a runtime, and register a KV cache filled with the engine's pattern. Yield both as an `Engine`.
 
-    `make(config, name)` creates the transport of the runtime. When the `async with` block ends, close the runtime. If
-    the block ended without an error, assert that the closed runtime left nothing behind (`assert_closed`).
+    `make(config, name)` creates the runtime's transport. At the end of the `async with` block, close the runtime. If
+    the block succeeded, assert that the closed runtime left nothing behind (`assert_closed`).
     """
     config = replace(base, engine_id=engine_id, listen="tcp://127.0.0.1:0")
     kv_caches, cache = size.make(engine_id)

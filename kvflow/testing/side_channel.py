@@ -23,14 +23,14 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_of(config: Config) -> str:
-    """Return the host name or address that this rank's tickets contain, by its `config`; LOOPBACK by default."""
+    """Return the host name or address in this rank's tickets, from its `config`; LOOPBACK by default."""
     if config.advertise_toward is None:
         return config.advertise_host or config.listen_host
     return LOOPBACK if config.listens_everywhere else config.listen_host
 
 
 async def own_host(config: Config) -> str:
-    """Return the host name or address that this rank's tickets contain. Implements `World.own_host`."""
+    """Implementation of `World.own_host`: return the host name or address in this rank's tickets."""
     return host_of(config)
 
 
@@ -40,10 +40,10 @@ class Exchange:
     def __init__(self) -> None:
         self.listeners: dict[str, InprocListener] = {}
         self._ports = itertools.count(20000)
-        """Port numbers for listeners that are configured with port 0."""
+        """Port numbers for listeners with port 0 in their config."""
 
     def listen(self, config: Config, answer: Answer, request_types: Any = messages.CoreRequest) -> InprocListener:
-        """Create and return a listener at the address that `config` names. Raise ConfigError if the address is in use.
+        """Create a listener at the address that `config` names. Raise ConfigError if the address is in use.
 
         `answer`: function that answers a request. `request_types`: message types that the listener decodes.
         """
@@ -64,8 +64,9 @@ class InprocListener:
         self.port = port
         self.answer_stock: AnswerStock | None = None
         self.context = copy_context()
-        """Context in which the listener was created. Requests arrive in this context, so that the code that answers
-        belongs to the listener's simulated process (`SimProcess`)."""
+        """Context of the listener's creation. Requests arrive in it, so that the code that answers belongs to the
+        listener's simulated process (`SimProcess`).
+        """
         self._exchange = exchange
         self._address = address
         self._answer = answer
@@ -78,7 +79,7 @@ class InprocListener:
         return ListenerStatistics(**self._counts)
 
     def arrive(self, frames: Frames, reply: Reply) -> None:
-        """Queue a request for `serve`, which later calls `reply` with the answer. `frames`: header and body."""
+        """Queue a request (`frames`: header and body) for `serve`, which later calls `reply` with the answer."""
         self._inbox.put_nowait((frames, reply))
 
     async def serve(self) -> None:
@@ -118,9 +119,8 @@ class InprocListener:
 class InprocSideChannel:
     """Implementation of `runtime.channel.protocol.SideChannel` without sockets.
 
-    The argument `send` is a function `send(address, frames, answered)`. It delivers a request to the listener at
-    `address`, and later sets the frames of the answer as the result of the future `answered`. The default function
-    delivers immediately.
+    `send(address, frames, answered)`: function that delivers a request to the listener at `address`, and later sets the
+    frames of the answer as the result of the future `answered`. The default function delivers immediately.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class InprocSideChannel:
 
 
 def set_reply(answered: asyncio.Future[Frames], reply: Frames | None) -> None:
-    """Set the result of the future `answered` to `reply`, the frames of the answer. If `answered` is done, do nothing.
+    """Set the result of the future `answered` to `reply`, the frames of the answer, unless `answered` is done.
 
     If `reply` is None (there is no listener at the address), set a ConnectionRefusedError instead.
     """

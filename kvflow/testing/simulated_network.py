@@ -2,7 +2,7 @@
 
 A `SimFlight` is a posted read. The bytes are copied out of the producer's memory at random times between the post and
 the end of the read, in several portions if the read is torn. So if memory is reused too early, some reader gets wrong
-bytes. A posted read cannot be cancelled: it goes on after the load that posted it has ended. The end of the read is
+bytes. A posted read cannot be cancelled: it continues after the load that posted it has ended. The end of the read is
 reported once to the reader's transport, or not at all if the reader's process dies.
 """
 
@@ -24,8 +24,9 @@ from kvflow.transport.base import AgentName, PeerGone, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, Row
 
 LOAD: ContextVar[object] = ContextVar("kvflow_simulated_load", default=None)
-"""The load that the running code belongs to. A simulated engine sets this variable for each load, so that a read that
-is posted by that code knows its load (`SimFlight.load`)."""
+"""The load that the running code belongs to. A simulated engine sets this variable for each load, so that a posted read
+knows its load (`SimFlight.load`).
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +47,7 @@ class SimHost:
 class SimFlight:
     """A simulated read under way. Its `portions` are copied one after another, at intervals of `pause_s` on average.
 
-    `target` is the transport that the bytes are read from. `hosts` and `processes` are pairs of reader and target.
+    `target`: the transport that is read from. `hosts`, `processes`: pairs of reader and target.
     """
 
     reader: InprocTransport
@@ -65,8 +66,8 @@ class SimFlight:
 class Network:
     """A simulated network. Decides when and whether each read is performed, and each notification and request arrives.
 
-    Random choices are made by `rng`, with the delays and fault rates of `conditions`. `note(event, *facts)` is called
-    for the simulation's log. `on_landing` and `on_landed` are called before and after each portion of a read is copied.
+    `rng` makes the random choices, by the delays and fault rates of `conditions`. `note(event, *facts)` is called for
+    the simulation's log. `on_landing` and `on_landed` are called before and after each portion of a read is copied.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Network:
         return transport
 
     def detach(self, host: SimHost) -> None:
-        """Remove all agents and listeners of a host whose process died. Peers can then no longer read its memory."""
+        """Remove all agents and listeners of a host whose process died, so peers can no longer read its memory."""
         for agent in host.agents:
             self.agents.agents.pop(agent.name, None)
             self.agents.closed.pop(agent.name, None)
@@ -118,7 +119,7 @@ class Network:
             del listeners[address]
 
     def host_at(self, address: str) -> SimHost | None:
-        """Return the simulated host with a side-channel listener at `address` ("tcp://host:port"); None if unknown."""
+        """Return the simulated host with a side-channel listener at `address` ("tcp://host:port"), or None."""
         return self._addresses.get(address.rpartition(":")[0])
 
     # --- links
@@ -127,7 +128,7 @@ class Network:
         self._cut[frozenset((one.name, other.name))] = None
 
     def heal(self) -> None:
-        """Repair all cut links between hosts. Reads that were stalled by a cut link go on."""
+        """Repair all cut links between hosts. Reads that were stalled by a cut link continue."""
         self._cut.clear()
         stalled, self._stalled = self._stalled, []
         for flight in stalled:
@@ -143,7 +144,7 @@ class Network:
         self.loop.call_later(delay_s, callback, *args, context=self._context)
 
     def delay_s(self) -> float:
-        """Return a random number of seconds that a small message takes from one host to another."""
+        """Return a random number of seconds that a small message takes between two hosts."""
         return self.conditions.latency_s * (0.5 + self.rng.random())
 
     def chance(self, share: float) -> bool:
@@ -179,7 +180,7 @@ class Network:
         self._next(flight)
 
     def _readable(self, name: AgentName) -> InprocTransport | None:
-        """Return the transport of agent `name` if its memory can still be read, even if it is closed; else None."""
+        """Return the transport of agent `name`, closed or not, if its memory can still be read; else None."""
         return self.agents.agents.get(name) or self.agents.closed.get(name)
 
     async def _landed(self, reader: InprocTransport) -> None:
@@ -194,7 +195,7 @@ class Network:
     def _land(self, flight: SimFlight) -> None:
         """Copy the next portion of a read, or end the read if no portion is left.
 
-        If the read must fail now, or its target is gone, end the read with an error. If the link is cut, stall it until
+        If the read must fail now, or its target is gone, end it with an error. If the link is cut, stall the read until
         `heal`. If the reader's process is dead, forget the read.
         """
         reader, target = flight.reader, flight.target

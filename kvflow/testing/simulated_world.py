@@ -18,13 +18,13 @@ def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyn
     """Return a function `send(address, frames, answered)` for the `InprocSideChannel` of the simulated host `host`.
 
     The function sends a request over the simulated network, and sets the result of the future `answered` to the answer.
-    Request and answer take time, and may be lost; the answer may also be garbled.
+    Both take time, and may be lost; the answer may also be garbled.
     """
 
     def reaches(address: str) -> bool:
-        """Return True if one message between `host` and the host at `address` arrives, by chance.
+        """Decide by chance whether a message between `host` and the host at `address` arrives.
 
-        If the link between the two hosts is cut, return False.
+        Never over a cut link.
         """
         if network.chance(network.conditions.unanswered_share):
             return False
@@ -79,8 +79,8 @@ def garbled(network: Network, frames: Frames) -> Frames:
 def make_world(network: Callable[[], Network], host: Callable[[Config], SimHost], clock: Callable[[], Clock]) -> World:
     """Return a simulated `World` for runtimes.
 
-    `network()` must return the simulated network, `host(config)` the simulated host of the engine with this config, and
-    `clock()` a clock for a runtime.
+    `network()`, `host(config)` and `clock()` return the simulated network, the simulated host of the engine with this
+    config, and a clock for a runtime.
     """
 
     return World(

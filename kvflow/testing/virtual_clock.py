@@ -21,8 +21,8 @@ class ManualTimer:
 class ManualClock:
     """A clock that moves only when a test calls `advance`.
 
-    Pass it to a runtime in a `World`. The expiry of leases, holds and renewals then follow this clock. Load deadlines
-    and side-channel timeouts still follow the event loop's time.
+    Pass the clock to a runtime in a `World`. Leases, holds and renewals then follow this clock; load deadlines and
+    side-channel timeouts still follow the event loop's time.
 
         clock = ManualClock()
         async with Runtime(config, world=World(clock=lambda: clock)) as runtime:
@@ -42,7 +42,7 @@ class ManualClock:
         """Return the clock's time.
 
         Returns:
-            The time at the beginning plus all seconds advanced since.
+            Initial time plus all seconds advanced since.
         """
         return self._now_s
 
@@ -50,7 +50,7 @@ class ManualClock:
         """Call `callback` once `advance` has moved the clock by `delay_s`.
 
         Args:
-            delay_s: Delay in seconds; a negative delay counts as 0.
+            delay_s: Delay in seconds; negative: 0.
             callback: Function to call without arguments.
 
         Returns:
@@ -66,7 +66,7 @@ class ManualClock:
         return sum(timer.callback is not None for _, _, timer in self._timers)
 
     def advance(self, seconds: float) -> None:
-        """Move the clock forward, and call the callbacks of timers that become due, in order of their due times.
+        """Move the clock forward, and call the callbacks of due timers, in order of their due times.
 
         While a callback runs, the clock shows the due time of its timer.
 

@@ -1,13 +1,11 @@
 """An event loop in virtual time: when no callback is ready, the loop's time jumps to the time of the next timer.
 
 All code runs in one thread and in a fixed order, so a test that waits for ten seconds takes microseconds and runs the
-same way every time. The loop has no threads and no sockets: a call that needs one raises NotImplementedError. Where an
-ordinary loop would wait forever, because no callback is ready and no timer is set, this loop raises `Deadlock`, which
-names the waiting tasks.
+same way every time. If no callback is ready and no timer is set, the loop would wait forever, so it raises `Deadlock`,
+which names the waiting tasks.
 
-A `SimProcess` is a simulated process; several may run on one loop. All tasks and callbacks that are started in the
-context of a simulated process can be frozen and thawed, as by SIGSTOP and SIGCONT, or killed. After a kill no code of
-the process runs again, not even a `finally`.
+A loop may have several simulated processes (`SimProcess`). All tasks and callbacks of a process can be frozen and
+thawed, as by SIGSTOP and SIGCONT, or killed. After a kill no code of the process runs, not even a `finally`.
 """
 
 from __future__ import annotations
@@ -51,15 +49,15 @@ class SimProcessState(enum.StrEnum):
 class SimProcess:
     """A simulated process: callbacks, tasks and timers on a `VirtualLoop` that are frozen, thawed and killed together.
 
-    Start a task by `process.task(...)`, or pass `context=process.context()` to asyncio. Tasks and callbacks started by
-    this code belong to the process, too.
+    Start a task by `process.task(...)`, or pass `context=process.context()` to asyncio. What this code starts belongs
+    to the process, too.
     """
 
     def __init__(self, loop: VirtualLoop, name: str) -> None:
         self.name = name
         self.state = SimProcessState.RUNNING
         self.frozen_s = 0.0
-        """Total virtual seconds for which the process was frozen. A freeze is added when it ends."""
+        """Total virtual seconds for which the process was frozen, without a freeze that has not ended."""
         self._loop = loop
         self._since_s = 0.0
         self._context = copy_context()
@@ -72,7 +70,7 @@ class SimProcess:
         return f"<SimProcess {self.name} {self.state}>"
 
     def context(self) -> Context:
-        """Return a new `contextvars.Context`, in which code belongs to this process. Use each context for one task."""
+        """Return a new `contextvars.Context` for one task: code in it belongs to this process."""
         return self._context.copy()
 
     def task(self, body: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
@@ -80,7 +78,7 @@ class SimProcess:
         return self._loop.create_task(body, name=name, context=self.context())
 
     def freeze(self) -> None:
-        """Run no callback of this process until `thaw`. Timers that become due in the meantime fire after `thaw`."""
+        """Run no callback of this process until `thaw`. Timers that become due meanwhile fire after `thaw`."""
         if self.state is SimProcessState.RUNNING:
             self.state = SimProcessState.FROZEN
             self._since_s = self._loop.time()
@@ -95,14 +93,14 @@ class SimProcess:
     def kill(self) -> None:
         """Run no callback of this process again, but keep references to its tasks.
 
-        Without a reference a task would be destroyed, and Python would run its `finally` blocks.
+        Python would run the `finally` blocks of a task without a reference.
         """
         self._kept_tasks = self._loop.tasks(self)
         self.state = SimProcessState.DEAD
         self._loop.stopped[self] = None
 
     def cancel_dead(self) -> list[asyncio.Task[Any]]:
-        """Cancel and return the tasks of a frozen or dead process, after a test, so that all of them can end.
+        """After a test, cancel and return the tasks of a frozen or dead process, so that they can end.
 
         Otherwise asyncio would warn about tasks that were destroyed while pending.
         """
@@ -122,12 +120,12 @@ class SimProcess:
 
 
 def process_of(context: Context) -> SimProcess | None:
-    """Return the simulated process that code in `context` belongs to; None if it belongs to none."""
+    """Return the simulated process that code in `context` belongs to, or None."""
     return context.get(_PROCESS)
 
 
 def task_of(call: asyncio.Handle | None) -> asyncio.Task[Any] | None:
-    """Return the task if the callback `call` is a step of a task; None if it is another callback, or None."""
+    """Return the task of which the callback `call` is a step; None if there is none."""
     owner = None if call is None else getattr(call._callback, "__self__", None)  # type: ignore[attr-defined]
     return owner if isinstance(owner, asyncio.Task) else None
 
@@ -149,7 +147,7 @@ class VirtualLoop(BaseEventLoop):
     """An event loop in virtual time. Use it by `run_virtual`, or by `asyncio.Runner(loop_factory=new_virtual_loop)`.
 
     When no callback is ready, the loop's time jumps to the time of the next timer; if no timer is set, the loop raises
-    `Deadlock`. The loop has no threads and no sockets: a call that needs one raises NotImplementedError.
+    `Deadlock`. A call that needs threads or sockets raises NotImplementedError.
     """
 
     _ready: deque[asyncio.Handle]
@@ -161,7 +159,7 @@ class VirtualLoop(BaseEventLoop):
         self.after_step: Callable[[], None] | None = None
         """Function that the loop calls after each callback; it must not raise."""
         self.ran: asyncio.Handle | None = None
-        """The callback that ran last before a call of `after_step`."""
+        """The callback that ran last, set before each call of `after_step`."""
         self.stopped: dict[SimProcess, None] = {}
         """Frozen and dead simulated processes, as keys. A dict, because the order of a set is not fixed."""
         self._now_s = 0.0
@@ -187,7 +185,7 @@ class VirtualLoop(BaseEventLoop):
         """Call `callback` at a virtual time, like asyncio's `call_at`.
 
         Args:
-            when: Virtual time of the call, on the scale of `time()`. If it has passed, the call is due immediately.
+            when: Virtual time of the call, on the scale of `time()`. A past time means immediately.
             callback: Function to call.
             args: Arguments of `callback`.
             context: Context to run `callback` in, which decides its `SimProcess`; None for the current context.
@@ -202,7 +200,7 @@ class VirtualLoop(BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Call `callback` soon, like asyncio's `call_soon`. Allowed only in the loop's own thread.
+        """Call `callback` soon, like asyncio's `call_soon`. Only for the loop's own thread.
 
         Args:
             callback: Function to call.
@@ -244,7 +242,7 @@ class VirtualLoop(BaseEventLoop):
             coro: Coroutine to run.
             name: Name of the task; None for `task-` and its number.
             context: Context to run `coro` in, which decides its `SimProcess`; None for a copy of the current one.
-            eager_start: Ignored: a task always starts in a later turn of the loop. Python 3.14 and later may pass it.
+            eager_start: Ignored: a task always starts in a later turn of the loop. Python 3.14 may pass it.
 
         Returns:
             The task. Its hash is a serial number, so that sets of tasks have the same order in every run.
@@ -257,7 +255,7 @@ class VirtualLoop(BaseEventLoop):
         """Return the tasks that are not done.
 
         Args:
-            life: Return only tasks of this simulated process; None for all tasks.
+            life: Simulated process of the tasks; None for all tasks.
 
         Returns:
             The tasks, oldest first.
@@ -267,7 +265,7 @@ class VirtualLoop(BaseEventLoop):
 
     @property
     def follows(self) -> asyncio.Handle | None:
-        """The callback that will run next; None if no callback is ready, so that the loop's time must jump first."""
+        """The callback that will run next; None if none is ready, so that the loop's time must jump first."""
         return self._ready[0] if self._ready else None
 
     def end_all(self) -> None:
@@ -317,8 +315,8 @@ class VirtualLoop(BaseEventLoop):
     def _advance(self) -> None:
         """Jump to the time of the next timer, and make the callbacks of all timers that are due then ready.
 
-        Callbacks become ready in the order of the timers' times and, for equal times, in the order in which the timers
-        were set. If no timer is set, raise `Deadlock`.
+        Callbacks become ready in the order of the timers' times; at equal times, in the order in which the timers were
+        set. If no timer is set, raise `Deadlock`.
         """
         timers = self._timers
         while timers and timers[0][2].cancelled():
@@ -335,7 +333,7 @@ def new_virtual_loop() -> VirtualLoop:
     """Return a new `VirtualLoop`, for `asyncio.Runner(loop_factory=new_virtual_loop)`.
 
     Returns:
-        The loop; its time is 0.
+        The loop, at time 0.
     """
     return VirtualLoop()
 

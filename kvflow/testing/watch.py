@@ -1,7 +1,7 @@
-"""Functions by which `watch_blocks`, `watch_loads` and `watch_offers` name the faults that they find, and raise errors.
+"""Functions by which `watch_blocks`, `watch_loads` and `watch_offers` name faults, and raise errors.
 
 Each of these context managers raises its first fault again when the `with` block ends, because a background task of the
-engine may have swallowed the error that was raised at the fault itself.
+engine may have swallowed the error at the fault itself.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 
 def raise_first(found: Sequence[str | Exception]) -> None:
-    """Raise the first exception in `found` or, if it has only texts, an AssertionError with the first text.
+    """Raise the first exception in `found`, the faults so far.
 
-    `found`: the faults found so far. If there are none, do nothing.
+    If it has only texts, raise an AssertionError with the first. If `found` is empty, do nothing.
     """
     for error in found:
         if isinstance(error, Exception):
