@@ -1,14 +1,12 @@
 """CachedPrompts: with each step, an engine's scheduler reports to the workers which blocks hold which prompts.
 
-Once a step has computed tokens in a block, the block holds them until the engine's block pool reuses it. In between,
-the engine's prefix cache may free the block and find it again any number of times. Since the workers get a report when
-a block is filled and when it is reused, they answer peers' questions by themselves: no question reaches the scheduler,
-an idle engine answers like a busy one, and no peer takes blocks from the engine's pool.
+Once a step has computed tokens in a block, the block holds them until the engine's block pool reuses it. The workers
+get a report when a block is filled and when it is reused. So they answer peers' questions by themselves: no question
+reaches the scheduler, an idle engine answers like a busy one, and no peer takes blocks from the engine's pool.
 
 The block pool has to offer `watch`, a function that takes block ids. When the pool reuses a watched block, it calls
 `note_reused` once, before the step that writes the block goes to the workers. A block may be reused before it was
-reported, because blocks of a request's answer are reported with the step after the request's end. Such blocks are left
-out of the report.
+reported, because blocks of a request's answer are reported with the step after the request's end. Then it is left out.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from kvflow.connector.step import NO_BLOCK, CachedBlocks, Step
 __all__ = ["CachedPrompts", "GroupTablesOf"]
 
 GroupTablesOf: TypeAlias = Callable[[str], Sequence[Sequence[int]]]
-"""Function that takes a request id and returns its block tables: always a list with one table for each group of
-layers."""
+"""Function that takes a request id and returns its block tables: a list with one table for each group of layers."""
 
 
 @dataclass(slots=True)
@@ -40,9 +37,8 @@ class _Prompt:
 class CachedPrompts:
     """Reports to an engine's workers which blocks hold which prompts, for the workers to share with peers.
 
-    A block has `block_tokens` tokens in all groups. `watch` is a function of the engine's block pool: for each given
-    block id, the pool calls `note_reused` once it reuses the block. `null_block` is the id that block tables have where
-    the group needs no block.
+    A block has `block_tokens` tokens in all groups. `watch` has the engine's block pool call `note_reused` once it
+    reuses a block with one of the given ids. `null_block` is the id in block tables where the group needs no block.
     """
 
     def __init__(
@@ -84,7 +80,7 @@ class CachedPrompts:
         """Set in `step` the reused blocks and the blocks that this step fills with tokens of prompts.
 
         `scheduled` has each request's total of computed tokens after the step. `preempted` are the ids of requests that
-        have lost their blocks, and `block_ids` returns a request's block tables.
+        have lost their blocks, `block_ids` returns a request's block tables.
         """
         for request_id in preempted:
             if request_id in self._prompts:
@@ -107,9 +103,8 @@ class CachedPrompts:
     ) -> None:
         """Add the full blocks of an ended request, of its prompt and its answer, to the next report.
 
-        Blocks of the answer help requests that continue the conversation. `computed` counts the request's computed
-        tokens, answer included. `keys` returns the prefix key of each full block, in order. `block_ids` are the
-        request's block tables.
+        Blocks of the answer help requests that continue the conversation. `computed` is the number of computed tokens,
+        answer included. `keys` returns the prefix key of each full block, in order. `block_ids` are the block tables.
         """
         prompt = self._prompts.pop(request_id, None)
         full = computed // self._block_tokens
@@ -119,8 +114,8 @@ class CachedPrompts:
     def _newly_cached(self, keys: Sequence[bytes], span: range, tables: Sequence[Sequence[int]]) -> list[CachedBlocks]:
         """Return a list with one report of the blocks at the indexes `span` of a request's block tables.
 
-        `keys` has the prefix key for each index. Leading blocks that the workers already know are left out. If no block
-        remains, return an empty list.
+        `keys` has the prefix key for each index. Leading blocks that the workers know are left out. Return [] if none
+        remains.
         """
         rows = [tuple(self._block_at(table, at) for table in tables) for at in span]
         known = (

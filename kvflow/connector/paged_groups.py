@@ -49,8 +49,8 @@ class PagedGroup(NamedTuple):
             tokens: as in `span`.
 
         Returns:
-            Ids of registered blocks; fewer than `span` has if the table is too short. For a group of recurrent state,
-            only the slot with the request's state, or nothing if `span` is empty.
+            Ids of registered blocks; fewer if the table is too short. For a group of recurrent state, only the slot
+            with the request's state, or nothing if `span` is empty.
         """
         span, split = self.span(computed, tokens), self.split
         if self.facts.kind is GroupKind.STATE:

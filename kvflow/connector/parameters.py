@@ -78,8 +78,7 @@ def pending_ticket_in(params: Mapping[str, Any]) -> Ticket | None:
 def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the `kv_transfer_params` for a load of one prompt that several engines have computed, or will compute.
 
-    The load reads from the first engine. If that read fails, or the lease there has ended, it reads from the next
-    engine.
+    The load reads from the first engine, and if that fails or its lease has ended, from the next.
 
     Args:
         params: for each engine, in the order to try: the `kv_transfer_params` in the engine's answer, or
@@ -101,7 +100,7 @@ def params_of_several(params: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def other_params_in(params: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return the `kv_transfer_params` of the second and later engines in `params`, a result of `params_of_several`.
 
-    Empty if there is only one engine. RequestError if the further parameters are not a list of dicts.
+    Empty if there is only one. RequestError if these are not a list of dicts.
     """
     given = _kvflow_value(params, _OTHERS)
     if given is None:

@@ -23,7 +23,7 @@ class PluginSettings:
     """Rules for the settings that users give to an engine's plugin: which keys are known, and who may set them."""
 
     where: str
-    """Place where users write the settings, for error messages, for example the name of an environment variable."""
+    """Place where users write the settings, for error messages, for example an environment variable."""
     engine: str
     """Name of the engine, for example "vLLM", for error messages."""
     from_engine: Collection[str]
@@ -52,16 +52,9 @@ class PluginSettings:
     def config(self, given: Mapping[str, Any], values: Mapping[str, Any]) -> Config:
         """Return the Config for a user's settings.
 
-        Args:
-            given: the user's settings, decoded from JSON.
-            values: fields of Config from the engine, and the plugin's defaults. A user's setting overrides a default.
-
-        Returns:
-            The Config.
-
-        Raises:
-            ConfigError: a setting is unknown, has a wrong type, or is invalid. The error names the place and the
-                setting.
+        `given` has the user's settings, decoded from JSON. `values` has fields of Config from the engine, and the
+        plugin's defaults, which a user's setting overrides. ConfigError, with the name of the place and the setting, if
+        a setting is unknown, has a wrong type, or is invalid.
         """
         self.check_known(given)
         ours = {name: checks.without_doubles(given[name]) for name in given if name not in self.own_keys}

@@ -32,7 +32,7 @@ class PrefixPeers:
     """The peers that a worker asks for prefixes of prompts, and the settings for asking."""
 
     prefixes: Prefixes
-    """The `Prefixes` object of the worker's runtime, which sends the questions."""
+    """Prefixes of the worker's runtime, which sends the questions."""
     wait_s: float = 0.05
     """Seconds to wait at most for the answers to a question."""
     recompute_s_per_token: float | None = None
@@ -41,8 +41,8 @@ class PrefixPeers:
     every_rank: bool = False
     """True if all ranks of this engine load the found prefix; False if only the rank that asks does."""
     events: tuple[EventSource, ...] = ()
-    """Sources of other engines' KV events (`follow_events`), which show which engines have part of a prefix; these are
-    asked, too. The `holder` of a source is the address of its engine's side channel."""
+    """Sources of other engines' KV events (`follow_events`), which show which engines have part of a prefix and are to
+    be asked, too. A source's `holder` is the address of that engine's side channel."""
     known_peers: tuple[str, ...] = ()
     """Addresses for `connect_peers`: connecting takes longer than a question may, so it is done in advance."""
     _map: PrefixMap = field(default_factory=PrefixMap)
@@ -50,9 +50,8 @@ class PrefixPeers:
     async def ask(self, question: Question) -> tuple[PrefixOutcome, tuple[Ticket, ...], tuple[Ticket, ...]]:
         """Ask the peers that `question` names, and those that have part of the prefix according to their KV events.
 
-        Return the outcome and two tuples of tickets, with leases that peers have opened for this question. The first
-        tuple is for the load: its tickets offer the largest number of tokens that any peer has, the best peer first.
-        The second tuple is to be released.
+        Return the outcome and two tuples of tickets from the peers. The first is for the load: its tickets offer the
+        largest number of tokens that any peer has, the best peer first. The second is to be released.
         """
         request = PrefixRequest(
             runtime_id_of(question.request_id),
@@ -79,7 +78,7 @@ class PrefixPeers:
     async def connect_peers(self, within_s: float) -> None:
         """Connect this rank to `known_peers`. Return when all are connected, after `within_s` seconds at the latest.
 
-        The first question to a peer that was not reached connects to it.
+        A peer that is not reached in time is connected to by the first question to it.
         """
         peers, nothing = self.known_peers[:PEERS_MAX], (bytes(KEY_BYTES),)
         await self._seek(

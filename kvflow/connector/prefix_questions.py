@@ -1,12 +1,12 @@
 """The scheduler's questions to peers for prefixes: at most one for each request, before the request gets blocks.
 
-When the engine first asks how much of a prompt can be loaded, a question is made, which goes to the workers with the
-next step. The request waits for the answer, and then uses the tickets in it.
+A question is made when the engine first asks how much of a prompt can be loaded, and goes to the workers with the next
+step. The request waits for the answer, and then uses the tickets in it.
 
 Requests with prompts that begin alike ask in turn: each waits at most once for another request's answer. A request also
-waits once for another request's load, if that load brings at least half of the tokens that the request still lacks. It
-then finds those tokens in the engine's prefix cache, and asks for the rest if that is worth a question. Requests that
-have little in common but a system prompt load at the same time.
+waits once for another request's load, if that brings at least half of the tokens that the request still lacks. It then
+finds those tokens in the engine's prefix cache, and asks for the rest if that is worth a question. Requests that have
+little in common but a system prompt load at the same time.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class PrefixOutcome(enum.StrEnum):
 def source_in(params: Mapping[str, Any] | None) -> str | None:
     """Return the address of the peer that, according to the router, holds a prefix of the prompt, or None.
 
-    Routers of vLLM and llm-d name the peer in the key "remote_kv_source" of `params`, the `kv_transfer_params`:
-    `{"kv_request_id": ..., "remote_host": ..., "remote_port": ...}`. RequestError if host and port are invalid.
+    Routers of vLLM and llm-d set the key "remote_kv_source" of `params`, the `kv_transfer_params`: `{"kv_request_id":
+    ..., "remote_host": ..., "remote_port": ...}`. RequestError if host and port are invalid.
     """
     given = None if params is None else params.get(_SOURCE)
     if given is None:
@@ -122,7 +122,7 @@ class PrefixQuestions:
         return f"<PrefixQuestions {counted(len(self._requests), 'request')}>"
 
     def add(self, request_id: str, keys: Sequence[bytes], source: str | None) -> None:
-        """Add a request that has no ticket from a prefill engine. Ignore it if it is too short for a question.
+        """Add a request that has no ticket, unless it is too short for a question.
 
         `keys` are the prefix keys of the prompt's full blocks, without the last token, which is always computed
         locally. `source` is the address of the peer that the router has named, or None.
@@ -134,8 +134,7 @@ class PrefixQuestions:
     def ask_or_wait(self, request_id: str, num_computed_tokens: int) -> bool:
         """Return True if the request has to wait: for its turn to ask peers, or for their answer.
 
-        If it is the request's turn, make its question. The engine's own cache has `num_computed_tokens` of the prompt's
-        tokens.
+        At its turn, make its question. The engine's own cache has `num_computed_tokens` of the prompt's tokens.
         """
         request = self._requests.get(request_id)
         if request is None or request.state is not _State.NEW:

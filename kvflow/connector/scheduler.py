@@ -51,7 +51,7 @@ class ConnectorScheduler:
     Args:
         config: settings of the scheduler's half.
         new_secret: function that returns a new unguessable text at each call.
-        dialect: how to read tickets from the parameters that routers carry, and write them.
+        dialect: how tickets stand in the parameters that routers carry.
         questions: decides which peers are asked for prefixes of which prompts; None: no peer is asked.
     """
 
@@ -82,7 +82,7 @@ class ConnectorScheduler:
         """Return the state of a request.
 
         Args:
-            request_id: id of the request in the engine.
+            request_id: the engine's id of the request.
 
         Returns:
             The state; None if the request neither loads nor offers its prompt, or has ended.
@@ -93,7 +93,7 @@ class ConnectorScheduler:
         """Return whether the engine must not reuse or write a request's blocks, even if the request has ended.
 
         Args:
-            request_id: id of the request in the engine.
+            request_id: the engine's id of the request.
 
         Returns:
             True if a load may still write the blocks, or readers may read them. False for an unknown request.
@@ -120,16 +120,16 @@ class ConnectorScheduler:
     def forget_ranks(self) -> None:
         """Offer no prompt until `introduce` is called again. The next steps ask the workers for new introductions.
 
-        Call this when the ranks are about to register their caches again, for example after a sleep, because existing
-        tickets name the earlier registrations.
+        Call this before the ranks register their caches again, for example after a sleep: existing tickets name the
+        earlier registrations.
         """
         self._producers.introduce(None)
 
     def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
         """Add a request that has arrived. A request that neither loads nor offers a prompt changes nothing.
 
-        If the prompt has the ticket's tokens, but not its pictures, adapter or the like, this method does not raise.
-        Instead, `refusal` returns the error: the request must not be computed, and its load fails.
+        If the prompt has the ticket's tokens, but not its pictures, adapter or the like, nothing is raised here, but
+        `refusal` returns the error: the request must not be computed, and its load fails.
 
         Args:
             request: the request.
@@ -168,12 +168,11 @@ class ConnectorScheduler:
     def refusal(self, request_id: str) -> PromptMismatch | None:
         """Return the error with which a request must fail, because only the tokens of its prompt agree with its ticket.
 
-        For example, a router may have dropped the prompt's pictures: a local answer would be for a prompt without
-        pictures. The engine can fail the request at once, or give it blocks: then the request's load fails with the
-        same error.
+        For example, a router may have dropped the prompt's pictures, and a local answer would be without them. The
+        engine can fail the request at once, or give it blocks: then its load fails with the same error.
 
         Args:
-            request_id: id of the request in the engine.
+            request_id: the engine's id of the request.
 
         Returns:
             The error; None for any other request.
@@ -195,7 +194,7 @@ class ConnectorScheduler:
         """Have a request without a ticket load a prefix that peers offer. The request may also offer its own prompt.
 
         Args:
-            request_id: id in the engine of a request that has no blocks yet.
+            request_id: the engine's id of a request that has no blocks yet.
             tickets: the tickets in peers' answers, all for the same number of tokens, the best peer first.
 
         Raises:
@@ -207,7 +206,7 @@ class ConnectorScheduler:
         """Have the next step release tickets that a request will not read.
 
         Args:
-            request_id: id of the request in the engine.
+            request_id: the engine's id of the request.
             tickets: the tickets to release.
             last: True if no other request needs the tickets. Then their leases end, and the producers can reuse the
                 blocks.
@@ -217,8 +216,7 @@ class ConnectorScheduler:
     def reject(self, request: EngineRequest) -> None:
         """Release the ticket of a request that was refused before it could be added, or that has ended.
 
-        The producer is notified with the next step, unless another request has used the ticket. A request without a
-        ticket changes nothing.
+        With the next step, the producer is notified, unless another request has used the ticket.
 
         Args:
             request: the request.
@@ -236,8 +234,8 @@ class ConnectorScheduler:
         May be called any number of times for a request; peers are asked only once.
 
         Args:
-            request_id: id of the request in the engine.
-            num_computed_tokens: number of the prompt's tokens that the engine's own cache has, in whole blocks.
+            request_id: the engine's id of the request.
+            num_computed_tokens: number of tokens in the engine's own cache, in whole blocks.
 
         Returns:
             The number of tokens, and True if the load runs while the engine goes on with other steps. The number is
@@ -252,7 +250,7 @@ class ConnectorScheduler:
         """Set the blocks of a request. The next step loads the prompt's missing tokens into these blocks.
 
         Args:
-            request_id: id of the request in the engine.
+            request_id: the engine's id of the request.
             block_ids: ids of all blocks of the request in prompt order, beginning with computed blocks. With several
                 groups, one list for each: a group with a window has null blocks in place of unneeded blocks, a group of
                 state has the state's slot at the end.
@@ -260,26 +258,26 @@ class ConnectorScheduler:
                 the producer is notified.
 
         Raises:
-            UsageError: the blocks do not fit the number of tokens, or there are fewer or more lists than groups.
+            UsageError: the blocks do not fit the number of tokens, or the lists do not fit the groups.
         """
         self._consumers.update_after_alloc(request_id, block_ids, num_external_tokens)
         if num_external_tokens == 0:
             self._questions.resume_waiters(request_id)
 
     def build_step(self, scheduled: Mapping[str, int], *, preempted: Iterable[str], block_ids: TablesOf) -> Step:
-        """Return the work of all workers in this engine step: everything that was decided since the last call.
+        """Return the workers' work in this engine step: everything that was decided since the last call.
 
         Args:
             scheduled: for each request in the step, by id, its total of computed tokens after the step.
             preempted: ids of requests that have lost their blocks before the step.
-            block_ids: function that takes the id of a request with blocks and returns the ids of all its blocks, in the
-                form of `update_after_alloc`.
+            block_ids: function that takes a request id and returns the ids of all its blocks, as in
+                `update_after_alloc`.
 
         Returns:
             The argument for `ConnectorWorker.prepare` and `ConnectorWorker.begin` on every rank.
 
         Raises:
-            UsageError: `block_ids` returns fewer or more lists than there are groups.
+            UsageError: `block_ids` returns more or fewer lists than there are groups.
         """
         self._consumers.computed_here.log()
         step = self._producers.build_step(scheduled, preempted, block_ids)
@@ -297,11 +295,10 @@ class ConnectorScheduler:
         """Record the results of the workers. Ids of requests that await no result are ignored.
 
         Args:
-            received: ids of requests with loads that have ended on all workers, successfully or not
-                (`Results.received`).
+            received: ids of requests with loads that have ended on all workers, well or not (`Results.received`).
             sent: ids of requests with leases that have ended on all workers (`Results.sent`).
-            found: tickets in peers' answers, by request id (`Results.found`). A request that still waits for the answer
-                loads with these tickets (`adopt`). For any other request the tickets are released.
+            found: tickets in peers' answers, by request id (`Results.found`). A request that still waits for them loads
+                with them (`adopt`); otherwise they are released.
         """
         self._consumers.note_received(received)
         self._producers.note_sent(sent)
@@ -316,7 +313,7 @@ class ConnectorScheduler:
         """Record that the engine has ended a request, and decide whether the request's prompt is offered.
 
         Args:
-            request_id: id of the request in the engine.
+            request_id: the engine's id of the request.
             completed: True if the request ended normally; False if it was aborted or has failed.
             block_ids: ids of the blocks that the request still has. If given, the prompt is offered only if these
                 include all its blocks. Nor is it offered if a recurrent state has advanced beyond it.
@@ -326,7 +323,7 @@ class ConnectorScheduler:
             until the workers report the request as sent or received.
 
         Raises:
-            UsageError: `block_ids` has fewer or more lists than there are groups.
+            UsageError: `block_ids` has more or fewer lists than there are groups.
         """
         self._questions.finish(request_id)
         written = self._consumers.finish(request_id)  # also for a producer: it may load a prefix from a peer

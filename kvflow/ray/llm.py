@@ -36,17 +36,10 @@ def register() -> None:
 
 
 def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, workers: int) -> dict[str, Any]:
-    """Return a copy of `given`, with an address at which the replica's vLLM workers listen if `given` has none.
+    """Return the user's `kv_connector_extra_config`, `given`, with an address at which vLLM workers listen.
 
-    Args:
-        given: the user's `kv_connector_extra_config`.
-        node_ip: address of the replica's node.
-        head: address of the cluster's head node, to which all nodes have a route.
-        workers: number of workers. A single worker is on the replica's node. Several may be on other nodes, so each
-            finds its own address by its route to `head`.
-
-    Returns:
-        The settings for `kv_connector_extra_config`.
+    An address in it stays. A single worker is on the replica's node, `node_ip`. Several `workers` may be on other
+    nodes, so each finds its own address by its route to `head`, the address of the cluster's head node.
     """
     if "listen" in given:
         return dict(given)

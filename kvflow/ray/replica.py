@@ -1,10 +1,10 @@
 """ReplicaRuntime: the runtime of one replica of Ray Serve.
 
-Serve stops a replica in three steps. First it waits until the replica has no running request, checking every
-`graceful_shutdown_wait_loop_s`. Then it awaits `__del__`. At last it kills the process, `graceful_shutdown_timeout_s`
-after the first step began. Serve does not know about a replica's open leases, so `__del__` has to drain them (`drain`),
-with a deadline that leaves time to close. Serve calls a replica's methods in different tasks, so a replica keeps its
-ReplicaRuntime in a `Lifetime`:
+Serve stops a replica in three steps. It waits until the replica has no running request, checking every
+`graceful_shutdown_wait_loop_s`; then it awaits `__del__`; and `graceful_shutdown_timeout_s` after it began, it kills
+the process. Serve does not know a replica's open leases, so `__del__` has to drain them (`drain`), with a deadline that
+leaves time to close. Serve calls a replica's methods in different tasks, so a replica keeps its ReplicaRuntime in a
+`Lifetime`:
 
     @asynccontextmanager
     async def opened():
@@ -183,9 +183,9 @@ class ReplicaRuntime:
         """Refuse new work and wait until all leases and loads have ended. At the deadline, end those that are left.
 
         Call this when the replica stops, before it ends the tasks that hold the leases' blocks. The deadline is
-        `drain_deadline_s`, or less if Serve has shortened the deployment's time meanwhile, which needs no restart.
-        `Runtime.drain` says how long ending may take after the deadline. If cancelled, stop waiting: the runtime stays
-        draining, and no lease is revoked.
+        `drain_deadline_s`, or less if Serve has meanwhile shortened the deployment's time. `Runtime.drain` says how
+        long ending may take after the deadline. If cancelled, stop waiting: the runtime stays draining, and no lease is
+        revoked.
 
         Returns:
             True if all leases and loads ended before the deadline. False if not, or if the runtime was not open.

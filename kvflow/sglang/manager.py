@@ -1,9 +1,9 @@
 """KVFlowManager: one rank of a prefill or decode server, with its pools, its requests, and messages between servers.
 
-As in SGLang, a decode rank first sends a message about its request (`rooms.RoomMessage`) to the prefill ranks, which
-then begin to send. The message has no memory addresses, since the decode rank reads the blocks itself. It has the
-number of tokens that the decode server already has, and the name of the lease for which it waits. The decode server
-makes that name from the request's room, which routers see in clear text, and a digest that only the two servers know.
+As in SGLang, a decode rank first sends a message about its request (`rooms.RoomMessage`) to the prefill ranks. The
+message has no memory addresses, since the decode rank reads the blocks itself. It has the number of tokens that the
+decode server already has, and the name of the lease for which it waits: the request's room, which routers see in clear
+text, and a digest that only the two servers know.
 
 The keys of SGLang's tables of requests are rooms, numbers that several requests may share. Here the keys are `Room`
 objects, each unique to one request.
@@ -213,12 +213,10 @@ class KVFlowManager(CommonKVManager):
         return address in self._unanswered
 
     def notify_given_up(self, address: str, ranks: list[dict[str, Any]] | None, message: RoomMessage) -> None:
-        """Notify prefill ranks that the decode server has given up a request. Skip ranks that cannot be reached.
+        """Notify prefill ranks that the decode server has given up the request in `message`. Skip unreachable ranks.
 
-        Args:
-            address: address of the prefill server.
-            ranks: the server's ranks, as its bootstrap server describes them; None to look them up in the background.
-            message: the message to send, which names the request.
+        `address` is the prefill server's. `ranks` are its ranks, as its bootstrap server describes them; None to look
+        them up in the background.
         """
         if ranks is None:
             with contextlib.suppress(KVFlowError):

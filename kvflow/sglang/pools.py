@@ -1,9 +1,9 @@
 """SGLang's pools as kvflow caches: the KV pool, and each component of state (windows, recurrent state, indexes).
 
 SGLang describes a pool as a list of buffers, each an array of items of equal size. A request names the indexes of its
-items on each side, in the same order. So each pool is a kvflow cache in which an item is a block, and kvflow need not
-know what the items mean. In a KV pool that is divided by heads an item is a page (tokens, heads, bytes of a head), of
-which a rank with another tensor-parallel size reads some heads. All other items are transferred whole.
+items on each side, in the same order. So each pool is a kvflow cache, and an item is a block. In a KV pool that is
+divided by heads an item is a page (tokens, heads, bytes of a head), of which a rank with another tensor-parallel size
+reads some heads. All other items are transferred whole.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ITEM_PER_PAGE = ("block_scale", "minimax_dense_kv", "qsa_compressed")
 class Buffers:
     """One of SGLang's memory pools, as its `KVArgs` describe it: buffers, each an array of items of equal size.
 
-    For each buffer, `pointers` has its address, `sizes` its bytes, `item_sizes` the bytes of an item, and `layers` a
-    number that is the same on prefill and decode servers.
+    For each buffer: its address in `pointers`, its bytes in `sizes`, the bytes of an item in `item_sizes`, and in
+    `layers` a number that prefill and decode servers share.
     """
 
     name: str
@@ -166,9 +166,9 @@ def transferred_items(kind: str, indices: Any, prefix_pages: int) -> list[int] |
     """Return the indexes of those items of a state component that are transferred for a request.
 
     `kind` is SGLang's name for the component. `indices` are SGLang's indexes, or None if the request has no items
-    there; then return None. If the component has an item for each page, SGLang gives all pages of the prompt; the first
-    `prefix_pages` are left out, since the decode server has them and may use them. For a DSA tail, SGLang gives the
-    index of the item and its used part; the whole item is transferred.
+    there; then return None. If the component has an item for each page, the first `prefix_pages` are left out, since
+    the decode server has them and may use them. For a DSA tail, `indices` are the item's index and its used part; the
+    whole item is transferred.
     """
     if indices is None:
         return None

@@ -30,8 +30,8 @@ REASON_CHARS_MAX = 400
 REQUESTS_MAX = 1 << 14
 """Maximum number of decode servers' unpaired requests. Beyond that, the oldest is declined."""
 REFUSALS_MAX = 1 << 12
-"""Maximum number of the prefill server's refused requests that await a decode server's message. Beyond that, the oldest
-is forgotten."""
+"""Maximum number of the prefill server's refused requests without a decode server's message. Beyond that, the oldest is
+forgotten."""
 LEFTOVER_S = 30.0
 """Seconds after which an unpaired request that was given up or refused is forgotten, once its room is used again."""
 _ENDED_NAMES_MAX = 1 << 14
@@ -62,7 +62,7 @@ class RoomMessage(msgspec.Struct, frozen=True):
 
     room: Annotated[int, Meta(ge=1, le=ROOM_MAX)]
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    """Name for the prefill rank to give to the request's lease: a secret of the two servers."""
+    """Name for the request's lease at the prefill rank: a secret of the two servers."""
     reader: Annotated[str, Meta(max_length=256)]
     """Name of the sending decode rank."""
     readers: Annotated[int, Meta(ge=1, le=1 << 10)]
@@ -89,13 +89,12 @@ class RoomRequest:
     name: str
     since_s: float
     messages: dict[str, RoomMessage] = field(default_factory=dict)
-    """The messages so far, by name of the decode rank."""
     given_up: str = ""
     """Why the decode server has given up the request; "" if it has not."""
 
     @property
     def first_message(self) -> RoomMessage | None:
-        """The message about the request that arrived first; None before."""
+        """The first message about the request that arrived; None if none has."""
         return next(iter(self.messages.values()), None)
 
     @property
@@ -149,11 +148,8 @@ class Rooms:
         """Add a decode rank's message to the request that it names.
 
         The first message adds the request, and pairs it with the prefill server's first unpaired request in the room,
-        if any.
-
-        Returns:
-            The decode server's request and a reason, if the prefill server's request was refused before: the caller has
-            to decline the decode server's request now. Otherwise None.
+        if any. If that was refused before, return the added request and the reason: the caller has to decline the added
+        request now. Otherwise return None.
         """
         if message.name in self._ended_names:
             return None
@@ -182,8 +178,7 @@ class Rooms:
     def add_answer(self, room: int, now_s: float) -> Answer:
         """Add a request of the prefill server to `room`, and return it.
 
-        It is paired with the decode servers' first unpaired request in the room. If there is none, it waits in the
-        room's queue.
+        It is paired with the decode servers' first unpaired request in the room, or waits in the room's queue.
         """
         self._forget_leftovers(room, now_s)
         answer = Answer(room, now_s)
@@ -198,9 +193,8 @@ class Rooms:
     def refuse(self, answer: Answer, reason: str, now_s: float) -> RoomRequest | None:
         """Mark a request of the prefill server as refused for this `reason`: it will not be computed.
 
-        Returns:
-            The paired request of the decode server, which the caller has to decline now. None if there is none yet, or
-            if `answer` was refused before.
+        Return the paired request of the decode server, which the caller has to decline now. None if there is none yet,
+        or if `answer` was refused before.
         """
         if answer.refused:
             return None
@@ -224,12 +218,10 @@ class Rooms:
             self._ended_names[answer.request.name] = None
 
     def pop_expired(self, now_s: float) -> list[RoomRequest]:
-        """Forget decode servers' requests that have waited longer than `patience_s` to be paired.
+        """Forget decode servers' requests that have waited longer than `patience_s` to be paired, and return them.
 
-        Of more than `REQUESTS_MAX` waiting requests, forget the oldest, too.
-
-        Returns:
-            The forgotten requests, except those that were given up: the caller has to decline them.
+        Of more than `REQUESTS_MAX` waiting requests, forget the oldest, too. The caller has to decline the returned
+        requests; those that were given up are left out.
         """
         gone = []
         while self._waiting_by_name:

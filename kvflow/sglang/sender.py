@@ -1,8 +1,8 @@
 """KVFlowSender: the prefill side of one request, with a lease that grows with each chunk that the scheduler sends.
 
 SGLang's scheduler thread makes all calls. `poll` returns Success or Failed only after the leases have ended; then
-SGLang may reuse the request's pages. After an `abort` in the middle of a prefill, SGLang frees the pages at once. Then
-no load can succeed, since each load waits for the lease's payload (`Lease.complete`), which never arrives.
+SGLang may reuse the request's pages. After an `abort` in the middle of a prefill, SGLang frees the pages at once, but
+no load can succeed: each waits for the lease's payload (`Lease.complete`).
 """
 
 from __future__ import annotations

@@ -23,17 +23,10 @@ _SETTINGS = PluginSettings(
 
 
 def config_of(values: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Config:
-    """Return the kvflow.Config for one pool of a rank, with the user's settings.
+    """Return the kvflow.Config for one pool of a rank, with the user's settings from the `environment`.
 
-    Args:
-        values: fields of Config that are derived from the SGLang server, and a default for `listen`.
-        environment: environment of the process, with the user's settings.
-
-    Returns:
-        The Config; the user's settings override `listen`.
-
-    Raises:
-        ConfigError: the variable is not a JSON object, or has an unknown, mistyped or invalid setting.
+    `values` has fields of Config that are derived from the SGLang server, and a default for `listen`, which the user
+    may override. ConfigError if the variable is not a JSON object, or has an unknown, mistyped or invalid setting.
     """
     text = environment.get(SETTINGS, "").strip() or "{}"
     try:

@@ -39,11 +39,11 @@ class Arrival(NamedTuple):
 class Terms:
     """Times that a deployment promises for its stock producers and routers. kvflow cannot check them.
 
-    ConfigError if `router_s` and `allowance_s` leave no time of `lease_s` for a read.
+    ConfigError if `router_s` and `allowance_s` leave nothing of `lease_s` for a read.
     """
 
     lease_s: Seconds = 30.0
-    """Seconds for which a producer keeps a prompt's blocks after the request's end: its `kv_lease_duration` in vLLM."""
+    """Seconds for which a producer keeps a prompt's blocks after the request's end: vLLM's `kv_lease_duration`."""
     router_s: Seconds = 5.0
     """Seconds, at most, from the end of a prefill request until its parameters reach this engine."""
     settle_s: Seconds = 10.0
@@ -150,9 +150,9 @@ class DeadlineProof:
         return self
 
     def note_fetch_posted(self) -> None:
-        """Raise AssertionError. Never called: a stock producer has no seal to fetch."""
+        """Raise AssertionError: a stock producer has no seal to fetch."""
         raise AssertionError("a stock producer has no seals")
 
     def note_fetched(self, tokens_missing: int | None, posted_s: float) -> None:
-        """Raise AssertionError. Never called: a stock producer has no seal to fetch."""
+        """Raise AssertionError: a stock producer has no seal to fetch."""
         self.note_fetch_posted()

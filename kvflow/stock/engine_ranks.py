@@ -1,9 +1,8 @@
 """EngineRanks: the metadata of all ranks of one engine, so that any rank can answer stock readers for all ranks.
 
-A stock engine has one listener, and its readers ask it about every rank that they read from. In kvflow each rank has a
-runtime, so the engine passes each rank's metadata (its *card*) to the other ranks, as it does with tickets for
-`merge_tickets`. A rank without the cards of all ranks answers no reader, which would take some ranks for the whole
-engine.
+A stock engine has one listener, which its readers ask about every rank that they read from. In kvflow each rank has a
+runtime, so the engine passes each rank's metadata (its *card*) to the other ranks. A rank without the cards of all
+ranks answers no reader, which would take some ranks for the whole engine.
 """
 
 from __future__ import annotations
@@ -100,15 +99,9 @@ class EngineRanks:
         self._metadata_by_rank = {card.tp_rank: card.metadata for card in found}
 
     def begin(self, engine_id: str, tp_rank: int, tp_size: int, metadata: bytes) -> None:
-        """Set this rank's metadata, and drop the other ranks' cards.
+        """Only for the rank's runtime: set this rank's metadata, and drop the other ranks' cards.
 
-        The rank's runtime calls this when a cache is registered.
-
-        Args:
-            engine_id: name of the engine.
-            tp_rank: index of this rank.
-            tp_size: number of ranks of the engine.
-            metadata: this rank's metadata, encoded as stock readers expect it.
+        `metadata` is encoded as stock readers expect it.
         """
         self._metadata_by_rank = {}
         self._own = _Card(engine_id=engine_id, tp_rank=tp_rank, tp_size=tp_size, metadata=metadata)
@@ -122,7 +115,7 @@ class EngineRanks:
             tp_rank: index of the rank.
 
         Returns:
-            The metadata; None if the engine has no rank `tp_rank`, or `show` has not been called yet.
+            The metadata; None if there is no such rank, or `show` has not been called yet.
         """
         return self._metadata_by_rank.get(tp_rank)
 

@@ -1,9 +1,9 @@
 """Conversion between the metadata of stock ranks and of kvflow ranks: layers, blocks, heads, memory.
 
 A stock rank's metadata has the bytes of a block, but not the number of heads, which follows from this rank's cache of
-the same model. If layers of several groups share a region of memory, the metadata names only the first layer, and says
-that the region belongs to no single group. vLLM lays out the same model alike everywhere, so this rank's cache shows
-which layers share a region, provided that regions, names and groups of both ranks agree.
+the same model. If layers of several groups share a region of memory, the metadata names only the first layer. vLLM lays
+out the same model alike everywhere, so this rank's cache shows which layers share a region, provided that regions,
+names and groups of both ranks agree.
 
 Nor does the metadata have the number of the engine's ranks. The parameters have it, but they are not signed, and a
 question about a rank that does not exist ends a stock listener. So the number is trusted only if the heads of the

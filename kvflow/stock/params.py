@@ -34,10 +34,7 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     """
 
     def __post_init__(self) -> None:
-        """Check nothing: `Ticket` checks block tables against groups, which are not known here.
-
-        `read_stock_params` has checked the fields.
-        """
+        """Check nothing: `read_stock_params` has checked the fields, and the groups are not known here."""
 
     least_line: str
     """Oldest vLLM release line that makes parameters with the keys of `params`, for example "0.29"."""
@@ -196,13 +193,13 @@ def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int]) -> S
 def make_stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:
     """Return `ticket` as the `kv_transfer_params` that a stock producer with vLLM `version` would make.
 
-    For kvflow's own readers the parameters also have the key "kvflow". Some routers drop that key, so its content is
-    appended to the request id, too: without both, a kvflow reader would take this engine for a stock engine. A stock
-    reader takes the longer id for an ordinary id.
+    For kvflow's own readers, which would otherwise take this engine for a stock engine, the parameters also have the
+    key "kvflow". Some routers drop that key, so its content is appended to the request id, too. To a stock reader the
+    longer id is an ordinary id.
 
     The last `left` tokens of the prompt are not offered, but a stock reader allocates blocks for all tokens, and
-    computes the last token itself. So if these `left` tokens need further blocks, each block table repeats its last
-    offered block for each of these blocks, and "kvflow" holds the number of repetitions (`padding`).
+    computes the last token itself. So each block table repeats its last offered block for each further block of these
+    `left` tokens, and "kvflow" holds the number of repetitions (`padding`).
 
     RequestError if the ticket would crash a stock reader, or have it read the wrong blocks.
     """

@@ -1,8 +1,8 @@
 """StockService: answers the questions of stock readers, and takes their notifications about this rank's leases.
 
-A stock reader trusts every answer. So an answer has a rank's metadata in the fields of the reader's own release line,
-and nothing that would crash the reader. A stock reader's notification names a lease only by the request id, which
-therefore has to be secret.
+A stock reader trusts every answer. So an answer has only the fields of the reader's own release line, and nothing that
+would crash the reader. A stock reader's notification names a lease only by the request id, which therefore has to be
+secret.
 """
 
 from __future__ import annotations
@@ -125,10 +125,10 @@ class StockService:
         self._leases.on_notification(codec.encode(message))
 
     def _note_late_read(self, request_id: str) -> None:
-        """Count and log a stock reader's report that it has read a request that has no lease now.
+        """Count a stock reader's report that it has read a request that has no lease now. Log at most one a second.
 
-        The reader may have read another prompt's blocks, since a stock reader checks nothing, or it may have given up
-        the request unread. At most one report a second is logged.
+        The reader may have read another prompt's blocks, since it checks nothing, or it may have given up the request
+        unread.
         """
         self._leases.note_late_read()
         self._late_reads += 1

@@ -50,8 +50,7 @@ class StockPeers(StockPart):
     attn_backend_name: Name = ""
     """Name of the attention backend in answers to stock readers, which compare it with their own."""
     region_names: Names = ()
-    """Layer names in answers to stock readers: one for each layer, in order of the layers' numbers. If empty, answers
-    have no names."""
+    """Layer names in answers to stock readers, in order of the layers' numbers. If empty, answers have no names."""
     ranks: EngineRanks | None = None
     """Metadata of all ranks of this engine; needed if an engine of several ranks serves stock readers."""
     on_late_read: Callable[[str], None] | None = None
@@ -73,47 +72,20 @@ class StockPeers(StockPart):
         return line_of(self.serve_version, ConfigError)
 
     def handshakes(self, cache: RegisteredCache, own: Handshakes) -> StockHandshakes:
-        """Return the object that does this rank's handshakes with kvflow peers and with stock peers.
+        """Only for the runtime: return the object that does this rank's handshakes with kvflow and stock peers.
 
-        Implements `runtime.part.StockPart`; the runtime calls it when a cache is registered.
-
-        Args:
-            cache: this rank's cache.
-            own: the object that does handshakes with kvflow peers only.
-
-        Returns:
-            A StockHandshakes, which leaves kvflow peers to `own`.
-
-        Raises:
-            ConfigError: a NixlConnector cannot read or offer a cache with this layout.
+        It leaves handshakes with kvflow peers to `own`. ConfigError if a NixlConnector cannot read or offer this cache.
         """
         return StockHandshakes(cache, own, self)
 
     def resolver(self, cache: RegisteredCache) -> StockResolver:
-        """Return the object that connects this rank to the ranks that a ticket names.
-
-        Implements `runtime.part.StockPart`; the runtime calls it when a cache is registered.
-
-        Args:
-            cache: this rank's cache.
-
-        Returns:
-            Resolver for tickets of kvflow's own engines and of stock engines.
-        """
+        """Only for the runtime: return the resolver for tickets of kvflow's own engines and of stock engines."""
         handshakes = cache.peers.handshakes
         assert isinstance(handshakes, StockHandshakes), "as they were given"
         return StockResolver(cache, handshakes)
 
     def service(self, cache: RegisteredCache) -> StockReaderService | None:
-        """Return the service that answers stock readers.
-
-        Implements `runtime.part.StockPart`; the runtime calls it when a cache is registered.
-
-        Args:
-            cache: this rank's cache.
-
-        Returns:
-            The service; None if `serve_version` is empty.
+        """Only for the runtime: return the service that answers stock readers; None if `serve_version` is empty.
 
         Raises:
             ConfigError: stock readers cannot be served: they cannot read this cache, CURVE is on, which they do not

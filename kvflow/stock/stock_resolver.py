@@ -1,7 +1,7 @@
 """StockResolver: connects to the ranks that a stock producer's parameters name, for a load to read from or notify.
 
-The engine's first rank is asked before any other. A question about a rank that does not exist crashes the engine's
-listener, so the first rank's answer has to confirm the number of ranks that the parameters claim.
+A question about a rank that does not exist crashes the engine's listener. So the first rank is asked before any other,
+and its answer has to confirm the number of ranks that the parameters claim.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class StockResolver:
     async def resolve(self, ticket: Ticket, on_source: Callable[[Source], None]) -> list[Source]:
         """Connect to the ranks that a load with `ticket` reads from or notifies, and return a Source for each.
 
-        A Source holds the connection to a rank, its lease and the lease's proof. Call `on_source` with each Source as
-        soon as its rank is connected. Raises the errors of `TicketResolver.resolve`, and LeaseExpired if this rank has
-        already read the ticket's stock request.
+        A Source has the connection to a rank, its lease and the lease's proof. Call `on_source` with each as soon as
+        its rank is connected. Raises the errors of `TicketResolver.resolve`, and LeaseExpired if this rank has already
+        read the ticket's stock request.
         """
         if not isinstance(ticket, StockTicket):
             return await self._own.resolve(ticket, on_source)

@@ -1,9 +1,8 @@
 """Notifications of stock readers: "ID:N" (one of N readers has read request ID) and "HB:ID,ID" (still needed).
 
-A stock producer decodes notifications in its engine's step, without error handling: bytes that are not UTF-8, a text
-without a colon, or a count that is not a number crash its engine. So it is sent only texts of this module, which
-refuses ids that would change a text's meaning. kvflow's own notifications are MessagePack arrays, which begin with a
-byte that no text begins with.
+A stock producer decodes notifications in its engine's step, without error handling: a malformed text crashes the
+engine. So a producer gets only texts of this module, which refuses ids that would change a text's meaning. kvflow's own
+notifications are MessagePack arrays, which begin with a byte that no text begins with.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _MSGPACK_ARRAYS = range(0x90, 0xA0)
 TEXT_BYTES_MAX = 1 << 14
 """Largest size in bytes of a heartbeat to a stock producer."""
 RECEIVED_BYTES_MAX = 1 << 22
-"""Largest size in bytes of a stock reader's notification. It is large because a heartbeat names all requests that wait
-for one producer, by ids to which `make_stock_params` has appended a copy of its parameters."""
+"""Largest size in bytes of a stock reader's notification. Large because a heartbeat names all requests that wait for
+one producer, by ids with a copy of the parameters (`make_stock_params`)."""
 _HEARTBEAT_IDS_MAX = 1 << 14
 
 
@@ -79,7 +78,7 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
 def decode_text(payload: bytes) -> ReaderText:
     """Decode a stock reader's notification. WireError if it is not valid.
 
-    The request ids are returned without the copy of kvflow's parameters that `make_stock_params` has appended.
+    The returned request ids lack the copy of kvflow's parameters that `make_stock_params` has appended.
     """
     if len(payload) > RECEIVED_BYTES_MAX:
         raise WireError(f"a text of {counted(len(payload), 'byte')}, at most {RECEIVED_BYTES_MAX}")

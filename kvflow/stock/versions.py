@@ -1,8 +1,8 @@
 """Table of the vLLM release lines that kvflow exchanges with: the fields that each line sends, and where they differ.
 
-A peer does not say its version, but the fields of its parameters and metadata show the release line, as far as anything
-on the wire depends on it. Lines that look the same are treated the same. A line that is not in the table is refused by
-name: an older listener crashes on kvflow's question, and a later line may mean something else.
+A peer does not say its version, but the fields of its parameters and metadata show the release line. Lines that look
+the same are treated the same. A line that is not in the table is refused by name: an older listener crashes on kvflow's
+question, and a later line may mean something else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages of the stock side channel, byte for byte: the question for a rank's metadata, and its answer.
 
-A stock engine has one listener for all its ranks, without error handling: an unexpected question ends it for good. So
-only one function makes questions, and only the expected one. Answers are decoded strictly and with limits.
+A stock engine's listener has no error handling: an unexpected question ends it for good. So only one function makes
+questions, and only the expected one. Answers are decoded strictly and with limits.
 """
 
 from __future__ import annotations

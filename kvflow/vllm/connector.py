@@ -2,7 +2,7 @@
 
 vLLM makes one connector object in its scheduler, over a `connector.scheduler.ConnectorScheduler`, and one in each
 worker, over a `connector.worker.ConnectorWorker` and a runtime with its own thread. Transfers continue while no step
-runs. A worker's step never waits for a load; it waits only for the end of leases of blocks that it will overwrite
+runs. A worker's step never waits for a load, only for the end of leases of blocks that it will overwrite
 (`handle_preemptions`).
 
 If a model has windows or recurrent state, the prefill engine computes the prompt without its last token. The decode
@@ -249,10 +249,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._prefixes.bind_pool(gpu_block_pool)
 
     def has_pending_push_work(self) -> bool:
-        """Return True if vLLM has to run one more step, although no request needs it, to report reused blocks.
-
-        vLLM calls this before it stops running steps.
-        """
+        """Return True if vLLM has to run one more step, although no request needs it, to report reused blocks."""
         return self._prefixes is not None and self._prefixes.must_report
 
     def on_new_request(self, request: Request) -> None:

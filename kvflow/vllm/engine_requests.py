@@ -46,8 +46,8 @@ def sharing_of(request_id: str, *, spread: bool) -> Sharing:
     """Return whether other requests may have the same ticket as the request `request_id`, by the form of that id.
 
     vLLM turns n samples of a prompt into requests "0_ID" to "n-1_ID" with the same ticket. `spread`: the samples may be
-    on several engines; then only the engine with sample 0 uses the ticket. For an ordinary request with an id of this
-    form, the producer is only notified one step later.
+    on several engines; then only the engine with sample 0 uses the ticket. An ordinary request with such an id only has
+    its producer notified one step later.
     """
     sample = _SAMPLE.match(request_id)
     if sample is None:

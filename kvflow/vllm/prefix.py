@@ -1,8 +1,8 @@
 """Shares and loads prefixes in vLLM's scheduler: prefix keys of requests, vLLM's block pool, questions to peers.
 
 vLLM's block pool can watch a block (`BlockPool.unpin_blocks`): it calls a function when it reuses the block, or drops
-its whole cache. kvflow has the blocks of requests watched, and reports a reused block to the workers with the step that
-may write to the block. The pool works as before: no block is pinned for peers.
+its whole cache. kvflow has requests' blocks watched, and reports a reused block to the workers with the step that may
+write to it. No block is pinned for peers.
 """
 
 from __future__ import annotations
