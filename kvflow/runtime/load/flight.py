@@ -47,7 +47,7 @@ class Read(NamedTuple):
 
 
 class CopyGroup(NamedTuple):
-    """Reads into buffers, and the copy from these buffers to the cache that follows when all reads have landed.
+    """Reads into buffers, and the copy that follows from these buffers to the cache, once all reads have landed.
 
     If `copy` is None, the reads go straight into the cache.
     """
@@ -68,7 +68,7 @@ _LANDED = fire(TRANSFER_TABLE, TransferState.READING, "land")
 
 @dataclass(slots=True, eq=False)
 class _GroupState:
-    """Progress of a copy group: number of its `pending` reads, and whether all reads so far succeeded (`intact`)."""
+    """Progress of a copy group: its number of `pending` reads, and whether all reads so far succeeded (`intact`)."""
 
     group: CopyGroup
     pending: int = 1  # posting the group counts as one until it is finished
@@ -91,9 +91,9 @@ class Flight:
         priority: int,
         resources: FlightResources,
     ) -> None:
-        """Claim the load's local blocks: `ids`, entries of the block ledger. BlocksBusy if one is in use.
+        """Claim `ids`, the load's local blocks as entries of the block ledger. BlocksBusy if one is in use.
 
-        `sources`, the ranks to read from, have slots for their seals. BlocksBusy gives these slots back too.
+        `sources`, the ranks to read from, have slots for their seals, which are given back also after BlocksBusy.
         """
         try:
             resources.ledger.begin_load(ids)
@@ -119,12 +119,12 @@ class Flight:
         self._lost_groups: list[_GroupState] = []
         self._copies = 0
         self._seal_reads: dict[Source, Descriptors] = {}
-        """Descriptors of reads that fetch only a seal, by source. The seal of a growing lease is fetched many times."""
+        """Descriptors of reads that fetch only a seal, by source, kept for growing leases: their seals are read many
+        times."""
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
-        """Future that ends with the last read or copy; with an exception if that end can never be known. None until
-        needed."""
+        """Future that ends with the last read or copy, or with an exception if that end can never be known."""
         for source in sources:
             source.connection.users += 1
 
@@ -170,9 +170,9 @@ class Flight:
         """Post `reads`, which go straight into the cache, and wait until all have landed.
 
         Return True if the leases covered the whole read (see `core.protocol.proof`), False if a seal shows that its
-        lease has ended. The seal of a rank is fetched with the first read from that rank, or right after. Raise the
-        first TransportError, or RuntimeBroken if the transport died; the caller then has to call `stop`. In all these
-        cases, and if cancelled, post no further read.
+        lease has ended. A rank's seal is fetched with the first read from that rank, or right after. After False,
+        TransportError, RuntimeBroken or a cancellation no further read is posted; after an error the caller has to call
+        `stop`.
         """
         if self.state is TransferState.PENDING:
             self.state = _READING
@@ -188,8 +188,8 @@ class Flight:
     async def read_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
         """Post the reads of each copy group that `groups` yields, and wait for all reads and copies.
 
-        Return True if the leases covered the whole read; False, without posting further reads, if a lease has ended.
-        After TransportError, CopyFailed or RuntimeBroken the caller has to call `stop`.
+        Return True if the leases covered the whole read, False if a lease has ended. After TransportError, CopyFailed
+        or RuntimeBroken the caller has to call `stop`.
         """
         if self.state is TransferState.PENDING:
             self.state = _READING
@@ -242,7 +242,7 @@ class Flight:
     async def wait_until_below(self, count: int, *, copies_beside: int = 0) -> None:
         """Wait until fewer than `count` reads and copies are under way. Up to `copies_beside` copies do not count.
 
-        If the flight has failed, wait until all reads and copies have stopped, then raise the flight's error.
+        If the flight has failed, wait until all have stopped, then raise its error.
         """
         while self._under_way >= (1 if self._error else count + min(self._copies, copies_beside)):
             self._progress = asyncio.get_running_loop().create_future()
@@ -255,7 +255,7 @@ class Flight:
     async def wait_for_change(self) -> None:
         """Wait until a read or a copy has ended, or `nudge` was called.
 
-        If the flight has failed, wait until all have stopped, then raise the flight's error.
+        If the flight has failed, wait until all have stopped, then raise its error.
         """
         if self._error is None and (self._end is None or not self._end.done()):
             self._progress = asyncio.get_running_loop().create_future()
@@ -281,7 +281,7 @@ class Flight:
         self.nudge()
 
     async def post_seal_read(self, source: Source) -> None:
-        """Wait for a permit, then post a read of only the seal of `source`. Do not wait for the end of that read."""
+        """Wait for a permit, then post a read of only the seal of `source`. Do not wait for the read."""
         if (seal := self._seal_reads.get(source)) is None:
             seal = self._seal_reads[source] = fetch_seal(self.seal_piece(source))
         await self._post_when_permitted(source, seal, None, fetches_seal=True)
@@ -342,10 +342,9 @@ class Flight:
     async def _post_when_permitted(
         self, source: Source, descriptors: Descriptors, group_state: _GroupState | None, *, fetches_seal: bool
     ) -> None:
-        """Wait for a permit, then post a read of `descriptors` from `source`. Raise the flight's error if there is one.
+        """Wait for a permit, then post a read of `descriptors` from `source`. Raise the error of a flight that failed.
 
-        `group_state`: state of the read's copy group, if any. `fetches_seal`: one of the descriptors is the source's
-        seal.
+        `group_state`: of the read's copy group, if any. `fetches_seal`: one of the descriptors is the source's seal.
         """
         resources, agent = self._resources, source.connection.agent
         size_bytes, count = descriptors.size_bytes, descriptors.table.shape[1]
@@ -392,7 +391,7 @@ class Flight:
         fetches_seal: bool,
         event: ReadEnded | RuntimeBroken,
     ) -> None:
-        """Callback of the poller when a read has stopped. RuntimeBroken: it can never be known when it stops."""
+        """Called by the poller when a read has stopped, or with RuntimeBroken when its end can never be known."""
         resources = self._resources
         self._under_way -= 1
         if isinstance(event, RuntimeBroken):
@@ -447,8 +446,7 @@ class Flight:
     def _group_step_ended(self, group_state: _GroupState, *, intact: bool) -> None:
         """Record that a read of a copy group, or the posting of all its reads, has ended. `intact`: with success.
 
-        When the last one has ended, start the group's copy, or free its buffers if there is no copy or something has
-        failed.
+        After the last one, start the group's copy, or free its buffers if there is no copy or something has failed.
         """
         group_state.intact = group_state.intact and intact
         group_state.pending -= 1
@@ -466,7 +464,6 @@ class Flight:
             self._call_on_land(group_state)
 
     def _call_on_land(self, group_state: _GroupState) -> None:
-        """Call the group's `on_land`, unless the flight has failed or is being stopped."""
         on_land = group_state.group.on_land
         if on_land is not None and self.state is TransferState.READING and self._error is None:
             on_land(self._resources.clock.now_s(), group_state.begun_s)

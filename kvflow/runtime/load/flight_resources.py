@@ -98,8 +98,7 @@ class Poller:
     def end_reads(self, *, stopped: bool) -> None:
         """Call the callbacks of all reads under way, with an error.
 
-        The error is a TransportError if the reads are known to have `stopped`, and TransportBroken if that is not
-        known.
+        It is a TransportError if the reads are known to have `stopped`, else TransportBroken.
         """
         under_way, self._under_way = self._under_way, {}
         for posted, on_end in under_way.items():
@@ -186,9 +185,8 @@ class SealSlots:
 class LoadThrottle:
     """Limits how many loads start in one turn of the event loop, so that a burst of loads does not block the loop.
 
-    Starting a load takes a tenth of a millisecond. While many reads wait to be posted, no load begins, so that the loop
-    is idle at times: the thread that posts reads gets Python's GIL immediately from an idle loop, but only after a
-    tenth of a second from a busy one.
+    While many reads wait to be posted, no load begins, so that the loop is idle at times: the thread that posts reads
+    gets Python's GIL immediately from an idle loop, but only after a tenth of a second from a busy one.
     """
 
     def __init__(self, poller: ReadPoster) -> None:
@@ -241,7 +239,7 @@ class LoadThrottle:
             self._next_turn = loop.call_soon(self._start_few)
 
     def resume(self) -> None:
-        """End a pause, because a load has ended. No effect while too many posted reads still wait to start."""
+        """End a pause, because a load has ended. No effect while too many posted reads wait to start."""
         if not self._poller.behind and self._next_turn is not None:
             self._next_turn.cancel()
             self._next_turn, self.paused = asyncio.get_running_loop().call_soon(self._start_few), False
@@ -260,7 +258,7 @@ class FlightResources:
     copy_thread: CopyThread
     clock: Clock
     reads_max: int
-    """Largest number of reads that one load has under way, and of copies. With 2, one hides the other's latency."""
+    """Largest number of reads that one load has under way, and of copies. With 2, each hides the other's latency."""
 
 
 def read_permit_queue(config: Config, *, grows: bool) -> FairQueue:

@@ -2,8 +2,7 @@
 
 *Renewing*: one notification per peer names the leases that are still needed. The first renewal is sent at most 0.25 s
 after a lease is needed, the next ones every third of the lease's ttl, so two renewals in a row may be lost. Most loads
-end before that and renew nothing. An engine with vLLM's own NixlConnector gets heartbeats instead
-(`Connection.lease_notifier`).
+end before that. An engine with vLLM's own NixlConnector gets heartbeats instead (`Connection.lease_notifier`).
 
 *Giving back* a lease means to notify its rank, after a read or instead of a read: all blocks of a request may be cached
 already, or the request may be rejected before decode. A rank to which the transport is not connected gets one question
@@ -68,7 +67,7 @@ class LeaseIdNotifier:
     def notify_needed(self, sources: Sequence[Source]) -> int:
         """Notify a producer's rank that the leases of `sources`, all at that rank, are still needed.
 
-        Return the number of leases.
+        Return their number.
         """
         agent = sources[0].connection.agent
         lease_ids = tuple(dict.fromkeys(source.lease.lease_id for source in sources))
@@ -104,12 +103,12 @@ class RemoteLeases:
         self._alarm = Alarm(cache.clock, self._renew)
         self._closed = False
         self.renewals_sent = 0
-        """Number of renewals sent, by lease."""
+        """Number of renewals sent; a notification has one for each lease."""
 
     def start_renewing(self, owner: object, ttl_s: float, source: Source) -> None:
         """Renew the lease of `source` regularly until `stop_renewing(owner)` is called.
 
-        `owner`: any object as a key, such as the load that needs the lease. `ttl_s`: time to live of the lease.
+        `owner`: any object as a key, such as the load. `ttl_s`: time to live of the lease.
         """
         now_s, pause_s = self._clock.now_s(), source.connection.lease_notifier.heartbeat_s
         if pause_s is None:
@@ -131,8 +130,8 @@ class RemoteLeases:
     def renewing(self, ticket: Ticket) -> Iterator[None]:
         """Renew the leases of a checked ticket until the `with` block ends, for a request that waits for its load.
 
-        A task also connects their ranks, as the load would. If a lease cannot be renewed, only the later load fails.
-        RuntimeClosed if the runtime is closed.
+        A task also connects the ticket's ranks. If a lease cannot be renewed, only the later load fails. RuntimeClosed
+        if the runtime is closed.
         """
         if ticket.offers_nothing:
             yield  # an empty offer: its leases have ended already
@@ -154,9 +153,9 @@ class RemoteLeases:
         """Give back all leases of a ticket, unread. Return whether every rank that holds a lease was notified.
 
         One rank is notified first; the others only if that rank has, or had, a lease for the ticket's request. This
-        takes at most Config.handshake_timeout_s, and for a pending ticket also the time until the offer comes, at most
-        the ticket's `ttl_s`. RequestError if the ticket is invalid, or the address of a rank cannot be known. If
-        cancelled, some ranks may have been notified.
+        takes at most Config.handshake_timeout_s, and for a pending ticket also the wait for the offer, at most the
+        ticket's `ttl_s`. RequestError if the ticket is invalid, or the address of a rank cannot be known. If cancelled,
+        some ranks may have been notified.
         """
         ticket, problems = self._resolver.read_ticket(given), list[KVFlowError]()
         notified = await self._release(ticket, problems)
@@ -165,7 +164,7 @@ class RemoteLeases:
         return notified
 
     def release_soon(self, ticket: Ticket) -> None:
-        """Start a task that gives the leases of `ticket` back. Errors are logged or dropped, not raised.
+        """Start a task that gives the leases of `ticket` back. Errors are logged or dropped.
 
         If a rank cannot be reached, try again later, as long as its lease may be open.
         """

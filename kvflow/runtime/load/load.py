@@ -84,7 +84,6 @@ class Load:
         self.request_id = request.request_id
         self.request = request
         self.progress_wanted = False
-        """True once the caller has asked for progress, by `follow` or `async for`."""
         self.progress: Progress | None = None
         """Latest progress while the load is under way; None until the first tokens have landed."""
         self._task: asyncio.Task[LoadReport] | None = None
@@ -104,14 +103,13 @@ class Load:
         """Time of the load's deadline, by the event loop's clock."""
         self.phase = "queued"
         self.waits_for: Callable[[], str] | None = None
-        """Function that returns a text, for errors: what the current phase waits for. None if the phase's name says it.
-        """
+        """Function that returns, as text for errors, what the current phase waits for. None if the phase's name says
+        it."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.performing_task: asyncio.Task[Any] | None = None
         """The task that performs the load; None before the load has begun."""
         self.outer_cancellations = 0
-        """`performing_task.cancelling()` when the load began: requests to cancel the task that did not come from the
-        loader."""
+        """`performing_task.cancelling()` when the load began: cancellations that did not come from the loader."""
         self.overdue = False
         """True once the loader has cancelled the load, because its deadline has passed or the loader closes."""
         self.stall_text = ""
@@ -222,7 +220,7 @@ class Load:
     def note_progress(self, tokens: int, tokens_in_all: int) -> None:
         """Only for `kvflow.growing`: record that more tokens have landed, and wake tasks that wait for progress.
 
-        `tokens` counts from the prompt's first token, and is in the local blocks of all groups. No effect if the load
+        `tokens`: number of the prompt's first tokens that are in the local blocks of all groups. No effect if the load
         may read from several producers.
         """
         if self.attempts is None:  # else another producer may write there again
@@ -235,7 +233,7 @@ class Load:
             self._progress_event = None
 
     def start_task(self, work: Callable[[], Coroutine[Any, Any, LoadReport]]) -> asyncio.Task[LoadReport]:
-        """Only for `Loader`: start and return a task that performs the load, with the coroutine that `work` makes.
+        """Only for `Loader`: start and return a task that performs the load by awaiting `work()`.
 
         Task `kvflow-load <request>`: begun by `start_load`; `load_blocks` runs in its caller's task. Ends with the
         load's outcome, within `cancel_grace_s` if it is cancelled. Whoever awaits the load gets its error.
@@ -252,7 +250,7 @@ class Load:
     def enter_phase(self, phase: str, waits_for: Callable[[], str] | None = None) -> None:
         """Only for steps of a load: begin `phase`, one of `requests.EVERY_PHASE`. A phase may begin more than once.
 
-        `waits_for`: function that returns what the phase waits for, as text; None if the phase's name says it.
+        `waits_for`: returns, as text for errors, what the phase waits for; None if the phase's name says it.
         """
         now_s, self.waits_for = self._clock.now_s(), waits_for
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._phase_begun_s
@@ -279,9 +277,9 @@ class Load:
         )
 
     def failure(self, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
-        """Only for steps of a load: return the error that the load fails with, which names the request and the peer.
+        """Only for steps of a load: return an error of class `kind`, which names the request, the peer and `why`.
 
-        `kind`: class of the error. `why`: text. `facts`: further arguments of the class.
+        `facts`: further arguments of the class.
         """
         what = f"request {self.request_id!r} from {self.ticket.engine_id!r} at {self.ticket.address}"
         return kind(f"{what}: {why}", request_id=self.request_id, peer=self.ticket.address, **facts)
@@ -320,10 +318,7 @@ class Load:
                 self.phase = "queued"
 
     def report(self, *, notified: bool = False) -> LoadReport:
-        """Only for steps of a load: end the phases of a load that has succeeded, and return its report.
-
-        `notified`: whether the producer was notified.
-        """
+        """Only for steps of a load: end the phases of a load that has succeeded, and return its report."""
         flight = self.flight
         self.end_phases()
         return LoadReport(
@@ -383,9 +378,6 @@ def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
 
 
 def request_name(request: LoadRequest) -> str:
-    """Return the id of a request that is not checked yet, shortened, for messages and records.
-
-    If the id is invalid, return a short text that describes it.
-    """
+    """Return the id, shortened, of a request that is not checked yet, or a text that describes an invalid id."""
     named = checks.try_call(lambda: request.request_id)
     return named[:_NAME_CHARS_MAX] if type(named) is str and checks.is_utf8(named) else checks.short_repr(named)

@@ -133,10 +133,7 @@ class Loader:
         return self._cache.resources.ledger.find_entries(block_ids, f"request {request_id!r}: block_ids")[0]
 
     def start(self, request: LoadRequest) -> Load:
-        """Accept `request`, start a task that performs the load, and return its handle, for `Runtime.start_load`.
-
-        If the request is not accepted, raise its error.
-        """
+        """Accept `request`, start a task that performs the load, and return its handle, for `Runtime.start_load`."""
         load, perform = self._accept(request, self._now_s(), waited_s=0.0)
         load.start_task(partial(self._start_in_turn, load, perform)).add_done_callback(
             partial(self._end_unstarted, load)
@@ -228,8 +225,8 @@ class Loader:
     def _parse_tickets(self, given: GivenTicket | Sequence[GivenTicket], what: str) -> list[Ticket]:
         """Parse the ticket or tickets of a request. Return a list of at least one ticket.
 
-        RequestError if a ticket is invalid, if there are too many, or if they are for different prompts. `what` names
-        the request in errors.
+        RequestError, naming `what`, if a ticket is invalid, if there are too many, or if they are for different
+        prompts.
         """
         several: Sequence[Any] | None = (given,)
         if isinstance(given, list | tuple):
@@ -249,7 +246,7 @@ class Loader:
         return tickets
 
     def _set_deadline_timer(self, when_s: float) -> None:
-        """Set the timer that cancels all loads past their deadline to `when_s`; infinity stops the timer."""
+        """Let the timer, which cancels loads past their deadline, fire at `when_s`; infinity stops it."""
         if self._deadline_timer is not None:
             self._deadline_timer.cancel()
         self._deadline_timer, self._deadline_timer_s = None, when_s
@@ -310,8 +307,7 @@ class Loader:
     def _note_never_read(self, engine_id: str, why: str) -> None:
         """Count a failed load, unless a load has read from that engine before. At `NEVER_READ_AT`, log a warning.
 
-        If all loads from an engine fail, prompts take long, and a router that sends the requests elsewhere hides the
-        errors. Only this warning shows the reason.
+        A router that sends the requests elsewhere hides the errors, so only this warning says why prompts take long.
         """
         if self._cache.peers.has_delivered(engine_id):
             self._never_read.pop(engine_id, None)
@@ -363,8 +359,8 @@ class Loader:
     ) -> None:
         """Set a load's outcome, count it, report it to the observers, and drop the load from the open loads.
 
-        `result`: what awaiting the load returns or raises. `counted`: the count to increase. `outcome` and `error`:
-        texts for the observers' record.
+        `result`: what awaiting the load returns or raises. `counted`: the count to increase. `outcome`, `error`: texts
+        for the record.
         """
         load.set_outcome(result)
         if load.lease_questions is not None:

@@ -25,8 +25,8 @@ from kvflow.runtime.load.requests import LoadRequest
 from kvflow.runtime.peers.peer import Source
 
 MatchedChunks: TypeAlias = Mapping[tuple[int, int], tuple[Chunks, ...]]
-"""Chunks to read, by the indexes (local group, remote group). Their `remote_ids` are positions in the offered block
-table, which are the same for all ranks, not block ids yet."""
+"""Chunks to read, by the indexes (local group, remote group). Their `remote_ids` are not block ids yet, but positions
+in the offered block table, which are the same for all ranks."""
 
 
 class Plan(NamedTuple):
@@ -181,7 +181,7 @@ def check_blocks_fit(
 def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
     """Raise PromptMismatch if the prompt or the number of tokens that the ticket offers differs from the request's.
 
-    A value that the ticket or the request does not have is not compared.
+    Values that one of both does not have are not compared.
     """
     what, offers = f"request {request.request_id!r}", f"{_producer_text(ticket)} offers {ticket.offered_tokens}"
     if request.prompt is not None:

@@ -20,8 +20,7 @@ PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
 VERIFY = "verify"
 """Phase between "wire" and "notify" that only a verified load has."""
 EVERY_PHASE = ("queued", "handshake", "plan", "post", COMPUTE, "wire", VERIFY, "notify")
-"""All phases in order, with those of some loads only: "compute" if the load had to wait for its producer, "verify" if
-it was verified."""
+"""All phases in order. Only some loads have "compute" (they wait for the producer) and "verify" (they are verified)."""
 
 TICKETS_MAX = 16
 """Largest number of tickets in one load request."""
@@ -125,13 +124,13 @@ class LoadReport:
     seconds: Mapping[str, float]
     verification: Verification = Verification.OFF
     freshness: str = "seal"
-    """Proof that the bytes are fresh. "seal": the seal of each producer's lease. "deadline": the read ended before the
-    time until which the producer surely holds the blocks, for an engine that keeps no seals (`kvflow.stock`)."""
+    """Proof that the bytes are fresh. "seal": the seal of each producer's lease. "deadline": the read ended while the
+    producer surely held the blocks, for an engine that keeps no seals (`kvflow.stock`)."""
     payload: builtins.bytes = b""
     """Extra bytes that the producer gave to `Lease.complete`; empty if the lease promised no payload."""
     attempts: Sequence[Attempt] = ()
-    """Outcomes of all attempts of a load with several tickets or with `again`, in order. The last attempt delivered the
-    whole load."""
+    """Outcomes of all attempts of a load with several tickets or with `again`, in order. The last one delivered the
+    load."""
 
     @property
     def verified(self) -> bool:
@@ -148,8 +147,8 @@ class Progress:
     """State of a load under way, as `async for` over the load yields it."""
 
     tokens: int
-    """Number of loaded tokens, from the first one on, that are in the local blocks of all groups. At the end of a load
-    this is `LoadReport.tokens`."""
+    """Number of loaded tokens, from the first one on, that are in the local blocks of all groups. It ends as
+    `LoadReport.tokens`."""
     tokens_in_all: int
     """Number of tokens that the load reads."""
 

@@ -76,10 +76,10 @@ class SpanQueue:
     ) -> None:
         """Make a queue with all spans still to take.
 
-        `parts`: the chunks to read, by rank and layer set. `staging`: the host blocks through which the group is read,
-        if any. `local_ids`: the last of these blocks holds the last token. `span_bytes_max`: bound that keeps one turn
-        of the event loop short. `slot_bytes`: size of a scratch buffer. If two units do not fit in a scratch buffer, or
-        one unit does not fit in the host blocks, no remote block is read whole.
+        `parts`: chunks to read, by rank and layer set. `staging`: host blocks through which the group is read, if any.
+        `local_ids`: its last block holds the last token. `span_bytes_max`: bound that keeps one turn of the event loop
+        short. `slot_bytes`: size of a scratch buffer. If two units do not fit in a scratch buffer, or one unit does not
+        fit in the host blocks, no remote block is read whole.
         """
         host_blocks = None if staging is None else staging.pool.size
         size = self._local_tokens = parts[0].block_map.local.block.tokens
@@ -154,7 +154,7 @@ class SpanQueue:
             self.landed_upto = self._landed.pop(self.landed_upto)
 
     def _span_stop(self, readable_tokens: int) -> int:
-        """Return the position up to which spans may be taken when the first `readable_tokens` tokens are readable.
+        """Return the end of the spans that may be taken when the first `readable_tokens` tokens are readable.
 
         That is the end of the last whole unit, or of the queue if all of its tokens are readable.
         """

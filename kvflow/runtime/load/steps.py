@@ -130,8 +130,8 @@ def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None
 async def _wait_for_admission(cache: RegisteredCache, load: Load) -> None:
     """Wait for the request's device event `after`, then for a free slot in host memory for the seal of each rank.
 
-    Overloaded if too many loads wait for slots already. RequestError if the load reads from more ranks than there may
-    be slots. The connections are held during the wait, so none is removed before this load uses it.
+    Overloaded if too many loads wait for slots already. RequestError if the load reads from more ranks than there are
+    slots. The connections are held meanwhile, so none is removed before this load uses it.
     """
     request, slots, waiting_max = load.request, cache.resources.seal_slots, cache.config.loads_waiting_max
     ranks, ranks_max = len(load.sources), cache.config.limits.source_ranks_max
@@ -157,10 +157,7 @@ async def _wait_for_admission(cache: RegisteredCache, load: Load) -> None:
 
 
 def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
-    """Choose how to read the load's blocks, and begin to read. Return an awaitable for the result.
-
-    The result is True if the leases covered the whole read.
-    """
+    """Choose how to read the load's blocks, and begin. Return an awaitable: True if the leases covered all reads."""
     ticket, verify = load.ticket, load.request.verify
     if plan.block_pairs:
         load.enter_phase("wire")
@@ -257,7 +254,7 @@ def _reads_directly(cache: RegisteredCache, connection: Connection) -> bool:
 def may_use_scratch(cache: RegisteredCache, block_map: BlockMap) -> bool:
     """Return whether a peer's blocks may be read into scratch memory first, and then copied into the cache.
 
-    True if a block would otherwise be read in several pieces, or if Config.scratch is "always". False for opaque
+    True if a block would otherwise be read in several pieces, or if Config.scratch is "always"; never for opaque
     blocks, or if scratch memory is off.
     """
     if block_map.opaque or not cache.scratch:
@@ -267,10 +264,7 @@ def may_use_scratch(cache: RegisteredCache, block_map: BlockMap) -> bool:
 
 
 def read_directly(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan) -> Awaitable[bool]:
-    """Read the whole load straight into the cache; all of its blocks are computed.
-
-    Return an awaitable of True if the leases covered the whole read.
-    """
+    """Read the load straight into the cache. Return an awaitable: True if the leases covered all reads."""
     return flight.read_all(direct_reads(cache, plan.sources, flight.seal_piece))
 
 
@@ -279,8 +273,7 @@ def direct_reads(
 ) -> Iterator[Read]:
     """Yield the reads of all `sources`, one of each rank in turn, so that all ranks are busy.
 
-    With `seal_piece_of`, the first read from each rank also fetches the rank's seal, unless a read has fetched it
-    already.
+    With `seal_piece_of`, the first read from each rank also fetches the rank's seal, unless that is done already.
     """
     if len(sources) == 1:
         yield from reads_of_chunks(cache, sources[0], sources[0].chunks, seal_piece_of)
@@ -302,7 +295,7 @@ def reads_of_chunks(
 ) -> Iterator[Read]:
     """Yield the reads of `chunks` from the rank `source`, each within the limits of a slice.
 
-    With `seal_piece_of`, the first read also fetches the rank's seal, unless a read has fetched it already.
+    With `seal_piece_of`, the first read also fetches the rank's seal, unless that is done already.
     """
     limits, head = cache.config.limits, None
     if seal_piece_of is not None and source.connection.carries_seals and not source.proof.fetch_posted:

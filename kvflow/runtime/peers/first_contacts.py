@@ -1,7 +1,7 @@
 """First contacts: never-connected peers are asked a few at a time, and others wait (`core.policy.contacts`).
 
-Forged tickets can name any number of peers that never answer. A peer that was connected before needs no turn, so it
-does not wait behind them.
+Forged tickets can name any number of peers that never answer. A peer that was connected before needs no turn, and so
+does not wait for those peers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def overloaded(peer: Address, why: str) -> Overloaded:
 class FirstContacts:
     """Queue of first contacts, the first questions to never-connected peers. Belongs to one event loop.
 
-    At most `limits.first_contacts_max` never-connected peers are asked at the same time.
+    At most `limits.first_contacts_max` are under way.
     """
 
     def __init__(self, config: Config) -> None:

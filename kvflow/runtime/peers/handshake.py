@@ -51,15 +51,14 @@ class Handshakes:
         self._side_channel = cache.side_channel
         self._local = cache.local
         self.lease_notifier = lease_notifier
-        """Object that notifies producers about their leases, for every new connection."""
+        """Notifies producers about their leases; every new connection gets this object."""
         self.agents = cache.agents
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
-        """Ask `peer` for its metadata and return a connection to it.
+        """Ask `peer` for its metadata and return a connection to it, the open one if the incarnation is the same.
 
-        If the transport has an open connection to the same incarnation of the peer, return that one. `request_id`: the
-        request of the load that needs the peer. Overloaded if this process has too few open files left; TimeoutError
-        after Config.handshake_timeout_s. If cancelled, leave no agent in the transport.
+        `request_id`: the request of the load that needs the peer. Overloaded if this process has too few open files
+        left; TimeoutError after Config.handshake_timeout_s. If cancelled, leave no agent in the transport.
         """
         async with asyncio.timeout(self._config.handshake_timeout_s):
             at = peer.at
@@ -92,8 +91,8 @@ class Handshakes:
 class Agents:
     """The remote agents in the transport, by name. Each agent is open, being added, or being removed.
 
-    Each incarnation of a remote rank has its own agent. It is removed once no `Peer` has its connection (two addresses
-    may lead to one rank) and no load holds the connection, and can be added again only after that.
+    Each incarnation of a remote rank has its own agent. An agent is removed once no `Peer` has its connection (two
+    addresses may lead to one rank) and no load holds the connection, and can be added again only after that.
     """
 
     def __init__(self, cache: RegisteredCache) -> None:
@@ -179,7 +178,7 @@ class Agents:
 
 
 def _refusal_error(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerError:
-    """Return the error to raise for `refusal`, the answer of `peer`, in a class that the refusal's fields choose."""
+    """Return the error to raise for `refusal`, the answer of `peer`; its class depends on the refusal's fields."""
     if refusal.compatibility is not None:
         differences = ours.compatibility.differences(refusal.compatibility) or [peer_text(refusal.reason)]
         if refusal.cache_shares:

@@ -44,8 +44,8 @@ _DIGESTS_AT_ONCE_MAX = 4  # half of what a producer accepts from one reader by d
 class LocalRank:
     """Description of this rank, which it sends to peers and compares with their descriptions.
 
-    `cache_shares` and `regions` have one entry for each set of layers of the same shape. `reader` is this rank's agent
-    name, `caller` its side channel address.
+    `cache_shares` and `regions` have one entry for each set of layers of the same shape. `reader`: this rank's agent
+    name. `caller`: its side channel address.
     """
 
     reader: str
@@ -99,11 +99,11 @@ class Connection:
         self.users = 0
         """Number of loads that hold the connection; until it is 0 the peer's agent stays in the transport."""
         self.unused: asyncio.Event | None = None
-        """Event that is set when `users` becomes 0; None until a task first waits for that."""
+        """Set when `users` becomes 0; None until a task first waits for that."""
         self.complete_with: Sequence[Connection] = ()
         """Connections to the ranks of the last load, this one first, if these ranks have all local layers.
 
-        A load over the same connections need not check again that no layer is missing.
+        Another load over the same connections need not check the layers again.
         """
         self.reads_directly: bool | None = None
         """True if every read from the peer goes straight into the cache, without buffers; None until computed."""
@@ -129,7 +129,7 @@ class Handshake:
     started_s: float
     task: asyncio.Task[None] | None = None
     contact: Contact | None = None
-    """The turn that this handshake was granted as a first contact; None without a turn."""
+    """The turn of this handshake in the queue of first contacts; None without a turn."""
     waiters: int = 0
 
     def add_waiters(self, count: int) -> None:
@@ -162,8 +162,7 @@ class Peer:
         """True once a load has read fresh bytes from the peer."""
         self.last_used_s = now_s
         self.leases_kept = 0
-        """Number of the peer's leases that this rank renews now. While it is above 0 the peer is not evicted as unused.
-        """
+        """Number of the peer's leases that this rank renews now. Above 0 the peer is not evicted as unused."""
         self.tried_incarnations: set[str] = set()
         """Incarnations already asked for: the last connection's, and those for which a handshake was tried since then.
 
@@ -195,8 +194,8 @@ class Peer:
     def usable_connection(self, incarnation: str | None) -> Connection | None:
         """Return the connection to use for a ticket of `incarnation`, or None if a handshake is needed first.
 
-        A handshake is needed if there is no connection, or if `incarnation` is neither the connection's nor a past one.
-        A ticket of a past incarnation gets the connection as it is, since its load fails in any case.
+        It is needed if there is no connection, or if `incarnation` is neither the connection's nor a past one. A ticket
+        of a past incarnation gets the connection as it is, since its load fails in any case.
         """
         if self.connection is None or incarnation is None or incarnation in self.past_incarnations:
             return self.connection
@@ -244,7 +243,7 @@ ReadTicket: TypeAlias = Callable[[Ticket | Mapping[str, Any]], Ticket]
 class Resolver(Protocol):
     """Interface that resolves tickets: it connects the ranks that a ticket names and finds their leases.
 
-    `ticket_resolver.TicketResolver` describes the methods.
+    See `ticket_resolver.TicketResolver`.
     """
 
     @property
@@ -258,7 +257,7 @@ class Resolver(Protocol):
 class LeaseNotifier(Protocol):
     """Interface that sends producers notifications: a lease is still needed, or was read. No method waits.
 
-    Each connection has an implementation: for kvflow ranks, or for stock peers (vLLM's own NixlConnector).
+    There is one for kvflow ranks, and one for stock peers (vLLM's own NixlConnector).
     """
 
     heartbeat_s: float | None
@@ -267,7 +266,7 @@ class LeaseNotifier(Protocol):
     def notify_needed(self, sources: Sequence[Source]) -> int:
         """Notify a producer rank that this rank still needs the leases of `sources`, all at that rank.
 
-        Return the number of leases.
+        Return their number.
         """
 
     def notify_read(self, source: Source) -> None:

@@ -4,8 +4,8 @@ A handshake has a task of its own, so a load that gives up does not end the hand
 peer is in back-off (`core.policy.circuit`): loads that need the peer fail immediately, without a packet. If a ticket
 names an incarnation that was not tried yet, the peer has restarted since, and is asked nevertheless.
 
-An address in a ticket proves nothing. So peers that were never connected are asked a few at a time (`first_contacts`),
-and are the first to be evicted when `Limits.peers_max` is reached. A timer also evicts peers that no load has used for
+An address in a ticket proves nothing. So never-connected peers are asked a few at a time (`first_contacts`), and are
+evicted first when `Limits.peers_max` is reached. A timer also evicts peers that no load has used for
 `Limits.peer_idle_s`.
 """
 
@@ -138,10 +138,9 @@ class Peers:
         """Return the connection to `peer`, after a handshake if there is none. Concurrent calls share one handshake.
 
         `incarnation`: the one that a ticket names; None for any. If this rank does not know that incarnation, shake
-        hands even if there is a connection, since the peer may have restarted. `request_id`: sent to the peer, since a
-        draining peer accepts only requests with an open lease. If cancelled, stop waiting. The handshake goes on,
-        except if the peer was never connected, no load waits for this handshake, and it has no turn yet or another new
-        peer needs the turn.
+        hands in any case, since the peer may have restarted. `request_id`: sent to the peer, since a draining peer
+        accepts only requests with an open lease. If cancelled, stop waiting. The handshake goes on, unless the peer was
+        never connected, no load waits for the handshake, and it has no turn yet or another new peer needs the turn.
         """
         while True:
             if peer.state is PeerState.CLOSED:  # evicted while its rank took long to answer
@@ -371,10 +370,7 @@ class Peers:
             handshake.future.set_result(connection)
 
     def _fail_handshake(self, peer: Peer, handshake: Handshake, error: KVFlowError) -> None:
-        """Set `error` on the future of a failed handshake, and record the failure of `peer`.
-
-        No effect if the future is done.
-        """
+        """Set `error` on a handshake's future, and record the failure of `peer`. No effect if the future is done."""
         future = handshake.future
         if future.done():
             return
@@ -386,7 +382,7 @@ class Peers:
     def _note_waiters(self, peer: Peer, handshake: Handshake) -> None:
         """Called after a load has stopped waiting for `handshake`. If no other load waits, let the handshake end early.
 
-        It is cancelled if it still waits for its turn as a first contact. Otherwise it ends early only if another first
+        A handshake that waits for its turn as a first contact is cancelled. Any other ends early only if another first
         contact needs the turn.
         """
         if handshake.waiters or handshake.future.done():
@@ -405,8 +401,8 @@ class Peers:
     def _set_connection(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
         """Make `connection` the current connection of `peer`, after a handshake.
 
-        `incarnation`: the one named by the ticket that led to the handshake. It and the last connection's incarnation
-        then count as past ones, unless they equal that of `connection`.
+        `incarnation`: of the ticket that led to the handshake. This and the last connection's incarnation then count as
+        past ones, unless they equal that of `connection`.
         """
         before, past = peer.connection, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
@@ -456,7 +452,7 @@ class Peers:
     def _disconnect(self, peer: Peer, event: PeerEvent, why: str) -> None:
         """Drop the connection of `peer`, if it has one, and fire `event` in the peer's state table.
 
-        While a handshake is under way the state does not change: the handshake's outcome decides.
+        A handshake under way keeps the state, since its outcome decides.
         """
         connection, peer.connection = peer.connection, None
         if peer.handshake is None:

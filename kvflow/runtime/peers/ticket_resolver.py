@@ -1,12 +1,12 @@
 """From a ticket to the ranks that its load reads from or reports to: their connections and their leases.
 
 A ticket names one or more ranks of an engine. The parallelism of both engines decides which ranks the load needs
-(`core.plan.ranks`). If the ticket does not have the lease of a needed rank, that rank is asked for it. It answers a
+(`core.plan.ranks`). A needed rank is asked for its lease if the ticket does not have it. The rank answers a
 `LeaseRequest` as soon as it knows something that the reader does not, or after some seconds.
 
 Tickets are not signed, so trust grows in steps. An impossible ticket is refused before any rank is asked. Then one rank
 is asked for its engine's parallelism. Only if the answer agrees with the ticket, the other ranks are asked, a few at a
-time. After the first failure no further rank is asked.
+time, until one fails.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class TicketResolver:
     async def ask_about_lease(self, ticket: Ticket, peer: Peer) -> messages.LeaseAnswer:
         """Ask the producer rank `peer` for the lease of the ticket's request, and return the answer.
 
-        If the first answer says that the lease is not open yet, ask again, until `limits.lease_wait_s` after the call:
-        the rank holds back further answers until the lease is open.
+        While the lease is not open yet, ask again, until `limits.lease_wait_s` after the call: the rank holds back
+        further answers until the lease is open.
         """
         self._peers.check_back_off(peer, None)
         give_up_s = asyncio.get_running_loop().time() + self._config.limits.lease_wait_s
@@ -275,8 +275,8 @@ class TicketResolver:
     def addresses_of(self, ticket: Ticket) -> list[Address]:
         """Compute, without asking any rank, the addresses of the ranks that a load with a checked ticket may need.
 
-        A rank may turn out, once connected, to share no layer with this rank. Empty if the ticket's engine is not
-        compatible. RequestError if the ticket is impossible or an address cannot be derived.
+        One may turn out, once connected, to share no layer with this rank. The list is empty if the ticket's engine is
+        not compatible. RequestError if the ticket is impossible or an address cannot be derived.
         """
         ranks = self.ranks_of(ticket.parallelism, ticket.dp_rank, f"ticket of request {ticket.request_id!r}")
         return [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
@@ -347,8 +347,8 @@ class TicketResolver:
     async def check_compatible(self, ticket: Ticket) -> None:
         """Raise PeerIncompatible if an engine with the ticket's parallelism cannot fill this rank's cache.
 
-        In that case first connect the first rank that the ticket names: a failed handshake raises an error that lists
-        all differences between the engines.
+        Before that, connect the first rank that the ticket names: if the handshake fails, its error lists all
+        differences between the engines.
         """
         plan = self._plan(ticket.parallelism, ticket.dp_rank)
         if plan.problems and not plan.impossible:  # `addresses_of` refuses what is impossible

@@ -1,8 +1,8 @@
 """The memory of a lease: blocks, a seal and, with host staging, host blocks, all taken together or not at all.
 
-With host staging, computed blocks are copied to host memory and readers read the copies. A lease may be open before all
-of its tokens can be read. The readable tokens grow from the first token of the prompt, in all groups alike, and the
-seal holds the number of missing tokens. Blocks that a copy reads are given back only after the copy.
+With host staging, readers read copies of computed blocks in host memory. A lease may be open before all of its tokens
+can be read. The readable tokens grow from the first token of the prompt, in all groups alike, and the seal holds the
+number of missing tokens. Blocks that a copy reads are given back only after the copy.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class HeldBlocks:
     host_tables_by_call: list[tuple[BlockIds, ...]] = field(default_factory=list)
     """The same host block ids, split by the call that took them: the opening of the lease, then each `Lease.extend`.
 
-    A pool of host blocks takes back only whole sets that were taken together.
+    A pool takes back only whole sets that were taken together.
     """
     num_tokens: int
     offered_tokens: int
@@ -204,8 +204,7 @@ class OfferedBlocks:
     def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
         """Raise RequestError if a group of the cache, or its host buffers, has fewer blocks than `counts` says.
 
-        `counts`: number of blocks of each group that a lease of `tokens` tokens needs. With fewer blocks the lease
-        could never be completed.
+        `counts`: number of blocks of each group that a lease of `tokens` tokens needs in the end.
         """
         self._ledger.check_enough_blocks(counts, f"{what}: num_tokens {tokens}")
         for group, count, buffers in zip(self._groups, counts, self._staging, strict=False):
@@ -217,7 +216,7 @@ class OfferedBlocks:
     def _check_room(self, counts: tuple[int, ...], most: tuple[int, ...], tokens: int, what: str) -> None:
         """Raise RequestError if the count of some group in `counts` is greater than in `most`.
 
-        `counts`: numbers of blocks given so far, by group. `most`: numbers that `tokens` tokens need.
+        `counts`: blocks given so far, by group. `most`: blocks that `tokens` tokens need.
         """
         for group, count, needed in zip(self._groups, counts, most, strict=True):
             if count > needed:
@@ -228,7 +227,7 @@ class OfferedBlocks:
     def _check_counts(self, counts: tuple[int, ...], num_tokens: int, what: str) -> int:
         """Return how many of `num_tokens` tokens a lease can offer with `counts` blocks, one number for each group.
 
-        RequestError if a group has more blocks than `num_tokens` tokens need, or too few for its window or state.
+        RequestError if a group has more blocks than the tokens need, or too few for its window or state.
         """
         tokens = num_tokens
         for group, count in zip(self._groups, counts, strict=True):
@@ -289,7 +288,7 @@ class OfferedBlocks:
     def _on_event(self, held: HeldBlocks, advance: _Advance, error: BaseException | None) -> None:
         """Called when the device event of `advance` has happened: let it and earlier advances take effect.
 
-        `error`: raised by querying the event; it fails the lease.
+        If querying the event raised `error`, fail the lease.
         """
         if held.closed:
             return
@@ -385,7 +384,7 @@ class OfferedBlocks:
     def _unit_bytes(self) -> int:
         """Return the size in bytes of `_stage_unit` tokens in host blocks of all groups.
 
-        Without recurrent state, which is copied only together with the last token.
+        Recurrent state does not count: it is copied only together with the last token.
         """
         size_bytes = 0
         for group, buffers in zip(self._groups, self._staging, strict=False):

@@ -1,6 +1,6 @@
 """Goodbyes: a closing producer asks the readers that have connected to it to drop their connections.
 
-Goodbyes are best effort, on the side channel: a reader without one notices at its next read or handshake, which fails.
+Goodbyes are best effort, on the side channel: a reader without one notices when its next read or handshake fails.
 Readers supply their own addresses, and may lie. So at most `Limits.readers_max` readers are remembered, and each
 address gets at most one `Goodbye`.
 """
@@ -44,7 +44,7 @@ class Goodbyes:
         return len(self._readers)
 
     def remember(self, caller: Address) -> None:
-        """Remember the reader at address `caller`, so that `send_all` sends it a goodbye, if that is possible.
+        """Remember the reader at `caller`, so that `send_all` sends it a goodbye. Ignore an impossible address.
 
         If more than `Limits.readers_max` readers are remembered, forget the one that connected least recently.
         """

@@ -92,7 +92,7 @@ class ServingStatistics:
     duplicate_notifications: int
     malformed_notifications: int
     digests: int = 0
-    """Number of answered questions of readers for digests of leased blocks."""
+    """Number of readers' questions for digests of leased blocks that were answered."""
     digests_refused: int = 0
     late_reads: int = 0
     """Number of reads that stock readers (vLLM's own NixlConnector) reported after the lease had ended.

@@ -117,7 +117,7 @@ class LeaseAnswers:
     def redirect(self, question: messages.DeclineRequest) -> messages.Ack:
         """Answer waiting and later questions about a request with the pending ticket of another engine.
 
-        That engine has sent `question`, because a router sent it the request while readers wait here. A request that is
+        That engine has sent `question`, since a router sent it the request while readers wait here. A request that is
         or was served here, or is declined here, keeps its answers.
         """
         self._redirects[question.request_id] = _failed_answer(question.reason, question.instead)
@@ -188,7 +188,7 @@ class LeaseAnswers:
     def _hold_question(self, question: messages.LeaseRequest) -> Answered:
         """Add `question` to the waiting questions, and return the future of its reply.
 
-        If the question does not ask to wait, or there is no room, return the answer that nothing has changed.
+        Without room or if the question does not ask to wait, return the answer that nothing has changed.
         """
         reader = messages.claimed_engine_id(question)
         others = self._of_request.get(question.request_id, ())

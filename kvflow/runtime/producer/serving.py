@@ -12,10 +12,10 @@ No successful read has touched blocks that were given back, since the reader fou
 - either after the last byte had landed: then the seal was wiped later, and the blocks were given back later still;
 - or at some time t during the read, and the whole read took less than half of the hold: then the seal was wiped after
   t, so the blocks were given back at t plus the hold at the earliest, after the end of the read
-  (`core.protocol.proof`). The ticket of a lease without a hold says so, and its readers check only after the last byte.
+  (`core.protocol.proof`). Readers of a lease without a hold, which the ticket shows, check only after the last byte.
 The second case needs a hold that is never shorter than promised: the loop may round timers, so the timer only makes the
-book look at the clock. A read that loses this race may take any time: its memory stays registered, its bytes are
-discarded, and its load fails with LeaseExpired.
+book look at the clock. A read that loses this race lands in registered memory, its bytes are discarded, and its load
+fails with LeaseExpired.
 """
 
 from __future__ import annotations
@@ -67,10 +67,7 @@ class Serving:
     """Opens and ends the leases of one registered cache, and holds each lease until its blocks are free."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        """Take what is needed from `cache`, but keep no reference to `cache`.
-
-        Handles of leases refer to this object, and must not keep the cache's tensors alive.
-        """
+        """Take what is needed from `cache`, but keep no reference: a lease's handle must not keep its tensors alive."""
         config = cache.config
         self._config = config
         self._rank = cache.rank
@@ -160,10 +157,7 @@ class Serving:
         return Lease(opened, self)
 
     def introduce(self) -> Ticket:
-        """Return a ticket without blocks that describes this rank, for prewarming.
-
-        The implementation of `Runtime.introduce`.
-        """
+        """Return a ticket without blocks that describes this rank, for prewarming and `Runtime.introduce`."""
         return Ticket(
             **self._ticket_facts,
             request_id=INTRODUCTION,
@@ -208,10 +202,7 @@ class Serving:
         return made
 
     def _take_blocks(self, request: ServeRequest) -> HeldBlocks:
-        """Check `request`, lease its blocks, and reserve a seal and, if blocks are staged, host blocks.
-
-        A RequestError takes nothing.
-        """
+        """Check `request`, lease its blocks, and reserve a seal and, if blocks are staged, host blocks."""
         what, tokens, computed = f"request {request.request_id!r}", request.num_tokens, request.computed_tokens
         ready, lease_id = request.ready, self._token_hex(LEASE_ID_CHARS // 2)
         awaited = None if ready is None or has_happened(ready, f"{what}: ready") else ready
@@ -271,14 +262,13 @@ class Serving:
     def decline(self, request_id: str, reason: str) -> None:
         """Answer readers that ask for request `request_id`: its prompt will not be computed, because of `reason`.
 
-        RequestError if the request has an open lease. The implementation of `Runtime.decline`.
+        RequestError if the request has an open lease.
         """
         if self._book.open_lease_of(request_id) is not None:
             raise RequestError(f"request {request_id!r}: decline: it is being served already")
         self.lease_answers.decline(request_id, reason)
 
     def lease_id_of(self, request_id: str) -> str | None:
-        """Return the lease id of the request's open lease, or None."""
         entry = self._book.open_lease_of(request_id)
         return None if entry is None else entry.lease_id
 
@@ -435,7 +425,6 @@ def _lease_facts(cache: RegisteredCache) -> dict[str, Any]:
 
 
 def _ticket_facts(cache: RegisteredCache) -> dict[str, Any]:
-    """Return the fields of `Ticket` that are equal in every ticket of this rank."""
     config, kinds = cache.config, parallelism_of(cache.local.cache_shares)
     return {
         "engine_id": config.engine_id,
