@@ -1,10 +1,10 @@
 """The cache layouts of attention backends, as a table. Each row names the source file that it was read from.
 
-A row has the name of an attention backend, such as vLLM's FLASH_ATTN. If all backends of an engine share an allocator,
-the row has the name of the allocator's class: SGLang's pools, TensorRT-LLM's manager. A name alone does not determine
-the shape, since vLLM has changed most shapes twice. So a name may have several rows. The tensors decide which row
-applies; if they fit two rows, the engine's version decides. A row also has facts that shapes cannot show: the order of
-the axes in the shape, the possible orders by strides, and whether the bytes are plain values.
+A row has the name of an attention backend, such as vLLM's FLASH_ATTN, or, if all backends of an engine share an
+allocator, of the allocator's class: SGLang's pools, TensorRT-LLM's manager. vLLM has changed most shapes twice, so a
+name may have several rows. The tensors decide which row applies; if they fit two rows, the engine's version decides. A
+row also has facts that shapes cannot show: the order of the axes in the shape, the possible orders by strides, and
+whether the bytes are plain values.
 
 For a backend without a row use `CacheLayout.infer`.
 
@@ -39,21 +39,20 @@ class BackendLayout:
     backend: str
     """Name of the attention backend, or of the class that allocates the cache."""
     style: KVStyle
-    """How a layer holds K and V, as in `CacheLayout.style`."""
     project: str
-    """Name of the project that the backend belongs to, such as "vLLM"."""
+    """Project of the backend, such as "vLLM"."""
     source_version: str
     """Version or commit of the project's source from which this row was read."""
     file: str
     """Path, in the project's repository, of the file that defines the shape."""
     order: str
-    """Order of the axes in the tensors' shape, "NHD" or "HND", as in `CacheLayout.order`."""
+    """Order of the axes in the tensors' shape, "NHD" or "HND"."""
     memory_orders: tuple[str, ...]
     """Possible orders of the axes in memory, by the tensors' strides: "NHD", "HND" or both."""
     kv_formats: tuple[str, ...]
     """Possible values of `CacheLayout.kv_format`. If there are several, the caller of `layout_for_backend` has to
-    choose. Bytes of another format than "plain" are copied unchanged between caches of the same format, in whole
-    blocks or in whole heads of a block."""
+    choose. Bytes of another format than "plain" are copied unchanged between caches of the same format, in whole blocks
+    or in whole heads of a block."""
     byte_formats: tuple[str, ...]
     """Possible values of `CacheLayout.kv_format` for tensors of dtype uint8 or int8, if they differ; else empty."""
     since: Version | None
@@ -63,8 +62,8 @@ class BackendLayout:
     view: str
     """Text for a message: which view of the engine's tensor has this layout; "" if the tensor itself has it."""
     needs_num_kv_heads: bool
-    """True if a tensor's shape does not show whether it is the view that `view` describes. Then `layout_for_backend`
-    has to be called with `num_kv_heads`."""
+    """True if a tensor's shape does not show whether it is the view that `view` describes; then `layout_for_backend`
+    needs `num_kv_heads`."""
 
     @property
     def versions(self) -> str:
@@ -116,8 +115,8 @@ _NEEDS_NUM_KV_HEADS = "pairs"
 def _rows(project: str, folder: str, text: str) -> Iterator[BackendLayout]:
     """Parse `text`, which has one row of the table per line, and yield the rows, all of `project`.
 
-    `folder`: path, in the project's repository, of the files that the lines name. If the name of a file begins with
-    "/", it is the whole path in the repository.
+    `folder`: path, in the project's repository, of the files that the lines name. A name that begins with "/" is the
+    whole path.
     """
     for line in text.strip().splitlines():
         backend, versions, style, order, strides, formats, view, source_version, file = line.split()
@@ -240,14 +239,14 @@ KVCacheManager - blocks_first HND HND plain - 001541bad83b84ae4c5c4a279e464572d5
 
 
 def known_backends() -> tuple[str, ...]:
-    """Return the names of all backends in the table, once each and spelled as the engine spells them."""
+    """Return the names of all backends in the table, once each, spelled as the engine does."""
     return tuple(dict.fromkeys(row.backend for row in BACKEND_LAYOUTS))
 
 
 def rows_of(backend: str, engine_version: str | None = None) -> tuple[BackendLayout, ...]:
-    """Return the table's rows for `backend`, a name in upper or lower case.
+    """Return the table's rows for `backend`, a name in upper or lower case. LayoutError if there is none.
 
-    If `engine_version` is given, return only the rows for that version of the engine. LayoutError if there is no row.
+    If `engine_version` is given, return only the rows for that version of the engine.
     """
     backend = checks.text(backend, "backend", error=LayoutError)
     rows = tuple(row for row in BACKEND_LAYOUTS if row.backend.casefold() == backend.casefold())
@@ -281,7 +280,7 @@ def layout_for_backend(
     """Return the layout of a cache that an attention backend has allocated.
 
     Args:
-        kv_caches: the layers' tensors, by layer name.
+        kv_caches: tensors by layer name.
         backend: name of the attention backend, in upper or lower case.
         block_size: tokens of a block in the tensors. If the engine's kernels split the engine's blocks, the size of the
             smaller blocks.
@@ -330,10 +329,7 @@ def _layout_by_row(
     num_kv_heads: int | None,
     layer_indices: Sequence[int] | None,
 ) -> CacheLayout:
-    """Return the layout of `kv_caches`, tensors by layer name, by one row.
-
-    LayoutError if the row does not match them.
-    """
+    """Return the layout of `kv_caches`, tensors by layer name, by `row`. LayoutError if the row does not match them."""
     layout = CacheLayout.infer(
         kv_caches, order=row.order, style=row.style, block_size=block_size, layer_indices=layer_indices
     )

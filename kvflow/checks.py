@@ -1,6 +1,6 @@
 """Checks of values from callers, configurations and tickets, before kvflow uses them.
 
-Each check takes any object and returns it as an object of a built-in type, such as int or str. If the value is invalid
+Each check takes any object and returns it as an object of a built-in type, such as int or str. If the value is invalid,
 the check raises the given error class, with the name of the field and the shortened value. A bool is not a number, and
 a float is not a whole number. Numbers of other packages, such as numpy's, are accepted. Whole numbers have 64 bits, as
 in messages; seconds have an upper bound, as timers do.
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 ErrorKind: TypeAlias = type[InvalidInput]
 Check: TypeAlias = Callable[[object, str], object]
-"""Function that checks the value of a field. The arguments are the value and the name of the field. The result is the
-value as an object of a built-in type; the function raises an error if the value is invalid."""
+"""Function (value, name of the field) that checks the field and returns the value as an object of a built-in type. It
+raises an error if the value is invalid."""
 ValueT = TypeVar("ValueT")
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 SECONDS_MAX = 1e9
 LOCAL_REQUEST_ID_CHARS_MAX = 512
-"""Maximum length of a request id from a local caller, in characters. Peers may send longer ids
+"""Maximum number of characters of a request id from a local caller. Peers may send longer ids
 (`limits.REQUEST_ID_CHARS_MAX`)."""
 _REPR_CHARS_MAX = 80
 _ERROR_TEXT_CHARS_MAX = 400
@@ -55,10 +55,7 @@ _SHORT.maxlevel = 3
 
 
 def try_call(call: Callable[[], ValueT]) -> ValueT | None:
-    """Call `call`, which runs code of a caller's object.
-
-    Return the result of `call`, or None if it raises an Exception.
-    """
+    """Return the result of `call()`, which runs code of a caller's object; None if it raises an Exception."""
     try:
         return call()
     except Exception:  # noqa: BLE001 - the object's own code may raise anything
@@ -101,7 +98,7 @@ def error_text(error: BaseException) -> str:
 def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError) -> Any:
     """Return `value` as an object of a built-in type, after checking that it is of type `kind`.
 
-    `kind`: any type that msgspec converts to, with or without bounds (`msgspec.Meta`). `what` names the value in the
+    `kind`: any type that msgspec converts to, with or without bounds (`msgspec.Meta`). `what`: name of the value in the
     error.
 
     Raises:
@@ -122,10 +119,7 @@ def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError
 
 @lru_cache
 def _struct_with(kind: Any) -> Any:
-    """Return a msgspec struct type with one field of type `kind`.
-
-    msgspec caches its analysis of a type only if the type is a struct.
-    """
+    """Return a msgspec struct type with one field of type `kind`. msgspec caches its analysis only of struct types."""
     return defstruct("Held", [("value", kind)])
 
 
@@ -134,20 +128,14 @@ _PLAIN_TYPE_OF: tuple[tuple[Any, Any], ...] = ((numbers.Integral, int), (numbers
 
 
 def _plain(value: Any) -> object:
-    """Return a number or text of any class as int, float or str.
-
-    For any other value return an object that fits no type, so that the check of the type fails.
-    """
+    """Return a number or text of any class as int, float or str; for other values, an object that fits no type."""
     own = next((own for kind, own in _PLAIN_TYPE_OF if isinstance(value, kind)), None)
     found = None if own is None else try_call(partial(own, value))
     return object() if found is None else found
 
 
 def _expected(refused: Exception) -> str:
-    """Return the words of `refused`, an error of msgspec, that say what was expected.
-
-    The caller appends the value that was found.
-    """
+    """Return the words of `refused`, an error of msgspec, that say what was expected but not what was found."""
     words, _, place = str(refused).partition(" - at `$.value")
     words = words.partition(", got ")[0]
     return f"{words[:1].lower()}{words[1:]}{f' at {place[:-1]}' if place[:-1] else ''}"
@@ -185,10 +173,7 @@ def without_doubles(value: Any, depth: int = _DEPTH_MAX) -> Any:
 
 
 def seconds(value: object, what: str, *, error: ErrorKind = RequestError) -> float:
-    """Return `value` as float. Raise `error` unless it is a number above 0 and up to SECONDS_MAX.
-
-    That is the longest time for which a timer can be set.
-    """
+    """Return `value` as float. Raise `error` unless it is a number above 0 and up to SECONDS_MAX, the longest timer."""
     return float(checked(value, what, Seconds, error))
 
 
@@ -203,17 +188,13 @@ def request_id(value: object, most: int = LOCAL_REQUEST_ID_CHARS_MAX) -> str:
 
 
 def is_utf8(value: str) -> bool:
-    """Return True if UTF-8 can encode the text.
-
-    UTF-8 cannot encode half of a surrogate pair, which JSON may contain.
-    """
+    """Return True if UTF-8 can encode the text. It cannot encode half of a surrogate pair, which JSON may contain."""
     return value.isascii() or try_call(value.encode) is not None
 
 
 def is_name(value: object, chars_max: int) -> bool:
-    """Return True if `value` can be a name in messages, logs and tickets.
-
-    A name is printable text without spaces, of 1 to `chars_max` characters.
+    """Return True if `value` can be a name in messages: printable text without spaces, of 1 to `chars_max`
+    characters.
     """
     return isinstance(value, str) and 0 < len(value) <= chars_max and _is_printable(value)
 
@@ -250,7 +231,7 @@ def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Map
 def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> int:
     """Return the length of `values`.
 
-    Raise `error` if `values` has no length, is a str, bytes or mapping, or has more than `most` entries.
+    Raise `error` if `values` has no length, is a str, bytes or mapping, or has more than `most` items.
     """
     plain = type(values) is list or type(values) is tuple
     found = len(values) if plain else try_call(lambda: len(values))  # type: ignore[arg-type]
@@ -312,18 +293,18 @@ def one_of(value: object, what: str, *, known: Iterable[str], error: ErrorKind =
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the word in `known` that is most similar to `given`; "" if none is similar.
+    """Return "; did you mean ...?", to end a message, with the word in `known` most similar to `given`.
 
-    The caller appends the result to a message.
+    Return "" if no word is similar.
     """
     close = difflib.get_close_matches(given[:_REPR_CHARS_MAX], known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint: str = "") -> None:
-    """Raise ConfigError if `given` has names that are not in `known`. The message suggests a similar name in `known`.
+    """Raise ConfigError, which suggests a similar name, if `given` has names that are not in `known`.
 
-    `where` begins the message; `hint` is put behind the unknown names.
+    `where` begins the message; `hint` follows the unknown names.
     """
     names = sorted(known)
     if unknown := sorted({*given} - {*names}):
@@ -338,8 +319,8 @@ def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint:
 def refused_value_text(error: Exception, given: object) -> str:
     """Return the message of a msgspec error, followed by the value that msgspec has refused.
 
-    `given`: the object that was decoded or converted, in which the value is looked up. A lease id, which is secret, is
-    left out.
+    `given`: the object that was decoded or converted, which contains the value. A lease id, which is secret, is left
+    out.
     """
     steps = _STEP.findall(str(error).rpartition("`$")[2])
     if any("lease_id" in name for name, _ in steps):
@@ -372,8 +353,8 @@ def normalize_fields(given: object, error: ErrorKind, where: str = "") -> None:
 def normalize_request(given: object, kind: type[DataT], verb: str, block_ids_max: int) -> DataT:
     """Check all fields of the request `given`, a dataclass of type `kind`. Return it with values of built-in types.
 
-    RequestError names the request and the invalid field, or says that there are more than `block_ids_max` block ids.
-    If `given` is not of type `kind`, the error names `verb`, the called method.
+    RequestError names the request and the invalid field, or says that there are more than `block_ids_max` block ids. If
+    `given` is not of type `kind`, the error names `verb`, the called method.
     """
     known: Any = given if type(given) is kind else instance(given, kind, verb)
     name, ids, changes = known.request_id, known.block_ids, dict[str, Any]()
@@ -397,7 +378,7 @@ def normalize_request(given: object, kind: type[DataT], verb: str, block_ids_max
 
 @lru_cache(maxsize=64)
 def _fields_of(kind: Hashable, error: Hashable) -> tuple[tuple[str, object, Check], ...]:
-    """Return (name, default, check) of each field of dataclass `kind` for which `_check_of` finds a check.
+    """Return (name, default, check) of each field of dataclass `kind` with a type that can be checked.
 
     `error`: error class that the checks raise.
     """
@@ -407,10 +388,9 @@ def _fields_of(kind: Hashable, error: Hashable) -> tuple[tuple[str, object, Chec
 
 
 def _check_of(hint: Any, error: Any) -> Check | None:
-    """Return the check for a field with the type annotation `hint`.
+    """Return the check for a field with the type annotation `hint`; None if the type cannot be checked.
 
-    That is the function in an `Annotated[...]`, if there is one, else a check of the type that raises `error`. Return
-    None if the type cannot be checked.
+    That is the function in an `Annotated[...]`, if there is one, else a check of the type that raises `error`.
     """
     one, *others = [arg for arg in get_args(hint) if arg is not NoneType] if NoneType in get_args(hint) else [hint]
     kind, *marks = get_args(one) if get_origin(one) is Annotated else (one,)
@@ -423,7 +403,7 @@ def _check_of(hint: Any, error: Any) -> Check | None:
 
 
 def refuse_unknown_arguments(kind: type[ValueT]) -> type[ValueT]:
-    """Decorate dataclass `kind`: its constructor raises ConfigError for an unknown argument, with a similar name."""
+    """Decorate dataclass `kind`: for an unknown argument its constructor raises ConfigError, with a similar name."""
     made, known = kind.__init__, [entry.name for entry in fields(kind)]  # type: ignore[arg-type]
 
     @wraps(made)

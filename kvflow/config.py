@@ -26,12 +26,12 @@ RANKS_MAX = 1 << 10
 _KEY_NAME = re.compile(r"[A-Za-z0-9_:\[][A-Za-z0-9_.@:+=%\[\]-]{0,99}")
 _BACKEND = re.compile(r"[A-Za-z0-9_]{1,64}")
 STORE_BACKEND = "POSIX"
-"""Name of NIXL's backend for files, which `kvflow.storage` uses."""
+"""NIXL's backend for files, which `kvflow.storage` uses."""
 NIXL_BACKENDS = (
     *("UCX", "LIBFABRIC", "MOONCAKE", "UCCL", "GPUNETIO", "GDS", "GDS_MT", STORE_BACKEND, "OBJ", "AZURE_BLOB"),
     *("HF3FS", "GUSLI", "INFINIA"),
 )
-"""Names of the backends that NIXL ships. Other names are accepted: when NIXL starts it reports whether it has them."""
+"""Backends that NIXL ships. Other names are accepted: when NIXL starts, it reports whether it has them."""
 _AUTO = re.compile(r"auto(?::(.+))?", re.DOTALL)
 
 
@@ -41,7 +41,7 @@ def is_key_name(text: str) -> bool:
 
 
 def auto_target(advertise_host: str | None) -> str | None:
-    """Return HOST from "auto:HOST", "" from "auto", and None from any other value of `Config.advertise_host`."""
+    """Return HOST if `advertise_host` is "auto:HOST", "" if it is "auto", else None."""
     found = _AUTO.fullmatch(advertise_host or "")
     return None if found is None else found.group(1) or ""
 
@@ -68,16 +68,15 @@ class Config:
     """Name of the engine, the same for all its ranks: printable, without spaces."""
     listen: ListenAddress = "tcp://127.0.0.1:5600"
     """Base address of the side channel, tcp://host:port; an IPv6 host with or without brackets. Each rank listens at
-    the port plus the rank's number within the engine. With port 0 the system chooses a free port, which tickets
-    name. The wildcards `*` and `[::]` listen on all IPv4 and IPv6 addresses, 0.0.0.0 on all IPv4 addresses."""
+    this port plus the rank's number within the engine. With port 0 the system chooses a free port, which tickets name.
+    The wildcards `*` and `[::]` listen on all IPv4 and IPv6 addresses, 0.0.0.0 on all IPv4 addresses."""
     advertise_host: AdvertisedHost | None = None
-    """Host of this rank that tickets name; required when `listen` binds a wildcard such as 0.0.0.0. With "auto" tickets
-    name the source address of this host's default route, at the time when the runtime opens. With "auto:HOST" they name
-    the source address of the route to HOST, such as a peer or a head node. If `listen` binds one address, "auto" and
-    "auto:HOST" mean that address."""
+    """Host of this rank that tickets name; required when `listen` binds a wildcard such as 0.0.0.0. "auto": the source
+    address of this host's default route when the runtime opens. "auto:HOST": the source address of the route to HOST,
+    such as a peer or a head node. If `listen` binds one address, both mean that address."""
 
     model: ModelName = ""
-    """Name of the model. Both sides of a load must set the same name."""
+    """Name of the model, the same on both sides of a load."""
 
     tp_rank: Count = 0
     """Index of this tensor-parallel rank, from 0."""
@@ -90,12 +89,12 @@ class Config:
     pp_size: RankCount = 1
     """Number of pipeline stages of the engine."""
     num_kv_heads: Size | None = None
-    """Number of KV heads of the whole model. Required if tp_size may exceed it. None: the number is inferred from the
-    heads of this rank and of the peer."""
+    """Number of KV heads of the whole model. Required if tp_size may exceed it. None: inferred from the heads of this
+    rank and of the peer."""
 
     curve_secret_key_file: Path | None = None
-    """File with this engine's secret key, made by `kvflow keys new`. With the key the side channel is encrypted and
-    authenticated by ZeroMQ CURVE."""
+    """File with this engine's secret key, made by `kvflow keys new`. With the key, ZeroMQ CURVE encrypts and
+    authenticates the side channel."""
     curve_peers_dir: Path | None = None
     """Folder with the public keys of peers, each in a file `<engine_id>.public`."""
 
@@ -109,17 +108,16 @@ class Config:
     """Name of the NIXL backend for transfers between engines. Several names are separated by commas, such as
     "UCX,LIBFABRIC": NIXL takes the first backend that can reach the memory of both sides."""
     nixl_backend_params: Texts = field(default_factory=dict)
-    """Parameters of NIXL's backends. The parameter "key" is passed to each backend in `nixl_backend`, "NAME.key" to the
-    backend NAME alone, such as "POSIX.use_uring" for `kvflow.storage`."""
+    """Parameters of NIXL's backends: "key" for each backend in `nixl_backend`, "NAME.key" for the backend NAME alone,
+    such as "POSIX.use_uring" for `kvflow.storage`."""
 
     lease_ttl_s: Seconds = 30.0
-    """Time for which a lease keeps blocks for its readers, unless it is renewed. A reader renews the lease while it
-    loads."""
+    """Time for which a lease keeps blocks for its readers, unless it is renewed. A reader renews it while it loads."""
     lease_lifetime_s: Seconds = 600.0
-    """Time after the opening of a lease during which readers can renew it. Does not shorten a lease with a longer
-    `ttl_s`."""
+    """Time after the opening of a lease during which readers can renew it. A lease with a longer `ttl_s` is not
+    shortened."""
     load_deadline_s: Seconds = 30.0
-    """Longest time that a load may take if its request sets no deadline."""
+    """Maximum time of a load without a deadline in its request."""
     handshake_timeout_s: Seconds = 5.0
     """Time within which a peer has to answer a question on the side channel."""
     cancel_grace_s: Seconds = 1.0
@@ -135,15 +133,15 @@ class Config:
     loads_waiting_max: Size = 1 << 12
     """Maximum number of loads that wait to begin. Any further load raises `Overloaded`."""
     in_flight_bytes_max: ByDevice = 0
-    """Maximum bytes in flight, summed over all loads. A read that is larger is posted alone. 0: 256 MiB for a cache in
-    host memory, 1 GiB on CUDA."""
+    """Maximum bytes in flight, over all loads. A read that is larger is posted alone. 0: 256 MiB for a cache in host
+    memory, 1 GiB on CUDA."""
 
     scratch: Mode = "auto"
     """When to read blocks whole into scratch memory and permute them there, if they would land in the cache as many
     small pieces: "auto" (if that is faster), "always" or "never"."""
     staging: Mode = "auto"
     """When to copy blocks through host buffers: "auto" (if the transport cannot reach the cache's device), "always" or
-    "never". With "never" the registration of a cache that needs host buffers raises ConfigError."""
+    "never". With "never", registering a cache that needs host buffers raises ConfigError."""
     host_buffer_bytes_max: ByDevice = 0
     """Bytes of host memory for the host buffers of offers and loads (`staging`). 0: a quarter of the cache's size, but
     at least 256 MiB, and at most an eighth of the host's or container's memory, divided among the engine's ranks."""
@@ -157,17 +155,17 @@ class Config:
 
     @property
     def nixl_backends(self) -> Mapping[str, Mapping[str, str]]:
-        """Parameters for each backend in `nixl_backend`, by the backend's name (`params_of`)."""
+        """Parameters of each backend in `nixl_backend`, by the backend's name."""
         return {name: params_of(self, name) for name in self.nixl_backend.split(",")}
 
     @property
     def ending_s(self) -> float:
-        """Longest time from the deadline of `drain` until all leases and loads have ended, in seconds."""
+        """Maximum seconds from the deadline of `drain` until all leases and loads have ended."""
         return self.limits.seal_hold_s + self.cancel_grace_s + self.drain_timeout_s
 
     @property
     def listen_port_offset(self) -> int:
-        """Number to add to the port in `listen` for this rank's port (`rank_offset`)."""
+        """Number to add to the port in `listen` for this rank's port."""
         return rank_offset(self.dp_rank, self.pp_rank, self.tp_rank, tp_size=self.tp_size, pp_size=self.pp_size)
 
     @property
@@ -182,10 +180,7 @@ class Config:
 
     @property
     def advertise_toward(self) -> str | None:
-        """HOST if `advertise_host` is "auto:HOST", "" if it is "auto", else None.
-
-        The source address of the route to HOST, or of the default route, is advertised.
-        """
+        """HOST if `advertise_host` is "auto:HOST", "" if it is "auto", else None."""
         return auto_target(self.advertise_host)
 
     @property
@@ -198,17 +193,17 @@ class Config:
 def config_for_device(config: Config, kind: str) -> Config:
     """Return a copy of `config` with the defaults of a device in place of bounds that are 0.
 
-    `kind`: kind of the device, such as "cuda". Only the bounds in `limits.BY_DEVICE` are replaced, of `config` and of
-    its `limits`.
+    `kind`: kind of the device, such as "cuda". Only the bounds in `limits.BY_DEVICE`, of `config` and of its `limits`,
+    are replaced.
     """
     return replace(with_device_defaults(config, kind), limits=with_device_defaults(config.limits, kind))
 
 
 def params_of(config: Config, backend: str) -> Mapping[str, str]:
-    """Return the parameters for `backend` from `config.nixl_backend_params`.
+    """Return the parameters of `backend` in `config.nixl_backend_params`: the values of the keys "BACKEND.key".
 
-    These are the values of the keys "NAME.key" with NAME equal to `backend` and, if `config.nixl_backend` names the
-    backend, also of the keys without a name. A key with a name takes precedence.
+    If `config.nixl_backend` names the backend, also those of the keys without a backend, unless a key with the backend
+    overrides them.
     """
     named = backend in config.nixl_backend.split(",")
     given = config.nixl_backend_params.items()
@@ -262,7 +257,7 @@ def _texts(value: object, name: str) -> Mapping[str, str]:
 
 
 def _limits(value: object, name: str) -> Limits:
-    """Return `value` if it is a `Limits`; convert a dict, as in configuration files. ConfigError for anything else."""
+    """Return `value` if it is a `Limits`; convert a dict, as in configuration files. ConfigError for other values."""
     if not isinstance(value, Mapping):
         return checks.instance(value, Limits, name, error=ConfigError)
     given = checks.mapping(value, name, error=ConfigError)

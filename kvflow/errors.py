@@ -1,9 +1,9 @@
 """Every error a user of kvflow can meet, as one tree.
 
 Each class answers three questions by attributes: `blame`, which party is at fault; `retryable`, whether the same call
-with the same ticket may succeed later or on another engine; `memory_safe`, whether the local blocks may be reused at
-once. If errors of a class differ in that, the class has `memory_safe` False ("ask" below). An error is memory safe
-unless it has a `quarantine`: the ended load with bytes that may still land.
+with the same ticket may succeed later or on another engine; `memory_safe`, whether the local blocks may be reused
+immediately. An error is memory safe unless it has a `quarantine`, the ended load with bytes that may still land. "ask"
+below: this differs from error to error, so read it from the error; the class has False.
 
     KVFlowError
     |- InvalidInput              caller   do not retry   safe      the caller's input is invalid
@@ -52,10 +52,10 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 ErrorT = TypeVar("ErrorT", bound="KVFlowError")
 
 ERROR_CHARS_MAX = 2000
-"""Maximum length of an error message, in characters. Messages may contain text from peers, tickets and packages."""
+"""Maximum number of characters of an error message, which may contain text from peers, tickets and packages."""
 _END_CHARS, _NOTE_CHARS = 500, 500
 COMPUTE = "compute"
-"""Name of the phase in which a load waits for its producer to compute the prompt (`DeadlineExceeded.phase`)."""
+"""Phase (`DeadlineExceeded.phase`) in which a load waits for its producer to compute the prompt."""
 TOKENS = ("tokens",)
 """Value of `PromptMismatch.parts` if the prompts have different tokens."""
 
@@ -63,7 +63,7 @@ TOKENS = ("tokens",)
 def shortened(text: str, chars_max: int = ERROR_CHARS_MAX) -> str:
     """Return `text`, without its middle if it is longer than `chars_max` characters.
 
-    The beginning of a message names the request, and the end names the remedy, so both are kept.
+    A message begins with the request and ends with the remedy, so both are kept.
     """
     if len(text) <= chars_max:
         return text
@@ -73,7 +73,7 @@ def shortened(text: str, chars_max: int = ERROR_CHARS_MAX) -> str:
 
 
 class Blame(enum.StrEnum):
-    """The party that is at fault for an error (`KVFlowError.blame`)."""
+    """The party at fault for an error (`KVFlowError.blame`)."""
 
     CALLER = "caller"
     """The code that calls kvflow: it has passed invalid input."""
@@ -92,7 +92,6 @@ class Quarantine(Protocol):
 
     @property
     def request_id(self) -> str:
-        """Request id of the ended load."""
         ...
 
     @property
@@ -109,8 +108,7 @@ class Quarantine(Protocol):
 
         In asyncio await the result of the call; in `kvflow.blocking` the call itself waits.
 
-        Raises RuntimeBroken if it can never be known whether bytes still land, because the transport died during the
-        reads.
+        Raises RuntimeBroken if this can never be known, because the transport died during the reads.
         """
 
 
@@ -118,7 +116,7 @@ class Quarantine(Protocol):
 class QuarantineNotice:
     """Replacement for an error's `quarantine` in a process that got the error by pickle.
 
-    `safe` has the value at the time when the error was pickled.
+    `safe` is as of the pickling.
     """
 
     request_id: str
@@ -133,8 +131,7 @@ class QuarantineNotice:
 class _MemorySafe:
     """Descriptor of the attribute `memory_safe`.
 
-    Read from an error class the attribute is True if all errors of the class are memory safe. Read from an error it is
-    True if the error has no `quarantine`.
+    Read from an error: True if the error has no `quarantine`. Read from a class: True if all its errors are safe.
     """
 
     def __init__(self, always: bool) -> None:
@@ -151,11 +148,11 @@ class KVFlowError(Exception):
     retryable: ClassVar[bool] = False
     """True if the same call with the same ticket may succeed later or on another engine."""
     memory_safe = _MemorySafe(False)
-    """True if the local blocks of the failed load may be reused immediately. Read from a class: True if that holds for
-    all errors of the class."""
+    """True if the local blocks of the failed load may be reused immediately; in a class, if that holds for all its
+    errors."""
 
     quarantine: Quarantine | None = None
-    """The failed load, if bytes may still land in its local blocks: await `quarantine.settled()`. Else None."""
+    """The failed load if bytes may still land in its local blocks (then await `quarantine.settled()`), else None."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(shortened(message))
@@ -172,7 +169,7 @@ class KVFlowError(Exception):
         return _unpickled, (type(self), self.args), state
 
     def __copy__(self) -> Self:
-        """Return a copy with the same `quarantine`. (Only a pickled copy gets a `QuarantineNotice` in its place.)"""
+        """Return a copy with the same `quarantine`. (A pickled copy gets a `QuarantineNotice`.)"""
         error = _unpickled(type(self), self.args)
         error.__dict__.update(self.__dict__)
         if hasattr(self, "__notes__"):
@@ -226,7 +223,7 @@ class RequestError(InvalidInput):
     """
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """Return this error if the message names the request or a ticket's field, else a copy that does."""
+        """Return this error if its message names the request or a ticket's field, else a copy that does."""
         what = f"request {request_id!r}"
         names_it = str(self).startswith((what, "ticket: "))
         return self if names_it else self._with_message(f"{what} from {engine_id!r}: {self}")
@@ -256,15 +253,14 @@ class PromptMismatch(RequestError):
     def __init__(self, message: str, *, parts: tuple[str, ...] = TOKENS) -> None:
         super().__init__(message)
         self.parts = parts
-        """Inputs that differ: ("tokens",); or, if the tokens are equal, others, such as "pictures" or
-        "adapter". The request may then have lost these on the way: do not compute its prompt either."""
+        """Inputs that differ: ("tokens",); or, if the tokens are equal, others, such as "pictures" or "adapter". The
+        request may have lost these on the way, so do not compute its prompt either."""
 
 
 class UsageError(InvalidInput):
-    """A method was called in the wrong state (for example before registration, or twice), on the wrong event loop or
-    thread, or with an invalid argument.
+    """A method was called in the wrong state, on the wrong event loop or thread, or with an invalid argument.
 
-    Correct the call.
+    Correct the call. A wrong state is, for example, that no cache is registered.
     """
 
 
@@ -322,7 +318,7 @@ class PeerError(KVFlowError):
         """Seconds for which loads from the peer fail without contacting it; None if the next load contacts it."""
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
-        """Return a copy of this error that names the request and, as the peer, the engine `engine_id`.
+        """Return a copy of this error that names the request and the peer's engine.
 
         Loads that share a handshake each raise their own copy.
         """
@@ -358,8 +354,7 @@ class PeerRefused(PeerError):
 class PeerIncompatible(PeerError):
     """The peer's protocol or cache is incompatible with this engine's.
 
-    Correct the configuration: the message has the values of both sides. A warning is logged once for each address and
-    reason.
+    Correct the configuration: the message has both sides' values. Each address and reason is logged once, as a warning.
     """
 
 
@@ -406,8 +401,8 @@ class PrefillFailed(LoadError):
 class Overloaded(LoadError):
     """This engine is at a limit: of waiting loads, of peers in use, or of first contacts to peers. Nothing was read.
 
-    If too many loads wait (`loads_waiting_max`), send fewer loads. If there are too many peers, raise
-    `limits.peers_max` or `limits.first_contacts_max`, or, if there are not that many engines, look for forged tickets.
+    If too many loads wait (`loads_waiting_max`), send fewer. If there are too many peers, raise `limits.peers_max` or
+    `limits.first_contacts_max`, or, if there are not that many engines, look for forged tickets.
     """
 
     blame = Blame.ENGINE

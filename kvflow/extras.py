@@ -1,4 +1,4 @@
-"""Extras of the kvflow package: the command that installs the packages of an extra, for errors if one is missing."""
+"""Extras of the kvflow package: the command that installs an extra's packages, for errors if one is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, requires
 def install_command(extra: str) -> str:
     """Return the pip command that installs the packages of an extra of kvflow.
 
-    The command does not install kvflow itself, which may be on no package index.
+    It does not install kvflow itself, which may be on no package index.
     """
     try:
         needed = [one.partition(";") for one in requires("kvflow") or ()]

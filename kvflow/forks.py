@@ -16,9 +16,9 @@ class ForkAware(Protocol):
     """An object that a forked child must not use, because it has threads, sockets or an event loop of the parent."""
 
     def forked(self) -> None:
-        """Make this object unusable. Called in the child, on its only thread.
+        """Make this object unusable: its methods return immediately or raise UsageError.
 
-        Afterwards every method of the object returns immediately or raises UsageError.
+        Called in the child, on its only thread.
         """
 
 
@@ -26,10 +26,7 @@ _REGISTERED: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
 def register(one: ForkAware) -> None:
-    """Have `one.forked()` called in each child that is forked while `one` exists.
-
-    Only a weak reference to `one` is kept.
-    """
+    """Have `one.forked()` called in each child that is forked while `one` exists. Only a weak reference is kept."""
     _REGISTERED.add(one)
 
 
@@ -46,7 +43,7 @@ def ignore_events(socket: Any) -> None:
     """Make `socket`, an asyncio socket of pyzmq, ignore all events in this process; its receives and sends never end.
 
     If the event loop is about to call a method of the socket at the fork, such as the next receive of a task, it does
-    so in the child. There libzmq answers every call with EINTR, and pyzmq repeats a call with that answer forever.
+    so in the child. There libzmq answers every call with EINTR, and pyzmq repeats such a call forever.
     """
     socket._shadow_sock = _NoEvents()
     socket._handle_events = lambda *_: None

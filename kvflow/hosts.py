@@ -1,8 +1,8 @@
 """Hosts and addresses as texts: DNS names, IPv4 and IPv6 addresses, and `tcp://host:port`.
 
-kvflow keeps every host in one form, the *canonical form*: an IPv6 host is compressed and has no brackets, such as
-`fd00::2`. Only in addresses, where a port follows, an IPv6 host has brackets. Input may have both forms: Kubernetes
-(`status.podIP`), routers and vLLM write IPv6 hosts without brackets.
+kvflow keeps an IPv6 host compressed and without brackets, such as `fd00::2`; only in addresses, where a port follows,
+it has brackets. Input may have both forms: Kubernetes (`status.podIP`), routers and vLLM write IPv6 hosts without
+brackets.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def address_at(host: str, port: int | str) -> str:
 
 
 def host_in_url(host: str) -> str:
-    """Return `host` as it is written in a URL: an IPv6 host gets brackets, unless it has them."""
+    """Return `host` as in a URL: an IPv6 host gets brackets, unless it has them."""
     return f"[{host}]" if is_v6(host) and not host.startswith("[") else host
 
 
@@ -87,9 +87,8 @@ def split_address(address: str, *, what: str = "listen", error: type[InvalidInpu
 
 
 def address_suggestion(given: str) -> str:
-    """Return "; did you mean 'tcp://...'?" if `given` is host:port with a missing or another scheme; else "".
-
-    The caller appends the result to a message.
+    """Return "; did you mean 'tcp://...'?", to end a message, if `given` is host:port without the scheme tcp; else
+    "".
     """
     rest = given.rpartition("://")[2]
     host, _, port = rest.rpartition(":")
@@ -98,9 +97,9 @@ def address_suggestion(given: str) -> str:
 
 
 def loopback_hint(address: str, setting: str = "advertise_host") -> str:
-    """Return a hint if `address` is a loopback address, to which no other host can connect; else "".
+    """Return a hint, to end a message, if `address` is a loopback address, to which no other host can connect; else "".
 
-    The caller appends the hint to a message. `setting`: the setting that the hint names.
+    `setting`: the setting that the hint names.
     """
     host = plain_host(address.removeprefix("tcp://").rpartition(":")[0]) or ""
     if host != "localhost" and not checks.try_call(lambda: ip_address(host).is_loopback):

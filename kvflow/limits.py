@@ -35,10 +35,10 @@ BY_DEVICE: Mapping[str, Mapping[str, int]] = {
         "in_flight_bytes_max": 1024 * _MIB,
     },
 }
-"""Default limits: for each kind of device ("cpu", "cuda") on which the cache lies, the values by field name."""
+"""Default limits: by the kind of device ("cpu", "cuda") on which the cache lies, then by field name."""
 
 REQUEST_ID_CHARS_MAX = 1024
-"""Maximum length of a request id from a peer, in characters. Ids from local callers are shorter
+"""Maximum number of characters of a request id from a peer. Ids from local callers are shorter
 (`checks.LOCAL_REQUEST_ID_CHARS_MAX`)."""
 SEALS_MAX = 1 << 24
 SEAL_HOLD_S_MAX = 60.0
@@ -49,7 +49,7 @@ version accepts only `GIVEN_PAYLOAD_BYTES_MAX`."""
 GIVEN_PAYLOAD_BYTES_MAX = 1 << 12
 """Maximum bytes of a payload (`Lease.complete`) that this version accepts, from a local caller or from a peer."""
 QUESTION_WAIT_S = 10.0
-"""Seconds after which a producer answers a reader's question about a lease at the latest, even if nothing has changed.
+"""Maximum seconds for which a producer holds back its answer to a reader's question about a lease that does not change.
 Then the reader asks again."""
 
 SealCount: TypeAlias = Annotated[int, Meta(ge=1, le=SEALS_MAX)]
@@ -61,8 +61,8 @@ ByDevice: TypeAlias = Count
 def with_device_defaults(given: T, kind: str) -> T:
     """Return a copy of `given`, a Limits or a Config, with the defaults of a device in place of bounds that are 0.
 
-    `kind`: kind of the device, such as "cuda". Caches on a device that is not in `BY_DEVICE` are copied through host
-    memory, so they get the defaults of "cpu".
+    `kind`: kind of the device, such as "cuda". Caches on devices that `BY_DEVICE` lacks are copied through host memory,
+    so they get the defaults of "cpu".
     """
     defaults = BY_DEVICE.get(kind, BY_DEVICE["cpu"])
     return replace(given, **{name: value for name, value in defaults.items() if getattr(given, name, None) == 0})
@@ -77,42 +77,41 @@ class Limits:
     """
 
     lease_wait_s: Seconds = 1.0
-    """Longest time that a reader waits for a rank to open a lease, if the ticket does not name that rank's lease."""
+    """Maximum time that a reader waits for a rank to open a lease, if the ticket does not name that rank's lease."""
     seal_hold_s: SealHold = 0.05
     """Time for which a producer keeps blocks after their lease has ended. A load that takes less than half of this time
     saves a round trip."""
     leases_max: SealCount = 1 << 14
     """Maximum number of leases that are open at the same time. Each has a 16-byte seal that readers check."""
     source_ranks_max: SealCount = 1 << 12
-    """Maximum number of ranks that loads read from, summed over all loads in progress and in quarantine. Further loads
+    """Maximum number of ranks that loads read from, over all loads in progress and in quarantine. Further loads
     wait."""
     load_ranks_max: Size = 256
-    """Maximum number of a producer's ranks that one load reads from or reports to. A ticket that needs more ranks is
-    refused before any rank is contacted."""
+    """Maximum number of a producer's ranks that one load reads from or reports to. A ticket that needs more is refused
+    before any rank is contacted."""
     block_ids_max: Size = 1 << 18
-    """Maximum number of block ids in a request, and in a ticket over all its ranks. All of them are checked in one turn
-    of the event loop."""
+    """Maximum number of block ids in a request, and in a ticket over all its ranks. All are checked in one turn of the
+    event loop."""
 
     peer_backoff_first_s: Seconds = 0.2
     """Time for which a peer is not contacted after it has failed. Each further failure in a row doubles the time."""
     peer_backoff_max_s: Seconds = 10.0
-    """Longest time for which a peer is not contacted, however many times it has failed in a row."""
+    """Maximum time for which a peer is not contacted, however often it has failed in a row."""
     peer_idle_s: Seconds = 600.0
-    """Time after which an unused connection to a peer is closed. Do not set a short time: the next load then needs a
-    handshake, and NIXL keeps one or two file descriptors of each closed connection."""
+    """Time after which an unused connection to a peer is closed. If it is short, loads need new handshakes, and NIXL
+    keeps one or two file descriptors of each closed connection."""
     peers_max: Size = 1024
     """Maximum number of peers (remote ranks) to remember. Peers that have never answered are evicted first."""
     first_contacts_max: Size = 16
     """Maximum number of peers without any answer yet that are contacted at the same time. Further new peers wait, and
-    the latest is contacted first. While new peers wait, a contacted peer that has not answered within a tenth of
+    the latest is contacted first. While they wait, a contacted peer that has not answered within a tenth of
     Config.handshake_timeout_s is given up."""
     readers_max: Size = 1024
-    """Maximum number of readers to remember. When this rank closes, it notifies the readers that it remembers."""
+    """Maximum number of readers to remember. When this rank closes, it notifies them."""
     goodbye_timeout_s: Seconds = 1.0
-    """Longest time for which draining and closing wait until all readers are notified."""
+    """Maximum time for which draining and closing wait until all readers are notified."""
     transport_close_timeout_s: Seconds = 10.0
-    """Longest time for which closing waits until reads have stopped. Afterwards it waits for a running copy, again at
-    most this time."""
+    """Maximum time for which closing waits until reads have stopped, and then again for a running copy."""
 
     slice_bytes_max: ByDevice = 0
     """Maximum bytes of one slice. Loads take turns by slices, so a small load waits for one slice of a huge load. 0: 8
@@ -131,12 +130,12 @@ class Limits:
     """Maximum number of scratch buffers. Each is allocated when it is first needed."""
 
     side_channel_requests_per_s_max: Size = 1000
-    """Maximum number of side-channel requests per second from one peer. With CURVE a peer is an engine, else an IP
-    address. Further requests get no answer."""
+    """Maximum number of side-channel requests per second from one peer: an engine with CURVE, else an IP address.
+    Further requests get no answer."""
     side_channel_connections_max: Size = 2048
-    """Maximum number of connections to this rank's side channel at the same time. If one more is opened, all
-    connections are dropped. Keep the maximum well above `readers_max`: after a restart of this rank each reader
-    opens a connection and keeps it for some seconds."""
+    """Maximum number of connections to this rank's side channel at the same time. One more drops all connections. Keep
+    the maximum well above `readers_max`: after a restart of this rank each reader opens a connection and keeps it for
+    some seconds."""
     digests_max: Size = 64
     """Maximum number of readers' requests for checksums of leased blocks that are processed at the same time. Further
     requests are refused as not ready."""

@@ -3,7 +3,7 @@
 Request ids, reasons, file names and errors contain text of callers, peers and routers. A line break in such a text
 would begin a line that looks like another log record. So each logger of kvflow has a filter, which changes each record
 before the handlers get it. Numbers stay unchanged; every other argument becomes text of one line. The lines of a
-traceback are indented, so that no line looks like a record. Records below the logger's level are not filtered.
+traceback are indented, so that no line looks like a record.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvflow.checks import counted, printable, try_call
 from kvflow.errors import ERROR_CHARS_MAX, shortened
 
 _CHARS_MAX = ERROR_CHARS_MAX - 100  # leaves room for the time, level and logger that a handler adds
-"""Maximum length, in characters, of an argument, of a log line, and of each line of a traceback."""
+"""Maximum number of characters of an argument, of a log line, and of each line of a traceback."""
 _ARGUMENTS_CHARS = 1000  # with fewer characters in its arguments a line is short enough: kvflow's own words are few
 _TRACEBACK_LINES_MAX = 200
 _INDENT = "    "
@@ -30,7 +30,7 @@ def logger_of(name: str) -> logging.Logger:
 
 
 def _make_plain(record: logging.LogRecord) -> bool:
-    """Make the arguments and the traceback of a log record printable. A filter of all kvflow's loggers.
+    """Make the arguments and the traceback of a log record printable. The filter of all kvflow's loggers.
 
     Always return True, so that no record is left out.
     """
@@ -44,7 +44,7 @@ def _make_plain(record: logging.LogRecord) -> bool:
 
 
 def _plain(value: object) -> object:
-    """Return an argument of a log line: a number unchanged, anything else as text of one line."""
+    """Return an argument of a log line: a number unchanged, any other value as text of one line."""
     if type(value) in (int, float, bool):
         return value
     text = try_call(lambda: str(value))
@@ -54,7 +54,7 @@ def _plain(value: object) -> object:
 def _traceback(error: BaseException, where: TracebackType | None) -> str:
     """Return the traceback of `error` as printable text. `where`: the traceback object.
 
-    The text is for a log record's `exc_text`: if that is set, a `logging.Formatter` uses it.
+    For a log record's `exc_text`: if that is set, a `logging.Formatter` uses it.
     """
     lines = "".join(traceback.format_exception(type(error), error, where)).splitlines()
     if len(lines) > _TRACEBACK_LINES_MAX:

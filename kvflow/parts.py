@@ -1,9 +1,8 @@
 """The optional features ("parts") that a request or a device may need.
 
-The core does not import these parts: each is imported at its first use. A part is complete in its folder. If the
-folder, its tests and its row in `PARTS` are deleted, everything else works, and a request that needs the part fails
-with an error that names the part. Parts with settings or state of their own have no row: users pass them to
-`Runtime(parts=[...])`.
+Each part is imported at its first use, and is complete in its folder. If the folder, its tests and its row in `PARTS`
+are deleted, everything else works, and a request that needs the part fails with an error that names the part. Parts
+with settings or state have no row: users pass them to `Runtime(parts=[...])`.
 
 A part that keeps state for a registered cache has a function `begin(cache)` in its module, which returns that state.
 """
@@ -27,18 +26,12 @@ PARTS: Mapping[str, str] = {
 
 
 def import_part(name: str, what: str, kind: type[KVFlowError] = RequestError) -> ModuleType:
-    """Import the module of an optional part, at the first use of the part.
+    """Import and return the module of an optional part, a name in `PARTS`.
 
-    Args:
-        name: folder of the part.
-        what: name of the request or device that needs the part, for the error.
-        kind: error class if the part is missing.
-
-    Returns:
-        The part's module in `PARTS`.
+    `what`: name of the request or device that needs the part, for the error.
 
     Raises:
-        KVFlowError: of class `kind`, RequestError by default, if the part is missing.
+        KVFlowError: of class `kind`, if the part is missing.
     """
     with importing_part(name, what, kind):
         return importlib.import_module(PARTS[name])
@@ -59,12 +52,9 @@ def importing_part(name: str, what: str, kind: type[KVFlowError]) -> Iterator[No
 
 
 def preload(*names: str) -> None:
-    """Import optional parts now, so that the event loop need not wait for the import at the first request.
+    """Import optional parts, names in `PARTS`, so that the event loop need not wait for that at the first request.
 
     A part that is not installed (its folder was deleted) is skipped.
-
-    Args:
-        names: names of parts in `PARTS`.
     """
     for name in names:
         with contextlib.suppress(RequestError):

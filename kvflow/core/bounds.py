@@ -61,16 +61,14 @@ PromptDigest: TypeAlias = Annotated[
     str, Meta(max_length=32 + 8 * 34, pattern=r"\A(?:[0-9a-f]{32}(?::[a-z_]{1,16}=[0-9a-f]{16}){0,8})?\Z")
 ]
 """Digest of a prompt's tokens and, if the prompt has them, of its adapter, pictures and salt (`core.protocol.prompts`);
-"" if the producer gives no digest.
-"""
+"" if the producer gives no digest."""
 LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
 """Lease id as readers send it. Any text is accepted, since an unknown id only finds no lease."""
 TicketLeaseId: TypeAlias = Annotated[
     str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
 ]
 """Lease id in a ticket: the bytes of the lease's seal as hexadecimal digits, not all 0; "" if a reader has to ask the
-rank for its lease.
-"""
+rank for its lease."""
 Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]
 
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]

@@ -95,8 +95,7 @@ class InprocFaults:
         self.duplicate_notifications = False
         self.cut = False
         """True: other agents cannot reach this agent. Their reads from it fail with PeerGone, their notifications are
-        lost.
-        """
+        lost."""
 
 
 class SimulatedLink(Protocol):

@@ -80,8 +80,7 @@ class OwnerThread:
         self._jobs: deque[Job] = deque()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Queue on which the thread sleeps until an item arrives. A `put` costs a system call, so there is at most one
-        item.
-        """
+        item."""
         self._wake_pending = False
         """True while `_wakes` holds an item that the thread has not taken yet."""
         self._loop = asyncio.get_running_loop()

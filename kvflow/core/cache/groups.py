@@ -167,16 +167,13 @@ class CacheGroup:
     """Tensors by layer name: for each layer one tensor, a pair (K, V), or a tuple of state tensors."""
     layout: CacheLayout | StateLayout | Sequence[CacheLayout]
     """Layout of the layers. If the layers differ, several layouts, each for some of the layers. With a `StateLayout`
-    the group holds state per request: its blocks are slots, and a request has one slot.
-    """
+    the group holds state per request: its blocks are slots, and a request has one slot."""
     window: int | None = None
     """Size in tokens of the window that the layers attend to; None if they attend to all tokens. Only blocks of the
-    window are offered and loaded.
-    """
+    window are offered and loaded."""
     kind: GroupKind | str | None = None
     """Which tokens the layers attend to. Default: "state" for a StateLayout, "sliding" if `window` is given, else
-    "full".
-    """
+    "full"."""
     pool: str | None = None
     """Name of the pool from which the group's block ids come; by default the group has its own pool. In groups with the
     same pool, a block id is in the block table of one group at a time, and the groups' tensors may be the same memory.
@@ -185,8 +182,7 @@ class CacheGroup:
     """Number of KV heads that the whole model has in these layers; None: `Config.num_kv_heads`."""
     split: int = 1
     """Number of consecutive blocks of this group that form one block of the pool; above 1 if the engine's kernels use
-    smaller blocks than its allocator.
-    """
+    smaller blocks than its allocator."""
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)

@@ -92,8 +92,7 @@ class CacheLayout:
     """Index of each layer in the whole model, of which a pipeline stage holds only some layers."""
     kv_format: PlainName
     """Meaning of the bytes, equal on both sides of a load: "plain" for values of `dtype` and nothing else. Other
-    formats have, for example, scales inside a block.
-    """
+    formats have, for example, scales inside a block."""
     style: Style
     order: PlainName
     """Order of the axes tokens (N), heads (H) and head elements (D) in the tensors' shape: "NHD" or "HND"."""

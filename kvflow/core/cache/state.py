@@ -76,8 +76,7 @@ class StateTensor:
     """Index of the sliced axis within a slot; 0 is the axis after the axis of slots."""
     segments: Segments = ()
     """Segments of the sliced axis, in order. Their sizes add up to the size of the axis. Empty: the tensor is not
-    sliced.
-    """
+    sliced."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, LayoutError)

@@ -23,8 +23,7 @@ FIRST_DRAFT_LAYER = LAYERS_MAX // 2
 NAMED_LAYERS_MAX = 1 << 10
 """Upper bound (exclusive) of the layer numbers in vLLM's layer names. If several layers of a model have the same
 number, such as an attention and its indexer, the nth of these layers (from 0) gets the index number + n *
-NAMED_LAYERS_MAX.
-"""
+NAMED_LAYERS_MAX."""
 NAME_CHARS_MAX = 1024
 
 
@@ -91,8 +90,7 @@ def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
 _DENSE_LAYOUT = "torch.strided"
 _ADDRESSED_KINDS = ("cpu", "cuda")
 """Kinds of devices on which every tensor must have an address. On other devices an address is checked only when used;
-blocks that are copied through host buffers need none.
-"""
+blocks that are copied through host buffers need none."""
 # Attributes that are true of torch tensors without plain elements in memory that a transport may write.
 _UNSUPPORTED = ("is_nested", "is_quantized", "is_complex", "is_neg", "requires_grad")
 

@@ -118,8 +118,7 @@ class BlockMap:
         self.group_pair = (local_group, remote_group)
         self.remote_whole = remote
         """The peer's regions as the peer states them. In the attribute `remote`, fused K and V are split if the local
-        regions have K and V apart.
-        """
+        regions have K and V apart."""
         positions = {layer: index for index, layer in enumerate(remote_layers)}
         wanted = set(local.distinct_layers)
         self.layer_pairs = tuple(
@@ -129,8 +128,7 @@ class BlockMap:
         )
         """(position in `local_layers`, position in `remote_layers`) of each layer to read, in local order. If local
         layers share a tensor, only the first is read, from the rank that has this layer. So there may be nothing to
-        read from a rank.
-        """
+        read from a rank."""
         self.opaque = opaque
         self.heads = heads
         self.local, self.remote = ours, theirs

@@ -40,8 +40,7 @@ class Descriptors:
 
     table: UInt64Array
     """Array of shape (2, n, 3) for n reads: first the local, then the remote (address, size, device index) of each
-    read. NIXL takes this array without a copy.
-    """
+    read. NIXL takes this array without a copy."""
     size_bytes: int
     """Bytes of all reads together."""
     local_device: Device
@@ -160,8 +159,7 @@ class Chunks:
     """Index of each chunk within its local block; None if a local block is a single chunk."""
     remote_ids: BlockIds
     """Remote block of each chunk. `match_chunks` sets its position among the offered blocks, which is the same for all
-    ranks of the producer; `locate` replaces positions by the block ids of one rank.
-    """
+    ranks of the producer; `locate` replaces positions by the block ids of one rank."""
     remote_parts: Int64Array | None
     """Index of each chunk within its remote block; None if a remote block is a single chunk."""
     tokens: int

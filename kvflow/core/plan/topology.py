@@ -77,8 +77,7 @@ class Parallelism(NamedTuple):
     model_kv_heads: int
     more: tuple[tuple[int, int, int], ...] = ()
     """(block_size, kv_heads, model_kv_heads) of each further kind of layers. Layers of one kind have the same three
-    numbers.
-    """
+    numbers."""
 
     def ranks(self, dp_rank: int) -> list[Rank]:
         """Return all ranks of the data-parallel replica `dp_rank`."""
@@ -118,8 +117,7 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     """Index of the rank's group that these layers belong to."""
     part: Fact = ""
     """Name of the segment (`cache.state.Segment`) if the layers hold state per request; the segment's units count as
-    heads. "" for layers with a KV cache.
-    """
+    heads. "" for layers with a KV cache."""
 
     @property
     def plain(self) -> bool:

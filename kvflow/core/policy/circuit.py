@@ -51,8 +51,7 @@ def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float,
 
 
 def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
-    """Return `circuit` with one failure more, a read that failed at `now_s`, and a wait unless it is the first in a
-    row.
+    """Return `circuit` after a read that failed at `now_s`: one failure more and, unless it is the first, a wait.
 
     `chance`: a random number from 0 to less than 1, for the jitter.
     """

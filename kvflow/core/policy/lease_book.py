@@ -46,8 +46,7 @@ class LeaseEntry:
     request_id: str
     reader_count: int
     """Number of engines that have to read the lease. The shares that all reader ranks report are added up; those of one
-    engine add up to 1. If 0, the first report of any rank ends the lease.
-    """
+    engine add up to 1. If 0, the first report of any rank ends the lease."""
     holds_blocks: bool
     """True if the lease has blocks. Such a lease stays in the book after its end, until the hold of its blocks is over.
     """

@@ -34,9 +34,7 @@ class Address(NamedTuple):
         return f"engine {self.engine_id!r} ({self.rank}) at {self.address}"
 
     def failure(self, kind: type[ErrorT], why: str, *, retry_after_s: float | None = None) -> ErrorT:
-        """Return an error of class `kind`, whose message names this peer's engine, rank and address, then says
-        `why`.
-        """
+        """Return an error of class `kind`: its message names this peer's engine, rank and address, then says `why`."""
         return kind(f"{self}: {why}", peer=self.address, engine_id=self.engine_id, retry_after_s=retry_after_s)
 
 

@@ -48,8 +48,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     fingerprint: Digest
     question: Count = 0
     """Number of the question on its connection, repeated in the header of the answer. 0 if the peer does not number its
-    questions.
-    """
+    questions."""
     answer_bytes_max: Count = 0
     """Maximum bytes of an answer that the sender of the question accepts; 0 if the sender states no bound."""
 

@@ -52,8 +52,7 @@ DIGEST_PARTS_MAX = 1 << 12
 AGENT_METADATA_BYTES_MAX = 1 << 26
 REDIRECT_BYTES_MAX = 1 << 13
 """Maximum bytes of a pending ticket that redirects readers to another engine. If the ticket is larger, because it names
-many ranks, readers are not redirected.
-"""
+many ranks, readers are not redirected."""
 
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
@@ -107,16 +106,14 @@ class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
     """Number of offered tokens, if the reader knows the offer. Not used if `blocks_digest` is empty."""
     blocks_digest: Digest = b""
     """Digest (`digest_of`) of the offered block ids, if the reader knows the offer; the rank then disregards leases of
-    other blocks or another `num_tokens`. Empty: the reader does not know the offer, so the answer has it.
-    """
+    other blocks or another `num_tokens`. Empty: the reader does not know the offer, so the answer has it."""
     lease_id: LeaseId | None = None
     """Id of the lease that the question is about, if the reader knows the id; None: any lease of the request."""
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)] = ()
     """For each group, how many blocks of the lease `lease_id` the reader knows."""
     missing_max: Missing = -1
     """The rank also answers once at most this many tokens of the lease cannot be read yet. -1: tokens that become
-    readable cause no answer until the lease is complete.
-    """
+    readable cause no answer until the lease is complete."""
 
 
 class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
@@ -128,8 +125,7 @@ class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
     lease_id: LeaseId
     cache_shares: CacheShares
     """Cache shares of the reader, from which the rank computes the fraction of the lease that the reader has read
-    (`topology.report_share`).
-    """
+    (`topology.report_share`)."""
 
 
 class DigestPart(msgspec.Struct, frozen=True, array_like=True):
@@ -213,8 +209,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     seals: SealLocation
     staged: bool
     """True if blocks can be read only after a copy to host buffers. Then a seal shows how many tokens are not copied
-    yet.
-    """
+    yet."""
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,8 +235,7 @@ class LeaseAnswerState(enum.StrEnum):
     """The lease is open; more blocks or computed tokens may follow."""
     COMPLETE = "complete"
     """All tokens of the lease can be read, and the payload (`Lease.complete`) is known if one was promised. An answer
-    without a lease has this state if the offer has no blocks.
-    """
+    without a lease has this state if the offer has no blocks."""
     ENDED = "ended"
     """The lease has ended, so no read of it can succeed."""
     FAILED = "failed"
@@ -264,8 +258,7 @@ class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     """Why no read can succeed, if the state is FAILED."""
     instead: Redirect = b""
     """Pending ticket for the engine that serves the request instead, as MessagePack of `Ticket.to_params`; empty if no
-    engine is known.
-    """
+    engine is known."""
 
 
 NOTHING_YET = LeaseAnswer(state=LeaseAnswerState.WAITING)

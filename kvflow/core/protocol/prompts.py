@@ -113,8 +113,7 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
 
 MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
 """By position in the prompt: the keys that begin there. A key, such as ("mm", identifier), names something other than
-tokens on which the KV cache depends from this position on, as in KV events.
-"""
+tokens on which the KV cache depends from this position on, as in KV events."""
 
 
 def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:

@@ -63,22 +63,18 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
     """Port of the rank's side channel. In a ticket's dict the first rank's port is `remote_port`."""
     block_ids: BlockIds | None = None
     """Block ids of the first group that readers use on this rank, if they differ from the engine's block ids because
-    the blocks are copied to host buffers; else None.
-    """
+    the blocks are copied to host buffers; else None."""
     more_block_ids: BlockTables = ()
     """Block ids that readers use on this rank, for each group after the first; only if `block_ids` is set."""
     pending: bool = False
     """True if some tokens could not be read yet when this entry was made. Then a reader must fetch the seal before it
-    reads a block.
-    """
+    reads a block."""
     payload: bool = False
     """True if the producer has promised a payload: bytes that `Lease.complete` sends readers once the prompt is
-    computed.
-    """
+    computed."""
     held: bool = True
     """True if the producer holds the blocks for `SealLocation.hold_s` after the lease's end. If False, readers have to
-    fetch the seal after the last byte has landed.
-    """
+    fetch the seal after the last byte has landed."""
 
     def __post_init__(self) -> None:
         if {*map(type, _TEXTS(self))} != {str}:

@@ -99,8 +99,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     """Number of tokens of the prompt that the blocks hold. The last block may be partly filled."""
     ttl_s: Seconds
     """Seconds until the lease expires, counted from the ticket's making and from each renewal. Only a hint: readers
-    trust the seal (`core.protocol.proof`).
-    """
+    trust the seal (`core.protocol.proof`)."""
     dp_rank: Count
     """Index of the producer's data-parallel replica, to which all `ranks` belong."""
     tp_size: RankCount
@@ -125,8 +124,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     """Properties of each group, in the order of `block_tables`; () for a single group of full attention."""
     more_kinds: Kinds = ()
     """(block_size, kv_heads, model_kv_heads) of each further kind of layers. Layers of one kind have the same three
-    numbers; the ticket's own fields with these names describe the first kind.
-    """
+    numbers; the ticket's own fields with these names describe the first kind."""
     extends: bool = False
     """True if `Lease.extend` will add more blocks, until the blocks hold all `num_tokens` tokens."""
     awaited: bool = False
