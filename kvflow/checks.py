@@ -193,7 +193,7 @@ def is_utf8(value: str) -> bool:
 
 
 def is_name(value: object, chars_max: int) -> bool:
-    """Return True if `value` can be a name in messages: printable text without spaces, of 1 to `chars_max`
+    """Return True if `value` can be a name in messages: printable, without spaces, and of 1 to `chars_max`
     characters.
     """
     return isinstance(value, str) and 0 < len(value) <= chars_max and _is_printable(value)

@@ -92,6 +92,7 @@ class Quarantine(Protocol):
 
     @property
     def request_id(self) -> str:
+        """Request id of the ended load."""
         ...
 
     @property

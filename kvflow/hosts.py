@@ -87,9 +87,7 @@ def split_address(address: str, *, what: str = "listen", error: type[InvalidInpu
 
 
 def address_suggestion(given: str) -> str:
-    """Return "; did you mean 'tcp://...'?", to end a message, if `given` is host:port without the scheme tcp; else
-    "".
-    """
+    """Return "; did you mean 'tcp://...'?", to end a message, if `given` is host:port without tcp; else ""."""
     rest = given.rpartition("://")[2]
     host, _, port = rest.rpartition(":")
     right = plain_host(host) is not None and _PORT.fullmatch(port)
