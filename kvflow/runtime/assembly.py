@@ -79,7 +79,6 @@ class RegisteredCache:
         self.rank = runtime.rank
         self.incarnation = registration.incarnation
         self.host, self.port = runtime.host, runtime.listener.port
-        """Host and port of this rank's side channel, as in its tickets."""
         self.clock = runtime.clock
         self.spawn = registration.spawn
         self.observers = runtime.observers
@@ -87,11 +86,10 @@ class RegisteredCache:
         self.side_channel = runtime.side_channel
         self.seals = runtime.seals
         self.token_hex = runtime.world.token_hex
-        """Function `token_hex(count)` that returns `count` unpredictable random bytes as hexadecimal digits."""
         self.resources = resources
         self.memory = memory
         self._parts: dict[str, Any] = {}
-        """Optional features (`parts.PARTS`) that this cache has used, by folder name. Each is made at its first use."""
+        """Optional features (`parts.PARTS`) that this cache has used, by folder name."""
         self.local = local
         self.metadata = metadata
         self.ledger = resources.ledger
@@ -116,7 +114,7 @@ class RegisteredCache:
         self.begun_parts: list[Part] = []
         """The runtime's parts (optional features) that work with this cache, since their `registered` has returned.
 
-        Only these are ended with the cache: a part that refused the cache may belong to another runtime.
+        Only these end with the cache: a part that refused the cache may belong to another runtime.
         """
         self._answers: dict[type[Any], Callable[[Any], Answered]] = {
             messages.ReleaseRequest: self.serving.release,
@@ -131,8 +129,8 @@ class RegisteredCache:
     def part(self, name: str, what: str, kind: type[KVFlowError] = RequestError) -> Any:
         """Return the object of an optional feature for this cache. The first call makes the object.
 
-        `name`: folder of the feature, such as "staging", a key of `parts.PARTS`. If it is not installed, raise `kind`
-        with the text `what`, which says what needs the feature.
+        `name`: folder of the feature, such as "staging", a key of `parts.PARTS`. If it is not installed, raise `kind`.
+        `what` says in the error what needs the feature.
         """
         made = self._parts.get(name)
         if made is None:
@@ -189,9 +187,9 @@ class RegisteredCache:
     async def drain(self, deadline_s: float) -> bool:
         """Wait up to `deadline_s` seconds until all leases, loads and work of parts (optional features) have ended.
 
-        Questions of readers that wait for a lease are refused. After the deadline, end the remaining work and wait for
-        its end, at most Limits.seal_hold_s, cancel_grace_s and drain_timeout_s in total. Return whether everything
-        ended within `deadline_s`. Cancelling stops the waiting.
+        Questions of readers that wait for a lease are refused. After the deadline, end the remaining work, which takes
+        at most Limits.seal_hold_s, cancel_grace_s and drain_timeout_s in total. Return whether everything ended within
+        `deadline_s`. Cancelling stops the waiting.
         """
         serving, loader, engine_id = self.serving, self.loader, self.config.engine_id
         serving.lease_answers.refuse_questions(f"engine {engine_id!r} is draining")
@@ -213,7 +211,7 @@ class RegisteredCache:
     async def end(self, *, broken: bool = False) -> None:
         """Call `stop`, and wait until leases, loads and the work of parts have ended, at most Config.ending_s.
 
-        If `broken`, do not wait for loads: in a broken runtime it may never be known when their reads end.
+        If `broken`, do not wait for loads: it may never be known when their reads end.
         """
         self.stop(Ending.CLOSED)
         serving, loader, bound_s = self.serving, self.loader, self.config.ending_s
@@ -227,8 +225,7 @@ class RegisteredCache:
     async def wait_for_copies(self) -> str:
         """Wait until no copy between the cache and buffers runs, at most Limits.transport_close_timeout_s.
 
-        Return "" if nothing uses the cache now, else a text for an error that names the copy, loads, leases or parts
-        that do.
+        Return "" if nothing uses the cache now, else a text for an error that names what does.
         """
         bound_s = self.config.limits.transport_close_timeout_s
         try:

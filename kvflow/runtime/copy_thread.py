@@ -36,7 +36,7 @@ class CopyThread:
     def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] | None = None) -> None:
         """Make the object; the first copy or event starts the thread `name`.
 
-        `make_device`: for tests, a function to call on the copy thread instead of `cache_device.make_device`.
+        `make_device`: for tests, called instead of `cache_device.make_device`.
         """
         self._name = name
         self._make_device = make_device
@@ -61,7 +61,7 @@ class CopyThread:
     def watch(self, event: DeviceEvent, on_end: OnEnd) -> Watch:
         """Call `on_end` on the event loop with None once `event` has happened, or with the error of `event.query()`.
 
-        Return the watch. To prevent the call, set `dropped` of the watch to True.
+        Return the watch. To prevent the call, set its `dropped` to True.
         """
         watch = Watch(event, on_end, time.monotonic())
         self._start_thread().submit(lambda: self._watches.add(watch))
@@ -119,7 +119,7 @@ class CopyThread:
     async def aclose(self, timeout_s: float) -> bool:
         """End the thread after the copies that were submitted. Return whether it ended within `timeout_s` seconds.
 
-        If not, a copy still runs, and the thread ends after that copy.
+        If not, it ends after the copy that still runs.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -134,7 +134,6 @@ class CopyThread:
             self._thread.abandon(self._end, wait_s)
 
     async def _wait_ended(self) -> None:
-        """Let the thread end after all jobs that were submitted, and wait for its end."""
         if self._thread is not None and self._thread.alive:
             self._thread.submit(self._end)
             await self._thread.ended()
@@ -164,7 +163,7 @@ class CopyThread:
 
 
 def _complete(end: asyncio.Future[None], error: BaseException | None) -> None:
-    """Set the result of the future `end` to None, or its exception to `error`. Do nothing if `end` was cancelled."""
+    """Set the result of the future `end` to None, or its exception to `error`, unless `end` was cancelled."""
     if not end.cancelled():
         end.set_result(None) if error is None else end.set_exception(error)
 

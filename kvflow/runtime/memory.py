@@ -56,7 +56,7 @@ class Pool:
     async def take(self, count: int) -> BlockIds:
         """Wait until `count` buffers, at most `size`, are free. Take them and return their numbers.
 
-        If cancelled, give up the position in the queue.
+        If cancelled, leave the queue.
         """
         assert 0 < count <= self.size, f"{count} of {self.size}"
         permit = self._queue.request_permit((count,))
@@ -65,7 +65,7 @@ class Pool:
         return self._pop(permit)
 
     def give_back(self, numbers: BlockIds) -> None:
-        """Give back the buffers `numbers`: exactly the result of one call of `take` or `take_nowait`.
+        """Give back the buffers `numbers`, exactly the result of one call of `take` or `take_nowait`.
 
         The next call that takes the same `count` gets the same numbers in the same order.
         """
@@ -88,8 +88,8 @@ class CopyDirection(enum.StrEnum):
 BlockCopier: TypeAlias = "Callable[[KVCaches, Sequence[tuple[int, int]], CopyDirection], None]"
 """Function of the engine, `copy(host_caches, pairs, direction)`, that copies whole blocks of all layers between the
 engine's cache and `host_caches`, which has the same layer names and shapes but fewer blocks. `pairs` has (block id in
-the cache, block id in `host_caches`) for each block. The function is called on kvflow's copy thread, and must return
-only when the copy is finished."""
+the cache, block id in `host_caches`) for each block. It runs on kvflow's copy thread, and must return only when the
+copy is finished."""
 
 
 class HostBlocks:

@@ -6,8 +6,8 @@ stops earlier: it accepts no new reader while only a few files are left, and dro
 when still fewer are left.
 
 Counted with NIXL 1.5.1 (UCX 1.23) and ZeroMQ 4.3.5: a runtime alone has some 40 open files. A peer costs 1 over shared
-memory and 2 over tcp, and so does a reader. A question on the side channel costs the asking side 4, and the answering
-side 1.
+memory and 2 over tcp, and so does a reader. A question on the side channel costs the asking side 4, the answering side
+1.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def shortage(least: int) -> str:
 def needed(config: Config) -> int:
     """Return how many files the runtime and its engine may have open in the worst case that `config` allows.
 
-    In that case questions to all `peers_max` peers are under way, and all `readers_max` readers and
-    `side_channel_connections_max` side channel connections are open.
+    In that case all `peers_max` peers are asked, and all `readers_max` readers and `side_channel_connections_max` side
+    channel connections are open.
     """
     limits = config.limits
     peers, readers = limits.peers_max * (PEER_FILES + QUESTION_FILES), limits.readers_max * READER_FILES
@@ -80,7 +80,7 @@ def needed(config: Config) -> int:
 def prepare(config: Config) -> None:
     """Raise this process's soft limit of open files to its hard limit. Log a warning if `config` may need more.
 
-    ConfigError if too few files are left to open a runtime; NIXL or ZeroMQ would abort the process.
+    ConfigError if too few files are left to open a runtime: NIXL or ZeroMQ would abort the process.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _SOFT_MAX if hard == resource.RLIM_INFINITY else min(hard, _SOFT_MAX)
@@ -120,7 +120,6 @@ class ReaderAdmission:
         self._admitted_s: deque[float] = deque()
         self._warn_s = 0.0
         self.refused = 0
-        """Number of readers that were refused because too few files could still be opened."""
 
     def refusal(self, now_s: float) -> str:
         """Return "" if a new reader may connect now, and count that reader as connecting. Else return why not."""

@@ -1,9 +1,9 @@
 """Parts: optional features, given to a runtime as a list. They begin and end in the order of the list.
 
-If some engines of a fleet do not run kvflow (stock peers, which run vLLM's own NixlConnector), a rank gets a
-`StockPart`, such as `kvflow.stock.StockPeers`. Its `Resolver` resolves the tickets of both kinds of engines. Each
-handshake chooses how the peer is notified about its leases (`LeaseNotifier`), and by which proof (`Proof`) bytes read
-from the peer count as fresh. Peers, loads and leases are the same classes for both kinds.
+For a fleet with stock peers, which run vLLM's own NixlConnector, a rank gets a `StockPart`, such as
+`kvflow.stock.StockPeers`. Its `Resolver` resolves the tickets of both kinds of engines. Each handshake chooses how the
+peer is notified about its leases (`LeaseNotifier`), and by which proof (`Proof`) bytes read from the peer count as
+fresh. Peers, loads and leases are the same classes for both kinds.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ class PartOwner:
 
     @property
     def registered(self) -> bool:
-        """True while the part's runtime has a registered cache, or is unregistering it."""
         return self._runtime is not None and self._runtime.registered_cache is not None
 
     @property
@@ -115,10 +114,9 @@ class PartOwner:
     def require(self, what: str, *, new_work: bool = True) -> RegisteredCache:
         """Return the registered cache of the part's runtime, or raise if the part may not be called now.
 
-        `what`: name of the called method of the part, for the error. `new_work`: the call begins new work, which a
-        draining runtime refuses. UsageError if no runtime has registered a cache with the part, or if this is not that
-        runtime's loop; RuntimeUnavailable if the runtime is closed, has no cache now or, for new work, is draining;
-        RuntimeBroken.
+        `what`: name of the called method, for the error. `new_work`: the call begins new work, which a draining runtime
+        refuses. UsageError if no runtime has registered a cache with the part, or on another loop; RuntimeUnavailable
+        if the runtime is closed, has no cache now or drains; RuntimeBroken.
         """
         if self._runtime is None:
             raise UsageError(f"{what}: {self._part!r}: no runtime has registered a KV cache with this part")

@@ -2,7 +2,7 @@
 
 Observers run on the event loop, in the step that ends the load or lease, so they must be quick. An error of an observer
 is logged and has no other effect. If an observer fails repeatedly, its 1st, 2nd, 4th, 8th ... error is logged, with the
-number of errors that were not. In tests closing the runtime also raises the first error (`World.logs_observer_errors`).
+number of errors that were not. In tests closing the runtime also raises the first error.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ class LoadRecord:
 class LeaseRecord:
     """A lease that has ended, and no longer holds its blocks.
 
-    `seconds`: "offered" until the lease was read, expired, revoked or failed; "held" from then until its blocks were
-    free.
+    `seconds`: "offered" until the lease ended; "held" from then until its blocks were free.
     """
 
     engine_id: str

@@ -5,8 +5,8 @@ restarted at the same address. Peers notice the new name, and drop everything th
 incarnation (docs/decisions/0017-generations.md).
 
 The agent and the poller start before the cache is registered. A registration ends in this order: leases, loads and
-parts begin to end; the supervisor waits until they have; readers get goodbyes; tasks and peers end; the agent closes.
-Then no read is under way, and loads and parts release the memory.
+parts end; readers get goodbyes; tasks and peers end; the agent closes. Then no read is under way, and loads and parts
+release the memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Registration:
         self.cache: RegisteredCache | None = None
         """The registered cache, until all of its loads and leases have ended; None before it is registered."""
         self.early_notifications = 0
-        """Number of notifications that came before the cache was registered, when no lease could exist."""
         self._config = config
         self._runtime_tasks = tasks
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -69,7 +68,7 @@ class Registration:
     async def aclose(self) -> str:
         """End the tasks, the peers and the transport, then let the parts release the cache.
 
-        Return "" if all ended, else a text for an error that says why not.
+        Return "" if all ended, else a text that says why not.
         """
         bound_s, cache = self._config.limits.transport_close_timeout_s, self.cache
         await self._end_tasks()
@@ -91,7 +90,7 @@ class Registration:
     def abandon(self, wait_s: float) -> None:
         """Release the transport and the cache. For use after the event loop has ended.
 
-        Wait up to `wait_s` seconds for the end of threads.
+        Wait up to `wait_s` seconds for threads to end.
         """
         cache, self.cache = self.cache, None
         self.transport.abandon(wait_s)

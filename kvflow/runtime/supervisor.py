@@ -1,9 +1,9 @@
 """The supervisor: opens, runs and closes the services of a runtime in order, and ends all if one dies.
 
-`Runtime` is the handle that users hold. Nothing here refers to the handle, so that Python frees a dropped handle, which
-then closes the runtime. The listener, side channel, copy thread, clock and seals last as long as the runtime; agents,
-poller, ledger and peers as long as one `Registration`. If a service dies, the runtime is *broken*: leases are revoked,
-loads fail, and later calls raise RuntimeBroken with the cause.
+Nothing here refers to `Runtime`, the handle that users hold, so that Python frees a dropped handle, which then closes
+the runtime. The listener, side channel, copy thread, clock and seals last as long as the runtime; agents, poller,
+ledger and peers as long as one `Registration`. If a service dies, the runtime is *broken*: leases are revoked, loads
+fail, and later calls raise RuntimeBroken with the cause.
 
 Unregistering ends one registration; closing ends everything. Both run to their end even if the caller is cancelled
 (`Tasks.run_to_end`). If the closing itself is cancelled, it stops waiting for leases and loads to end by themselves. If
@@ -76,12 +76,12 @@ class Supervisor:
         self.clock = world.clock()
         self.seals = SealTable(config.limits.leases_max)
         self._past_statistics: RuntimeStatistics | None = None
-        """Statistics of all ended registrations, added up; None before the first registration has ended."""
+        """Statistics of all ended registrations, added up; None before the first has ended."""
         self._registering = False
         self._admission = ReaderAdmission(config.engine_id)
         self._draining_stopped = False
         self.in_forked_child = False
-        """True in a forked child of the process that opened the runtime. Threads and sockets belong to the parent."""
+        """True in a forked child, where threads and sockets belong to the parent process."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that opened the runtime; None before the opening."""
 
@@ -151,7 +151,7 @@ class Supervisor:
         await self.tasks.wait_for_supervisor()
 
     def abandon(self, wait_s: float = 0.0) -> None:
-        """Release sockets, memory and threads. For use after the event loop has ended, and its tasks with it.
+        """Release sockets, memory and threads. For use after the event loop has ended.
 
         A thread ends when no read or copy is under way; wait up to `wait_s` seconds for that.
         """
@@ -171,7 +171,7 @@ class Supervisor:
     async def drain(self, deadline_s: float) -> bool:
         """Take no new work. Wait up to `deadline_s` seconds until all leases and loads have ended, then end the others.
 
-        Return whether all ended within `deadline_s`.
+        Return whether all ended in time.
         """
         self.state = RuntimeState.DRAINING
         return self.registered_cache is None or await self.registered_cache.drain(deadline_s)
@@ -224,10 +224,7 @@ class Supervisor:
         raise RuntimeClosed(f"the runtime {self} is {self.state}")
 
     def require(self, what: str, *, new_work: bool) -> None:
-        """Raise an error unless the runtime is running (see `require_running`) and belongs to this event loop.
-
-        `what` names the call, for the error.
-        """
+        """Raise an error, which names the call `what`, unless the runtime is running and belongs to this event loop."""
         self.require_running()
         require_loop(self.loop, what)
         if new_work:
@@ -352,7 +349,7 @@ class Supervisor:
     async def _end_work(self, *, drained: bool = False) -> None:
         """End all leases and loads, and send goodbyes to readers.
 
-        With `drained`, first give leases and loads Config.drain_timeout_s to end by themselves, unless the runtime is
+        If `drained`, first give leases and loads Config.drain_timeout_s to end by themselves, unless the runtime is
         broken or the closing was cancelled.
         """
         cache = self.registered_cache

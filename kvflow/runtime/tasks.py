@@ -4,11 +4,10 @@ The supervisor's task holds the group. A task dies if it raises; the task of a s
 dies if code outside the runtime cancels it.
 
 Work that must finish even if its caller is cancelled, for example closing, is a task outside the group (`run_to_end`).
-A program that ends cancels all tasks of the loop, and this task with them. So each step of this work is run again if it
-is cancelled (`retry_if_cancelled`). Every step takes a bounded time, and may be run again.
+A program that ends cancels this task too. So each step of the work is run again if it is cancelled
+(`retry_if_cancelled`); every step takes a bounded time, and may be run again.
 
-A runtime, its leases and its loads belong to the event loop that opened the runtime, and to that loop's thread
-(`require_loop`).
+A runtime, its leases and its loads belong to the event loop that opened the runtime (`require_loop`).
 """
 
 from __future__ import annotations
@@ -32,14 +31,13 @@ class Tasks:
     def __init__(self, owner: str, on_break: Callable[[], None], close: Callable[[], Awaitable[None]]) -> None:
         """Make the object; `start` starts the tasks. `owner`: name of the runtime in logs.
 
-        `on_break` is called once, when a task has died. `close` closes the runtime. It is called if the task that runs
-        all others is cancelled, as when a program ends.
+        `on_break` is called once, when a task has died. `close` closes the runtime. It is called if the supervisor's
+        task is cancelled, as when a program ends.
         """
         self._owner = owner
         self._on_break = on_break
         self._close = close
         self.cause: Exception | None = None
-        """The error that broke the runtime; None if it is not broken."""
         self._stop = asyncio.Event()
         self._ended = asyncio.Event()
         self._started = asyncio.Event()
@@ -59,8 +57,8 @@ class Tasks:
     async def start(self, begin: Callable[[], None]) -> None:
         """Start the supervisor's task, which opens the task group and calls `begin`. Wait until `begin` has returned.
 
-        `begin` spawns the first tasks. If the supervisor's task is cancelled before its first step, `begin` is not
-        called and `cause` is set.
+        `begin` spawns the first tasks. If the supervisor's task is cancelled before its first step, only `cause` is
+        set.
         """
         self._supervision = asyncio.create_task(self._supervise(begin), name="kvflow-supervisor")
         self._supervision.add_done_callback(lambda _: self._on_never_started())
@@ -132,10 +130,7 @@ class Tasks:
         task.add_done_callback(ended)
 
     def break_down(self, cause: Exception) -> None:
-        """Break the runtime: store `cause`, cancel all tasks and call `on_break`.
-
-        No effect if the runtime is closing or broken.
-        """
+        """Break the runtime, unless it is closing or broken: store `cause`, cancel all tasks and call `on_break`."""
         if self.cause is not None or self._stop.is_set():
             return
         logger.error("runtime %s broke: %s: %s", self._owner, type(cause).__name__, cause, exc_info=cause.__cause__)
@@ -199,8 +194,7 @@ async def for_each(
 ) -> list[ResultT]:
     """Await `work(item)` for all `items`, at most `at_once` at a time, and return the results in the order of `items`.
 
-    If a call raises, cancel the calls under way, begin no others, and raise the first error. Cancelling cancels the
-    calls under way.
+    If a call raises, or this one is cancelled, cancel the calls under way and begin no others.
     """
     if len(items) == 1:
         return [await work(items[0])]

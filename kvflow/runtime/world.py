@@ -55,8 +55,8 @@ class World:
     """
     copy_thread: Callable[[str], CopyThread] = CopyThread
     logs_observer_errors: bool = True
-    """True if errors that observers raise are only logged. If False, as in tests, closing the runtime also raises the
-    first of these errors."""
+    """True if errors that observers raise are only logged. If False, as in tests, closing the runtime raises the first.
+    """
     real_process: bool = True
     """True if the runtime runs in a real process: it is closed if it is dropped, or still open when Python ends.
 

@@ -1,6 +1,6 @@
 """The asking end of the side channel over ZeroMQ, which keeps connections for later questions.
 
-ZeroMQ silently retries a failed connection. Its monitor socket reports the failure, so that the question can end. Host
+ZeroMQ silently retries a failed connection; its monitor socket reports the failure, so that the question can end. Host
 names are looked up first (`lookups`), because ZeroMQ would look them up on the one thread that all questions share.
 
 With CURVE the peer must own the key that this engine's allowlist has under the peer's engine id, and the peer's
@@ -43,7 +43,7 @@ A listener that drops all connections has no bound port for a moment, and refuse
 """
 
 RETRY_PAUSES = BackOff(first_s=0.01, most_s=0.2)
-"""Pauses between the attempts of a question, so that readers that a listener has dropped do not all return together."""
+"""Pauses between the attempts of a question: readers that a listener has dropped should not all return together."""
 
 _NO_ANSWER_HINT = "its process is stopped or very busy, or a firewall drops the packets"
 
@@ -115,7 +115,7 @@ class ZmqSideChannel:
     async def _route_to(self, at: Address) -> ListenerRoute:
         """Return how to connect to the listener at `at`: its numeric endpoint and, with CURVE, the keys to use.
 
-        PeerRefused if the allowlist has no key of the peer's engine, PeerUnreachable if the peer's host name cannot be
+        PeerRefused if the allowlist has no key of the peer's engine, PeerUnreachable if its host name cannot be
         resolved.
         """
         keyring = await self._get_keyring()
@@ -135,8 +135,8 @@ class ZmqSideChannel:
         """Send `request` to the listener of `route`, and return the frames of the answer.
 
         `fingerprint`: hash of this rank's `Compatibility`. If the connection closes before the answer comes, because
-        the peer restarted or its listener drops all connections, send the question again over a new connection: asking
-        any question twice does no harm.
+        the peer restarted or its listener drops all connections, ask again over a new connection: asking any question
+        twice does no harm.
         """
         body, at = codec.encode(request), request.target
         shared, outcome = self._connections.find_shared(route), None
@@ -181,8 +181,7 @@ def _connection_error(event: zmq.Event, at: Address, ours: str, *, curve: bool) 
 async def _probe(endpoint: str, *, final: bool) -> bool:
     """Open a plain TCP connection to `endpoint` and close it, to learn why ZeroMQ cannot connect.
 
-    Return True if that succeeded, False if it was refused; if `final`, raise ConnectionRefusedError instead of
-    returning False.
+    Return True if that succeeded. If it was refused, return False or, if `final`, raise ConnectionRefusedError.
     """
     host, port = split_address(endpoint, what="peer")
     try:

@@ -3,13 +3,11 @@
 Until its first question is answered, a connection serves that question alone. If the answer carries the question's
 number, the connection becomes shared: several questions may wait on it at the same time, and it is kept open for
 `KEPT_IDLE_S` after the last answer. If all shared connections to a listener are full, one more is opened and kept. If a
-listener does not number its answers, every question has a connection of its own.
+listener does not number its answers, every question has its own connection.
 
-After a question has timed out or was cancelled, its connection gets no new questions (`unanswered`); questions that
-already wait on the connection may still be answered. So a connection that died in silence costs one question, as it
-would if no connection was kept.
-
-A kept socket has no task and no timer: the event loop watches its file descriptor.
+After a question has timed out or was cancelled, its connection gets no new questions (`unanswered`), but questions that
+already wait on it may still be answered. So a connection that died in silence costs one question, as it would if no
+connection was kept.
 """
 
 from __future__ import annotations
@@ -37,10 +35,7 @@ if TYPE_CHECKING:
     from kvflow.runtime.channel.keyring import KeyPair
 
 ANSWER_BYTES_MAX = 4 << 20
-"""Size in bytes of the largest answer with default limits.
-
-A description of a cache fits, or an offer of `limits.block_ids_max` blocks.
-"""
+"""Size in bytes of the largest answer with default limits: an offer of `limits.block_ids_max` blocks fits."""
 _BLOCK_ID_BYTES = 8
 KEPT_IDLE_S = 5.0
 """Seconds for which a connection without waiting questions is kept open."""
@@ -99,7 +94,7 @@ class KeptConnection:
     ) -> None:
         """Create the sockets and begin to connect to `route`.
 
-        `on_end` is called with this object if the connection ends for any reason other than `close`.
+        `on_end` is called with this object if the connection ends, unless by `close`.
         """
         self.route = route
         self.waiting: dict[int, OpenQuestion] = {}
@@ -129,7 +124,7 @@ class KeptConnection:
         self._loop.call_soon(self._receive_events)  # the loop may not notice messages that came before
 
     def ask(self, fingerprint: bytes, body: bytes) -> OpenQuestion:
-        """Send a question with the encoded body `body`, and return the `OpenQuestion`.
+        """Send a question with the encoded `body`, and return the `OpenQuestion`.
 
         `fingerprint`: hash of this rank's `Compatibility`. The answer, or the event that ends the connection, arrives
         in the queue `arrivals` of the `OpenQuestion`.
@@ -148,7 +143,6 @@ class KeptConnection:
         self.closed = True
 
     def close(self) -> None:
-        """Close the sockets. Closing twice is fine."""
         if self.closed:
             return
         self.closed = True
@@ -184,7 +178,7 @@ class KeptConnection:
     def _receive_answers(self) -> None:
         """Receive all messages that ZeroMQ has ready, since ZeroMQ signals them only once.
 
-        If there are more than `_RECEIVED_AT_ONCE`, receive the others in later turns of the event loop.
+        After `_RECEIVED_AT_ONCE` messages, go on in a later turn of the event loop.
         """
         for _ in range(_RECEIVED_AT_ONCE):
             frames = None if self.closed else _receive_message(self._socket)
@@ -239,8 +233,7 @@ class Connections:
         self._shared: dict[ListenerRoute, dict[KeptConnection, None]] = {}
         """Connections that several questions may use at the same time, by listener, in the order they became shared."""
         self._idle: OrderedDict[KeptConnection, float] = OrderedDict()
-        """Kept connections without waiting questions, each with the loop time when its last question ended, oldest
-        first."""
+        """Kept connections without waiting questions, by the loop time when the last question ended, oldest first."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -268,10 +261,9 @@ class Connections:
 
     @contextmanager
     def open_question(self, connection: KeptConnection, fingerprint: bytes, body: bytes) -> Iterator[OpenQuestion]:
-        """Context manager: send a question with body `body` over `connection`, and yield the `OpenQuestion`.
+        """Context manager: send a question with `body` over `connection`, and yield the `OpenQuestion`.
 
-        When the `with` body ends, its question no longer waits for an answer, and the connection is shared, kept or
-        closed.
+        At the end of the `with` body, the question no longer waits, and the connection is shared, kept or closed.
         """
         self._idle.pop(connection, None)
         question = None
@@ -324,7 +316,6 @@ class Connections:
         self._forget(connection)
 
     def _forget(self, connection: KeptConnection) -> None:
-        """Remove a closed connection from all collections of this object."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
         self._unshare(connection)

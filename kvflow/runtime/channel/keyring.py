@@ -66,8 +66,7 @@ class Keyring:
     async def read(cls, engine_id: str, secret_file: Path, folder: Path, now_s: Callable[[], float]) -> Self:
         """Return a `Keyring` with the key pair in `secret_file` and the public keys of peers in `folder`.
 
-        Reads in a thread. ConfigError, which names the faulty file, also if `folder` has another public key for
-        `engine_id`.
+        Reads in a thread. ConfigError, naming the faulty file, also if `folder` has another public key for `engine_id`.
         """
         own_keys = await asyncio.to_thread(_read_pair, secret_file)
         allowlist = await asyncio.to_thread(_read_allowlist, folder)

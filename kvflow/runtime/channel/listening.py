@@ -12,10 +12,10 @@ The receive queue has no limit, and heartbeats are off: ZeroMQ (4.3.5) stops rea
 full, and if the peer then resets the connection, an unread ping aborts the process. A single endless message can fill
 the memory, too. So CURVE or the network must keep out a flood of bytes.
 
-Readers keep a connection for a while after a question, and ZeroMQ cannot limit the number of connections. If there are
-too many, or this process has few open files left, all connections are dropped and the port is bound again; readers then
-repeat their questions. If no open file is left, ZeroMQ spins while a client tries to connect; then the port stays
-unbound until files are free.
+Readers keep a connection for a while, and ZeroMQ cannot limit the number of connections. If there are too many, or this
+process has few open files left, all connections are dropped and the port is bound again; readers then repeat their
+questions. Without any open file, ZeroMQ spins while a client tries to connect; then the port stays unbound until files
+are free.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ZmqListener:
         self._counts = dict.fromkeys(("answered", "refused", "dropped", "over_rate", "rejected", "recycled"), 0)
         self._connections = 0
         self._drop_reason = ""
-        """Reason why all connections were dropped, while the port is unbound; "" while the port is bound."""
+        """Reason why all connections were dropped, while the port is unbound; "" while it is bound."""
         self._bound = True
         self._in_forked_child = False
         """True in a forked child, where the sockets belong to the parent process."""
@@ -142,7 +142,6 @@ class ZmqListener:
             raise problems.exceptions[0] from problems
 
     def close(self) -> None:
-        """Close the sockets. Closing twice is fine."""
         if self._in_forked_child:
             return
         for socket in (self._monitor, self._zap, self._socket):
@@ -226,8 +225,8 @@ class ZmqListener:
     def _send(self, sender: bytes, asked: codec.Header, reply: messages.Reply) -> None:
         """Send `reply` to `sender`. `asked`: header of the request.
 
-        If the reply is larger than the reader accepts, send a refusal instead. If the reader does not receive and so
-        its connection is full, drop the reply.
+        If the reply is larger than the reader accepts, send a refusal. If the reader's connection is full, drop the
+        reply.
         """
         outcome = "answered"
         if isinstance(reply, messages.Refusal):
@@ -258,7 +257,7 @@ class ZmqListener:
     def _send_frames(self, frames: list[bytes], outcome: str) -> None:
         """Send the frames of an answer, and increment the counter `outcome`.
 
-        If the connection to the reader is full, drop the answer and count it as dropped instead.
+        If the connection to the reader is full, drop the answer and count that instead.
         """
         sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         assert isinstance(sent, asyncio.Future), "and it is done: nothing waits to be sent"
@@ -327,8 +326,8 @@ class ZmqListener:
     async def _watch_files(self) -> None:
         """Check every second how many more files this process may open.
 
-        If few are left, drop all connections by unbinding the port; once enough are free again, bind the port again. No
-        event can do this: without a free file ZeroMQ accepts no connection, and reports nothing.
+        If few are left, drop all connections by unbinding the port; once enough are free, bind it again. No event can
+        do this: without a free file ZeroMQ accepts no connection, and reports nothing.
         """
         while not self._in_forked_child:
             await asyncio.sleep(_FILES_CHECK_S)

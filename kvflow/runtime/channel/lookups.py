@@ -1,9 +1,8 @@
 """Addresses of hosts: looks up the host names of peers in threads, and finds the address of this host for tickets.
 
-The system's resolver may need half a minute for a name in a forged ticket, and a thread in the resolver cannot be
-stopped. Therefore each lookup has a thread, not the loop's executor, which the rest of the program needs, and the
-number of threads is bounded. Names that were found before have a bound of their own, so that they never wait for names
-in forged tickets.
+The system's resolver may need half a minute for a name in a forged ticket, and cannot be stopped. Therefore each lookup
+has a thread, not the loop's executor, which the rest of the program needs, and the number of threads is bounded. Names
+that were found before have a bound of their own, so that they never wait for names in forged tickets.
 
 If `Config.advertise_host` is "auto", tickets have the address of this host that the system's routing table gives:
 connecting a UDP socket gives the socket a local address and sends nothing.
@@ -39,8 +38,7 @@ class Lookups:
     async def find_address(self, host: str) -> str:
         """Return the numeric address of `host`, preferably an IPv4 address to which this machine has a route.
 
-        OSError or ValueError if the lookup fails. If cancelled, stop waiting; the thread ends once the resolver
-        returns.
+        OSError or ValueError if the lookup fails. If cancelled, stop waiting; the thread ends with the lookup.
         """
         try:
             ip_address(host)
@@ -67,7 +65,7 @@ class Lookups:
 def _preferred_address(entries: Sequence[tuple[Any, ...]]) -> str:
     """Return the best address among `entries`, the results of `getaddrinfo`.
 
-    First choice is an IPv4 address to which this host has a route, then any address with a route, then any address.
+    That is an IPv4 address to which this host has a route, else any address with a route, else any address.
     """
     by_version = sorted(entries, key=lambda entry: entry[0] != socket.AF_INET)
     return str(next(filter(_has_route, by_version), by_version[0])[4][0])
@@ -131,10 +129,8 @@ _FAMILIES: dict[str, list[socket.AddressFamily]] = {
 async def own_host(config: Config) -> str:
     """Return the host to write into tickets: the configured host or, for "auto", this host's address as peers reach it.
 
-    The lookup takes at most Config.handshake_timeout_s.
-
-    Raises:
-        ConfigError: this host has no route to the host in `advertise_host`, or that name cannot be looked up.
+    The lookup takes at most Config.handshake_timeout_s. ConfigError if this host has no route to the host in
+    `advertise_host`, or if that name cannot be looked up.
     """
     toward = config.advertise_toward
     if toward is None or not config.listens_everywhere:
@@ -175,7 +171,7 @@ async def _target_addresses(config: Config, toward: str, families: Sequence[sock
 def _local_address_toward(family: socket.AddressFamily, address: tuple[Any, ...]) -> str:
     """Return the address of this host that the system uses to send packets to `address`.
 
-    OSError if this host has no route to `address`, or if peers could not connect to the address found.
+    OSError if this host has no route to `address`, or if peers could not connect to the result.
     """
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.setblocking(False)

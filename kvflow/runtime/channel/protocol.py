@@ -32,7 +32,7 @@ def refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
 AnswerStock: TypeAlias = Callable[[bytes], "list[bytes] | None"]
 """Function that answers a question of a stock engine (vLLM's own NixlConnector), which is one frame.
 
-It returns the frames of the answer, or None if no answer is to be sent.
+It returns the frames of the answer, or None to send none.
 """
 
 
@@ -45,16 +45,14 @@ class ListenerStatistics:
 
     answered: int
     refused: int
-    """Number of requests that were answered with a refusal."""
     dropped: int
     """Number of messages without an answer, because they could not be decoded or the connection was full."""
     over_rate: int = 0
     """Number of messages without an answer, because the peer asked too often."""
     rejected: int = 0
-    """Number of connections that failed in their handshake: the client's key is not in the allowlist, or the client is
-    not a kvflow peer."""
+    """Number of connections that failed in their handshake: the client's key is not in the allowlist, or it is no
+    kvflow peer."""
     connections: int = 0
-    """Number of connections that are open now."""
     recycled: int = 0
     """Number of times that all connections were dropped: there were too many, or too few open files were left."""
 
@@ -95,8 +93,8 @@ class SideChannel(Protocol):
 
         `fingerprint`: hash of this rank's `Compatibility`, what both engines must have in common. `timeout_s` defaults
         to Config.handshake_timeout_s. PeerUnreachable if the connection is refused or no answer comes within
-        `timeout_s`, PeerRefused if one side does not accept the CURVE key of the other, ProtocolError if the answer is
-        not a kvflow message. If cancelled, stop waiting for the answer.
+        `timeout_s`, PeerRefused if one side does not accept the other's CURVE key, ProtocolError if the answer is not a
+        kvflow message. If cancelled, stop waiting.
         """
 
     def abandon(self) -> None:
