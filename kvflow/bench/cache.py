@@ -1,15 +1,13 @@
 """The KV cache of a rank without a model. Each 4-byte word of a producer encodes the word's position in the model.
 
-The position is head, layer, K or V, token and element. The word is the same in every sharding of the model, so a load
-can be checked between any two shardings, and a missing, stale or misplaced byte is found. Tokens are numbered over the
-producer's pool: token t of block b has number b * block_size + t. All pages are touched at the start; otherwise a
-transfer would pay for the first touch of a page.
+The position is head, layer, K or V, token and element. A word is the same in every sharding of the model, so a load can
+be checked between any two shardings, and a missing, stale or misplaced byte is found. Token t of block b has number b *
+block_size + t. All pages are touched at the start; otherwise a transfer would pay for the first touch of a page.
 
-The memory is advised to use huge pages. With small pages a process keeps for its lifetime the free pages that the
-kernel happened to have, and the speed of a reader over shm depends on how its producer's pages lie. With raw NIXL 16 MB
-took 3.4 ms if the producer's pages were mostly contiguous, 4.1 ms if they were scattered, and 2.1 ms from huge pages;
-so equal processes differed by a quarter. Huge pages make all processes alike. They also give the shortest loads, which
-show best what kvflow adds.
+The memory is advised to use huge pages. With small pages the speed of a reader over shm depends on how its producer's
+pages lie, which is chance and stays so while the process runs: with raw NIXL 16 MB took 3.4 ms if the producer's pages
+were mostly contiguous, 4.1 ms if they were scattered, and 2.1 ms from huge pages. Huge pages make all processes alike,
+and give the shortest loads, which show best what kvflow adds.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ Memory = npt.NDArray[np.uint8]
 
 
 class WrongBytes(RuntimeError):
-    """A load succeeded, but its blocks do not hold the bytes of the producer's blocks."""
+    """Error: a load succeeded, but its blocks do not hold the bytes of the producer's blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
     """Shape of a bench cache: `layers` fp16 tensors with axes K/V, block, head and token (in `order`), element.
 
-    A rank of a sharded model holds `kv_heads` heads, beginning with head `first_head` of the model.
+    A rank of a sharded model holds `kv_heads` heads, from head `first_head` of the model on.
     """
 
     layers: int
@@ -111,14 +109,14 @@ class CacheShape:
 class BenchCache:
     """The KV cache of a rank, for benches. Each layer is an array of 4-byte words.
 
-    Its indexes are [K or V, block, head, token, word], whatever the memory order `shape.order` is.
+    The array's axes are [K or V, block, head, token, word], whatever the memory order `shape.order` is.
     """
 
     def __init__(self, shape: CacheShape, memory: Memory | None = None, device: str | None = None) -> None:
         """Create an unfilled cache in `memory`, or in new memory.
 
         Caches that never load at the same time may share memory. With a `device`, the tensors from `tensors` are copies
-        on that device. Then `poison` also updates the copies, and `check` first copies from the device.
+        on that device; `poison` also updates the copies, and `check` first copies from the device.
         """
         self.shape = shape
         self._device = device
@@ -153,7 +151,7 @@ class BenchCache:
             layer[:, list(block_ids)] = self._expected_words(index, tokens)
 
     def poison(self, block_ids: Sequence[int], layers: Iterable[int] | None = None) -> None:
-        """Overwrite the blocks `block_ids` with a value that no producer has, in the given layers or in all."""
+        """Overwrite the blocks `block_ids`, in the given layers or in all, with a value that no producer has."""
         for index in self._layer_indices(layers):
             self.layers[index][:, list(block_ids)] = _POISON
         for layer, tensor in zip(self._memory, self._on_device, strict=False):
@@ -170,7 +168,7 @@ class BenchCache:
         """Compare every byte of local blocks with the producer's test pattern. Return the number of bytes compared.
 
         The local blocks `block_ids` must hold the tokens of the producer's blocks `remote_ids`, in order.
-        `remote_block_size` is the producer's block size, if it differs. Raises WrongBytes at the first difference.
+        `remote_block_size`: the producer's block size, if different. Raise WrongBytes at the first difference.
         """
         for layer, tensor in zip(self._memory, self._on_device, strict=False):
             layer.view(np.float16)[:] = tensor.cpu().numpy()
@@ -210,7 +208,7 @@ class BenchCache:
     def _expected_words(self, layer: int, tokens: Words) -> Words:
         """Return the words that layer `layer` of a producer has for `tokens`, an array [block, token] of token numbers.
 
-        The result is an array [K or V, block, head, token, word].
+        The result has the axes [K or V, block, head, token, word].
         """
         shape = self.shape
         heads = np.arange(shape.first_head, shape.first_head + shape.kv_heads, dtype=np.uint32)

@@ -1,8 +1,8 @@
 """Child processes of a bench: the parent's side, the child's side, and the parent's calls over a pipe.
 
-A child holds one object, its rank. Coroutine methods of the rank are the steps that the parent can run:
-`child.run(Producer.offer, loads)` calls `rank.offer(loads)` in the child and returns its result. When the parent closes
-the pipe, the child closes the rank and exits.
+A child holds one object, its rank. The parent runs coroutine methods of the rank: `child.run(Producer.offer, loads)`
+calls `rank.offer(loads)` in the child and returns its result. When the parent closes the pipe, the child closes the
+rank and exits.
 
 Children are spawned, never forked: a forked NIXL agent hangs. The kernel kills the children when their parent ends,
 even while they are stopped.
@@ -29,7 +29,7 @@ _EXIT_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
 Environment: TypeAlias = Mapping[str, str | None]
-"""Environment variables for a child process; the value None removes the variable."""
+"""Environment variables for a child process; the value None removes a variable."""
 QUIET_ENVIRONMENT: Environment = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -40,7 +40,7 @@ class BenchError(RuntimeError):
 
     @property
     def reason(self) -> str:
-        """Last line of the message: if a step has raised, the last line of the child's traceback."""
+        """Last line of the message; if a method of the rank has raised, the last line of the child's traceback."""
         return str(self).strip().splitlines()[-1]
 
 
@@ -55,10 +55,7 @@ class RankProcess(NamedTuple):
 
 
 class Child:
-    """A child process and the pipe to it.
-
-    The parent sends the name and arguments of a method, the child sends the result.
-    """
+    """A child process and the pipe to it. The parent sends the name and arguments of a method, the child its result."""
 
     def __init__(self, rank: RankProcess, environment: Environment) -> None:
         context = multiprocessing.get_context("spawn")
@@ -77,11 +74,11 @@ class Child:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the child process, negative for a signal; None while the process runs."""
+        """Exit code of the child process, negative for a signal; None while it runs."""
         return self._process.exitcode
 
     def wait_ready(self) -> None:
-        """Wait until the child has opened its rank. Raises BenchError if that fails."""
+        """Wait until the child has opened its rank. Raise BenchError if that fails."""
         self._receive("setup")
 
     def run(
@@ -89,17 +86,16 @@ class Child:
     ) -> ResultT:
         """Run `step`, a coroutine method of the rank, in the child process, and return its result.
 
-        Raises BenchError, with the child's traceback, if the step fails.
+        If the method fails, raise BenchError with the child's traceback.
         """
         return self.start(step, *args, **kwargs)()
 
     def start(
         self, step: Callable[Concatenate[Any, P], Coroutine[Any, Any, ResultT]], *args: P.args, **kwargs: P.kwargs
     ) -> Callable[[], ResultT]:
-        """Start `step`, a coroutine method of the rank, in the child process.
+        """Start `step`, a coroutine method of the rank, in the child process. A child runs one method at a time.
 
-        Return a function that waits for its result. The returned function raises BenchError if the step fails. A child
-        runs one step at a time.
+        Return a function that waits for the method's result, or raises BenchError if the method fails.
         """
         try:
             self._pipe.send((step.__name__, args, kwargs))
@@ -162,9 +158,9 @@ async def open_caller() -> AsyncIterator[ChildCaller]:
 
 
 def call_in_child(name: str, function: Callable[..., Any], *arguments: object) -> Any:
-    """Call `function` in a new child process and return its result.
+    """Call `function` in a new child process, and return its result.
 
-    Raises BenchError if it raises or the child dies.
+    If it raises or the child dies, raise BenchError.
     """
     with open_children([RankProcess(name, open_caller)], QUIET_ENVIRONMENT) as children:
         return children[name].run(ChildCaller.call, function, *arguments)

@@ -1,4 +1,4 @@
-"""A producer and a consumer that run kvflow on uvloop, as engines do, each in a child process."""
+"""A producer and a consumer that run kvflow on uvloop, each in a child process."""
 
 from __future__ import annotations
 
@@ -56,10 +56,7 @@ async def open_producer(
 
 
 class EngineProducer:
-    """The rank of a producer, in a child process.
-
-    The parent calls its methods `offer` and `end_leases` through `Child.run`.
-    """
+    """The rank of a producer, in a child process. The parent calls `offer` and `end_leases` through `Child.run`."""
 
     def __init__(self, runtime: kvflow.Runtime, block_size: int) -> None:
         self._runtime = runtime
@@ -75,7 +72,7 @@ class EngineProducer:
     async def end_leases(self, *, read: bool = True) -> None:
         """Wait until every lease has ended as read. With `read=False`, revoke all leases and wait for their ends.
 
-        Raises RuntimeError if a lease ended otherwise: a lost notification would falsify the bench.
+        Raise RuntimeError if a lease ended otherwise: a lost notification would falsify the bench.
         """
         if not read:
             self.revoke()
@@ -99,8 +96,8 @@ class EngineProducer:
 class LoadResult(NamedTuple):
     """Time and size of one load.
 
-    `size_bytes` and `descriptors` count everything read except seals, also parts of remote blocks that the load did not
-    ask for.
+    `size_bytes` and `descriptors` count everything read except seals, also parts of remote blocks that were not
+    requested.
     """
 
     seconds: float
@@ -118,7 +115,7 @@ async def open_consumer(
 
 
 class EngineConsumer:
-    """The rank of a consumer, in a child process. The parent calls its method `load` through `Child.run`."""
+    """The rank of a consumer, in a child process. The parent calls `load` through `Child.run`."""
 
     def __init__(self, runtime: kvflow.Runtime, cache: BenchCache) -> None:
         self._runtime = runtime
@@ -141,13 +138,13 @@ class EngineConsumer:
 
 
 Pair: TypeAlias = tuple[Child, Child]
-"""The child process of a producer and that of its consumer."""
+"""Child processes of a producer and of its consumer."""
 
 
 def pair_ranks(shape: CacheShape, device: str | None = None, backend: str = "UCX") -> tuple[RankProcess, RankProcess]:
     """Return the descriptions of a producer and a consumer to start in child processes.
 
-    Both caches have the shape `shape`, in host memory or on `device`. `backend` is NIXL's backend.
+    Both caches have the shape `shape`, in host memory or on `device`. `backend`: NIXL's backend.
     """
     return (
         RankProcess("producer", partial(open_producer, config_of("producer", backend), shape, device)),

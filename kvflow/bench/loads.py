@@ -1,4 +1,4 @@
-"""Loads of a bench: the network path that moves the bytes, and the blocks that each load moves. Pure."""
+"""Loads of a bench: the network path that moves the bytes, and the blocks that each load moves. Without I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ticket: TypeAlias = dict[str, object]
 
 
 class SettingsError(ValueError):
-    """An option of a bench has a value that the bench cannot use. The message names the option and the value."""
+    """Error: an option of a bench has a value that the bench cannot use. The message names the option and the value."""
 
 
 class Fabric(enum.StrEnum):
@@ -47,7 +47,7 @@ def scattered_ids(seed: str, blocks: int, count: int) -> tuple[int, ...]:
 
 
 def scattered_loads(name: str, blocks: int, counts: Sequence[int], *, seed: str = "") -> tuple[PlannedLoad, ...]:
-    """Return one load for each number in `counts`, the load's number of blocks. No two loads share a block.
+    """Return one load for each number of blocks in `counts`. No two loads share a block.
 
     The block ids on each side are chosen at random below `blocks`. Equal seeds give equal ids; the default seed is
     `name`.

@@ -1,7 +1,7 @@
-"""Loads by NIXL alone, without kvflow, tuned as well as we could: the baseline for kvflow's loads.
+"""Loads by NIXL alone, tuned as well as we could: the baseline for kvflow's loads.
 
-Descriptors are prepared once, as strided rows, and a load picks them by index, which lets NIXL merge neighbours. NIXL's
-backends get the same parameters as in kvflow, for instance UCX's frame size over tcp. The producer's progress thread
+Descriptors are prepared once, as strided rows, and a load picks them by index, so that NIXL can merge neighbours.
+NIXL's backends get the same parameters as in kvflow, such as UCX's frame size over tcp. The producer's progress thread
 sleeps in poll() until something arrives. The reader has no progress thread: it first polls without a pause, then sleeps
 between polls, because on a machine with few cores a spinning reader takes CPU time from the tcp stack.
 
@@ -36,7 +36,7 @@ Backends: TypeAlias = Mapping[str, Mapping[str, str]]
 class AgentAddress(NamedTuple):
     """Facts about a producer that its reader needs before the first load: agent name, NIXL metadata, layer bases.
 
-    `bases` are the start addresses of the layers.
+    `bases`: start addresses of the layers.
     """
 
     agent: str = ""
@@ -74,8 +74,8 @@ class TunedAgent:
     def _prepare_blocks(self, agent: str, bases: Sequence[int]) -> int:
         """Prepare descriptors for all blocks of the agent `agent`, one strided row per layer, and return NIXL's handle.
 
-        `bases` are the start addresses of the layers. With part 0 for K and 1 for V, a block's descriptor has the index
-        `(2 * layer + part) * blocks + block`.
+        `bases`: start addresses of the layers. With part 0 for K and 1 for V, the descriptor of block number `block`
+        has index `(2 * layer + part) * blocks + block`.
         """
         size, count = self._cache.shape.region_block_size_bytes, 2 * self._cache.shape.blocks
         rows = np.array([(base, size, _DEVICE_ID, size, count) for base in bases], dtype=np.uint64)
@@ -127,8 +127,8 @@ def _agent_config(api: Any, *, producer: bool) -> Any:
 class RawRank:
     """The rank of a producer or a reader on NIXL alone, in a child process.
 
-    The parent calls its methods through `Child.run`. The methods of a producer are `address` and `take_notifications`,
-    those of a reader `connect` and `load`.
+    Through `Child.run` the parent calls `address` and `take_notifications` of a producer, `connect` and `load` of a
+    reader.
     """
 
     def __init__(self, agent: TunedAgent, cache: BenchCache) -> None:

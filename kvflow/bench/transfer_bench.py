@@ -1,9 +1,9 @@
 """`kvflow bench transfer`: the same loads through kvflow and through raw NIXL.
 
-Equal processes differ in speed as long as they run, so the producers and readers of both are started several times. In
-each round kvflow and raw NIXL have one turn each, with the same loads. The blocks of a load are scattered on both
-sides, as in a pool after a day of use, so descriptors cannot be merged. The first load of a turn wakes sleeping threads
-and is not counted. Every byte is compared.
+Equal processes differ in speed as long as they run, so all processes are started several times. In each round kvflow
+and raw NIXL run the same loads in turn. The blocks of a load are scattered on both sides, as in a pool after a day of
+use, so descriptors cannot be merged. The first load of a turn wakes sleeping threads and is not counted. Every byte is
+compared.
 
 Descriptors have the size of common 8B models: with 8 KV heads of 128 fp16 elements and 16 tokens in a block, K or V of
 one layer is 32 KiB. With 8 layers (one of four pipeline stages) a block is 512 KiB.
@@ -35,7 +35,7 @@ _TURN_LOADS_MAX = 20
 class Speed:
     """Measured speed of loads of one size over shared memory or tcp.
 
-    `kvflow_s` and `raw_s` are seconds of one load: for each process pair the median load, and of these the median.
+    `kvflow_s` and `raw_s` are seconds of one load: the median over process pairs of each pair's median load.
     `kvflow_p99_s` is the 99th percentile over all loads; with fewer than 100 loads it is the slowest load.
     """
 
@@ -47,15 +47,15 @@ class Speed:
     kvflow_p99_s: float
     raw_s: float
     ratio: float
-    """Speed of kvflow divided by the speed of raw NIXL; above 1 kvflow is faster."""
+    """Speed of kvflow divided by the speed of raw NIXL."""
     gb_per_s: float
     """Speed of kvflow in GB (10**9 bytes) per second."""
 
 
 def blocks_by_size(sizes: str, layers: int) -> dict[str, int]:
-    """Parse `sizes`, for instance "block,1,16".
+    """Parse `sizes`, such as "block,1,16".
 
-    Return the number of blocks of each size, by label ("16 MB"), smallest first. Raises SettingsError for an entry that
+    Return the number of blocks of each size, by label ("16 MB"), smallest first. Raise SettingsError for an entry that
     is neither "block" nor a number of MB that is a multiple of a block.
     """
     found, block_bytes = dict[str, int](), CacheShape(layers=layers, blocks=1).block_size_bytes
@@ -90,9 +90,9 @@ def measure(
 
     Args:
         transport: Path that moves the bytes: shared memory or tcp.
-        sizes: Sizes of a load, for instance "block,1,16": one block, 1 MB and 16 MB.
-        pairs: Number of times that all processes are started, since equal processes differ in speed.
-        rounds: Number of rounds for each process pair and size; in each, kvflow and raw NIXL run the same loads.
+        sizes: Sizes of a load, such as "block,1,16": one block, 1 MB and 16 MB.
+        pairs: How often all processes are started, since equal processes differ in speed.
+        rounds: Number of rounds for each process pair and size.
         layers: Number of layers of the cache.
         backend: NIXL's backend for kvflow and raw NIXL; several are separated by commas.
         note: Function that takes a line of progress, called before each process pair.

@@ -7,10 +7,9 @@ For each operation on a connection UCX logs which transport it uses for which ra
     | Range  | Description | Config                                    |
     | 0..inf | zero-copy   | cma/memory                                |
 
-This log is the only reliable source: the transports that UCX_TLS allows and the machine has do not show which one UCX
-chose. Between caches in GPU memory the operation is "into cuda/GPU0 from cuda", and the path is cuda_ipc/cuda (NVLink,
-or the same GPU), rc_mlx5/mlx5_0:1 (RDMA), or "software emulation" over some transport, where the peer's process copies
-for the reader.
+This log is the only reliable source of UCX's choice. Between caches in GPU memory the operation is "into cuda/GPU0 from
+cuda", and the path is cuda_ipc/cuda (NVLink, or the same GPU), rc_mlx5/mlx5_0:1 (RDMA), or "software emulation" over
+some transport, where the peer's process copies for the reader.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class ReadPath(NamedTuple):
 
 
 class UcxLog:
-    """The folder to which UCX logs in child processes that are started with `environment`.
+    """The folder for the UCX logs of child processes that are started with `environment`.
 
     A log is complete once its child process has ended.
     """
@@ -63,10 +62,7 @@ def ucx_log() -> Iterator[UcxLog]:
 
 
 def read_path(log: str, size_bytes: int) -> ReadPath | None:
-    """Return how the process that wrote `log` performs one read of `size_bytes` from another process.
-
-    Return None if the log does not say that for this size.
-    """
+    """Return how the process that wrote `log` reads `size_bytes` from another process; None if `log` does not say."""
     found = None
     owner, reading = "", False
     for cells in _table_rows(log):
@@ -97,6 +93,6 @@ def _range_covers(sizes: str, size_bytes: int) -> bool:
 
 
 def _parse_size(size: str) -> int:
-    """Return the number of bytes in one of UCX's sizes, for example "8K". K, M, G and T are powers of 1024."""
+    """Return the number of bytes in one of UCX's sizes, such as "8K". K, M, G and T are powers of 1024."""
     unit = _UNITS.get(size[-1])
     return int(size) if unit is None else int(size[:-1]) * unit

@@ -1,1 +1,1 @@
-"""The `kvflow` command line, which is the extra `kvflow[cli]`. Nothing outside this package imports typer or rich."""
+"""The `kvflow` command line, which is the extra `kvflow[cli]`. Only this package imports typer or rich."""

@@ -1,4 +1,4 @@
-"""The tree of commands. One function per command reads the options and calls the code that does the work."""
+"""The tree of commands: each function reads the options of one command and calls the code that does the work."""
 
 from __future__ import annotations
 

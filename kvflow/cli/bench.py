@@ -25,7 +25,7 @@ from kvflow.bench.transfer_bench import Speed, measure
 def errors_reported(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator[None]:
     """Context manager: if the body raises one of `errors`, print it in one line to stderr and exit with `exit_code`.
 
-    The line begins with the name of the command, `command`.
+    The line begins with `command`, the name of the command.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def errors_reported(command: str, *errors: type[Exception], exit_code: int = 1) 
 def describe_machine() -> dict[str, str | int | float]:
     """Return facts of the machine and versions of packages, on which the results of a bench depend, by name.
 
-    Call this before the bench: the load average should not include the bench's own work.
+    Call this before the bench, so that the load average does not include the bench's own work.
     """
     return {
         "cpus": os.cpu_count() or 0,

@@ -1,7 +1,6 @@
-"""Entry point of the `kvflow` command. Says what to install if the extra `kvflow[cli]` is missing.
+"""Entry point of the `kvflow` command. If the extra `kvflow[cli]` is missing, it says what to install.
 
-Modules that need typer or rich are imported after that check. So without the extra the command prints one clear
-sentence and no traceback.
+Modules that need typer or rich are imported only after that check.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _MODULES = ("typer", "rich")
 
 
 def missing_modules() -> tuple[str, ...]:
-    """Return the names of those modules of the extra `kvflow[cli]` that are not installed."""
+    """Return the names of the modules of the extra `kvflow[cli]` that are not installed."""
     return tuple(name for name in _MODULES if find_spec(name) is None)
 
 

@@ -1,7 +1,7 @@
 """`kvflow selftest`: one process offers blocks, another loads them over NIXL, and every byte is compared.
 
-The test shows that an installation works. The blocks hold a pattern; there is no model. (`python3 dev.py demo`, in a
-checkout, runs a model in two processes.)
+The test shows that an installation works, without a model. (`python3 dev.py demo`, in a checkout, runs a model in two
+processes.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHAPE = CacheShape(layers=8, blocks=BLOCKS_MAX, kv_heads=4, head_size=64)
 def hand_over(blocks: int, transport: Fabric, console: Console) -> None:
     """Start two engines, load `blocks` blocks from one to the other, and print a report to `console`.
 
-    Raises BenchError if a byte differs or a process fails.
+    Raise BenchError if a byte differs or a process fails.
     """
     (load,) = scattered_loads("selftest", BLOCKS_MAX, [blocks])
     with open_pair(_SHAPE, transport.environment) as (prefill, decode):

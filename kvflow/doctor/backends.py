@@ -1,4 +1,4 @@
-"""Check of NIXL's backends: each one is started and moves some bytes.
+"""Check of NIXL's backends: each backend is started and moves some bytes.
 
 All backends run in one child process. If a backend crashes that process, the finding says so, and the other backends
 run in a new process. A backend for memory hands blocks over between two runtimes in the child. The backend for files
@@ -23,11 +23,11 @@ from kvflow.errors import KVFlowError
 _SHAPE = CacheShape(layers=8, blocks=128)
 _WAIT_S = 30.0
 _FAILURE_MARK = "!"
-"""First character of a backend's result text if that backend does not work."""
+"""First character of the result text of a backend that does not work."""
 
 
 def check_backends(plugins: Sequence[str]) -> Finding:
-    """Move some bytes with each NIXL backend in `plugins`, and return one finding about all of them together."""
+    """Move some bytes with each NIXL backend in `plugins`, and return one finding about all backends."""
     found: dict[str, str] = {}
     left = list(plugins)
     while left:
@@ -45,7 +45,7 @@ def check_backends(plugins: Sequence[str]) -> Finding:
 def judge_backends(found: Mapping[str, str]) -> Finding:
     """Return one finding about all backends.
 
-    `found` maps each backend's name to a text: the kind of bytes that it moves and how fast, or `_FAILURE_MARK` and the
+    `found`: for each backend's name the kind of bytes that it moves and how fast, as a text, or `_FAILURE_MARK` and the
     reason why it does not work.
     """
     moving = [f"{name} moves {what}" for name, what in found.items() if not what.startswith(_FAILURE_MARK)]

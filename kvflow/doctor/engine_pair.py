@@ -1,8 +1,8 @@
 """Check whether a running decode engine could load from a running prefill engine (`kvflow doctor --pair`).
 
-The doctor asks rank 0 of both engines for their metadata, as a reader does, and applies the rules of the handshake in
-the decode engine's place. The doctor does not check whether the two engines reach each other (network, CURVE keys, NIXL
-backends): only the engines themselves can find out.
+The doctor asks rank 0 of both engines for their metadata, as a reader does, and applies the decode engine's handshake
+rules. Whether the two engines reach each other (network, CURVE keys, NIXL backends) is not checked: only the engines
+themselves can find out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Refused(Exception):
 async def examine_pair(config: Config, prefill: str, decode: str) -> list[Finding]:
     """Ask two running engines for their metadata, and judge whether `decode` could load blocks from `prefill`.
 
-    Both are given as ENGINE_ID@tcp://host:port. `config` has the timeouts and CURVE keys for the questions.
+    Both are given as ENGINE_ID@tcp://host:port. `config`: timeouts and CURVE keys for the questions.
     """
     channel, engines, found = ZmqSideChannel(config, SystemClock().now_s), list[_EngineFacts](), list[Finding]()
     try:
@@ -56,9 +56,9 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
 
 
 def _advice(given: str, problem: Exception) -> str:
-    """Return advice for the user after asking the engine `given` for its metadata has raised `problem`.
+    """Return advice for the user if asking an engine for its metadata has raised `problem`.
 
-    `given` has the form ENGINE_ID@tcp://host:port.
+    `given`: the engine, as ENGINE_ID@tcp://host:port.
     """
     match problem:
         case ConfigError():
@@ -77,9 +77,8 @@ def _advice(given: str, problem: Exception) -> str:
 async def _ask_engine(channel: ZmqSideChannel, given: str) -> _EngineFacts:
     """Ask the engine `given` twice, and return its address, its compatibility facts and its metadata.
 
-    The first question has an empty fingerprint, so the engine refuses it, and the refusal has the engine's
-    compatibility facts. The second question has the fingerprint of these facts, like a question from a compatible
-    reader, and the answer is the metadata.
+    The first question has an empty fingerprint, so the engine refuses it, with its compatibility facts. The second
+    question has the fingerprint of these facts, as from a compatible reader, and the answer is the metadata.
     """
     engine_id, named, where = given.rpartition("@")
     if not named or not engine_id:

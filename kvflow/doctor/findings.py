@@ -1,4 +1,4 @@
-"""Findings of `kvflow doctor`: the result of each check in one line, with advice. Pure."""
+"""Findings of `kvflow doctor`: the result of each check in one line, with advice."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 class Status(enum.StrEnum):
     OK = "ok"
     WARN = "warn"
-    """kvflow works, but slower than it could, or not for every use."""
+    """kvflow works, but slower than possible, or not for every use."""
     FAIL = "fail"
     """kvflow does not work until this is fixed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The result of one check. `fix` is advice for the user; "" if there is nothing to do."""
+    """The result of one check. `fix`: advice for the user, or ""."""
 
     name: str
     status: Status

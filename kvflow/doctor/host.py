@@ -1,7 +1,7 @@
 """Facts of the machine, read by `read_host`, and the checks that judge them.
 
 Limits that the kernel or a container sets are read from /proc, /sys and getrlimit. A fact that cannot be read is None,
-and its check then says so. `runtime.open_files` computes how many open files kvflow needs.
+and its check then says so.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Facts of the machine and of this process. Unless a field says otherwise, None means that a fact is unknown."""
+    """Facts of the machine and of this process. Unless a field says otherwise, None means unknown."""
 
     locked_bytes_max: int | None
-    """Limit of locked memory of a process, in bytes; None for no limit."""
+    """Limit of locked memory of a process, in bytes; None: no limit."""
     open_files_max: int | None
-    """Soft limit of open files of a process, sockets included; None for no limit."""
+    """Soft limit of open files of a process, sockets included; None: no limit."""
     open_files_hard_max: int | None
-    """Hard limit of open files, up to which a process may raise its soft limit; None for no limit."""
+    """Hard limit of open files, up to which a process may raise its soft limit; None: no limit."""
     capabilities: int
     """Effective capabilities of this process, as a bit mask."""
     shared_memory_free_bytes: int | None
@@ -47,7 +47,7 @@ class Host:
     gpus: tuple[str, ...]
     """PCI addresses of the NVIDIA GPUs."""
     environment: Mapping[str, str]
-    """Values, by name, of those environment variables that are set and change how kvflow moves bytes."""
+    """Values of the environment variables that change how kvflow moves bytes and are set, by name."""
 
     def has_capability(self, capability: int) -> bool:
         return bool(self.capabilities >> capability & 1)
@@ -85,7 +85,7 @@ def read_host() -> Host:
 def has_gpus(host: Host) -> bool:
     """Return True if an NVIDIA driver is loaded: `host` lists GPUs, or /dev/nvidiactl exists.
 
-    The file /dev/nvidiactl counts because some containers hide /proc, where the GPUs are listed.
+    Some containers hide /proc, where the GPUs are listed, but not /dev/nvidiactl.
     """
     return bool(host.gpus) or os.path.exists("/dev/nvidiactl")
 
@@ -130,7 +130,7 @@ def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_open_files(name: str, host: Host, config: Config) -> Finding:
-    """Check this process's limit of open files. An engine started in the same way has the same limit.
+    """Check this process's limit of open files, which an engine started in the same way also has.
 
     Only the hard limit counts: a runtime raises its soft limit to the hard limit when it opens.
     """
@@ -165,7 +165,7 @@ def check_shared_memory(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_process_reading(name: str, host: Host, _: Config) -> Finding:
-    """Check whether engines may trace other processes, which UCX needs to read another process's memory directly.
+    """Check whether engines may trace other processes, as UCX must to read another process's memory directly.
 
     UCX reads with the system call process_vm_readv.
     """

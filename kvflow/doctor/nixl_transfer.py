@@ -1,6 +1,6 @@
 """Checks of NIXL, and of loads between two processes of `kvflow bench` with a small cache.
 
-Everything runs in child processes, so a library that crashes only leads to a finding.
+All checks run in child processes, so a library that crashes only leads to a finding.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ _REPEATS = 3
 
 
 def check_nixl() -> tuple[Finding, Sequence[str]]:
-    """Start a NIXL agent in a child process, and check that the agent starts and the process ends without an error.
+    """Check that a NIXL agent starts in a child process, and that the process ends without an error.
 
-    Returns:
-        The finding about NIXL, and the names of NIXL's plugins.
+    Return the finding, and the names of NIXL's plugins.
     """
     try:
         installed = version("nixl")
@@ -47,15 +46,9 @@ def judge_plugins(
 ) -> Finding:
     """Return the finding about a child process that has tried to start a NIXL agent.
 
-    Args:
-        installed: Version of NIXL.
-        plugins: Names of NIXL's plugins.
-        problem: Why no agent started; "" if one did.
-        verbs: True if the system's libibverbs was loaded before NIXL.
-        exit_code: Exit code of the process, as of `multiprocessing.Process.exitcode`.
-
-    Returns:
-        The finding, with advice if something failed.
+    `installed`: version of NIXL. `plugins`: names of NIXL's plugins. `problem`: reason why no agent started, or "".
+    `verbs`: whether the system's libibverbs was loaded before NIXL. `exit_code`: as of
+    `multiprocessing.Process.exitcode`.
     """
     if problem:
         fix = f"unset UCX_ variables that do not fit this host, or reinstall it: {_INSTALL} --force-reinstall"
@@ -115,10 +108,10 @@ def _median_s(pair: Pair, count: int) -> float:
 
 
 def judge_host_path(ucx_tls: str | None, name: str, path: ReadPath | None) -> Finding:
-    """Return the finding about `path`, the UCX path of reads between two local processes. It should be shared memory.
+    """Return the finding `name` about `path`, the UCX path of reads between two local processes.
 
-    tcp is accepted if UCX_TLS is set; `ucx_tls` is its value or None. `path` is None if UCX did not log it. `name` is
-    the name of the finding.
+    The path should be shared memory. tcp is accepted if UCX_TLS is set; `ucx_tls` is its value or None. `path` is None
+    if UCX did not log it.
     """
     if path is None:
         return path_not_logged(name)

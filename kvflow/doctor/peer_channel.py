@@ -24,7 +24,7 @@ _NO_FINGERPRINT = bytes(16)
 async def examine_peer(config: Config, address: str, engine_id: str) -> list[Finding]:
     """Check the side channel at `address` in three steps. Return the findings up to the first step that fails.
 
-    `engine_id` is the engine expected there; "" accepts any.
+    `engine_id`: expected engine; "" accepts any.
     """
     try:
         host, port = split_address(address, what="--peer")
@@ -62,7 +62,7 @@ def judge_answer(reply: messages.Reply, engine_id: str) -> Finding:
     """Return the finding about `reply`, the peer's answer to a metadata request with an empty fingerprint.
 
     A kvflow rank refuses that request; its refusal has the rank's protocol version and facts about its cache.
-    `engine_id` is the engine expected there; "" accepts any.
+    `engine_id`: expected engine; "" accepts any.
     """
     name = "peer's answer"
     if not isinstance(reply, messages.Refusal):

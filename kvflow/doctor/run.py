@@ -29,7 +29,7 @@ def examine(
     """Run the checks one after another and yield their findings.
 
     Args:
-        config: Timeouts and CURVE keys for asking peers; also the limits that decide how many open files are needed.
+        config: Timeouts and CURVE keys for asking peers, and the limits that decide how many open files are needed.
         peer: Address of a peer's side channel to check; None for none.
         peer_engine: Engine id expected at `peer`; "" for any.
         transfer: True to move bytes: with each NIXL backend, between two processes, and on GPUs.
@@ -66,20 +66,14 @@ def examine(
 
 
 def _examine_stock(config: Config, address: str) -> Iterator[Finding]:
-    """Check the vLLM engine at `address`, which runs vLLM's own NixlConnector.
-
-    The modules for this check are imported only in this function.
-    """
+    """Check the vLLM engine at `address`, which runs vLLM's own NixlConnector."""
     from kvflow.doctor.stock_engine import examine_stock
 
     yield from asyncio.run(examine_stock(address, config.handshake_timeout_s))
 
 
 def _examine_gpus(host: Host, transfer: bool, note: Callable[[str], None]) -> Iterator[Finding]:
-    """Check the GPUs and, with `transfer`, loads between caches on GPUs.
-
-    The modules for GPUs are imported only in this function.
-    """
+    """Check the GPUs and, with `transfer`, loads between caches on GPUs."""
     from kvflow.doctor.cuda.cuda_checks import check_cuda, judge_gpu_path
     from kvflow.doctor.cuda.facts import read_cuda
 

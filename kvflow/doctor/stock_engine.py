@@ -30,7 +30,7 @@ async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
 def judge_stock(answer: StockAnswer) -> list[Finding]:
     """Return findings about the version, compatibility hash and cache of a stock engine, from its `answer`.
 
-    The last finding says whether kvflow can read from it.
+    The last finding says whether kvflow can read from the engine.
     """
     metadata, lines = answer.metadata, [line.version for line in LINES]
     same_metadata = [line.version for line in LINES if line.metadata == line_of_metadata(answer.fields).metadata]

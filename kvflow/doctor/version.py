@@ -1,4 +1,4 @@
-"""Installed versions of kvflow and of the packages that it depends on, found without importing these packages."""
+"""Installed versions of kvflow and of the packages that it depends on, found without importing them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The metrics of a runtime, for any collector: names, help texts, labels, buckets, and where each value comes from.
+"""The metrics of a runtime, for any collector: names, help texts, labels, buckets, and sources of values.
 
-Prometheus and Ray Serve have their own classes for counters, gauges and histograms; `prometheus` and
-`kvflow.ray.ray_metrics` create these objects from the tables in this module.
+`prometheus` and `kvflow.ray.ray_metrics` create counters, gauges and histograms of their own classes from these tables.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ReadValues: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
 
 
 def _statistics_of(now: RuntimeStatistics, part: str) -> Any:
-    """Return the statistics of the runtime's optional feature `part`, or the field `part` of `now` if there is one.
+    """Return the field `part` of a runtime's statistics `now`, or the statistics of its optional feature `part`.
 
     "prefix.sharing" means the field `sharing` of the feature `prefix`. Return None if the runtime has no such feature.
     """
@@ -36,8 +35,8 @@ def _values_of(part: str, *fields: str, without: float | None = None, **named: s
     """Return a function that takes a runtime's statistics and returns the values of one metric, by label value.
 
     The values are `fields` of the statistics that `_statistics_of` finds for `part`. The label value of a single field
-    is "". The label values of several fields are their own names, or the names in `named` (label value=field). If the
-    runtime has no statistics for `part`, each value is `without`; if `without` is None, the mapping is empty.
+    is "", of several fields their names, or the names in `named` (label value=field). If the runtime has no statistics
+    for `part`, each value is `without`; if `without` is None, the mapping is empty.
     """
     labels = named or ({"": fields[0]} if len(fields) == 1 else {field: field for field in fields})
 

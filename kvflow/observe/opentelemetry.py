@@ -4,8 +4,8 @@
     async with kvflow.Runtime(config, observers=[OpenTelemetrySpans()]) as runtime: ...      # both sides
 
 The producer's "kvflow.lease" span and the consumer's "kvflow.load" span are children of the span named in the ticket,
-so both engines appear in one trace. A span is created after its load or lease has ended, from the record, with start
-and end times in the past. A load span also links to the span that was current where the load was awaited.
+so both engines appear in one trace. A span is created from the record of an ended load or lease, with start and end
+times in the past. A load span also links to the span that was current where the load was awaited.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def current_traceparent() -> str:
     """Return the current span as a W3C traceparent, for `ServeRequest.traceparent`.
 
     Returns:
-        The traceparent of the current span. If no span is current, one of a new trace, marked as sampled.
+        The traceparent of the current span or, if there is none, of a new sampled trace.
     """
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier)
@@ -43,9 +43,9 @@ def current_traceparent() -> str:
 
 
 def _attributes(record: LoadRecord | LeaseRecord, *names: str) -> dict[str, str | int]:
-    """Return the attributes of the span of `record`.
+    """Return the span attributes of `record`: engine id, ranks, request id, outcome, number of blocks.
 
-    They are engine id, rank numbers, request id, outcome, number of blocks, and the fields `names` of the record.
+    The fields `names` of the record are added.
     """
     return {
         "kvflow.engine": record.engine_id,
@@ -58,7 +58,7 @@ class OpenTelemetrySpans:
     """A `kvflow.Observer` that creates an OpenTelemetry span for each ended load and lease.
 
     Args:
-        tracer: Creates the spans; None for a tracer of the global provider.
+        tracer: Creates the spans; None: a tracer of the global provider.
     """
 
     def __init__(self, tracer: Tracer | None = None) -> None:
@@ -68,7 +68,7 @@ class OpenTelemetrySpans:
         """Create the span of an ended load, with a child span for each phase.
 
         Args:
-            record: Record of the load that has just ended.
+            record: Record of the load.
         """
         current = trace.get_current_span().get_span_context()
         attributes = _attributes(record, "peer", "bytes", "descriptors", "verification", "freshness")
@@ -81,7 +81,7 @@ class OpenTelemetrySpans:
         """Create the span of an ended lease, with a child span for each phase.
 
         Args:
-            record: Record of the lease that has just ended.
+            record: Record of the lease.
         """
         self._make_span(record, _attributes(record, "tokens", "readers"), SpanKind.SERVER, computed=record.computed)
 
@@ -96,8 +96,8 @@ class OpenTelemetrySpans:
     ) -> None:
         """Create a span that ends now, with a child span for each phase of the record that took time.
 
-        `error` is the span's error text, or "". `growth` is `landed` or `computed`, a list of moments with a token
-        count each; each moment becomes an event on the span, "kvflow.landed" or "kvflow.computed".
+        `error`: the span's error text, or "". `growth`: `landed` or `computed`, a list of moments with a token count
+        each; each moment becomes an event on the span, "kvflow.landed" or "kvflow.computed".
         """
         name = "kvflow.load" if isinstance(record, LoadRecord) else "kvflow.lease"
         end_ns = time.time_ns()

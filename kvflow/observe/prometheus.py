@@ -4,9 +4,9 @@
     async with kvflow.Runtime(config, observers=[metrics]) as runtime:
         metrics.watch(runtime)
 
-Metrics of ended loads and leases are updated when one ends. Gauges and the other counters come from
-`Runtime.statistics()` at the time of a scrape. Every metric has the labels `engine`, `dp`, `pp` and `tp`, which name
-the rank. docs/operations.md explains the metrics to watch.
+Metrics of ended loads and leases are updated at each end. Gauges and the other counters come from
+`Runtime.statistics()` at each scrape. Every metric has the labels `engine`, `dp`, `pp` and `tp`, which name the rank.
+docs/operations.md explains the metrics to watch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SCRAPE_WAIT_S = 1.0
 class PrometheusMetrics(Collector):
     """A `kvflow.Observer` that is also a prometheus_client collector.
 
-    Two of these objects in a process need two registries.
+    Two of these objects in one process need two registries.
 
     Args:
         registry: Registry of prometheus_client to which all metrics are added.
@@ -68,7 +68,7 @@ class PrometheusMetrics(Collector):
         """Add the record of an ended load to counters and histograms. The runtime calls this.
 
         Args:
-            record: Record of the load that has just ended.
+            record: Record of the load.
         """
         self._add_record(record)
 
@@ -76,7 +76,7 @@ class PrometheusMetrics(Collector):
         """Add the record of an ended lease to counters and histograms. The runtime calls this.
 
         Args:
-            record: Record of the lease that has just ended.
+            record: Record of the lease.
         """
         self._add_record(record)
 
@@ -88,7 +88,7 @@ class PrometheusMetrics(Collector):
                 self._histograms[name].labels(*labels).observe(amount)
 
     def describe(self) -> list[Metric]:
-        """Return no metric families, since none is known before a runtime is watched. The registry calls this.
+        """Return no metrics, since none is known before a runtime is watched. The registry calls this.
 
         Returns:
             An empty list.
@@ -99,8 +99,8 @@ class PrometheusMetrics(Collector):
         """Yield the metrics of all watched runtimes. The registry calls this at each scrape, from any thread.
 
         Returns:
-            Gauges and counters with their present values. If a runtime's event loop does not answer within a second,
-            the values of that runtime are from the previous scrape.
+            Gauges and counters with their present values or, for a runtime with an event loop that does not answer
+                within a second, the values of the previous scrape.
         """
         snapshots = [(watched.labels, watched.statistics()) for watched in self._watched]
         for kind, shown in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
@@ -113,7 +113,7 @@ class PrometheusMetrics(Collector):
 
 
 class _WatchedRuntime:
-    """A watched runtime and its event loop, to take the runtime's statistics from any thread."""
+    """A watched runtime and its event loop, so that any thread can take the runtime's statistics."""
 
     def __init__(self, runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
         self.labels = [runtime.config.engine_id, *map(str, Rank.of(runtime.config))]

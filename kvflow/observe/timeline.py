@@ -4,12 +4,12 @@
         async with kvflow.Runtime(config, observers=[records]) as runtime: ...
 
 Each engine writes its own file, with one JSON object per line; `kvflow trace *.jsonl --out run.json` makes one timeline
-of all files. Times are wall-clock times, so files of several machines are aligned only as well as the machines' clocks.
+of all files. Times are wall-clock times, so files of several machines are aligned only as well as the clocks.
 
-The timeline is in the Trace Event Format. Each rank of an engine is a process. Each load and each lease is an
-asynchronous slice, with a slice inside for each phase. An arrow leads from a lease to each load of its ticket. If a
-lease was opened while its prompt was still computed, the lease and its loads have one more row of slices each: when
-tokens were computed, and when they landed. These two rows overlap if blocks were transferred during the computation.
+The timeline is in the Trace Event Format. Each rank is a process. Each load and each lease is an asynchronous slice,
+with a slice inside for each phase. An arrow leads from a lease to each load of its ticket. A lease that was opened
+while its prompt was still computed, and its loads, have one more row of slices each: when tokens were computed, and
+when they landed. These two rows overlap if blocks were transferred during the computation.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _US_PER_S = 1e6
 class RecordLine(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a record file: an ended load or lease.
 
-    `details` has the fields that only loads or only leases have, by name.
+    `details`: fields that only loads or only leases have, by name.
     """
 
     kind: str
-    """Kind of the record: "load" or "lease"."""
+    """"load" or "lease"."""
     ended_s: float
     """Unix time at which the load or lease ended."""
     engine_id: str
@@ -51,17 +51,17 @@ class RecordLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BadRecords(InvalidInput):
-    """A line of a record file cannot be decoded. The message names the file and the line."""
+    """Error: a line of a record file cannot be decoded. The message names the file and the line."""
 
 
 class RecordFile:
     """A `kvflow.Observer` that appends each ended load and lease to a file. Writes are buffered; `close` flushes them.
 
-    Meant for diagnosis, not for constant use: the event loop does the writing, which takes some microseconds per record
-    and now and then a write to the file.
+    For diagnosis, not for constant use: the event loop writes, which takes some microseconds per record and now and
+    then a write to the file.
 
     Args:
-        path: Path of the file, which is created if it does not exist.
+        path: Path of the file; created if it does not exist.
 
     Raises:
         OSError: The file cannot be opened.
@@ -84,7 +84,7 @@ class RecordFile:
         """Append the record of an ended load to the file. The runtime calls this.
 
         Args:
-            record: Record of the load that has just ended.
+            record: Record of the load.
         """
         self._write("load", record)
 
@@ -92,7 +92,7 @@ class RecordFile:
         """Append the record of an ended lease to the file. The runtime calls this.
 
         Args:
-            record: Record of the lease that has just ended.
+            record: Record of the lease.
         """
         self._write("lease", record)
 
@@ -143,7 +143,7 @@ def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
         lines: Records of all engines' files, in any order.
 
     Returns:
-        The timeline as a JSON object. Dump it to a file and open the file in Perfetto.
+        The timeline as a JSON object, for a file to open in Perfetto.
     """
     processes: dict[tuple[str, Rank], int] = {}
     leases: dict[_OfferKey, list[_Begin]] = {}
@@ -170,7 +170,7 @@ def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
 def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
     """Yield the trace events of one record: a slice for its whole time, and one inside for each phase that took time.
 
-    `process` is the process number of the rank in the timeline, `number` identifies the record there.
+    `process`: process number of the rank in the timeline. `number`: number of the record there.
     """
     common: TraceEvent = {"cat": line.kind, "id": number, "pid": process, "tid": process}
     name, details = f"{line.kind} {line.request_id}", dict(line.details)
@@ -188,8 +188,8 @@ def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iter
 def _growth(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
     """Yield the trace events of a row that shows when tokens of a lease were computed, or tokens of a load landed.
 
-    A slice lasts from one moment in the record to the next, and names the tokens that were added. `process` is the
-    process number of the rank in the timeline, `number` identifies the record there.
+    A slice lasts from one moment in the record to the next, and names the added tokens. `process`: process number of
+    the rank in the timeline. `number`: number of the record there.
     """
     what, before_s, before = _GROWTH.get(line.kind, ""), 0.0, 0
     common: TraceEvent = {"cat": what, "id": number, "pid": process, "tid": process}
@@ -212,10 +212,10 @@ def _moments(line: RecordLine) -> list[Moment]:
 
 
 def overlap(lines: Iterable[RecordLine]) -> dict[str, float]:
-    """Return, for each load, the share of the prompt that had landed when the producer had computed the last token.
+    """Return, for each load, the share of the prompt that had landed when the producer computed the last token.
 
-    Only loads of leases that were opened before their prompt was computed count, and only if the lease is in the files.
-    The times of two machines are compared by their wall clocks.
+    Only loads of leases that were opened before their prompt was computed count, if the lease is in the files. Times of
+    two machines are compared by their wall clocks.
 
     Args:
         lines: Records of all engines' files, in any order.
@@ -246,9 +246,8 @@ def _arrows(
 ) -> Iterator[TraceEvent]:
     """Yield the trace events of an arrow to each load from its lease.
 
-    If an engine has opened several leases for the request, the arrow comes from the latest that began before the load
-    ended. The end of the load is compared, not its beginning: a load of a pending ticket may begin before the lease,
-    and the time at which a record was written is less exact than its phases.
+    If an engine has opened several leases for the request, the arrow comes from the latest that began before the end of
+    the load, since a load of a pending ticket may begin before its lease.
     """
     for number, (offer, (process, begin_s), ended_s) in enumerate(loads, 1):
         before = [moment for moment in leases.get(offer, []) if moment[1] <= ended_s]

@@ -1,4 +1,4 @@
-"""Checks of a CUDA machine: whether its facts allow fast loads between GPUs, and which setting to change. Pure.
+"""Checks of a CUDA machine: whether loads between GPUs will be fast, and which setting to change. Without I/O.
 
 How UCX and NIXL use these facts was read in their sources (NIXL 1.5.1 and its UCX 1.23), not measured.
 """
@@ -53,7 +53,7 @@ def major_minor(version: str) -> tuple[int, int]:
 def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
     """Check compute mode and MIG of the GPUs.
 
-    Compute mode may keep two engines off one GPU. MIG instances have no cuda_ipc.
+    Compute mode may forbid two engines on one GPU. MIG instances have no cuda_ipc.
     """
     gpus = cuda.gpus
     found = "; ".join(
@@ -72,9 +72,9 @@ def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def check_allocator(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check that torch's CUDA allocator is not set to expandable segments.
+    """Check that torch's CUDA allocator does not use expandable segments.
 
-    cuda_ipc cannot open expandable segments, and memory by which a segment grows later is not registered with NIXL.
+    cuda_ipc cannot open expandable segments, and memory that a segment gains later is not registered with NIXL.
     """
     given = [
         f"{key}={cuda.environment[key]}"
@@ -88,7 +88,7 @@ def check_allocator(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check the environment for UCX settings with which UCX cannot reach GPU memory, or only slowly."""
+    """Check the environment for UCX settings that keep UCX from GPU memory, or make it slow."""
     given = {key: value for key, value in cuda.environment.items() if key.startswith("UCX_")}
     found = ", ".join(f"{key}={value}" for key, value in given.items()) or "none is set"
     lacking = left_out_transports(given.get("UCX_TLS", ""))
@@ -106,7 +106,7 @@ def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def left_out_transports(tls: str) -> tuple[str, ...]:
-    """Return those of cuda_copy and cuda_ipc that `tls`, a value of UCX_TLS, leaves out.
+    """Return the transports, of cuda_copy and cuda_ipc, that `tls`, a value of UCX_TLS, leaves out.
 
     `cuda` and `all` include both.
     """
@@ -225,9 +225,9 @@ def check_cuda(host: Host, cuda: Cuda) -> Iterator[Finding]:
 
 
 def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
-    """Return the finding about `path`, the UCX path of reads between two processes with caches on GPUs.
+    """Return the finding `name` about `path`, the UCX path of reads between two processes with caches on GPUs.
 
-    If the path is slow, the advice is from `slow_path_advice`. `path` is None if UCX did not log it.
+    If the path is slow, the finding has the advice of `slow_path_advice`. `path` is None if UCX did not log it.
     """
     if path is None:
         return path_not_logged(name)
@@ -239,7 +239,7 @@ def judge_gpu_path(cuda: Cuda, name: str, path: ReadPath | None) -> Finding:
 def slow_path_advice(cuda: Cuda) -> list[str]:
     """Return advice for each fact that may keep two processes of one container from using cuda_ipc, the surest first.
 
-    The last entry is the fallback if no other advice helps: staging in host memory.
+    The last advice is the fallback: staging in host memory.
     """
     found = []
     if any("expandable_segments:true" in value.lower() for value in cuda.environment.values()):

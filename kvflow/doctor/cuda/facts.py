@@ -1,6 +1,6 @@
 """Facts of a CUDA machine: from nvidia-smi, /proc and /sys, and from a child process that loads torch and NIXL.
 
-Everything that calls the driver runs in another process, so a driver that hangs or crashes only leads to a finding.
+All calls of the driver are in other processes, so a driver that hangs or crashes only leads to a finding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VARIABLES = (
 )
 """Environment variables that change how CUDA memory is allocated and moved."""
 HOST_PID_NAMESPACE = "pid:[4026531836]"
-"""Target of the link /proc/self/ns/pid in the host's PID namespace. Linux fixes the number (PROC_PID_INIT_INO)."""
+"""Target of the link /proc/self/ns/pid in the host's PID namespace, the same on all hosts (PROC_PID_INIT_INO)."""
 _IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels"
 _SMI_TIMEOUT_S = 30
 _NIXL_BUILDS = ("nixl-cu12", "nixl-cu13")
@@ -44,14 +44,14 @@ class Probe:
 
     torch: str = ""
     torch_cuda: str | None = None
-    """CUDA version that torch is built for; None for a build without CUDA."""
+    """CUDA version that torch is built for; None: built without CUDA."""
     devices: int = 0
     nixl: str = ""
-    """Build of NIXL that was loaded, for instance "nixl_cu13"."""
+    """Loaded build of NIXL, such as "nixl_cu13"."""
     attributes: Mapping[str, int | None] = field(default_factory=dict)
-    """Values of the GPU's attributes as the driver reports them, by the attribute's name."""
+    """Values of the GPU's attributes from the driver, by attribute name."""
     problem: str = ""
-    """Reason why the child process failed, or why the driver could not be loaded; "" if both went well."""
+    """Reason why the child process failed, or why the driver could not be loaded; "" if both succeeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Cuda:
     nvlinks: Mapping[int, int]
     """Number of active NVLinks by GPU number."""
     nic_distances: Mapping[str, Mapping[str, str]]
-    """Distance between GPU and NIC as nvidia-smi calls it (PIX, PXB, ...), by GPU name, then by NIC name."""
+    """Distance between GPU and NIC in nvidia-smi's words (PIX, PXB, ...), by GPU name, then by NIC name."""
     peermem: bool
     """True if the kernel module nvidia_peermem is loaded."""
     kernel: tuple[int, int] | None
@@ -74,13 +74,13 @@ class Cuda:
     iommu: bool
     """True if an IOMMU is active on this machine."""
     pid_namespace: str
-    """Target of this process's link /proc/self/ns/pid. `HOST_PID_NAMESPACE` is the value outside of containers."""
+    """Target of this process's link /proc/self/ns/pid; `HOST_PID_NAMESPACE` outside of containers."""
     imex_channels: int
     """Number of IMEX channels (NVIDIA's memory sharing between containers and nodes) that this process sees."""
     nixl_builds: tuple[str, ...]
-    """Names of the installed NIXL packages for CUDA, for instance "nixl-cu13"."""
+    """Names of the installed NIXL packages for CUDA, such as "nixl-cu13"."""
     environment: Mapping[str, str]
-    """Values, by name, of those variables in `VARIABLES` that are set."""
+    """Values of those `VARIABLES` that are set, by name."""
     probe: Probe
 
     @property
@@ -122,7 +122,7 @@ def kernel_version(release: str) -> tuple[int, int] | None:
 
 
 def _nvidia_smi(*arguments: str) -> str:
-    """Run `nvidia-smi` with `arguments` and return its output; "" if it cannot be run or hangs."""
+    """Run `nvidia-smi` with `arguments`, and return its output; "" if it cannot be run or hangs."""
     command = ["nvidia-smi", *arguments]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False).stdout

@@ -1,4 +1,4 @@
-"""Parsers of nvidia-smi's output: devices (`-q -x`), NVLinks (`nvlink --status`), distances to NICs (`topo -m`). Pure.
+"""Parsers of nvidia-smi's output: devices (`-q -x`), NVLinks (`nvlink --status`), distances to NICs (`topo -m`).
 
 The formats differ between driver releases. A value that is missing or "N/A" becomes None, or is left out.
 """
@@ -16,15 +16,14 @@ _ACTIVE_LINK = re.compile(r"Link \d+: [\d.]+ GB/s")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _NIC_NAME = re.compile(r"(NIC\d+): (\S+)")
 NEAR_DISTANCES = ("PIX", "PXB")
-"""Distances with only PCIe switches between GPU and NIC.
-
-The others (PHB, NODE, SYS) cross a host bridge or a socket.
+"""Distances with only PCIe switches between GPU and NIC. The others (PHB, NODE, SYS) cross a host bridge or a
+socket.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as nvidia-smi describes it. `mig` is True if MIG is enabled, and None if the GPU has no MIG mode."""
+    """One GPU as nvidia-smi describes it. `mig`: whether MIG is enabled; None if the GPU has no MIG mode."""
 
     name: str
     memory_mib: int | None
@@ -37,8 +36,8 @@ class Gpu:
 def read_devices(xml: str) -> tuple[str | None, tuple[int, int] | None, tuple[Gpu, ...]]:
     """Parse `xml`, the output of `nvidia-smi -q -x`.
 
-    Return the driver's version, the newest CUDA version that the driver supports, and the GPUs. If `xml` is not that
-    output, the driver's version is None.
+    Return the driver's version (None if `xml` is something else), the newest CUDA version that the driver supports, and
+    the GPUs.
     """
     try:
         root = ElementTree.fromstring(xml)
