@@ -2,9 +2,9 @@
 
 A `blocking.Runtime` starts a thread that runs an event loop, with a `kvflow.Runtime` on that loop. A method either
 blocks, for at most the call's `timeout_s` (None: as long as the work takes), or starts the work and returns immediately
-(`start_load`, `start`). Methods without `timeout_s` are bounded by the time that Config and the request allow for the
-work, plus the runtime's `call_timeout_s` in case the loop's thread is busy. Only `Runtime.open` has no bound, since
-opening a `kvflow.Runtime` has none.
+(`start_load`, `start`). Without `timeout_s`, the bound is the time that Config and the request allow for the work, plus
+the runtime's `call_timeout_s` in case the loop's thread is busy. Only `Runtime.open` has no bound, since opening a
+`kvflow.Runtime` has none.
 
 Progress depends on no thread of the engine. If the runtime is closed, its handle is dropped, or its loop dies, then all
 waiting calls return or raise, and the thread ends.

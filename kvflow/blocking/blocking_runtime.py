@@ -34,15 +34,15 @@ class Runtime:
 
     Any thread may call the methods; on the thread of the runtime's event loop, methods that wait raise UsageError. All
     raise RuntimeClosed if the runtime is closed, and RuntimeBroken if its loop has died. A runtime that is dropped
-    without being closed is closed in the background, with a ResourceWarning.
+    unclosed is closed in the background, with a ResourceWarning.
 
     Args:
         config: settings of the rank.
         observers: called on the loop's thread when a load or lease has ended, with a record of it.
         world: clock, network and the like, which tests replace.
         parts: optional features, as for `kvflow.Runtime`; call their methods through `start`.
-        call_timeout_s: seconds that a call waits for the loop's thread, beyond the time that its work may take. Then
-            the call raises TimeoutError.
+        call_timeout_s: seconds that a call waits for the loop's thread, beyond its work's time, before it raises
+            TimeoutError.
 
     Raises:
         ConfigError: an argument is of the wrong kind.
@@ -100,7 +100,7 @@ class Runtime:
         """Close the runtime as `kvflow.Runtime.aclose` does, and end the thread. Closing twice is fine.
 
         Args:
-            timeout_s: longest wait in seconds; None: the time that Config allows for closing, plus `call_timeout_s`.
+            timeout_s: seconds to wait at most; None: those that Config allows for closing, plus `call_timeout_s`.
 
         Raises:
             RuntimeBroken: reads could not be stopped, or the loop had died.
@@ -125,7 +125,7 @@ class Runtime:
             kv_caches: a dict of tensors by layer name, or a list of `CacheGroup`s.
             layout: layout of the tensors in a dict; a `CacheGroup` has its own layout.
             copy_blocks: function that copies between host buffers and the cache.
-            timeout_s: longest wait, in seconds.
+            timeout_s: seconds to wait at most.
 
         Raises:
             LayoutError, ConfigError, UsageError: as `kvflow.Runtime.register_kv_caches` raises them.
@@ -219,10 +219,10 @@ class Runtime:
 
         Args:
             engines: for each engine, the address of one rank, or a ticket.
-            timeout_s: longest wait in seconds; None waits as long as the handshakes take.
+            timeout_s: seconds to wait at most; None has no limit.
 
         Returns:
-            For each engine, in order, None if all ranks that loads need are connected, else the error.
+            For each engine, in order: None if all ranks that loads need are connected, else the error.
 
         Raises:
             TimeoutError: `timeout_s` has passed; handshakes under way go on.

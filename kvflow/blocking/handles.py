@@ -24,8 +24,8 @@ class Lease:
     """A lease of a blocking runtime, for use on any thread. Its methods do what those of `kvflow.Lease` do.
 
     `advance`, `extend`, `complete` and `fail` return once the event loop has carried them out. They raise TimeoutError
-    if the loop's thread is stuck for longer than the runtime's `call_timeout_s`, RuntimeClosed or RuntimeBroken if the
-    thread has ended, and UsageError on that thread.
+    if the loop's thread is stuck for longer than the runtime's `call_timeout_s`, RuntimeClosed or RuntimeBroken if it
+    has ended, and UsageError on that thread.
     """
 
     def __init__(self, lease: AsyncLease, thread: LoopThread) -> None:
@@ -65,7 +65,7 @@ class Lease:
         """Wait until the blocks may be reused.
 
         Args:
-            timeout_s: longest wait in seconds; 0 does not wait, None waits as long as it takes.
+            timeout_s: seconds to wait at most; 0 does not wait, None has no limit.
 
         Returns:
             The outcome of the lease.
@@ -144,7 +144,7 @@ class Load:
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Ids of the local blocks that the load fills, for each group of layers; empty before the load has begun."""
+        """For each group of layers, ids of the local blocks that the load fills; empty before the load has begun."""
         return self._load.block_tables if self._load else ()
 
     @property
@@ -161,10 +161,10 @@ class Load:
         """Wait in the calling thread until the load has ended, and return its report.
 
         Args:
-            timeout_s: longest wait in seconds; 0 does not wait, None waits as long as it takes.
+            timeout_s: seconds to wait at most; 0 does not wait, None has no limit.
 
         Returns:
-            Report of the tokens and bytes that were read, and of the time that each phase took.
+            Report of the tokens and bytes read, and of each phase's time.
 
         Raises:
             KVFlowError: the load failed; `kvflow.Runtime.load_blocks` lists the errors.
@@ -178,7 +178,7 @@ class Load:
         """Wait in the calling thread until the load has ended, successfully or not.
 
         Args:
-            timeout_s: longest wait in seconds; 0 does not wait, None waits as long as it takes.
+            timeout_s: seconds to wait at most; 0 does not wait, None has no limit.
 
         Returns:
             True once the load has ended; False if `timeout_s` has passed.
@@ -206,7 +206,7 @@ class Load:
         """Wait until the load has ended, successfully or not, and no byte can land in its blocks.
 
         Args:
-            timeout_s: longest wait in seconds; 0 does not wait, None waits as long as it takes.
+            timeout_s: seconds to wait at most; 0 does not wait, None has no limit.
 
         Raises:
             TimeoutError: `timeout_s` has passed.

@@ -47,9 +47,8 @@ class LoopThread(threading.Thread):
         self._ended = False
         self._cause: BaseException | None = None
         self._futures: set[Future[Any]] = set()
-        """Futures of submitted work that is not done. The end of the thread sets an error on those that are left."""
+        """Futures of unfinished work. The end of the thread sets an error on those that are left."""
         self._in_forked_child = False
-        """True in a forked child, which has neither the thread nor the loop."""
 
     def open(self, closing_s: float) -> None:
         """Start the thread and wait until the runtime is open.
@@ -156,7 +155,7 @@ class LoopThread(threading.Thread):
         """Wait until no byte can land in the blocks of `held`: a load, or other quarantined blocks.
 
         The coroutine function `work` waits for that on the loop. Raises TimeoutError after `timeout_s`, and
-        RuntimeBroken if the loop has ended before bytes were known to have stopped.
+        RuntimeBroken if the loop has ended while bytes may still land.
         """
         if held.safe:
             return

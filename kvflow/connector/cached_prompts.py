@@ -80,7 +80,7 @@ class CachedPrompts:
         """Set in `step` the reused blocks and the blocks that this step fills with tokens of prompts.
 
         `scheduled` has each request's total of computed tokens after the step. `preempted` are the ids of requests that
-        have lost their blocks, `block_ids` returns a request's block tables.
+        have lost their blocks. `block_ids` returns a request's block tables.
         """
         for request_id in preempted:
             if request_id in self._prompts:

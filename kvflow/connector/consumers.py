@@ -44,7 +44,8 @@ class _Consumer:
     """Tickets for the request's prompt. The load tries the first; if a read fails, it tries the next."""
     use: _TicketUse
     offered_tokens: int = 0
-    """Number of prompt tokens that can be loaded. 0 if the first ticket offers no blocks, or too many tokens."""
+    """Number of prompt tokens that can be loaded. 0 if the first ticket offers no blocks, or more tokens than can be
+    loaded."""
     prompt: Sequence[int] | None = None
     """The prompt's token ids, if a ticket is pending and the engine knows the ids; else None. A pending ticket does not
     say which prompt it is for, so the load compares prompts."""
@@ -67,12 +68,12 @@ class _TicketUse:
     readers: list[_Consumer] = field(default_factory=list)
     """Requests that are loading the offered blocks, or may still load them, in order of arrival."""
     load_tried: bool = False
-    """True once a request has loaded the blocks, has tried to, or was computed without loading."""
+    """True once a request with the ticket has loaded the blocks, has tried to, or was computed locally."""
 
     def must_wait(self, reader: _Consumer) -> bool:
         """Return True if `reader` must wait for an earlier request's load with the same ticket.
 
-        That load fills the engine's prefix cache, so `reader` may have less to load afterwards.
+        That load fills the engine's prefix cache, so `reader` may have less to load.
         """
         ahead = next(one for one in self.readers if one is reader or one.state is not ConsumerState.ABANDONED)
         return not self.load_tried and ahead is not reader
@@ -321,7 +322,7 @@ class ConsumingRequests:
         return (first, *others)
 
     def _expect(self, request_id: str, tickets: tuple[Ticket, ...], use: _TicketUse) -> _Consumer:
-        """Add a request, in state EXPECTED, that may load with `tickets`, to `use` and to all requests. Return it."""
+        """Add a request in state EXPECTED, which may load with `tickets`, also to the readers in `use`. Return it."""
         consumer = self._requests[request_id] = _Consumer(request_id=request_id, tickets=tickets, use=use)
         use.readers.append(consumer)
         return consumer

@@ -113,7 +113,8 @@ class PagedGroups:
         """Return, for each group, the ids of the registered blocks into which a request's missing tokens are loaded.
 
         Of the request's first `tokens` tokens, the last `external` are missing. UsageError, with a message that begins
-        with `what`, if they do not fit `block_ids`, the engine's block table, or if it lacks a group.
+        with `what`, if they do not fit `block_ids`, the engine's block tables, or if there is not one table for each
+        group.
         """
         computed, tables = tokens - external, self._tables(block_ids)
         found = tuple(group.blocks(ids, computed, tokens) for group, ids in zip(self._groups, tables, strict=True))

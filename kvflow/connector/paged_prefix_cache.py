@@ -66,7 +66,7 @@ class PagedPrefixCache:
         self._pinned: dict[int, tuple[PinnedPrefix, frozenset[int]]] = {}
         """Prefixes that peers may be reading, and the ids of the engine's blocks that hold each, by `id(pinned)`."""
         self._unread_waiters: dict[int, asyncio.Future[None]] = {}
-        """For `wait_unread`: by `id(pinned)`, a future that is done once no peer reads the prefix."""
+        """For `wait_unread`: futures that are done once no peer reads a pinned prefix, by `id(pinned)`."""
 
     def __repr__(self) -> str:
         return f"<PagedPrefixCache {counted(len(self._entries), 'key')}, {len(self._pinned)} being read>"

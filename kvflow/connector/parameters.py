@@ -127,7 +127,7 @@ class Dialect(NamedTuple):
     """Function that returns the ticket in `kv_transfer_params`, or raises RequestError."""
     params_of: Callable[[Ticket], dict[str, Any]] = _own_params
     shown_id: Callable[[str], str] = str
-    """Function that takes a request id and returns the text for it in names of leases."""
+    """Function that takes a request id and returns the text for it in lease names."""
 
 
 OWN_DIALECT = Dialect()

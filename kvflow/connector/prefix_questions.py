@@ -81,7 +81,7 @@ class _AskingRequest:
     def wait_for(self, other: _AskingRequest, through: _State) -> bool:
         """Have this request wait until the state of `other` is beyond `through`. Return whether this request waits.
 
-        If it has already waited in this way for any request, return False.
+        Return False if this request has already waited for a request to get beyond `through`.
         """
         if through <= self.blocked_through:
             return False
@@ -159,7 +159,7 @@ class PrefixQuestions:
     def _waits_behind_another(self, request: _AskingRequest, num_computed_tokens: int) -> bool:
         """Have `request` wait for another request with a prompt that begins alike, and return True.
 
-        Return False if none is worth waiting for, or if `request` has already waited in this way.
+        Return False if no other request is worth waiting for, or if `request` has waited for one before.
         """
         begun = self._active_by_first_key.get(request.keys[0], {}).values()
         if begun:

@@ -135,7 +135,7 @@ class ProducingRequests:
         """Return the workers' work in this engine step for prompts that are offered to readers.
 
         `scheduled` has each request's total of computed tokens after the step. `preempted` are the ids of requests that
-        have lost their blocks, `block_ids` returns a request's blocks.
+        have lost their blocks. `block_ids` returns a request's blocks.
         """
         for request_id in preempted:
             self._preempt(request_id)
@@ -220,7 +220,7 @@ class ProducingRequests:
             self._next_step.decline.append(Decline(serve_id=serve_id, reason=reason))
 
     def _withdraw(self, request: _Producer) -> None:
-        """If `request` has an open lease, have the next step end it. No reader may know the lease yet."""
+        """If `request` has an open lease, which no reader knows yet, have the next step end that lease."""
         save, request.saved = request.saved, None
         if save is not None and any(save.block_tables):
             self._next_step.withdraw.append(request.request_id)

@@ -10,9 +10,9 @@ workers as a `Step`. For each request, the calls in order are:
     update_from_workers      what the workers have finished
     request_finished         may its blocks be freed, and what does the router get?
 
-A request consumes (its parameters have a ticket) or produces (they have `do_remote_decode`). A ticket is used for one
-load only. Later requests with the same ticket, for example retries, are computed locally. If a load fails, the engine
-decides whether the request fails or is computed locally.
+A request consumes (its parameters have a ticket) or produces (they have `do_remote_decode`). A later request with a
+used ticket, for example a retry, is computed locally. If a load fails, the engine decides whether the request fails or
+is computed locally.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class ConnectorScheduler:
     def refusal(self, request_id: str) -> PromptMismatch | None:
         """Return the error with which a request must fail, because only the tokens of its prompt agree with its ticket.
 
-        For example, a router may have dropped the prompt's pictures, and a local answer would be without them. The
+        For example, a router may have dropped the prompt's pictures, which an answer computed here would ignore. The
         engine can fail the request at once, or give it blocks: then its load fails with the same error.
 
         Args:

@@ -37,7 +37,7 @@ class SchedulingConfig:
     with recurrent state, since a state belongs to one token only."""
     withhold_last_token: bool = False
     """True to offer a prompt without its last token, although this engine computes that token. For readers that load no
-    whole prompts, if routers or engines cannot leave the last token out of the prefill request."""
+    whole prompts, if this engine cannot leave out that token itself."""
     release_failed_loads: bool = True
     """True to release the ticket when a load fails, so that the producer can reuse the blocks before the lease expires.
     False if routers retry with the same ticket, for example at another decode engine."""

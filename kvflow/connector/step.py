@@ -36,9 +36,9 @@ class EngineRequest:
     num_prompt_tokens: int
     kv_transfer_params: Mapping[str, Any] | None
     prompt_token_ids: Sequence[int] | None = None
-    """Token ids of the prompt, to compare with the producer's prompt; with pictures or other input, they must be marked
-    with it (`marked_by_keys`). None if the engine does not know the token ids, or cannot mark them: then prompts are
-    not compared."""
+    """Token ids of the prompt, to compare with the producer's prompt. If the prompt has pictures or other input, the
+    ids must be marked with it (`marked_by_keys`). None if the engine does not know or cannot mark the ids: then prompts
+    are not compared."""
 
 
 class Sharing(enum.Enum):
@@ -66,7 +66,7 @@ class Finished(NamedTuple):
 class Receive(msgspec.Struct, frozen=True, kw_only=True):
     """Work for each worker: load the blocks that the tickets offer into a request's blocks.
 
-    The request waits until all workers have received it. If the load with one ticket fails, the next is tried.
+    If the load with one ticket fails, the next is tried.
     """
 
     request_id: str
@@ -158,7 +158,7 @@ NO_BLOCK = -1
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """Work for one worker: ask peers for a prefix of a request's prompt, and report the tickets in their answers.
 
-    `keys` are the prompt's prefix keys, one for each `key_tokens` tokens. This engine already has `cached_tokens`
+    `keys` are the prompt's prefix keys, one for each `key_tokens` tokens. This engine has the first `cached_tokens`
     tokens.
     """
 

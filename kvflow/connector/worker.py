@@ -64,7 +64,7 @@ class Results:
     loaded: dict[str, LoadReport] = field(default_factory=dict)
     failed: dict[str, FailedLoad] = field(default_factory=dict)
     leases: list[tuple[str, LeaseOutcome]] = field(default_factory=list)
-    """Request id and outcome of each ended lease. `sent` has only the ids of requests for which the engine waits."""
+    """Request id and outcome of each ended lease. `sent` has only requests for which the engine waits."""
     sent: set[str] = field(default_factory=set)
     found: dict[str, tuple[Ticket, ...]] = field(default_factory=dict)
     """By request id, the tickets in the answers to its question: all for the same number of tokens, the best peer
@@ -228,7 +228,7 @@ class ConnectorWorker:
         `Limits.seal_hold_s`.
 
         Args:
-            step: the step that `ConnectorScheduler.build_step` has returned.
+            step: result of `ConnectorScheduler.build_step`.
 
         Raises:
             RuntimeClosed: the runtime is closed; RuntimeBroken if its loop has died.
@@ -247,7 +247,7 @@ class ConnectorWorker:
         `ready` and `after` are events of a device that computes asynchronously, for example `torch.cuda.Event`.
 
         Args:
-            step: the step that `ConnectorScheduler.build_step` has returned.
+            step: result of `ConnectorScheduler.build_step`.
             ready: device event that happens when this step's prompts are computed. None if they are already.
             after: device event before which the loads must not write to their blocks, since earlier work may still read
                 these; recorded before the step's own work. None if the loads may write at once.

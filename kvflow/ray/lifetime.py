@@ -71,7 +71,7 @@ class Lifetime(Generic[OpenedT]):
             await asyncio.shield(self._task)
 
     def check(self) -> None:
-        """Raise an error if the context has ended, for example because one of its background tasks failed.
+        """Raise an error if the context has ended, for example because a background task failed.
 
         Raises:
             Exception: the error that ended the context.

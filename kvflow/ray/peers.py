@@ -39,7 +39,7 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
         runtime: the runtime that will load from the replicas.
         peers: the deployment's handle, if its replicas have a method `metadata` (`ReplicaRuntime.metadata`). Or a
             coroutine function that returns the metadata of all replicas, or raises LookupError.
-        period_s: seconds between two listings of the replicas: a new replica is connected at most this much later.
+        period_s: seconds between two listings of the replicas: the longest delay until a new replica is connected.
     """
     list_peers = peers if callable(peers) and not hasattr(peers, "broadcast") else partial(list_replicas, peers)
     known: frozenset[PeerAddress] = frozenset()

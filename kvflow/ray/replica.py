@@ -71,14 +71,14 @@ class ReplicaPlace:
 
     @property
     def engine_id(self) -> str:
-        """Engine id for the replica's runtime. A restarted replica has another id, and so counts as another engine."""
+        """Engine id for the replica's runtime. A restarted replica counts as another engine."""
         return f"{self.deployment}-{self.unique_id}"
 
     def config(self, settings: dict[str, Any]) -> Config:
         """Return the Config of the replica's runtime.
 
         Args:
-            settings: fields of Config, which override the fields that are derived from the replica.
+            settings: fields of Config, which override those derived from the replica.
 
         Returns:
             The Config.
@@ -93,7 +93,7 @@ class ReplicaPlace:
         """Return how many seconds leases and loads may take to end when the replica stops.
 
         Args:
-            config: the runtime's Config, which bounds the time from the drain's deadline until the runtime is closed.
+            config: the runtime's Config, which bounds the closing after the drain's deadline.
             wanted_s: seconds for the drain; None for all that the deployment's settings leave.
 
         Returns:
@@ -117,7 +117,7 @@ class ReplicaPlace:
         """Return how many seconds the deployment's settings leave for a drain when the replica stops.
 
         Args:
-            config: the runtime's Config, which bounds the time from the drain's deadline until the runtime is closed.
+            config: the runtime's Config, which bounds the closing after the drain's deadline.
 
         Returns:
             Seconds; less than 0 if there is too little time even without a drain.
@@ -126,7 +126,7 @@ class ReplicaPlace:
 
 
 def _closing_s(config: Config) -> float:
-    """Return the maximum number of seconds from a drain's deadline until the runtime is closed."""
+    """Return how many seconds the runtime may take to close after a drain's deadline."""
     return config.ending_s + config.limits.goodbye_timeout_s + config.limits.transport_close_timeout_s
 
 
@@ -136,7 +136,7 @@ class ReplicaRuntime:
     Use it as `async with`; `runtime` is the `kvflow.Runtime`. The module docstring has an example.
 
     Args:
-        place: names and limits of the replica; None asks Serve for them, which works only inside a replica.
+        place: names and limits of the replica; None, only inside a replica, asks Serve for them.
         drain_deadline_s: seconds that leases and loads may take to end when the replica stops; None for all that the
             deployment's `graceful_shutdown_timeout_s` leaves.
         observers: receive the records of ended loads and leases, as for Runtime.
@@ -182,7 +182,7 @@ class ReplicaRuntime:
     async def drain(self) -> bool:
         """Refuse new work and wait until all leases and loads have ended. At the deadline, end those that are left.
 
-        Call this when the replica stops, before it ends the tasks that hold the leases' blocks. The deadline is
+        Call this when the replica stops, before it ends tasks that hold leased blocks. The deadline is
         `drain_deadline_s`, or less if Serve has meanwhile shortened the deployment's time. `Runtime.drain` says how
         long ending may take after the deadline. If cancelled, stop waiting: the runtime stays draining, and no lease is
         revoked.
@@ -235,8 +235,8 @@ class ReplicaRuntime:
         For `check_health`.
 
         Raises:
-            RuntimeBroken: a service of the runtime died, the runtime was closed although Serve has not stopped the
-                replica, or no new reader can connect because the process has no free file descriptors.
+            RuntimeBroken: a service of the runtime died, the runtime was closed although the replica goes on, or no new
+                reader can connect because the process has no free file descriptors.
         """
         state = self.runtime.state
         if state not in (RuntimeState.OPEN, RuntimeState.DRAINING):

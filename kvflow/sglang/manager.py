@@ -236,7 +236,7 @@ class KVFlowManager(CommonKVManager):
         self.notify_given_up(address, ranks, message)
 
     def incompatible_error(self, address: str) -> PeerIncompatible | None:
-        """Return the error for requests to the prefill server at `address`, if it was found incompatible within 1 s."""
+        """Return the error for requests to the prefill server `address`, if found incompatible in the last second."""
         reason, since_s = self._incompatible.get(address, ("", 0.0))
         return _incompatible_error(address, reason) if reason and time.monotonic() - since_s < _INCOMPATIBLE_S else None
 

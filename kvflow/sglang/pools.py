@@ -2,8 +2,8 @@
 
 SGLang describes a pool as a list of buffers, each an array of items of equal size. A request names the indexes of its
 items on each side, in the same order. So each pool is a kvflow cache, and an item is a block. In a KV pool that is
-divided by heads an item is a page (tokens, heads, bytes of a head), of which a rank with another tensor-parallel size
-reads some heads. All other items are transferred whole.
+divided by heads, an item is a page (tokens, heads, bytes of a head), of which a rank with another tensor-parallel size
+reads some heads. Other items are transferred whole.
 """
 
 from __future__ import annotations

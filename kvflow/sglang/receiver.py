@@ -72,8 +72,7 @@ class KVFlowReceiver(CommonKVReceiver):
     def _register_kv_args(self) -> bool:
         """Begin to connect to the prefill ranks, in the background, so that loads find a connection. Return True.
 
-        SGLang calls this once it knows the prefill ranks. If their pools are incompatible with this rank's pools, fail
-        the request and return False.
+        If the prefill ranks' pools are incompatible with this rank's pools, fail the request and return False.
         """
         problem = self._incompatibility()
         if problem is not None:

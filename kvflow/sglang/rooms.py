@@ -2,8 +2,8 @@
 
 A room is the number (`bootstrap_room`) under which a router sends a request to both servers. All samples of a prompt
 have the same room, and a router that tries again may use a room that is in use. So a room has two queues: its n-th
-request from decode servers is answered by its n-th request at the prefill server. A request that either server has
-given up stays in the queue, so that all ranks make the same pairs.
+request from decode servers is answered by its n-th request at the prefill server. A request that was given up stays in
+its queue, so that all ranks make the same pairs.
 
 The module has no I/O and no clock: callers hold a lock and pass the time.
 """
@@ -148,8 +148,8 @@ class Rooms:
         """Add a decode rank's message to the request that it names.
 
         The first message adds the request, and pairs it with the prefill server's first unpaired request in the room,
-        if any. If that was refused before, return the added request and the reason: the caller has to decline the added
-        request now. Otherwise return None.
+        if any. If the latter was refused before, return the added request and the reason: the caller has to decline it
+        now. Otherwise return None.
         """
         if message.name in self._ended_names:
             return None

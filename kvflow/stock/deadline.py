@@ -91,7 +91,7 @@ class DeadlineProof:
         """Create the proof for a request with parameters that arrived at `arrived_s`, on the clock `now_s`.
 
         `unsent` returns the number of notifications that this engine could not send so far, to any producer. `agent` is
-        the name of the stock rank's NIXL agent.
+        the stock rank's NIXL agent.
         """
         self.request_id, self.agent = request_id, agent
         self.fetch_posted = True
@@ -139,10 +139,7 @@ class DeadlineProof:
         return ProofStep.POST if self._now_s() < self.held_until_s() else ProofStep.STALE
 
     def judge_after_read(self, read_s: float | None) -> ProofStep:
-        """Return FRESH if the producer surely still holds the blocks, after the last byte has landed, else STALE.
-
-        `read_s` is not used.
-        """
+        """Return FRESH if the producer surely still holds the blocks, after the last byte has landed, else STALE."""
         return ProofStep.FRESH if self._now_s() < self.held_until_s() else ProofStep.STALE
 
     def fresh_copy(self) -> DeadlineProof:

@@ -1,8 +1,7 @@
 """EngineRanks: the metadata of all ranks of one engine, so that any rank can answer stock readers for all ranks.
 
-A stock engine has one listener, which its readers ask about every rank that they read from. In kvflow each rank has a
-runtime, so the engine passes each rank's metadata (its *card*) to the other ranks. A rank without the cards of all
-ranks answers no reader, which would take some ranks for the whole engine.
+In kvflow each rank has a runtime, but a stock reader asks one listener about every rank. A rank without the metadata of
+all ranks answers no reader, which would take some ranks for the whole engine.
 """
 
 from __future__ import annotations

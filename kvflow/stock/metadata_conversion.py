@@ -119,7 +119,7 @@ def _stock_order(layer: tuple[int, int, int]) -> tuple[bool, int, int]:
 
 
 def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> OurCache:
-    """Return an OurCache of this rank's `shares` and `regions`, one of each for each set of layers, and its `groups`.
+    """Return an OurCache of this rank's `shares` and `regions` (one for each set of layers) and `groups`.
 
     ConfigError if blocks of this cache cannot be exchanged with stock engines.
     """

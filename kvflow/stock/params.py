@@ -142,9 +142,9 @@ def read_stock_params(
 def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts]) -> tuple[tuple[int, ...], ...]:
     """Return the ids of the offered blocks that hold the ticket's tokens, one tuple for each of the engine's `groups`.
 
-    Each group's table in a ticket ends with the block of the prompt's last token. A group of full attention has all
-    blocks, a group with a window those as far back as the window may reach; block id 0 (null) stands for a block that
-    vLLM has freed. RequestError if a table has an impossible length, or if a needed block is null.
+    In a ticket, each group's table ends with the block of the prompt's last token, and begins with the first block, or
+    as far back as the group's window may reach. Block id 0 (null) stands for a block that vLLM has freed. RequestError
+    if a table has an impossible length, or if a needed block is null.
     """
     what = f"stock request {ticket.request_id!r}"
     if len(ticket.block_tables) != len(groups):

@@ -104,7 +104,7 @@ class StockService:
             self._leases.on_notification(codec.encode(Renew(lease_ids=(lease_id,), reader="stock")))
 
     def _count_read_report(self, request_id: str, readers: int) -> None:
-        """Count a stock reader's report that it has read a request, one of `readers` reports to come.
+        """Count a stock reader's report that it has read a request. `readers` such reports are expected.
 
         Pass it on to the request's lease. Reports do not name their readers, so only their number is known.
         """

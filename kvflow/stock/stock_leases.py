@@ -73,8 +73,8 @@ class StockLeases:
         self._clock = cache.clock
         self._transport = cache.transport
         self._requests = BoundedMap[_Key, StockRequest | None](_REQUESTS_MAX)
-        """The latest requests, by engine id, engine address and request id. None once the producer was notified that
-        the request was read or is not needed."""
+        """The latest requests, by engine id, engine address and request id. The value is None once the producer was
+        notified that the request was read or is not needed."""
         self._agents = BoundedMap[tuple[str, str, Rank], tuple[str, float]](_AGENTS_MAX)
         """For each stock rank, by engine id, peer address and rank: its NIXL agent's name, and the time at which this
         agent was first seen in place of another, or -inf for a rank's first agent."""
@@ -82,8 +82,8 @@ class StockLeases:
     def request_of(self, ticket: StockTicket) -> StockRequest:
         """Return the arrival time and the proofs of the request that `ticket` is for.
 
-        If the ticket has no arrival time, the time of the first call for the request counts. LeaseExpired if this rank
-        has already read the request, or if the arrival time is from another machine.
+        Without an arrival time in the ticket, the time of the first call for the request counts. LeaseExpired if this
+        rank has already read the request, or if the arrival time is from another machine.
         """
         key = (ticket.engine_id, ticket.address, ticket.request_id)
         if key not in self._requests:
@@ -111,7 +111,7 @@ class StockLeases:
         return proofs[peer.rank]
 
     def notify_needed(self, sources: Sequence[Source]) -> int:
-        """Send the rank of `sources`, which is the same for all, a heartbeat for their requests. Return their number.
+        """Send a heartbeat for the requests of `sources`, all from one rank, to that rank. Return their number.
 
         Implements `LeaseNotifier.notify_needed`.
         """

@@ -23,8 +23,8 @@ class ReleaseLine(NamedTuple):
 
     version: str
     reports_tp_size: bool
-    """Meaning of N in a reader's notification "ID:N". True: N is the tensor-parallel size of the reader's engine.
-    False: N is the number of readers of the producer rank that gets the notification."""
+    """Meaning of N in a reader's notification "ID:N": if True, the tensor-parallel size of the reader's engine; if
+    False, the number of readers of the producer rank that gets the notification."""
     metadata: tuple[str, ...]
     """Fields of a rank's metadata, in the order in which the line sends them."""
     params: tuple[str, ...]

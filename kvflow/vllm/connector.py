@@ -292,7 +292,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def _on_rejected(self, request: Request) -> None:
         """Release the ticket of a request that vLLM's HTTP server has refused, or that has failed there.
 
-        vLLM adds such a request to the scheduler only to abort it at once.
+        vLLM adds such a request only to abort it at once.
         """
         try:
             self._scheduler.reject(engine_request_of(request, picture_ids_from_content=self._picture_ids_from_content))
@@ -372,7 +372,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(group.index for group in self._groups)
 
     def _transferred_tables(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
-        """Return those of `tables`, one for each of vLLM's groups, that belong to `_groups`, in that order."""
+        """Return the block tables of `_groups`, in order, from `tables`, which has one for each of vLLM's groups."""
         return tuple(tables[group.index] for group in self._groups)
 
     def reset_cache(self) -> bool:
@@ -440,7 +440,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """End all reads, by peers, of blocks that this step will overwrite, and send the step's questions to peers.
 
-        vLLM calls this before the step writes to any block.
+        vLLM calls this before the step writes any block.
         """
         step = cast(KVFlowMetadata, kv_connector_metadata).step
         self._worker.prepare(step if self._asks_for_engine else msgspec.structs.replace(step, questions=[]))
@@ -474,8 +474,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Open and extend leases of the blocks that the step computes. Despite the method's name, do not wait.
 
-        The step's forward pass has been submitted, and a device event shows when it is done. The router gets tickets
-        only after the step's results.
+        A device event shows when the submitted forward pass is done. The router gets tickets only after the step's
+        results.
         """
         step = Step(save=self._step.save, grow=self._step.grow, cached_blocks=self._step.cached_blocks)
         self._worker.begin(step, ready=self._record_event())

@@ -1,7 +1,7 @@
 """kvflow's settings from vLLM's configuration: each rank's `Config`, and the keys of `kv_connector_extra_config`.
 
 These keys are the fields of `Extra`, and those of `kvflow.Config` except the fields that vLLM itself sets
-(`_FROM_VLLM`). Nothing is guessed: for an unknown key or a value of a wrong type, a ConfigError names the key.
+(`_FROM_VLLM`). For an unknown key or a value of a wrong type, a ConfigError names the key.
 """
 
 from __future__ import annotations

@@ -183,10 +183,10 @@ def cache_groups(
 def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dict[str, int]:
     """Return a number for each layer name, the same on all engines with the model.
 
-    Engines may have different layers, such as those of one pipeline stage. So a layer's number is made from the number
-    in its name. Names with the same number, such as an attention layer and its indexer, are numbered in their order.
-    Layers of a draft model have a separate range: their names say so, or the number in the name is at least
-    `model_layers`, the number of the model's own layers.
+    Engines may have different layers, such as those of one pipeline stage. So the number is made from the number in the
+    name. Names with the same number, such as an attention layer and its indexer, are numbered in order. Layers of a
+    draft model have a separate range: their names say so, or the number in the name is at least `model_layers`, the
+    number of the model's own layers.
 
     Raises:
         LayoutError: the number in a name is too large, or too many names have the same number.

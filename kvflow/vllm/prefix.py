@@ -114,7 +114,7 @@ class RequestPrefixes:
         )
 
     def bind_pool(self, pool: BlockPool) -> None:
-        """If prefixes are shared, have vLLM's block pool report when it reuses blocks of requests."""
+        """If prefixes are shared, have vLLM's block pool report when it reuses requests' blocks."""
         if not self._shares_prefixes:
             return
         if not hasattr(pool, "unpin_blocks"):

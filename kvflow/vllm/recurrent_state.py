@@ -1,8 +1,8 @@
 """The tensors of a layer's recurrent state in vLLM, and how tensor-parallel ranks divide them.
 
-vLLM stores a slot as bytes: the last inputs of a convolution, the recurrent state, then padding. For the kinds of state
-that vLLM itself defines, this module knows which bytes belong to which head, so engines with different tensor-parallel
-sizes can exchange them. A slot of another kind is transferred whole, between engines of the same tensor-parallel size.
+vLLM stores a slot as bytes: the last inputs of a convolution, the recurrent state, then padding. For vLLM's own kinds
+of state, this module knows which bytes belong to which head, so engines with different tensor-parallel sizes can
+exchange them. Slots of other kinds are transferred whole, between engines of the same tensor-parallel size.
 """
 
 from __future__ import annotations
