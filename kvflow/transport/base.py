@@ -20,7 +20,7 @@ AgentName = NewType("AgentName", str)
 DEVICES: Mapping[str, bool] = {"cpu": True, "cuda": True}
 """Whether NIXL can read memory of a kind of device, by kind; False for kinds that are not listed.
 
-The transport in use decides, by its method `reaches`.
+The method `reaches` of the transport in use decides.
 """
 BY_SOME_BUILDS = ("xpu",)
 """Kinds of devices with memory that only some builds of NIXL can read.
@@ -31,17 +31,14 @@ _WITHOUT_MEMORY = "meta"
 
 
 def usually_reached(device: str) -> bool:
-    """Return whether NIXL can read memory of the device kind `device`, according to `DEVICES`."""
+    """Return whether NIXL can usually read memory of the device kind `device` (`DEVICES`)."""
     return DEVICES.get(device, False)
 
 
 def is_staged(device: str, staging: str, reached: bool | None = None) -> bool:
     """Return whether a cache on a kind of device is staged: peers read copies of its blocks in host buffers.
 
-    Args:
-        device: the kind of device.
-        staging: Config.staging.
-        reached: whether the transport can read memory of this kind; None: according to `DEVICES`.
+    `staging`: Config.staging. `reached`: whether the transport can read memory of this kind; None: as in `DEVICES`.
 
     Raises:
         ConfigError: the cache must be staged but `staging` is "never"; or `device` is "meta", which holds no data.
@@ -165,8 +162,8 @@ class Transport(Protocol):
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         """Start to read from `peer` what `descriptors` describe, and return immediately.
 
-        A `ReadEnded` event follows, even if the read cannot start. Reads may be performed in any order, and so may the
-        copies within one read.
+        A `ReadEnded` event follows, even if the read cannot start. Reads, and the copies within a read, may be
+        performed in any order.
         """
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
@@ -179,23 +176,20 @@ class Transport(Protocol):
     async def run(self, deliver: Callable[[Event], None]) -> None:
         """Call `deliver` on the loop with every event, until cancelled. Only one `run` may be active at a time.
 
-        Events that occur while no `run` is active are kept for the next. Raises TransportBroken when no further event
-        can come.
+        Events that occur while no `run` is active are kept. Raises TransportBroken when no further event can come.
         """
 
     async def aclose(self, timeout_s: float) -> None:
         """Deregister the memory and shut down, once no read is under way. Closing twice is fine.
 
-        If reads do not stop within `timeout_s`, raise TransportError. The transport then keeps itself and the memory
-        alive until the reads have stopped, and shuts down after that.
+        If reads do not stop within `timeout_s`, raise TransportError; the transport shuts down once they have stopped,
+        and keeps itself and the memory alive until then.
         """
 
     def abandon(self, wait_s: float) -> None:
         """Shut down as soon as no read is under way; wait up to `wait_s` for that.
 
-        For use after the event loop has ended.
-
-        May be called on any thread.
+        For use after the event loop has ended, on any thread.
         """
 
     @property

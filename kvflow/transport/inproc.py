@@ -168,8 +168,8 @@ class InprocTransport:
             device: The kind of device.
 
         Returns:
-            The answer of `usually_reached`, so that tests stage the same caches as engines over NIXL. This transport
-            itself reads only memory of the CPU.
+            The answer for NIXL, so that tests stage the same caches. This transport itself reads only memory of the
+            CPU.
         """
         return usually_reached(device)
 
@@ -251,7 +251,7 @@ class InprocTransport:
             descriptors: Local and remote ranges, in bytes; checked when the read is performed.
 
         Returns:
-            The read, which its `ReadEnded` event names. With `InprocFaults.hold` it waits in `held` until `perform`.
+            The read, which its `ReadEnded` event names. With `InprocFaults.hold` it waits until `perform`.
 
         Raises:
             TransportBroken: The transport is not open.
@@ -297,7 +297,7 @@ class InprocTransport:
         """Report the end of a read that this agent's `SimulatedLink` has performed. No byte may land after this call.
 
         Args:
-            read: The read that was given to `SimulatedLink.take_read`.
+            read: The read.
             error: Why the read failed; None if all bytes have landed.
         """
         assert self._link is not None, "it says so"
@@ -462,8 +462,8 @@ class InprocTransport:
             read: A read that was posted on this transport.
 
         Returns:
-            PeerGone if the peer is gone; else the next of `InprocFaults.fail_next`, which is removed there; else an
-            error if a range is not registered; else None.
+            PeerGone if the peer is gone; else the next of `InprocFaults.fail_next`, removed there; else an error if a
+            range is not registered; else None.
         """
         target = self._network.agents.get(read.peer) or self._network.closed.get(read.peer)
         if target is None or target.faults.cut or read.peer not in self._peers:

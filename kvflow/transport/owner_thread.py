@@ -9,13 +9,13 @@ After each call, of Python or NIXL, that has released the GIL, the thread may ha
 takes few calls, and the thread reports ended reads before its next call that releases the GIL. Beside a loop that is
 never idle each wait may take a second: docs/decisions/0033-bursts-and-threads.md.
 
-`call` and the callbacks belong to one event loop. The thread ends when `step` returns None or raises. Then every `call`
-that waits raises an error, and later calls raise TransportBroken.
+The thread ends when `step` returns None or raises. Then every `call` that waits raises an error, and later calls raise
+TransportBroken.
 
 At exit Python ends the threads that still run, but a thread in C++ that then asks for the GIL aborts the process
 ("terminate called without an active exception"). So at the interpreter's exit each thread first returns from `step`,
-and the objects that `step` uses are never destroyed, since bytes may still land in them. A forked child has no such
-thread, and does not destroy those objects either.
+and the objects that `step` uses are never destroyed, since bytes may still land in them. A forked child, which has no
+such thread, does not destroy them either.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def pause_s(idle_s: float) -> float:
 class OwnerThread:
     """A thread that runs jobs in order, and calls `step` between jobs.
 
-    `step` returns the seconds that the thread may sleep if no job comes, or None to end the thread. `on_death` is
-    called on the event loop with the error if `step` or a job raises.
+    `step` returns the seconds that the thread may sleep if no job comes, or None to end the thread. If `step` or a job
+    raises, `on_death` is called on the event loop with the error.
     """
 
     def __init__(self, name: str, step: Callable[[], float | None], on_death: Callable[[BaseException], None]) -> None:
@@ -79,8 +79,8 @@ class OwnerThread:
         self._on_death = on_death
         self._jobs: deque[Job] = deque()
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """Queue on which the thread sleeps until an item arrives. A `put` costs a system call, so there is at most one
-        item."""
+        """Queue on which the thread sleeps until an item arrives. A `put` costs a system call, so `submit` puts at most
+        one item."""
         self._wake_pending = False
         """True while `_wakes` holds an item that the thread has not taken yet."""
         self._loop = asyncio.get_running_loop()
@@ -148,11 +148,9 @@ class OwnerThread:
         self._thread.join()
 
     def abandon(self, last_job: Job, wait_s: float) -> None:
-        """Queue `last_job`, which must make `step` end the thread.
+        """Queue `last_job`, which must make `step` end the thread, and wait up to `wait_s` for that.
 
-        For use after the event loop has ended, on any thread.
-
-        Wait up to `wait_s` for the end of the thread, unless this call runs on the thread itself.
+        For use after the event loop has ended, on any thread; on the thread itself without the wait.
         """
         self._jobs.append(last_job)
         self._wakes.put(None)

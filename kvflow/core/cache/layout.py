@@ -1,11 +1,11 @@
 """The layout of one rank's KV cache in memory: which bytes belong to (layer, K or V, block).
 
-A cache is a dict of layer names to tensors, or to (K, V) pairs of tensors. `KVStyle` lists the supported ways to hold K
-and V. Strides are read from the tensors. So permuted views, padded blocks and layers that share one storage work, if
-the bytes of a block are dense within a region and the elements of a head are contiguous.
+`KVStyle` lists the supported ways to hold K and V. Strides are read from the tensors. So permuted views, padded blocks
+and layers that share one storage work, if the bytes of a block are dense within a region and the elements of a head are
+contiguous.
 
 A layout gives a list of regions (`core.cache.regions`): for each layer one for K and one for V, or a single one for
-fused K and V or for the latent vectors of MLA. Even if K and V are neighbours in a block they are two regions;
+fused K and V or for the latent vectors of MLA. K and V are two regions even if they are neighbours in a block;
 `block_map` joins neighbours where both sides of a load allow it.
 """
 

@@ -1,8 +1,7 @@
 """The memory of a cache: its regions, from which plans are made, and the spans to register.
 
-A region is the memory of one layer's K, V, fused K and V, or latent vectors: a base address and a block stride. This
-module checks that the bytes of a block are dense within a region. The layout's `BlockShape` describes the inside of a
-block.
+A region is the memory of one layer's K, V, fused K and V, or latent vectors. This module checks that the bytes of a
+block are dense within a region; the layout's `BlockShape` describes the inside of a block.
 """
 
 from __future__ import annotations

@@ -91,13 +91,11 @@ class BlockMap:
         local: the local regions.
         remote: the peer's regions.
         heads: the KV heads to read from the peer.
-        local_layers: index in the model of each layer in `local`, in order.
-        remote_layers: index in the model of each layer in `remote`, in order.
+        local_layers, remote_layers: index in the model of each layer in `local` and in `remote`, in order.
         opaque: True if the bytes are not plain values at strides of tokens and heads. Then both sides have the same
             block format, and blocks are always read whole.
         local_set: index of the local set of layers.
-        local_group: index of the local group with these layers.
-        remote_group: index of the peer's group with these layers.
+        local_group, remote_group: index of the group with these layers, on this side and on the peer's.
     """
 
     def __init__(
@@ -213,8 +211,7 @@ def _rows(local: Regions, remote: Regions, heads: HeadSource, places: Sequence[t
     """Return an array with a column (local base, local stride, remote base, remote stride) for each region pair.
 
     `places`: (local position, remote position) of each layer to read. A base is the address of the first head to read.
-    Columns are ordered by local address. If layers share a local region, such as K but not V, only the first layer has
-    a column for it.
+    Columns are ordered by local address. If layers share a local region, only the first layer has a column for it.
     """
     ours_at = regions_of([ours for ours, _ in places], len(local.parts))
     theirs_at = regions_of([theirs for _, theirs in places], len(local.parts))

@@ -149,9 +149,8 @@ def _check_id_array(block_ids: Sequence[int] | BlockIds, num_blocks: int, what: 
 class Chunks:
     """Chunks of tokens to read, and the position of each chunk in the remote and in the local blocks.
 
-    A chunk is as many tokens as a block has on the side with the smaller blocks. Chunk i is read from chunk number
-    `remote_parts[i]` within block `remote_ids[i]`, and lands in chunk number `local_parts[i]` within block
-    `local_ids[i]`.
+    A chunk is as many tokens as a block has on the side with the smaller blocks. Chunk i is read from chunk
+    `remote_parts[i]` within block `remote_ids[i]`, and lands in chunk `local_parts[i]` within block `local_ids[i]`.
     """
 
     local_ids: BlockIds
@@ -217,13 +216,11 @@ def match_chunks(
 ) -> tuple[Chunks, ...]:
     """Return the chunks that fill the local blocks: a `Chunks` of all full chunks, then one of the last, partial chunk.
 
-    An empty `Chunks` is left out. One block size must divide the other.
+    An empty `Chunks` is left out. One block size, in tokens, must divide the other.
 
     Args:
         local_ids: the local blocks to fill, which end with the block of the last offered token.
         offered: number of offered blocks.
-        local_block_size: tokens of a local block.
-        remote_block_size: tokens of an offered block.
         num_tokens: tokens from the prompt's start to the end of the offer.
         needed_from: position of the first token that has to be read. Tokens before it are read if they are offered.
         whole: True if the offered blocks hold the prompt from its first token on; False if they hold only its end, as
@@ -261,7 +258,9 @@ def match_chunks(
 
 
 def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = None) -> Descriptors:
-    """Return the descriptors that read `chunks` in all region pairs of `groups`, the region maps of one peer.
+    """Return the descriptors that read `chunks` from one peer.
+
+    `groups`: the peer's region maps, each for some region pairs.
 
     `head`: one more read, such as that of a seal, which becomes the first descriptor.
     """
@@ -272,7 +271,7 @@ def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = 
 
 
 def _plan_region_map(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
-    """Return descriptors for `head`, if given, then for all pieces of all chunks, region pair by region pair.
+    """Return descriptors for `head`, if given, then for all pieces (contiguous reads) of all chunks, by region pair.
 
     Chunks that follow each other on both sides are joined if each is one piece.
     """
@@ -310,9 +309,9 @@ def _plan_region_map(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> De
 
 
 def _join_pieces(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int64Array, Int64Array, Int64Array | int]:
-    """Join pieces of `size` bytes that follow each other on both sides. `local`, `remote`: start of each piece.
+    """Join contiguous reads of `size` bytes that follow each other on both sides. `local`, `remote`: start of each.
 
-    Return the local starts, the remote starts and the sizes of the joined pieces; `size` if nothing was joined.
+    Return the local starts, the remote starts and the sizes of the joined reads; `size` if nothing was joined.
     """
     follows = (local[1:] - local[:-1] == size) & (remote[1:] - remote[:-1] == size)
     if not follows.any():
@@ -327,8 +326,8 @@ def _join_pieces(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int6
 def small_load_map(block_map: BlockMap) -> RegionMap | None:
     """Return the region map with which `match_few` and `read_few` can plan small loads; None if they cannot.
 
-    They can if blocks have equally many tokens on both sides, `block_map` has a single region map, and a block is one
-    piece in each region.
+    They can if blocks have equally many tokens on both sides, `block_map` has a single region map, and a block is
+    contiguous in each region.
     """
     if block_map.local.block.tokens != block_map.remote.block.tokens:
         return None
@@ -343,8 +342,7 @@ def match_few(
     """Return a pair (remote block id, local block id) for each block to read, sorted by remote block id.
 
     `offered`: ids of all offered blocks, from the prompt's first token on. None if only `match_chunks` can plan the
-    load: the last block is not full, or `local_ids` are not exactly the blocks of the offered tokens from
-    `cached_tokens` on.
+    load: the last block is not full, or `local_ids` are not the blocks of the offered tokens from `cached_tokens` on.
     """
     tokens = min(num_tokens, len(offered) * block_tokens)
     last = tokens // block_tokens

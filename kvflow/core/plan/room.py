@@ -42,25 +42,16 @@ def check_blocks_match(
     producer: str,
     kind: type[RequestError] = RequestError,
 ) -> None:
-    """Check that the local blocks of a load hold exactly the offered tokens from `cached_tokens` on.
+    """Raise RequestError unless the local blocks of a load hold exactly the offered tokens from `cached_tokens` on.
 
     In a group that holds a prompt from its first token on, the blocks begin with the block of token `cached_tokens` and
     must end with the block of the last offered token. The blocks of a window, and a state, always end with the last
     offered token, so their number does not show at which token the caller expects the end. Something else must show it:
     the blocks of another group, if its block size divides this group's block size, or `expected_tokens`.
 
-    Args:
-        groups: the local groups.
-        tables: the local blocks of each group.
-        cached_tokens: tokens of the prompt before the local blocks.
-        tokens: number of offered tokens.
-        expected_tokens: number of tokens that the caller expects in the offer; None if not given.
-        what: beginning of the message.
-        producer: name of the producer in the message.
-        kind: error class if blocks and offer end at different tokens.
-
-    Raises:
-        RequestError: blocks and offer do not match; of class `kind` if they end at different tokens.
+    `tables`: the local blocks of each group. `tokens`: number of offered tokens. `expected_tokens`: number that the
+    caller expects; None if not given. `what` begins the message, which names the `producer`. `kind`: class of the error
+    if blocks and offer end at different tokens.
     """
     if not any(map(len, tables)):
         return

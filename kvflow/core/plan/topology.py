@@ -56,7 +56,7 @@ class Rank(NamedTuple):
         """Return the rank that a config describes.
 
         Args:
-            config: settings of the rank; only dp_rank, pp_rank and tp_rank are used.
+            config: settings, of which only dp_rank, pp_rank and tp_rank are used.
 
         Returns:
             The rank.
@@ -67,7 +67,7 @@ class Rank(NamedTuple):
 class Parallelism(NamedTuple):
     """The parallelism of an engine, as its tickets state it.
 
-    The fields mean the same as in a `CacheShare`, and describe the first kind of layers.
+    The fields are those of a `CacheShare`, and describe the first kind of layers.
     """
 
     tp_size: int
@@ -93,8 +93,8 @@ class Parallelism(NamedTuple):
 class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     """The layers of one kind that one rank holds, and the parallelism of the rank's engine.
 
-    Layers of one kind have the same block table (`group`) and the same number of heads. The two sides of a load may
-    differ in any field; `differences` decides whether a load is possible.
+    Layers of one kind have the same block table (`group`) and number of heads. The two sides of a load may differ in
+    any field; `differences` decides whether a load is possible.
     """
 
     tp_rank: RankIndex
@@ -177,7 +177,8 @@ class HeadSource(NamedTuple):
     heads: int
     """Number of heads to read; 0 if the reader only has to report to the producer's rank."""
     reporters: int
-    """Number of ranks in the reader's pipeline stage, the reader included, that report to the producer's rank."""
+    """Number of ranks in the reader's pipeline stage, the reader included, that report their reads to the producer's
+    rank."""
 
 
 class ReportShare(NamedTuple):
@@ -332,7 +333,7 @@ def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) 
 
 
 def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
-    """Return the tensor-parallel ranks of a producer that the local rank reads from or reports to (`head_sources`).
+    """Return the tensor-parallel ranks of a producer that the local rank reads from or reports to.
 
     `theirs`: cache share of any rank of the producer. The result holds for each pipeline stage of the producer.
     """
@@ -342,7 +343,7 @@ def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
 def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
     """Return which heads the local rank, with cache share `ours`, reads from the producer's rank with share `theirs`.
 
-    None if the local rank neither reads heads from that rank nor reports to it that its lease was read.
+    None if the local rank neither reads from that rank nor reports to it.
     """
     return next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
 

@@ -1,8 +1,7 @@
 """Device events (such as `torch.cuda.Event`) that have to happen before bytes may be read, or may land.
 
-An event is polled until it has happened. The pause between two polls is a fiftieth of the time since the wait began, at
-least 50 us and at most 5 ms. So nothing blocks, no event waits for another, and an event that never happens costs
-almost nothing.
+An event is polled until it has happened, with pauses that grow from 50 us to 5 ms. So nothing blocks, no event waits
+for another, and an event that never happens costs almost nothing.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ leases.
 
 A lease ends exactly once (invariant I4): as read by all its readers, expired, revoked or failed. Its blocks are then
 *held* for `hold_s`, because a quick read may be proven by a seal that was fetched shortly before the end
-(`core.protocol.proof`). A renewal gives a lease its whole `ttl_s` again, up to the end of its lifetime.
+(`core.protocol.proof`).
 """
 
 from __future__ import annotations

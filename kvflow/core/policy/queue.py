@@ -93,8 +93,7 @@ class FairQueue:
     def __init__(self, limits: Amount, peer_limits: Amount | None = None, ahead_s: float = 0.0) -> None:
         """Create an empty queue with `limits` for all peers together and `peer_limits` for each peer (None: `limits`).
 
-        `ahead_s`: a peer's limit of the first quantity grows to what the peer delivers in this many seconds; 0: no
-        growth.
+        `ahead_s`: a peer's first limit grows to what the peer delivers in this many seconds; 0: no growth.
         """
         self._ahead_s = ahead_s
         self._peer_limits = limits if peer_limits is None else peer_limits
@@ -103,7 +102,8 @@ class FairQueue:
         self._total = _Budget(limits, self._nothing)
         self._peers: dict[str, _Budget] = {}
         self._speeds: dict[str, float] = {}
-        """Speed of each peer with a limit that has grown, in units of the first quantity per second."""
+        """Speed, in units of the first quantity per second, at which each peer with a raised limit (`ahead_s`)
+        delivers."""
         self._asked = 0
         self.waiting = 0
 

@@ -1,7 +1,7 @@
 """Checks of a peer's claims about its cache: its regions, its cache shares and its groups of layers.
 
-The bounds of the fields limit each number alone. This module checks that the numbers are possible together, before this
-engine reads from any address. An impossible claim raises WireError, which has the claimed values.
+Decoding bounds each number alone. This module checks that the numbers are possible together, before this engine reads
+from any address. An impossible claim raises WireError, which has the claimed values.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def regions_to_wire(regions: Regions) -> RegionTable:
 def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
     """Convert a peer's region tables, one for each set of layers, to `Regions`.
 
-    WireError if the numbers in a table contradict each other, or if there are more than SETS_MAX tables or REGIONS_MAX
-    regions.
+    WireError if the numbers in a table contradict each other, or for more than SETS_MAX tables or REGIONS_MAX regions.
     """
     count = sum(len(table.bases) for table in tables)
     if len(tables) > SETS_MAX or count > REGIONS_MAX:

@@ -1,9 +1,8 @@
 """Encoding and decoding of messages.
 
 A message of the side channel is two MessagePack frames: a `Header` and a body. The header has the protocol version and
-the fingerprint of the cache's `Compatibility`. It is decoded and checked first, so that a peer of another version gets
-an answer. Decoding is strict: a value of another type or out of bounds raises `WireError`. Decoding runs no code of the
-peer.
+a digest of the cache's `Compatibility`. It is decoded first, so that a peer of another version gets an answer. Decoding
+is strict: a value of another type or out of bounds raises `WireError`. Decoding runs no code of the peer.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class WireError(Exception):
 
 
 class UnknownRequest(WireError):
-    """A request has a kind that this runtime does not answer, for example because an optional part is missing."""
+    """A request of a kind that this runtime does not answer, for example because an optional part is missing."""
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):

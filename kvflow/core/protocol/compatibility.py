@@ -1,7 +1,7 @@
 """`Compatibility`: the properties in which two engines must agree, so that a byte of the cache means the same on both.
 
-The header of every message has the fingerprint of a `Compatibility`. Properties in which two engines may differ,
-because a plan of reads can handle that, are in a rank's `topology.CacheShare`.
+The header of every message has its digest. Properties in which two engines may differ, because a plan of reads can
+handle that, are in a rank's `topology.CacheShare`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Messages of the side channel: the questions of readers to a rank, and the answers.
 
-Each message is a frozen struct. Decoding (`core.protocol.codec`) checks the types and bounds (`core.bounds`) of its
-fields. Values that are only valid together, such as the addresses of a peer's cache, are checked by
-`core.protocol.claims`.
+Decoding (`core.protocol.codec`) checks the type and bounds of each field. Values that are only valid together, such as
+the addresses of a peer's cache, are checked by `core.protocol.claims`.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
 AGENT_METADATA_BYTES_MAX = 1 << 26
 REDIRECT_BYTES_MAX = 1 << 13
-"""Maximum bytes of a pending ticket that redirects readers to another engine. If the ticket is larger, because it names
-many ranks, readers are not redirected."""
+"""Maximum bytes of a pending ticket that redirects readers to another engine. With a larger one, which names many
+ranks, readers are not redirected."""
 
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
@@ -66,7 +65,7 @@ class ReaderRequest(msgspec.Struct, frozen=True, kw_only=True):
     reader: Reader
     """Name of the reader's transport agent (`addresses.agent_name`)."""
     target: Address
-    """The engine and rank that the reader expects at the address to which it sends the question."""
+    """The engine and rank that the reader expects at the address that it asks."""
 
 
 class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadata"):
@@ -96,7 +95,7 @@ class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
     """Ask a rank for the lease of a request, which need not be open yet. The answer is a `LeaseAnswer`.
 
     The rank answers as soon as it knows something that the reader does not know, and after `wait_s` at the latest. The
-    request id is secret: a reader that knows it is authorized.
+    secret request id authorizes the reader.
     """
 
     request_id: RequestName
@@ -106,9 +105,9 @@ class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
     """Number of offered tokens, if the reader knows the offer. Not used if `blocks_digest` is empty."""
     blocks_digest: Digest = b""
     """Digest (`digest_of`) of the offered block ids, if the reader knows the offer; the rank then disregards leases of
-    other blocks or another `num_tokens`. Empty: the reader does not know the offer, so the answer has it."""
+    other blocks or another `num_tokens`. Empty: the answer has the offer."""
     lease_id: LeaseId | None = None
-    """Id of the lease that the question is about, if the reader knows the id; None: any lease of the request."""
+    """Id of the lease that the question is about, if the reader knows it; None: any lease of the request."""
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)] = ()
     """For each group, how many blocks of the lease `lease_id` the reader knows."""
     missing_max: Missing = -1
@@ -119,13 +118,12 @@ class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
 class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
     """Notice that a reader has finished with a lease. The answer is an `Ack`.
 
-    Means the same as `ReadDone`, for readers without a transport connection to the rank.
+    The same as `ReadDone`, for readers without a transport connection to the rank.
     """
 
     lease_id: LeaseId
     cache_shares: CacheShares
-    """Cache shares of the reader, from which the rank computes the fraction of the lease that the reader has read
-    (`topology.report_share`)."""
+    """Cache shares of the reader, from which the rank computes which fraction of the lease the reader has read."""
 
 
 class DigestPart(msgspec.Struct, frozen=True, array_like=True):
@@ -137,7 +135,6 @@ class DigestPart(msgspec.Struct, frozen=True, array_like=True):
     head: Count
     """Index of the first head."""
     heads: Count
-    """Number of heads."""
     model_heads: Count
     """Number of heads of the whole model, from which a rank computes which of the heads it holds."""
     start: Count
@@ -162,7 +159,7 @@ class DigestRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_digests")
 class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
     """Notice from another engine that the router has sent it a request for which readers wait at this rank.
 
-    The request id is secret and authorizes the notice. The answer is an `Ack`.
+    The secret request id authorizes the notice. The answer is an `Ack`.
     """
 
     request_id: RequestName
@@ -198,7 +195,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     engine_id: Name
     incarnation: Incarnation
     cache_shares: CacheShares
-    """Cache share of each `LayerSet` of the rank."""
+    """Cache share of each set of layers (layers of one group with the same layout) of the rank."""
     agent_metadata: Annotated[bytes, Meta(max_length=AGENT_METADATA_BYTES_MAX)]
     agent_metadata_crc32: Word32
     """CRC-32 of `agent_metadata`. Readers check it first, because NIXL crashes on damaged metadata."""
@@ -218,7 +215,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: Count
     ttl_s: Seconds
     block_ids: BlockTables
-    """Block ids of the producer's engine, for each group."""
+    """Block ids of the producer's engine, by group."""
     extends: bool
     """True if more blocks follow, until the blocks hold all `num_tokens` tokens."""
     prompt_digest: PromptDigest
@@ -230,12 +227,12 @@ class LeaseAnswerState(enum.StrEnum):
     """The state of a request's lease, as a `LeaseAnswer` gives it."""
 
     WAITING = "waiting"
-    """Nothing new: the rank has no lease of the request yet, or the reader knows all that the rank knows of it."""
+    """Nothing new: the rank has no lease of the request yet, or the reader knows all that the rank knows."""
     OPEN = "open"
     """The lease is open; more blocks or computed tokens may follow."""
     COMPLETE = "complete"
-    """All tokens of the lease can be read, and the payload (`Lease.complete`) is known if one was promised. An answer
-    without a lease has this state if the offer has no blocks."""
+    """All tokens of the lease can be read, and the payload (`Lease.complete`), if promised, is known. Also the state of
+    an answer without a lease, if the offer has no blocks."""
     ENDED = "ended"
     """The lease has ended, so no read of it can succeed."""
     FAILED = "failed"
@@ -250,15 +247,14 @@ class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     """The lease, if the reader does not know it. Readers ignore its host and port: they know the address of the rank.
     """
     offer: Offer | None = None
-    """The offer, if the reader does not know it."""
     more_block_ids: BlockTables = ()
-    """For each group, the block ids that follow those that the reader knows."""
+    """By group, the block ids that follow those that the reader knows."""
     payload: Annotated[bytes, Meta(max_length=PAYLOAD_BYTES_MAX)] = b""
     reason: Reason = ""
     """Why no read can succeed, if the state is FAILED."""
     instead: Redirect = b""
-    """Pending ticket for the engine that serves the request instead, as MessagePack of `Ticket.to_params`; empty if no
-    engine is known."""
+    """Pending ticket for the engine that serves the request instead, as MessagePack of `Ticket.to_params`; empty if
+    unknown."""
 
 
 NOTHING_YET = LeaseAnswer(state=LeaseAnswerState.WAITING)
@@ -267,7 +263,7 @@ NOTHING_YET = LeaseAnswer(state=LeaseAnswerState.WAITING)
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
     """The answer to a `DigestRequest`. The lease was still open when the last digest had been computed.
 
-    `values` has one digest per layer of the first `DigestPart`, then of the next part, and so on.
+    `values` has one digest per layer: those of the first `DigestPart`, then those of the next, and so on.
     """
 
     values: Annotated[tuple[Word64, ...], Meta(max_length=REGIONS_MAX)]
@@ -278,13 +274,12 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
 
     reason: Reason
     version: Count
-    """Protocol version of the rank."""
     transient: bool = False
     """True if the rank may answer the question later, for example because it has no cache yet."""
     compatibility: Compatibility | None = None
     cache_shares: CacheShares = ()
     listens: Address | None = None
-    """The rank that answers at this address, if the question was meant for another engine."""
+    """The rank that answers at the asked address, if the question was meant for another engine."""
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):

@@ -4,10 +4,10 @@ A router may mix tickets up, or the two engines may tokenize the same text diffe
 intact, and the answer would be to another prompt. So a ticket can carry a digest of its tokens, which the reader
 compares with its own prompt.
 
-Prompts can also differ in more than tokens: in an adapter, pictures, or a cache salt. A *mark* says that one of these
-begins at a token. An engine sets the marks by `marked_by_keys`, and passes the marked prompt to kvflow. The digest of a
-marked prompt has one section for the tokens and one for each kind of mark. If only marks differ, the request may have
-lost its pictures on the way, and the engine must not compute it (`PromptMismatch.parts`).
+Prompts can also differ in an adapter, pictures, or a cache salt. A *mark* says that one of these begins at a token. The
+digest of a prompt with marks (`marked_by_keys`) has one section for the tokens and one for each kind of mark. If only
+marks differ, the request may have lost its pictures on the way, and the engine must not compute it
+(`PromptMismatch.parts`).
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
     """Return the digest (BLAKE2b) of a request's prompt, a list of token ids or a `MarkedPrompt`.
 
     The request id salts the digest, so tickets do not reveal that two requests have the same prompt. The token ids give
-    32 hexadecimal digits. Each kind of mark adds `:kind=` and 16 digits, which are salted with the tokens: without the
-    tokens a cache salt cannot be guessed from its digest.
+    32 hexadecimal digits. Each kind of mark adds `:kind=` and 16 digits, which are salted with the tokens, so that a
+    cache salt cannot be guessed from its digest.
 
     Raises:
         RequestError: `token_ids` is not a list of whole numbers.
@@ -113,14 +113,14 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
 
 MarkKeys: TypeAlias = Mapping[int, Sequence[tuple[str | bytes, ...]]]
 """By position in the prompt: the keys that begin there. A key, such as ("mm", identifier), names something other than
-tokens on which the KV cache depends from this position on, as in KV events."""
+tokens on which the KV cache depends from there on, as in KV events."""
 
 
 def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
     """Return a prompt as a list of numbers: its token ids, but at each position in `keys` a hash of token and keys.
 
-    So a comparison of two prompts' first tokens includes the keys up to there. Engines and subscribers of their KV
-    events get equal results from equal arguments. The keys of a position must be in this order: ("lora", name, path),
+    So comparing the first numbers of two prompts also compares their keys. Engines and subscribers of their KV events
+    get equal results from equal arguments. The keys of a position must be in this order: ("lora", name, path),
     ("cache_salt", salt), ("mm", identifier), then keys of any other kind.
     """
     prompt, marks = list(token_ids), list[Mark]()
@@ -145,7 +145,7 @@ def _part_digest(keys: Sequence[tuple[str | bytes, ...]]) -> bytes:
 def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -> str:
     """Return the digest of the first `num_tokens` tokens of a prompt, for its ticket.
 
-    RequestError if `token_ids` has fewer than `num_tokens` entries, or is not a list of whole numbers.
+    RequestError if `token_ids` is shorter, or is not a list of whole numbers.
     """
     what = f"request {request_id!r}: prompt"
     if count(token_ids, what) < num_tokens:
@@ -159,8 +159,8 @@ def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -
 def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
     """Raise PromptMismatch unless `token_ids` begins with the prompt that `ticket` offers.
 
-    The prompts are compared by the ticket's digest; a ticket without a digest passes. `what` begins the message.
-    RequestError if `token_ids` is not a list of token ids.
+    The ticket's digest decides; a ticket without a digest passes. `what` begins the message. RequestError if
+    `token_ids` is not a list of token ids.
     """
     found, offered = count(token_ids, f"{what}: prompt"), ticket.num_tokens
     if not ticket.prompt_digest:

@@ -55,7 +55,6 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
     seal_index: Count
     """Index of the lease's seal in the rank's table of seals."""
     incarnation: Name
-    """Incarnation of the rank that opened the lease."""
     host: Host = ""
     """Host of the rank's side channel. In a ticket's dict the first rank's host is `remote_host`, which routers read.
     """
@@ -67,8 +66,8 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
     more_block_ids: BlockTables = ()
     """Block ids that readers use on this rank, for each group after the first; only if `block_ids` is set."""
     pending: bool = False
-    """True if some tokens could not be read yet when this entry was made. Then a reader must fetch the seal before it
-    reads a block."""
+    """True if some tokens could not be read yet when this entry was made. Then readers must fetch the seal before any
+    block."""
     payload: bool = False
     """True if the producer has promised a payload: bytes that `Lease.complete` sends readers once the prompt is
     computed."""

@@ -1,12 +1,10 @@
 """The ticket: everything that a reader needs to load one request's blocks. Routers carry it as a dict of JSON types.
 
-A lease is a promise of one rank. Each rank of an engine opens a lease, under the same request id, and makes a ticket.
-`merge_tickets` makes one ticket that names all these leases. If a reader needs a rank that its ticket does not name, it
-computes the rank's port and asks the rank for its lease (`messages.LeaseRequest`), which costs a round trip.
-
-A ticket can be made without a lease. `Ticket.without_leases` makes a ticket that names an engine's ranks and a request;
-its readers ask every rank for its lease. Since they ask by request id, this id must be a secret of the ticket. A
-*pending ticket* (`Ticket.rendezvous`) does not even name the blocks: readers ask for the offer, and wait for it.
+Each rank of an engine opens a lease, under the same request id, and makes a ticket that names it; `merge_tickets` makes
+one ticket of all. If a reader needs a rank that its ticket does not name, it computes the rank's port and asks the rank
+for its lease (`messages.LeaseRequest`), which costs a round trip. Tickets can also be made without leases
+(`Ticket.without_leases`), and even without blocks (`Ticket.rendezvous`). Their readers ask by request id, so this id
+must be a secret of the ticket.
 
 In a ticket's dict each rank's entry has a checksum of the lease id and of all fields that readers rely on. If the dict
 was changed in transit, or mixed from several tickets, the ticket is refused. The checksum has no key: it guards against
@@ -98,8 +96,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     num_tokens: Count
     """Number of tokens of the prompt that the blocks hold. The last block may be partly filled."""
     ttl_s: Seconds
-    """Seconds until the lease expires, counted from the ticket's making and from each renewal. Only a hint: readers
-    trust the seal (`core.protocol.proof`)."""
+    """Seconds until the lease expires, from the ticket's making and from each renewal. Only a hint: readers trust the
+    seal (`core.protocol.proof`)."""
     dp_rank: Count
     """Index of the producer's data-parallel replica, to which all `ranks` belong."""
     tp_size: RankCount
@@ -124,7 +122,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     """Properties of each group, in the order of `block_tables`; () for a single group of full attention."""
     more_kinds: Kinds = ()
     """(block_size, kv_heads, model_kv_heads) of each further kind of layers. Layers of one kind have the same three
-    numbers; the ticket's own fields with these names describe the first kind."""
+    numbers; the ticket's own fields describe the first kind."""
     extends: bool = False
     """True if `Lease.extend` will add more blocks, until the blocks hold all `num_tokens` tokens."""
     awaited: bool = False
@@ -151,7 +149,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 
     @property
     def first(self) -> RankLease:
-        """First lease in `ranks`. Unless the ticket is merged, this is the lease of the rank that made the ticket."""
+        """First lease in `ranks`: of the rank that made the ticket, unless the ticket is merged."""
         return self.ranks[0]
 
     @property
@@ -178,7 +176,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     def offered_tokens(self) -> int:
         """Number of tokens, from the prompt's start, that the ticket offers.
 
-        If more blocks follow (`extends`), all `num_tokens`; else the tokens that the blocks hold in every group with
+        All `num_tokens` if more blocks follow (`extends`); else the tokens that the blocks hold in every group with
         blocks for a whole prompt.
         """
         if self.extends:
@@ -203,7 +201,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
     def offers_nothing(self) -> bool:
         """True if the ticket offers neither blocks nor a payload (`Lease.complete`).
 
-        Then its leases end when they are opened.
+        Its leases end when they are opened.
         """
         return not self.has_blocks and not any(rank.payload for rank in self.ranks)
 
@@ -554,7 +552,7 @@ _PARTS = ("block ids", "tokens or prompt", "request, ranks or lease")
 def check_digests(ticket: Ticket, stated: Sequence[str], computed: Sequence[str]) -> None:
     """Raise RequestError, which says what differs, if checksums in a ticket's dict do not match the ticket.
 
-    `stated`: checksums in the dict. `computed`: checksums of the ticket (`_compute_digests`). Both are in the order of
+    `stated`: checksums in the dict. `computed`: checksums of the ticket (`_compute_digests`). Both in the order of
     `ticket.ranks`.
     """
     for lease, theirs, ours in zip(ticket.ranks, stated, computed, strict=True):
@@ -575,8 +573,8 @@ def check_digests(ticket: Ticket, stated: Sequence[str], computed: Sequence[str]
 def _bounded_params(params: Mapping[str, Any], block_ids_max: int) -> tuple[Mapping[str, Any], bool]:
     """Raise RequestError if `params`, a ticket's dict, has too many block ids, ranks or fields, before it is parsed.
 
-    Return the dict, with missing fields taken from the spare (`core.protocol.spare`) and whole floats as ints; and True
-    if `remote_block_ids` is a list of block tables, one for each group, else False.
+    Return the dict, with missing fields taken from the spare (`core.protocol.spare`) and whole floats as ints; and
+    whether `remote_block_ids` is a list of block tables, one for each group.
     """
     request_id = params.get("remote_request_id")
     if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and SPARE_MARK in request_id:

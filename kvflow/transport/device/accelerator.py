@@ -2,11 +2,11 @@
 
 Copies run on their own stream, which does not wait for the engine's streams, so that a busy engine does not delay them.
 Before a copy the caller must therefore make sure that the source is computed (`ServeRequest.ready`), and that nothing
-still writes to the target (`LoadRequest.after`). A copy is finished only when its stream has been synchronized.
+still writes to the target (`LoadRequest.after`).
 
 Devices differ in their kernels: many have none for complex numbers, some none for 64-bit integers. So blocks are copied
-in the cache's own dtype or, if the device cannot do that, as bytes. Each dtype is tried once. If neither works, each
-block is copied by one call, which every device can do.
+in the cache's own dtype or, if a trial shows that the device cannot do that, as bytes. If neither works, each block is
+copied by one call, which every device can do.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each registration of a cache makes one `CacheDevice` (`make_device`). On the CPU a copy is finished when its call
 returns. If torch has streams and events for the device, copies have their own stream (`accelerator`, `cuda_device`). If
-torch has none, only the engine's own function can copy blocks on that device. No library of a device is loaded in a
-process that does not use it.
+torch has none, only the engine's own function can copy blocks there. No library of a device is loaded in a process that
+does not use it.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class CacheDevice:
     def gather_buffer(self, count: int, size_bytes: int) -> torch.Tensor:
         """Return a device buffer to gather blocks into: a tensor with one row of `size_bytes` bytes for each block.
 
-        It has `count` rows, or fewer, but at least one, if not all fit. All calls share one buffer, which a call with a
-        larger `size_bytes` replaces. Call this inside `copying`.
+        It has `count` rows or, if they do not fit, fewer, but at least one. All calls share one buffer, which a call
+        with a larger `size_bytes` replaces. Call this inside `copying`.
         """
         if self._gather_buffer is None or len(self._gather_buffer) < size_bytes:
             self._gather_buffer = self.allocate(max(_GATHER_BUFFER_BYTES, size_bytes))

@@ -120,14 +120,12 @@ class NixlAgents:
         self._serving_listeners = self._serving.listener_count
         self._in_flight: list[_Request] = []
         self._created: deque[_Request] = deque()
-        """Requests that NIXL has created and that are to be posted next, in order."""
+        """Requests that NIXL has created, to be posted next, in order."""
         self._ended: list[_Request] = []
         """Requests that have ended and are not reported to the event loop yet."""
         self.taken_cost_bytes = 0
-        """Total cost of all reads taken from the queue to be posted: their bytes, and `POST_COST_BYTES` for each read.
-
-        Any thread may read this.
-        """
+        """Cost of all reads taken from the queue to be posted: their bytes, and `POST_COST_BYTES` for each read. Any
+        thread may read this."""
         self._to_post: ShortestFirst[_QueuedRead] = ShortestFirst(POST_COST_BYTES)
         self._keepalive: list[object] = []
         self._active_s = 0.0

@@ -218,7 +218,7 @@ class NixlTransport:
     def _deliver_events(self) -> None:
         """Pass all queued events to the `deliver` function of `run`, if `run` is active.
 
-        If `deliver` raises, so does `run`.
+        If `deliver` raises, `run` raises TransportBroken.
         """
         # Cleared first, so that an event that is put after this schedules another wake-up.
         self._delivery_scheduled = False
