@@ -96,7 +96,7 @@ class CacheShape:
         return (PARTS, self.blocks, *inner, self.head_size)
 
     def checked(self, option: str) -> CacheShape:
-        """Return this shape, or raise SettingsError if it has too many words to number in 32 bits.
+        """Return this shape, or raise SettingsError if a cache of this shape has too many words to number in 32 bits.
 
         The error names `option`, the command-line option that leads to the shape.
         """
@@ -115,7 +115,7 @@ class BenchCache:
     def __init__(self, shape: CacheShape, memory: Memory | None = None, device: str | None = None) -> None:
         """Create an unfilled cache in `memory`, or in new memory.
 
-        Caches that never load at the same time may share memory. With a `device`, the tensors from `tensors` are copies
+        Caches that never load at the same time may share memory. With a `device`, the method `tensors` returns copies
         on that device; `poison` also updates the copies, and `check` first copies from the device.
         """
         self.shape = shape

@@ -4,8 +4,8 @@ A child holds one object, its rank. The parent runs coroutine methods of the ran
 calls `rank.offer(loads)` in the child and returns its result. When the parent closes the pipe, the child closes the
 rank and exits.
 
-Children are spawned, never forked: a forked NIXL agent hangs. The kernel kills the children when their parent ends,
-even while they are stopped.
+Children are spawned, never forked: a forked NIXL agent hangs. When the parent ends, the kernel kills the children, even
+if they are stopped.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Ite
     """Context manager: start a child process for each of `ranks`, all together, and yield the children by name.
 
     At the exit the children are closed in the reverse order of `ranks`, so list producers before their readers: over
-    tcp a producer that makes no progress while its reader leaves may die.
+    tcp a producer may die if it makes no progress while its reader leaves.
     """
     children: dict[str, Child] = {}
     with contextlib.ExitStack() as stack:
@@ -160,7 +160,7 @@ async def open_caller() -> AsyncIterator[ChildCaller]:
 def call_in_child(name: str, function: Callable[..., Any], *arguments: object) -> Any:
     """Call `function` in a new child process, and return its result.
 
-    If it raises or the child dies, raise BenchError.
+    If the function raises or the child dies, raise BenchError.
     """
     with open_children([RankProcess(name, open_caller)], QUIET_ENVIRONMENT) as children:
         return children[name].run(ChildCaller.call, function, *arguments)

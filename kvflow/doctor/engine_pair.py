@@ -56,7 +56,7 @@ async def examine_pair(config: Config, prefill: str, decode: str) -> list[Findin
 
 
 def _advice(given: str, problem: Exception) -> str:
-    """Return advice for the user if asking an engine for its metadata has raised `problem`.
+    """Return advice for the user after `problem` was raised by asking an engine for its metadata.
 
     `given`: the engine, as ENGINE_ID@tcp://host:port.
     """

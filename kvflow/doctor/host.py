@@ -165,7 +165,7 @@ def check_shared_memory(name: str, host: Host, _: Config) -> Finding:
 
 
 def check_process_reading(name: str, host: Host, _: Config) -> Finding:
-    """Check whether engines may trace other processes, as UCX must to read another process's memory directly.
+    """Check whether engines may trace other processes, which UCX needs to read another process's memory directly.
 
     UCX reads with the system call process_vm_readv.
     """

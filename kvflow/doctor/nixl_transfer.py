@@ -47,8 +47,7 @@ def judge_plugins(
     """Return the finding about a child process that has tried to start a NIXL agent.
 
     `installed`: version of NIXL. `plugins`: names of NIXL's plugins. `problem`: reason why no agent started, or "".
-    `verbs`: whether the system's libibverbs was loaded before NIXL. `exit_code`: as of
-    `multiprocessing.Process.exitcode`.
+    `verbs`: whether the system's libibverbs was loaded before NIXL. `exit_code`: the process's `exitcode`.
     """
     if problem:
         fix = f"unset UCX_ variables that do not fit this host, or reinstall it: {_INSTALL} --force-reinstall"

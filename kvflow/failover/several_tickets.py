@@ -221,7 +221,7 @@ class Attempts:
     def _release_unused(self) -> None:
         """After success, start to release the leases of the tickets that the load did not need.
 
-        No effect with `keep_offer`. Not called after a failed load: then the caller keeps the tickets that it gave.
+        No effect with `keep_offer`. Not called after a failed load, since the caller may use the tickets again.
         """
         if not self._load.request.keep_offer:
             for ticket in (*self._to_release, *self._waiting_tickets):

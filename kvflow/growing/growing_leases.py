@@ -19,7 +19,8 @@ class GrowingLeases:
     def __init__(self, blocks: OfferedBlocks, answer_readers: Callable[[str], object], block_ids_max: int) -> None:
         """`blocks`: the blocks of all leases. `block_ids_max`: maximum number of block ids in one lease.
 
-        `answer_readers`: function that answers the readers with a question about a lease, by the lease's request id.
+        `answer_readers`: function that takes a lease's request id, and answers the readers that have asked about the
+        lease.
         """
         self._blocks = blocks
         self._answer_readers = answer_readers

@@ -136,8 +136,8 @@ class _GrowingRead:
     async def copy_groups(self) -> AsyncGenerator[CopyGroup, None]:
         """Yield groups of reads while the prompt is being computed, each when enough tokens are readable.
 
-        If all tokens are readable before the first read, and go straight into the cache, they are read as from a lease
-        that does not grow. The iterator ends when all tokens are read, or when a lease has ended.
+        If all tokens are readable before the first read, and can be read straight into the cache, the read is as from a
+        lease that does not grow. The iterator ends when all tokens are read, or when a lease has ended.
         """
         sources, load = self._load.sources, self._load
         queues = self._spans.span_queues(sources, load.tables)

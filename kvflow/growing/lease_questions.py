@@ -182,8 +182,8 @@ class LeaseQuestions:
     async def payload(self) -> bytes | None:
         """Wait until all leases that promise a payload are complete or have ended.
 
-        Return the payload, empty if no lease promised one; None if a lease has ended without it. Raise PeerError if a
-        rank failed to answer, so the payload will not be known.
+        Return the payload, empty if no lease promised one; None if a lease has ended without its payload. Raise
+        PeerError if a rank failed to answer, so the payload will not be known.
         """
         found = b""
         for one in self.followed:

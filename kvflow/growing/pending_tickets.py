@@ -98,11 +98,11 @@ class PendingTickets:
     ) -> Ticket:
         """Wait for the offers of a pending ticket, at most its `ttl_s`. Return an ordinary ticket with these offers.
 
-        `on_lease` is called for each rank as soon as it has answered, with the rank's source and `ttl_s`. `connected`
-        is called each time a rank is connected and only its offer is missing. Cancelling stops the waiting; handshakes
-        that have begun continue. Raise PrefillFailed if the engine declines the request, or opens no lease in time;
-        LeaseExpired if the lease has ended already, or a rank has restarted; a PeerError, such as PeerNotReady if the
-        engine drains; RequestError if the ticket or the offer is invalid.
+        `on_lease` is called once for each rank, when the rank has answered, with the rank's source and `ttl_s`.
+        `connected` is called for each rank that is connected, so that only the rank's offer is missing. Cancelling
+        stops the waiting; handshakes that have begun continue. Raise PrefillFailed if the engine declines the request,
+        or opens no lease in time; LeaseExpired if the lease has ended already, or a rank has restarted; a PeerError,
+        such as PeerNotReady if the engine drains; RequestError if the ticket or the offer is invalid.
         """
         give_up_s = asyncio.get_running_loop().time() + ticket.ttl_s
         redirects: list[tuple[Address, bytes]] = []
@@ -129,7 +129,7 @@ class PendingTickets:
     async def _send_redirects(self, awaited: Ticket, reason: str, instead: bytes) -> None:
         """Notify each rank of the pending ticket `awaited`. `instead`: encoded ticket for waiting readers, or empty.
 
-        If a rank cannot be reached, readers that wait there learn this only at their time limit.
+        Readers that wait at a rank that cannot be reached find out late.
 
         Task `kvflow-send-on <request>`: begun by `decline` of a request with readers that wait at another engine. Ends
         when each of that engine's ranks has answered, within `handshake_timeout_s` after its turn.

@@ -22,7 +22,7 @@ ReadValues: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
 
 
 def _statistics_of(now: RuntimeStatistics, part: str) -> Any:
-    """Return the field `part` of a runtime's statistics `now`, or the statistics of its optional feature `part`.
+    """Return the field `part` of the statistics `now`, or the statistics of the runtime's optional feature `part`.
 
     "prefix.sharing" means the field `sharing` of the feature `prefix`. Return None if the runtime has no such feature.
     """

@@ -128,7 +128,7 @@ def read_records(path: Path) -> Iterator[RecordLine]:
 
 TraceEvent: TypeAlias = dict[str, Any]
 _GROWTH = {"lease": "computed", "load": "landed"}
-"""For each kind of record, the key in `details` of the list of moments that shows its progress.
+"""For each kind of record, the key under which `details` has the list of moments that shows the record's progress.
 
 "computed" says when tokens of a lease were computed, "landed" when tokens of a load had landed.
 """

@@ -31,7 +31,7 @@ class PrefixCache(Protocol):
 
         Args:
             keys: keys made by `prefix_keys`: key i covers the first (i + 1) * `key_tokens` tokens.
-            key_tokens: number of tokens between two keys, chosen by the reader; it may differ from this cache's block
+            key_tokens: number of tokens between two keys, chosen by the reader; may differ from this cache's block
                 size.
 
         Returns:

@@ -76,7 +76,7 @@ class PrefixRequest:
 class PrefixOffer:
     """A peer's offer of a prefix, with a lease. Load the ticket, or release the lease by `Runtime.release_blocks`.
 
-    After a load of the ticket, pass its report to `Prefixes.learn`.
+    After a load of the ticket, pass the load's report to `Prefixes.learn`.
     """
 
     peer: str

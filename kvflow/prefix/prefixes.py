@@ -55,7 +55,7 @@ class Prefixes(Part):
     def share(self, cache: PrefixCache, *, pinned_blocks_max: int | None = None) -> SharedPrefixes:
         """Let peers read prefixes from an engine's prefix cache, until the KV cache is unregistered.
 
-        A peer gets an ordinary lease on the longest beginning of a prefix that is in the cache.
+        A peer that asks for a prefix gets an ordinary lease on the longest beginning that is in the cache.
 
         Args:
             cache: the prefix cache. Its methods are called on the runtime's loop.
@@ -124,7 +124,7 @@ class Prefixes(Part):
             The report of the pull.
 
         Raises:
-            RequestError: the request is invalid; its subclass BlocksBusy: a local block is in use by another request.
+            RequestError: the request is invalid, or (BlocksBusy) a local block is in use by another request.
             PeerError, LoadError: reading from a peer failed, and bytes may still land in the blocks; the error's
                 `quarantine` is that load. With `PrefixRequest.rest`, also any error of a load of that ticket.
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
@@ -148,7 +148,7 @@ class Prefixes(Part):
         For an engine that loads offers of `seek` itself; `pull` records its own loads.
 
         Args:
-            ticket: the load's first ticket. If it is not from `seek`, nothing is recorded.
+            ticket: the load's first ticket. Nothing is recorded for a ticket that is not from `seek`.
             report: report of the load.
 
         Raises:

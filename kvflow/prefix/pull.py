@@ -88,7 +88,7 @@ class Pull:
         """Load the prefix from the holders that offer most tokens; if all fail, from holders that offer fewer.
 
         Return a list with the report of the successful load, or an empty list. A load may end up to `cancel_grace_s`
-        after the deadline, but no load begins after it.
+        after the deadline, but no load begins after the deadline.
         """
         with ExitStack() as kept:
             for spare in self._search.holders:
@@ -107,8 +107,8 @@ class Pull:
     async def _next_holders(self) -> list[Holder]:
         """Return the holders to load from next, the least busy first; all of them offer equally many tokens.
 
-        Leave out holders if computing the tokens should be faster than reading them. Return an empty list if no holder
-        is left and none answers before the deadline.
+        Leave out holders from which a read should take longer than computing the tokens. Return an empty list if no
+        holder is left and none answers before the deadline.
         """
         while holders := await self._search.wait_for_best(self._tried, self._answers_until_s):
             del holders[TICKETS_MAX:]
@@ -199,9 +199,9 @@ class Pull:
         return self._start_load(rest, tables, cached_tokens=cached_tokens, tokens=tokens, keep_offer=keep_offer)
 
     async def _await_load(self, holders: Sequence[Holder], load: Load) -> LoadReport | None:
-        """Await a load from `holders`. Return its report, or None if it failed and its blocks are safe.
+        """Await a load from `holders`, and return its report. Return None if the load failed and the blocks are safe.
 
-        If it failed, and bytes may still land in its blocks at the deadline, raise the load's error.
+        If the load failed, and bytes may still land in the blocks at the deadline, raise the load's error.
         """
         try:
             report = await load
@@ -228,7 +228,7 @@ class Pull:
         return last
 
     def _is_worth_reading(self, one: Holder) -> bool:
-        """Return False, and set `Holder.why`, if computing the tokens should be faster than reading them.
+        """Return False, and set `Holder.why`, if computing the tokens should be faster than reading from the holder.
 
         Return True if the speed of loads from the holder is unknown.
         """

@@ -25,7 +25,7 @@ class Holder:
         return -self.offer.num_tokens, self.offer.queued_bytes
 
     def is_at(self, engine_id: str, address: str) -> bool:
-        """Return True if the offer's ticket is of engine `engine_id` with its first rank at `address`."""
+        """Return True if the offer's ticket is of engine `engine_id`, with the first rank at `address`."""
         return (self.offer.ticket.engine_id, self.offer.ticket.address) == (engine_id, address)
 
 
@@ -106,7 +106,7 @@ class Search:
             await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
 
     def end(self, keep: Collection[Holder] = ()) -> None:
-        """End the search: release all offers, now and when they arrive, except those of the holders in `keep`."""
+        """End the search: release all offers, also later ones, except those of the holders in `keep`."""
         self._ended = True
         for one in self.holders:
             if one not in keep:

@@ -44,7 +44,7 @@ class _Engine(NamedTuple):
     asked_ranks: list[Address]
     """Ranks to ask: those that this reader rank reads from or, if `PrefixRequest.every_rank`, all ranks."""
     other_ranks: list[RankLease]
-    """Ranks that this reader rank does not read from. They are not asked, but the offer's ticket must name them."""
+    """Ranks that this reader rank does not read from. The offer's ticket must name them, but they are not asked."""
     connection: Connection
     """Connection to one of `asked_ranks`."""
     fixed_ports: bool
@@ -83,8 +83,8 @@ class PrefixQuestions:
         most as long again as that offer took. The search accepts later answers until `Search.end`. If `ask` is
         cancelled, all offers are released.
 
-        A peer is skipped if an earlier question to it is still unanswered, after both the seconds allowed for that
-        question and `within_s`.
+        A peer is skipped if an earlier question to that peer is still unanswered, after both the seconds allowed for
+        that question and `within_s`.
         """
         loop, question_id = asyncio.get_running_loop(), self._cache.token_hex(16)
         begun_s, most = loop.time(), float(len(request.keys) * request.key_tokens)

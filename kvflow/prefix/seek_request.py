@@ -13,11 +13,14 @@ from kvflow.prefix.keys import KEY_BYTES
 KEYS_MAX = 1 << 10
 """Maximum number of keys in a `SeekRequest`, so that the peer's event loop can answer in a short time."""
 LEASE_ID_PREFIX = "kvflow-prefix/"
-"""Beginning of the request id of each prefix lease. It keeps these ids apart from those of an engine's requests."""
+"""Beginning of the request id of each prefix lease, which no request id of an engine has."""
 
 
 class SeekRequest(messages.ReaderRequest, frozen=True, kw_only=True, tag="seek"):
-    """Message that asks a rank for the longest beginning of a prefix in its cache. The reply offers a lease on it."""
+    """Message that asks a rank for the longest beginning of a prefix in its cache.
+
+    The reply offers a lease on this beginning.
+    """
 
     request_id: RequestName
     """Request id of the wanted lease, without `LEASE_ID_PREFIX`; the same for all ranks of an engine."""

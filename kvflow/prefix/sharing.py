@@ -44,9 +44,10 @@ class SharedPrefixes:
     """Handle, returned by `Prefixes.share`, of a prefix cache that is shared with peers until `close`."""
 
     def __init__(self, registered: RegisteredCache, cache: PrefixCache, pinned_blocks_max: int | None) -> None:
-        """Share `cache`. Raise UsageError if it is no PrefixCache, or if `pinned_blocks_max` is below 1 or no integer.
+        """Share `cache`.
 
-        `registered`: the registered KV cache with the blocks of `cache`.
+        Raise UsageError if `cache` is no PrefixCache, or if `pinned_blocks_max` is below 1 or no integer. `registered`:
+        the registered KV cache with the blocks of `cache`.
         """
         if not checks.try_call(lambda: isinstance(cache, PrefixCache)):
             raise UsageError(f"share: expected a PrefixCache, with match and unpin, got {checks.short_repr(cache)}")
@@ -90,8 +91,8 @@ class SharedPrefixes:
         """End leases immediately, the oldest first, until `blocks` pinned blocks are free.
 
         For an engine that needs blocks back. `PrefixCache.unpin` is called for each ended lease before `reclaim`
-        returns; only blocks that are being copied to a host buffer (staging) are unpinned after their copy. Loads of
-        these leases fail, even if all bytes were read.
+        returns. Exception: blocks that are being copied to a host buffer (staging) are unpinned after the copy. Loads
+        of these leases fail, even if all bytes were read.
 
         Args:
             blocks: number of blocks to free; if fewer are pinned, all are freed.
@@ -205,7 +206,7 @@ class SharedPrefixes:
         return self._lease_prefix(question, keys, found)
 
     def _match_timeout(self, reply: asyncio.Future[messages.Reply]) -> None:
-        """Callback of a timer: an asynchronous `match` took too long, so answer its question without a prefix."""
+        """Callback of a timer: if an asynchronous `match` took too long, answer its question without a prefix."""
         if not reply.done():
             reply.set_result(self._empty_answer("busy"))
 
@@ -233,14 +234,14 @@ class SharedPrefixes:
             )
 
     def _unpin_unused(self, pinned: object) -> None:
-        """Unpin a prefix that `match` has returned after its question was answered without it."""
+        """Unpin a prefix that `match` has returned too late, after the question was answered."""
         if isinstance(pinned, PinnedPrefix):
             self._unpin(pinned)
 
     def _lease_prefix(self, question: SeekRequest, keys: Sequence[bytes], pinned: object) -> messages.Reply:
         """Open a lease on `pinned`, a result of `match`.
 
-        Return a reply with its offer or, if that fails, without a prefix.
+        Return a reply with the offer or, on failure, without a prefix.
         """
         if pinned is None:
             return self._empty_answer("missed")
@@ -293,7 +294,7 @@ class SharedPrefixes:
     def _tokens_that_fit(self, blocks: int) -> int:
         """Return a number of tokens for which a prefix takes at most `blocks` blocks in all groups of layers together.
 
-        It is a low estimate: a longer prefix may fit, too.
+        A longer prefix may fit, too.
         """
         whole = [group.block_size for group in self._groups if group.whole] or [1]
         rest = sum(group.blocks_needed(group.window + 1) for group in self._groups if not group.whole)

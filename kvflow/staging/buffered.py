@@ -182,10 +182,11 @@ class BufferedLoads:
     async def _take_host_blocks(
         self, span: PromptSpan, staging: HostBlocks | None, releases: list[Callable[[], None]]
     ) -> BlockIds | None:
-        """Wait for a host block for each local block of `span`. Return their ids, or None without host staging.
+        """Wait for a host block for each local block of `span`.
 
-        Append to `releases` a callback that gives back the host blocks. A block that the load writes only in part is
-        first copied from the device to its host block, so that its other tokens are kept.
+        Return the host blocks' ids, or None without host staging. Append to `releases` a callback that gives back the
+        host blocks. A block that the load writes only in part is first copied from the device to its host block, so
+        that its other tokens are kept.
         """
         if staging is None:
             return None

@@ -41,8 +41,8 @@ View: TypeAlias = Any
 Copy: TypeAlias = Callable[[View, View], None]
 """Function `copy(source, target)` that copies fixed ids between two views of a region."""
 CopyMaker: TypeAlias = "Callable[[Ids, Ids], Copy]"
-"""Function that returns a `Copy` for two arrays of ids, which serves every region. For `copy_blocks` the ids are source
-and target blocks, for `scatter_tokens` target blocks and the chunk within each.
+"""Function that takes two arrays of ids, and returns a `Copy` for all regions. The ids are source and target blocks for
+`copy_blocks`, target blocks and chunks within these for `scatter_tokens`.
 """
 
 
@@ -52,7 +52,7 @@ and target blocks, for `scatter_tokens` target blocks and the chunk within each.
 def canonical_parts(layer: LayerTensors, layout: CacheLayout, *, split_fused: bool = True) -> tuple[Tensor, ...]:
     """Return K and V of a layer, or its latent, as views (block, token, head, dim). A latent has one head.
 
-    K and V of a fused cache are the halves of its last axis. Without `split_fused` they stay together in one view.
+    K and V of a fused cache are the halves of its last axis. Without `split_fused`, K and V stay together in one view.
     """
     parts = _part_tensors(layer, layout)
     if layout.style is KVStyle.MLA:
@@ -86,7 +86,7 @@ def _style_of(layout: CacheLayout | StateLayout) -> KVStyle | None:
 def _byte_view(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     """Return a view of a tensor's memory as bytes, from its first element on. `shape` and `strides` count bytes.
 
-    `Tensor.view` cannot be used: it wants a stride of 1 even for an axis with one entry.
+    `Tensor.view` cannot be used, since it wants a stride of 1 even for an axis with one entry.
     """
     import torch
 
@@ -326,9 +326,9 @@ def chunk_sources(
 ) -> Tensor:
     """Return a view of a scratch buffer with the axes row, chunk, token, head and byte. Chunks are dense.
 
-    A row holds the chunks of one region. `tokens`, `heads`: numbers in each chunk as it was read; the caller may slice
-    these axes. `run_bytes`: size of one head of one token. `memory_order`: the peer's, "NHD" or "HND". The buffer may
-    be longer than the view.
+    A row holds the chunks of one region. `tokens`, `heads`: sizes of a chunk as it was read; the caller may slice these
+    axes. `run_bytes`: size of one head of one token. `memory_order`: the peer's, "NHD" or "HND". The buffer may be
+    longer than the view.
     """
     inner = (tokens, heads) if memory_order == "NHD" else (heads, tokens)
     size_bytes = rows * chunks * tokens * heads * run_bytes

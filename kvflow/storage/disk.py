@@ -116,7 +116,7 @@ class EntryFile:
         self.remove_when_closed = False
         """True if `close` must remove the file, because the file is damaged."""
         self.restored = False
-        """True once a restore from the file has succeeded. `close` then updates the file's time, so that it is evicted
+        """True once a restore from the file has succeeded. `close` then updates the file's time, so the file is evicted
         last.
         """
         self.victims = list(victims)
@@ -175,7 +175,7 @@ class EntryFile:
         return header
 
     def close(self) -> None:
-        """Close the file. If it was not completed, or `remove_when_closed` is set, remove it. Raise nothing."""
+        """Close the file. Remove the file if it was not completed, or if `remove_when_closed` is set. Raise nothing."""
         if self.fd >= 0:
             self._mover.deregister_file(self.fd)
             with contextlib.suppress(OSError):

@@ -66,7 +66,7 @@ class StoreIndex:
         return None if entry is None or entry.unreadable else entry
 
     def reserve(self, size_bytes: int, request_id: str) -> list[Entry]:
-        """Reserve room of `size_bytes` for a save. Return the entries evicted for it; the caller removes their files.
+        """Reserve room of `size_bytes` for a save. Return the evicted entries; the caller removes the files.
 
         If evicting all entries that are not being read would not suffice, raise StoreFull and evict none.
         """
@@ -87,7 +87,7 @@ class StoreIndex:
         return victims
 
     def put_back(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Put evicted `entries` back, because their files could not be removed. They will be evicted first.
+        """Put evicted `entries` back, because their files could not be removed. The next eviction takes these first.
 
         Return the entries that were replaced or dropped by a caller meanwhile: these are not put back, and their files
         must still be removed.
@@ -142,7 +142,7 @@ class StoreIndex:
     def end_read(self, entry: Entry) -> None:
         """Record that a restore from `entry` has ended.
 
-        If it was the last restore from a dropped entry, free the room.
+        After the last restore from a dropped entry, free the room.
         """
         entry.readers -= 1
         if entry.dropped and not entry.readers:

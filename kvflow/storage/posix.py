@@ -4,7 +4,7 @@
 remote agent, since a file belongs to no peer.
 
 All moves share one queue of the kernel. With POSIX AIO the error of one move is reported for all moves, while bytes of
-each may still be on their way (seen in NIXL's source, 1.5), and after some errors no queue takes further moves. So a
+each move may still be on the way (seen in NIXL's source, 1.5), and after some errors no queue takes further moves. So a
 failed move counts as lost (it may still run), and its handle is kept, since NIXL writes to the handle when the other
 moves end. Once no other move is under way, the agent is ended. With Linux AIO the end of the agent waits for the queue
 (`io_destroy`); with POSIX AIO `aio_cancel` says whether an operation still runs. With io_uring the end of the agent may

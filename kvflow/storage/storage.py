@@ -20,7 +20,7 @@ from kvflow.transport.base import TransportError
 
 
 def make_store_thread(config: Config, name: str) -> StoreThread:
-    """Return the store's I/O thread, not started. `config.transport` decides how it copies bytes.
+    """Return the store's I/O thread, not started. `config.transport` decides how the thread copies bytes.
 
     Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`. Ends when no file is moved; then its
     folder is free. If it dies, saves and restores under way fail, and their blocks stay leased or quarantined.
@@ -76,7 +76,7 @@ class Storage(Part):
         During the save the blocks are leased: they may be read, but not written. When `save` returns, the file is
         complete and on disk; the least recently used files may have been removed to make room. If `save` is cancelled,
         it returns within Config.cancel_grace_s, and the file is either complete or not found. If the disk hangs, the
-        blocks stay leased after that, until they are no longer read.
+        blocks stay leased after `save` has returned, until they are no longer read.
 
         Args:
             request: the blocks to save, and their key.
@@ -85,9 +85,9 @@ class Storage(Part):
             Numbers of bytes, blocks and tokens that were saved, and the seconds of each phase.
 
         Raises:
-            RequestError: the request is invalid, or its file would be larger than `bytes_max`; its subclass BlocksBusy:
-                a block is being loaded or restored.
-            StoreFull: there is not enough room beside the files that are being read or written.
+            RequestError: the request is invalid, its file would be larger than `bytes_max`, or (BlocksBusy) a block is
+                being loaded or restored.
+            StoreFull: there is not enough room, even if all files that are not being read or written are removed.
             StorageFailed: the disk has failed, or is full.
             DeadlineExceeded: the save took longer than the request's `deadline_s`.
             Overloaded: too many saves and restores are under way (Config.loads_waiting_max).
@@ -102,9 +102,9 @@ class Storage(Part):
         """Fill local blocks from the file that this or an earlier runtime, with an equal KV cache, saved under a key.
 
         A restore succeeds only if the digests of the filled blocks equal those of the saved blocks. During the restore
-        the blocks are claimed, as by a load. If `restore` is cancelled, it returns within Config.cancel_grace_s. If it
-        ends while bytes may still land in the blocks, the restore is in `Storage.quarantines`, and is the `quarantine`
-        of the raised error.
+        the blocks are claimed, as by a load. If `restore` is cancelled, it returns within Config.cancel_grace_s. If
+        bytes may still land in the blocks when `restore` ends, the restore is in `Storage.quarantines`, and is the
+        `quarantine` of the raised error.
 
         Args:
             request: the key, and the local blocks to fill.
@@ -116,8 +116,8 @@ class Storage(Part):
             NotStored: nothing is stored under the key, or the file was removed.
             EntryDamaged: the file is damaged, and is removed. The local blocks may hold anything.
             StorageFailed: the disk has failed.
-            RequestError: the request is invalid, or its numbers of tokens or blocks differ from the saved ones; its
-                subclass BlocksBusy: a local block is leased, or is being written.
+            RequestError: the request is invalid, its numbers of tokens or blocks differ from the saved ones, or
+                (BlocksBusy) a local block is leased, or is being written.
             DeadlineExceeded: the restore took longer than the request's `deadline_s`.
             Overloaded: too many saves and restores are under way (Config.loads_waiting_max).
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.

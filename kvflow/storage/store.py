@@ -348,7 +348,7 @@ class BlockStore:
     # --- its end
 
     def _mark_if_unreadable(self, transfer: StoreTransfer, error: BaseException | None) -> None:
-        """If `error` shows that a restore could not read its file (MoveFailed), mark the file's entry as unreadable."""
+        """If `error` (MoveFailed) shows that a restore could not read its file, mark the file's entry as unreadable."""
         file = transfer.file
         if file is None or transfer.direction is Direction.SAVE or not isinstance(error, MoveFailed):
             return
@@ -383,7 +383,7 @@ class BlockStore:
         self._directory.close()
 
     def _end_transfer(self, transfer: StoreTransfer) -> None:
-        """Update the index after the file of a transfer was closed, and wake the tasks that wait for its end."""
+        """Update the index after a transfer's file was closed, and wake the tasks that wait for the transfer's end."""
         if transfer not in self._transfers:
             return
         del self._transfers[transfer]

@@ -177,8 +177,8 @@ class StoreThread:
         Args:
             descriptors: the bytes to copy, between memory (local side) and a file (remote side).
             direction: SAVE from memory to the file, RESTORE from the file to memory.
-            on_end: called once on the event loop when the move has stopped, with its error or None. If it can never be
-                known when the move stops, called with RuntimeBroken.
+            on_end: called once on the event loop when the move has stopped, with its error or None. Called with
+                RuntimeBroken if it can never be known when the move stops.
             on_loss: called on the event loop before `on_end` if the move has failed but may still run.
         """
         move = _Move(descriptors, direction, on_end, on_loss)
@@ -263,7 +263,7 @@ class StoreThread:
         return True
 
     def _stop_lost_moves(self) -> None:
-        """Have the `Mover` stop the lost moves. If they have stopped, call `on_end` of each.
+        """Have the `Mover` stop the lost moves. If all have stopped, call `on_end` of each move.
 
         No other move may be under way.
         """

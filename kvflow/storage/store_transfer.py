@@ -77,7 +77,7 @@ class StoreTransfer:
         self.flight = Flight(request.request_id, written, (), request.priority, replace(resources, poller=self))
         self.phase, self.seconds = PHASES[0], dict.fromkeys(PHASES, 0.0)
         self.outcome = "failed"
-        """Count in `StoreStatistics` that the transfer increases at its end, such as "saved"."""
+        """Field of `StoreStatistics` that the transfer increases by 1 at its end, such as "saved"."""
         self.file: EntryFile | None = None
         """The file to write or read; None until it is known. From then on a save has room reserved in the index, and a
         restore counts as a reader of the file's index entry.

@@ -127,7 +127,7 @@ class StoredCache:
     def _spans(self, tables: Sequence[BlockIds]) -> Iterator[BlockSpan]:
         """Yield spans of consecutive blocks that are copied or digested together, for all blocks in `tables`.
 
-        A span is a whole group or, with host buffers, at most as many blocks as fit in them and in one slice.
+        A span is a whole group or, with host buffers, at most as many blocks as fit in the buffers and in one slice.
         """
         for group, ids in enumerate(tables):
             step = len(ids)
@@ -140,7 +140,7 @@ class StoredCache:
     async def _take_host_blocks(
         self, span: BlockSpan, *, copy_to_host: bool
     ) -> tuple[BlockIds, Callable[[], None] | None]:
-        """Wait for free host blocks for a span. Return their block ids, and a function that gives them back.
+        """Wait for free host blocks for a span. Return the block ids of these, and a function that gives them back.
 
         If `copy_to_host`, first copy the blocks from the device to the host blocks; raise CopyFailed if that fails. For
         a KV cache on the host, return the block ids of the span, and None.

@@ -43,7 +43,7 @@ class BlockWatch:
             self._taken[block] = where
 
     def give_back(self, block_ids: Iterable[int]) -> None:
-        """Record that blocks are given back. Called by `watch_blocks`, before the allocator takes them.
+        """Record that blocks are given back. Called by `watch_blocks`, before the allocator takes them back.
 
         Args:
             block_ids: Ids of these blocks.

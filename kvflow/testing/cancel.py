@@ -91,7 +91,7 @@ class _Moments:
         self.task = loop.create_task(body, name="cancelled everywhere", context=context)
 
     def count_step(self) -> None:
-        """Called by the loop after each step: if a moment follows the step, count it.
+        """Called by the loop after each step: count the moment that follows the step, if any.
 
         At moment `last`, cancel the coroutine.
         """
@@ -151,7 +151,7 @@ async def _cancel_at(make_scenario: Scenario, last: int, what: str) -> _Moments:
 def _hold_back_logs(root: logging.Logger) -> Iterator[None]:
     """Hold back the log lines of logger `root` and its children during the `with` block.
 
-    If the block raises an error, write these lines at its end; else drop them.
+    If the block raises an error, write these lines at the end of the block; else drop them.
     """
     kept = MemoryHandler(_LINES_MAX, flushLevel=logging.CRITICAL + 1)
     before, root.handlers, propagate, root.propagate = root.handlers, [kept], root.propagate, False

@@ -1,4 +1,4 @@
-"""Test tool that watches offered blocks: their bytes must not change until the lease has ended and its hold is over.
+"""Test tool that checks that the bytes of offered blocks do not change until the lease has ended and its hold is over.
 
 The hold is the time after the end of a lease in which its blocks must not change, because earlier reads may still run.
 """

@@ -93,7 +93,7 @@ class Network:
         self._cut: dict[frozenset[str], None] = {}
         self._stalled: list[SimFlight] = []
         self._ended: asyncio.Future[None] = loop.create_future()
-        """Future that is done once another read has ended. `_landed` creates a new future for each wait."""
+        """Future that is done at the next end of a read. `_landed` creates a new future for each wait."""
         self._context = copy_context()
 
     # --- hosts
@@ -195,8 +195,8 @@ class Network:
     def _land(self, flight: SimFlight) -> None:
         """Copy the next portion of a read, or end the read if no portion is left.
 
-        If the read must fail now, or its target is gone, end it with an error. If the link is cut, stall the read until
-        `heal`. If the reader's process is dead, forget the read.
+        If the read must fail now, or its target is gone, end the read with an error. If the link is cut, stall the read
+        until `heal`. If the reader's process is dead, forget the read.
         """
         reader, target = flight.reader, flight.target
         if flight.processes[0].state is SimProcessState.DEAD:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 def raise_first(found: Sequence[str | Exception]) -> None:
     """Raise the first exception in `found`, the faults so far.
 
-    If it has only texts, raise an AssertionError with the first. If `found` is empty, do nothing.
+    If there are only texts, raise an AssertionError with the first. If `found` is empty, do nothing.
     """
     for error in found:
         if isinstance(error, Exception):
@@ -36,7 +36,7 @@ def checked_at_end(check: Callable[[], None], after_error: Callable[[], None] | 
     """Call `check` when the `with` block ends.
 
     If the block raises an error, and `after_error` is given, call `after_error` instead of `check`, which may rightly
-    fail after an error. If this call raises AssertionError, that error replaces the block's error, which is its cause.
+    fail after an error. An AssertionError of this call replaces the block's error, which is its cause.
     """
     try:
         yield

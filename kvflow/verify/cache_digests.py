@@ -75,7 +75,7 @@ class DigestedCache:
 
     @cached_property
     def problem(self) -> str:
-        """Reason why digests of this memory cannot be computed; empty if they can."""
+        """Reason why digests of this memory cannot be computed; empty if there is none."""
         try:
             return "" if self._digested else "there are no layers"
         except (Undigestible, LayoutError) as error:  # staged layers may have no addresses
@@ -262,7 +262,7 @@ def _hash_into(view: npt.NDArray[Any], ids: BlockIds, words: UInt64Array, found:
 
 
 def _padded_words(runs: npt.NDArray[Any]) -> UInt64Array:
-    """Return `runs` as words of 8 bytes. If they are bytes, pad each run with zeros."""
+    """Return `runs` as words of 8 bytes, each run padded with zeros if necessary."""
     if runs.dtype != np.uint8:
         return runs
     rest = -runs.shape[-1] % digests.WORD_BYTES

@@ -79,7 +79,7 @@ class LoadVerifier:
 
     @property
     def problem(self) -> str:
-        """Reason why loads cannot be verified; empty if they can."""
+        """Reason why loads cannot be verified; empty if there is none."""
         return self.local_cache.problem
 
     def answer(self, question: messages.DigestRequest) -> Answered:
@@ -147,11 +147,11 @@ class LoadVerifier:
             reply.set_result(self._count_refusal(refusal("the engine closes", transient=True)))
 
     async def read_verified(self, reader: ReadBlocks, load: Load, flight: Flight, plan: Plan) -> bool:
-        """Read a load by calling `reader`, and compare its digests with the producer's. If they differ, do both again.
+        """Read a load by calling `reader`, and compare its digests with the producer's.
 
-        Return True if the leases covered the whole read. Raise ChecksumMismatch if the digests differ twice, and
-        another error if the digests of a load with `verify=True` cannot be compared. The blocks stay claimed
-        throughout.
+        If the digests differ, do both again. Return True if the leases covered the whole read. Raise ChecksumMismatch
+        if the digests differ twice, and another error if the digests of a load with `verify=True` cannot be compared.
+        The blocks stay claimed throughout.
         """
         read = partial(reader, load, flight, plan)
         try:

@@ -126,7 +126,7 @@ def decode_batch(payload: bytes, *, peer: str = "") -> Iterator[KVEvent]:
 
 
 def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
-    """Return the event that the msgpack bytes `raw` encode, or None if its type or form is unknown."""
+    """Return the event that the msgpack bytes `raw` encode, or None for an event of unknown type or form."""
     kind = memoryview(raw)[0]
     is_array = 0x90 <= kind <= 0x9F or kind in (0xDC, 0xDD)
     try:
@@ -154,7 +154,7 @@ def encode_batch(events: Iterable[KVEvent], *, ts: float, data_parallel_rank: in
     Args:
         events: events in the order in which they happened.
         ts: time in seconds since the epoch.
-        data_parallel_rank: data parallel rank of the engine, if it has several.
+        data_parallel_rank: data parallel rank of the engine, if the engine has several.
 
     Returns:
         The bytes of the batch, to be sent as the last frame of a ZeroMQ message.

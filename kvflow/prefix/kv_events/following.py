@@ -211,7 +211,10 @@ class _Follower:
         await asyncio.sleep(0)
 
     def _count_refused(self, why: str) -> None:
-        """Count a message that is no batch of events. If it is the first one, log a warning with the reason `why`."""
+        """Count a message that is no batch of events.
+
+        Log a warning with the reason `why`, but only for the first one.
+        """
         self.statistics.refused += 1
         if self.statistics.refused == 1:
             logger.warning(
@@ -281,7 +284,7 @@ def _frame_sizes(frames: Sequence[bytes]) -> str:
 
 
 class Subscriber:
-    """Async context manager that receives the KV events of engines and applies them to a `PrefixMap`.
+    """Async context manager that applies the KV events of engines to a `PrefixMap`.
 
     Use the map only in the event loop of the `async with` block. Cancelling that block ends all tasks.
 

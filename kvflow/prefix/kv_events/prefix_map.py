@@ -98,7 +98,7 @@ class _EngineBlocks:
         return block
 
     def _remove_place(self, place: _Place) -> None:
-        """Remove a place (kind of memory, group of layers, hash). Forget its block if that has no other place."""
+        """Remove a place (kind of memory, group of layers, hash). Forget the block there if it has no other place."""
         self.copies.pop(place, None)
         block = self.places.pop(place, None)
         if block is not None:
@@ -107,7 +107,7 @@ class _EngineBlocks:
                 self._drop_block(block)
 
     def remove_steps(self, event: BlockRemoved) -> Iterator[None]:
-        """Remove one copy of each block that the event names, and its place if no copy is left. Yield after each."""
+        """Remove one copy of each block that the event names, and a place without copies. Yield after each block."""
         for name in event.block_hashes:
             place = (_medium_of(event), event.group_idx, name)
             copies = self.copies.pop(place, 1) - 1
@@ -124,7 +124,7 @@ class _EngineBlocks:
             yield
 
     def parent_of(self, event: BlockStored) -> _Block | None:
-        """Return the block before the event's first block. If there is none, or it is unknown, return None.
+        """Return the block before the event's first block, or None if there is none or that block is unknown.
 
         Search the event's kind of memory first, then the others, since the engine may have moved the block.
         """
@@ -262,7 +262,7 @@ class PrefixMap:
                 yield
 
     def forget(self, holder: str) -> None:
-        """Forget all blocks of an engine, because the engine is gone or its events were lost.
+        """Forget all blocks of an engine, because the engine is gone or events were lost.
 
         Args:
             holder: name of the engine, as given to `apply`; an unknown name is ignored.
@@ -290,7 +290,7 @@ class PrefixMap:
     def _store_steps(self, engine_blocks: _EngineBlocks, event: BlockStored) -> Iterator[None]:
         """Add the event's blocks to `engine_blocks`. Yield after each block.
 
-        The iterator ends early if a block's key cannot be computed, or if the block before it is unknown.
+        The iterator ends early if a block's key cannot be computed, or if the block before is unknown.
         """
         size, place = event.block_size, (_medium_of(event), event.group_idx)
         parent = engine_blocks.parent_of(event)
