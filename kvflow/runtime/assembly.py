@@ -187,9 +187,8 @@ class RegisteredCache:
     async def drain(self, deadline_s: float) -> bool:
         """Wait up to `deadline_s` seconds until all leases, loads and work of parts (optional features) have ended.
 
-        Questions of readers that wait for a lease are refused. After the deadline, end the remaining work, which takes
-        at most Limits.seal_hold_s, cancel_grace_s and drain_timeout_s in total. Return whether everything ended within
-        `deadline_s`. Cancelling stops the waiting.
+        Questions of readers that wait for a lease are refused. After the deadline, end the remaining work and wait for
+        its end. Return whether everything ended within `deadline_s`. Cancelling stops the waiting.
         """
         serving, loader, engine_id = self.serving, self.loader, self.config.engine_id
         serving.lease_answers.refuse_questions(f"engine {engine_id!r} is draining")
@@ -261,7 +260,7 @@ async def register(
         registered = await _register(runtime, registration, memory)
         if memory.target_device.allocates_at_registration and registered.scratch and config.role != "producer":
             await registered.part("staging", "Config.scratch", ConfigError).prepare()
-        if config.verify_share:  # now, not when the first load is drawn
+        if config.verify_share:  # now, not when the first load is to be verified
             registered.part("verify", "Config.verify_share", ConfigError)
     except (TransportError, RuntimeError) as error:
         layers = counted(sum(len(one.caches) for one in sets), "layer")

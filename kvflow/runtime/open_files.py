@@ -23,7 +23,7 @@ from kvflow.logs import logger_of
 logger = logger_of(__name__)
 
 RUNTIME_FILES = 64
-"""Number of open files of a runtime without peers and of the engine around the runtime."""
+"""Number of open files of a runtime without peers, together with its engine."""
 PEER_FILES = READER_FILES = 2
 QUESTION_FILES = 4
 ANSWER_FILES = 1

@@ -115,8 +115,7 @@ class PartOwner:
         """Return the registered cache of the part's runtime, or raise if the part may not be called now.
 
         `what`: name of the called method, for the error. `new_work`: the call begins new work, which a draining runtime
-        refuses. UsageError if no runtime has registered a cache with the part, or on another loop; RuntimeUnavailable
-        if the runtime is closed, has no cache now or drains; RuntimeBroken.
+        refuses. UsageError if no runtime has registered a cache with the part, or on another loop.
         """
         if self._runtime is None:
             raise UsageError(f"{what}: {self._part!r}: no runtime has registered a KV cache with this part")

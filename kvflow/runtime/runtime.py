@@ -308,9 +308,9 @@ class Runtime:
         """Release the leases of a ticket without reading them, for example if the request was rejected before decode.
 
         Sends one message to each rank, without a handshake. The lease then ends as if it had been read. If the offer of
-        a pending ticket does not exist yet, wait for the offer, within the ticket's `ttl_s`, and connect its ranks. A
-        late or repeated release changes nothing. Allowed while the runtime drains. If cancelled, some ranks may have
-        been notified.
+        a pending ticket does not exist yet, wait for it, within the ticket's `ttl_s`, and connect its ranks. A late or
+        repeated release changes nothing. Allowed while the runtime drains. If cancelled, some ranks may have been
+        notified.
 
         Args:
             ticket: the ticket from the router.
@@ -363,8 +363,7 @@ class Runtime:
     async def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
         """Forget the connections, failures and back-off of all ranks of an engine, or of the rank at one address.
 
-        The next load from the engine connects again. Loads that read from it now go on; the transport drops the
-        connection after them. Cancelling stops the waiting.
+        The next load from the engine connects again. Loads that read from it now go on. Cancelling stops the waiting.
 
         Args:
             engine_id: the engine.

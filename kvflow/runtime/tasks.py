@@ -119,8 +119,8 @@ class Tasks:
     ) -> None:
         """Break the runtime if `task`, the task of a service, is cancelled from outside the runtime.
 
-        It may be cancelled after `stop` was called, or when `may_end` returns True. `what`: the service's name, for the
-        error.
+        The task may be cancelled after `stop` was called, or when `may_end` returns True. `what`: the service's name,
+        for the error.
         """
 
         def ended(task: asyncio.Task[None]) -> None:  # if cancelled early, the body never runs

@@ -2,12 +2,12 @@
 
 Until its first question is answered, a connection serves that question alone. If the answer carries the question's
 number, the connection becomes shared: several questions may wait on it at the same time, and it is kept open for
-`KEPT_IDLE_S` after the last answer. If all shared connections to a listener are full, one more is opened and kept. If a
+`KEPT_IDLE_S` after the last answer. If all shared connections to a listener are full, another one is opened. If a
 listener does not number its answers, every question has its own connection.
 
 After a question has timed out or was cancelled, its connection gets no new questions (`unanswered`), but questions that
-already wait on it may still be answered. So a connection that died in silence costs one question, as it would if no
-connection was kept.
+already wait may still be answered. So a connection that died in silence costs one question, as without kept
+connections.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class KeptConnection:
         self._socket.connect(route.endpoint)
 
     def _close_sockets(self) -> None:
-        self._socket.disable_monitor()  # before its other end closes, else ZeroMQ waits for that to receive
+        self._socket.disable_monitor()  # before the other socket closes, else ZeroMQ waits until it receives
         self._socket.close(linger=0)
         self._monitor.close(linger=0)
 

@@ -326,8 +326,8 @@ class ZmqListener:
     async def _watch_files(self) -> None:
         """Check every second how many more files this process may open.
 
-        If few are left, drop all connections by unbinding the port; once enough are free, bind it again. No event can
-        do this: without a free file ZeroMQ accepts no connection, and reports nothing.
+        If few are left, drop all connections by unbinding the port; once enough are free, bind it again. This needs a
+        timer: without a free file ZeroMQ accepts no connection, and reports nothing.
         """
         while not self._in_forked_child:
             await asyncio.sleep(_FILES_CHECK_S)

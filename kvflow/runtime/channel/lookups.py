@@ -1,8 +1,8 @@
 """Addresses of hosts: looks up the host names of peers in threads, and finds the address of this host for tickets.
 
 The system's resolver may need half a minute for a name in a forged ticket, and cannot be stopped. Therefore each lookup
-has a thread, not the loop's executor, which the rest of the program needs, and the number of threads is bounded. Names
-that were found before have a bound of their own, so that they never wait for names in forged tickets.
+has a thread, not the loop's executor, which the program needs, and the number of threads is bounded. Names that were
+found before have their own bound, so they never wait for names in forged tickets.
 
 If `Config.advertise_host` is "auto", tickets have the address of this host that the system's routing table gives:
 connecting a UDP socket gives the socket a local address and sends nothing.

@@ -224,7 +224,7 @@ class LoadThrottle:
     def _start_few(self) -> None:
         """Start at most `_TURN_LOADS` waiting loads, and schedule the next few for a later turn of the event loop.
 
-        If the poller is behind, they start at `resume`, after 5 ms at the latest.
+        If too many posted reads wait, the next few start at `resume`, after 5 ms at the latest.
         """
         for _ in range(min(_TURN_LOADS, len(self._waiting))):
             *_, turn = heapq.heappop(self._waiting)

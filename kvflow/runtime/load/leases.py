@@ -2,7 +2,8 @@
 
 *Renewing*: one notification per peer names the leases that are still needed. The first renewal is sent at most 0.25 s
 after a lease is needed, the next ones every third of the lease's ttl, so two renewals in a row may be lost. Most loads
-end before that. An engine with vLLM's own NixlConnector gets heartbeats instead (`Connection.lease_notifier`).
+end before the first renewal. An engine with vLLM's own NixlConnector gets heartbeats instead
+(`Connection.lease_notifier`).
 
 *Giving back* a lease means to notify its rank, after a read or instead of a read: all blocks of a request may be cached
 already, or the request may be rejected before decode. A rank to which the transport is not connected gets one question
@@ -67,7 +68,7 @@ class LeaseIdNotifier:
     def notify_needed(self, sources: Sequence[Source]) -> int:
         """Notify a producer's rank that the leases of `sources`, all at that rank, are still needed.
 
-        Return their number.
+        Return the number of leases.
         """
         agent = sources[0].connection.agent
         lease_ids = tuple(dict.fromkeys(source.lease.lease_id for source in sources))
@@ -150,12 +151,11 @@ class RemoteLeases:
             source.connection.lease_notifier.notify_read(source)
 
     async def release(self, given: Ticket | Mapping[str, Any]) -> bool:
-        """Give back all leases of a ticket, unread. Return whether every rank that holds a lease was notified.
+        """Give back all leases of a ticket, unread, for `Runtime.release_blocks`.
 
-        One rank is notified first; the others only if that rank has, or had, a lease for the ticket's request. This
-        takes at most Config.handshake_timeout_s, and for a pending ticket also the wait for the offer, at most the
-        ticket's `ttl_s`. RequestError if the ticket is invalid, or the address of a rank cannot be known. If cancelled,
-        some ranks may have been notified.
+        Return whether every rank that holds a lease was notified. One rank is notified first; the others only if that
+        rank has, or had, a lease for the ticket's request. RequestError if the ticket is invalid, or the address of a
+        rank cannot be known.
         """
         ticket, problems = self._resolver.read_ticket(given), list[KVFlowError]()
         notified = await self._release(ticket, problems)

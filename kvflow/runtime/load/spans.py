@@ -188,7 +188,7 @@ class SpanPlanner(Protocol):
     """Cuts a load into span queues, and plans the reads of each span: straight into the cache, or through buffers."""
 
     def span_queues(self, sources: Sequence[Source], tables: Sequence[BlockIds]) -> list[SpanQueue]:
-        """Return a queue for each pair of a group of layers and a rank. Ranks that fill the same buffer share a queue.
+        """Return a queue for each group of layers and rank, or one queue for several ranks that fill the same buffer.
 
         `tables`: the local blocks of each group.
         """

@@ -130,8 +130,8 @@ def _plan_few(cache: RegisteredCache, load: Load, source: Source) -> Plan | None
 async def _wait_for_admission(cache: RegisteredCache, load: Load) -> None:
     """Wait for the request's device event `after`, then for a free slot in host memory for the seal of each rank.
 
-    Overloaded if too many loads wait for slots already. RequestError if the load reads from more ranks than there are
-    slots. The connections are held meanwhile, so none is removed before this load uses it.
+    Overloaded if too many loads wait for slots. RequestError if the load reads from more ranks than there are slots.
+    The connections are held meanwhile, so none is removed.
     """
     request, slots, waiting_max = load.request, cache.resources.seal_slots, cache.config.loads_waiting_max
     ranks, ranks_max = len(load.sources), cache.config.limits.source_ranks_max

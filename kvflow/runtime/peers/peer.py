@@ -266,7 +266,7 @@ class LeaseNotifier(Protocol):
     def notify_needed(self, sources: Sequence[Source]) -> int:
         """Notify a producer rank that this rank still needs the leases of `sources`, all at that rank.
 
-        Return their number.
+        Return the number of leases.
         """
 
     def notify_read(self, source: Source) -> None:
@@ -333,8 +333,8 @@ def peer_to_evict(peers: Collection[Peer], *, asked_before_s: float, used_before
     2. a peer that was never connected and has a handshake that no load waits for, or that began before
        `asked_before_s`;
     3. the least recently used disconnected peer;
-    4. the least recently used connected peer that is not busy and was last used by `used_before_s`. A load that was
-       just given a connection may not hold it yet, so more recent peers stay.
+    4. the least recently used connected peer that is not busy and was last used by `used_before_s`. More recent peers
+       stay, since a load may be about to hold the connection.
     """
     never_met = [peer for peer in peers if not peer.was_connected]
     asked = ((one, one.handshake) for one in never_met if one.handshake)

@@ -25,7 +25,7 @@ async def prewarm(
     listed = None if isinstance(engines, str | bytes | Mapping) else try_call(lambda: tuple(engines))
     if listed is None:
         raise RequestError(f"prewarm: expected PeerAddresses and tickets, got {short_repr(engines)}")
-    # Decode engines that start together have the same list. Each begins at another place, to spread their handshakes.
+    # Decode engines that start together have the same list. Each begins at another position, to spread handshakes.
     start = resolver.list_offset % len(listed) if len(listed) > _AT_ONCE_MAX else 0
     in_turn = (*listed[start:], *listed[:start])
     found = await for_each(in_turn, partial(_prewarm_one, resolver, peers), _AT_ONCE_MAX)

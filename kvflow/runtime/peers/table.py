@@ -137,10 +137,10 @@ class Peers:
     async def connect(self, peer: Peer, incarnation: str | None, request_id: str | None = None) -> Connection:
         """Return the connection to `peer`, after a handshake if there is none. Concurrent calls share one handshake.
 
-        `incarnation`: the one that a ticket names; None for any. If this rank does not know that incarnation, shake
-        hands in any case, since the peer may have restarted. `request_id`: sent to the peer, since a draining peer
-        accepts only requests with an open lease. If cancelled, stop waiting. The handshake goes on, unless the peer was
-        never connected, no load waits for the handshake, and it has no turn yet or another new peer needs the turn.
+        `incarnation`: the one that a ticket names; None for any. If this rank does not know it, shake hands in any
+        case, since the peer may have restarted. `request_id`: sent to the peer, since a draining peer accepts only
+        requests with an open lease. If cancelled, stop waiting. The handshake goes on, unless the peer was never
+        connected, no load waits for the handshake, and it has no turn yet or another new peer needs the turn.
         """
         while True:
             if peer.state is PeerState.CLOSED:  # evicted while its rank took long to answer
@@ -452,7 +452,7 @@ class Peers:
     def _disconnect(self, peer: Peer, event: PeerEvent, why: str) -> None:
         """Drop the connection of `peer`, if it has one, and fire `event` in the peer's state table.
 
-        A handshake under way keeps the state, since its outcome decides.
+        While a handshake is under way the state stays, since the handshake's outcome decides on it.
         """
         connection, peer.connection = peer.connection, None
         if peer.handshake is None:

@@ -292,9 +292,9 @@ class TicketResolver:
         return plan.ranks
 
     async def ranks_at(self, engine: PeerAddress, *, every_rank: bool = False) -> list[Address]:
-        """Connect the rank that `engine` addresses. Return the addresses of all ranks of that engine that are needed.
+        """Connect the rank that `engine` addresses. Return the addresses of the engine's ranks that this rank needs.
 
-        `every_rank`: return all ranks of its DP group instead. RequestError if the addresses cannot be derived.
+        `every_rank`: return the addresses of all ranks of its DP group. RequestError if addresses cannot be derived.
         """
         host, port = split_address(engine.address, what="address")
         here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)

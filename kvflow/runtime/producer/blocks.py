@@ -81,7 +81,7 @@ class HeldBlocks:
     failed: bool = False
     """True once the seal says FAILED: the prompt cannot be computed."""
     history: History | None = None
-    """Record of how many tokens were computed when; None if all were computed when the lease was opened."""
+    """Record of how many tokens were computed at which time; None if all were computed when the lease was opened."""
     on_error: OnError | None = None
     """Callback that gets an error after which missing tokens can never be read, and fails the lease."""
     on_readable: Callable[[], None] | None = None
@@ -198,7 +198,7 @@ class OfferedBlocks:
         held.tables, held.entries, held.extends = tables, entries, _lacks_blocks(tables, held.counts)
 
     def tokens_with_blocks(self, held: HeldBlocks) -> int:
-        """Return how many tokens, from the first of the prompt, have their blocks in the lease now, in every group."""
+        """Return how many of the prompt's first tokens the blocks in the lease hold now, in every group."""
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
 
     def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:

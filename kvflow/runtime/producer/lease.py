@@ -147,7 +147,10 @@ class OpenLease:
         return msgspec.structs.replace(own, pending=held.computed < held.num_tokens or self.ticket.extends)
 
     def offer(self, queued_bytes: int = 0) -> messages.Offer:
-        """Return an offer with the tokens, block tables and `ttl_s` of this lease, for a reader without its ticket."""
+        """Return an offer with the tokens, block tables and `ttl_s` of this lease, for a reader without its ticket.
+
+        `queued_bytes`: bytes that other readers may read first.
+        """
         ticket = self.ticket
         return messages.Offer(
             num_tokens=ticket.num_tokens,

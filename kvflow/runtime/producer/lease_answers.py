@@ -125,7 +125,10 @@ class LeaseAnswers:
         return messages.Ack(incarnation=self._incarnation)
 
     def answer_waiting(self, request_id: str) -> None:
-        """Answer the waiting questions about a request that can be answered, after a change of the request's lease."""
+        """Answer those waiting questions about a request that can be answered now.
+
+        Call this after each change of the request's lease.
+        """
         if request_id not in self._of_request:
             return
         for waiting in list(self._of_request[request_id]):
