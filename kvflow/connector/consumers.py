@@ -41,7 +41,7 @@ _USED_TICKETS_MAX = 1 << 14
 class _Consumer:
     request_id: str
     tickets: tuple[Ticket, ...]
-    """Tickets for the request's prompt. The load tries the first; if a read fails, it tries the next."""
+    """Tickets for the request's prompt. If a load with one fails, the next is tried."""
     use: _TicketUse
     offered_tokens: int = 0
     """Number of prompt tokens that can be loaded. 0 if the first ticket offers no blocks, or more tokens than can be
@@ -182,7 +182,7 @@ class ConsumingRequests:
         return False
 
     def _use_of(self, ticket: Ticket, sharing: Sharing, what: str) -> _TicketUse:
-        """Return the `_TicketUse` of a new request's ticket. If the ticket is new, record its use.
+        """Return the `_TicketUse` of a new request's ticket, which is recorded if the ticket is new.
 
         RequestError, with a message that begins with `what`, if the ticket is used up, not shared, or used by another
         engine.
@@ -275,7 +275,7 @@ class ConsumingRequests:
         if not refused:
             missing = self._groups.missing_blocks(block_ids, offered, num_external_tokens, f"request {request_id!r}")
         self._fire(request, "receive")
-        compared = max(offered, *(ticket.num_tokens for ticket in request.tickets))  # digests cover that many tokens
+        compared = max(offered, *(ticket.num_tokens for ticket in request.tickets))  # digests cover all these tokens
         prompt = None if request.prompt is None else request.prompt[:compared]
         receive = Receive(
             request_id=request_id,

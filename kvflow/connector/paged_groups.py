@@ -101,8 +101,8 @@ class PagedGroups:
         """Return, for each group, the ids of the registered blocks that hold the first `tokens` tokens of a request.
 
         `block_ids` is the engine's block table of the request, which may still lack blocks. A slot of recurrent state
-        holds the state after the last token, so it is left out unless the prompt is `complete`. UsageError if
-        `block_ids` does not have one table for each group.
+        holds the state after the last token, so it is left out unless the prompt is `complete`. UsageError unless
+        `block_ids` has one table for each group.
         """
         return tuple(
             group.blocks(ids, 0, tokens) if complete or group.facts.kind is not GroupKind.STATE else ()
@@ -113,8 +113,7 @@ class PagedGroups:
         """Return, for each group, the ids of the registered blocks into which a request's missing tokens are loaded.
 
         Of the request's first `tokens` tokens, the last `external` are missing. UsageError, with a message that begins
-        with `what`, if they do not fit `block_ids`, the engine's block tables, or if there is not one table for each
-        group.
+        with `what`, if they do not fit `block_ids`, the engine's block tables, or are not one table for each group.
         """
         computed, tables = tokens - external, self._tables(block_ids)
         found = tuple(group.blocks(ids, computed, tokens) for group, ids in zip(self._groups, tables, strict=True))

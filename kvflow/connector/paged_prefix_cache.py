@@ -51,8 +51,7 @@ class _ReportedBlocks:
 class PagedPrefixCache:
     """Finds prompts' prefixes in an engine's paged cache, for peers to read. Implements `PrefixCache`.
 
-    The engine may reuse blocks of a pinned prefix: then the prefix's leases end. An engine's block has `block_tokens`
-    tokens.
+    If the engine reuses blocks of a pinned prefix, the prefix's leases end. A block has `block_tokens` tokens.
     """
 
     def __init__(self, groups: Sequence[PagedGroup], block_tokens: int) -> None:

@@ -259,10 +259,9 @@ class ProducingRequests:
         return block_ids is None or self._groups.prompt_blocks(block_ids, save.num_tokens) == save.block_tables
 
     def _recall_prompts_with_lost_blocks(self, block_ids: TablesOf) -> None:
-        """Recall each growing lease that has lost blocks of its prompt.
+        """Recall each growing lease that has lost blocks of its prompt, even of requests that are not in this step.
 
-        A window or recurrent state may advance while the answer is computed. Requests that are not in this step are
-        checked, too.
+        A window or recurrent state may advance while the answer is computed.
         """
         if self._groups.blocks_stay:
             return

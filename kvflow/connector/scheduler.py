@@ -111,8 +111,8 @@ class ConnectorScheduler:
             ticket: the ranks' tickets (`ConnectorWorker.introduction`), merged by `merge_tickets`.
 
         Raises:
-            ConfigError: the ranks have another number of groups than the engine, or the engine's block size is no
-                multiple of theirs.
+            ConfigError: the ranks' number of groups differs from the engine's, or a block size does not divide the
+                engine's.
         """
         self._groups.set_block_sizes([group.block_size for group in ticket.groups] or [ticket.block_size])
         self._producers.introduce(ticket)
@@ -216,7 +216,8 @@ class ConnectorScheduler:
     def reject(self, request: EngineRequest) -> None:
         """Release the ticket of a request that was refused before it could be added, or that has ended.
 
-        With the next step, the producer is notified, unless another request has used the ticket.
+        With the next step, the producer is notified, unless another request has used the ticket. Without a ticket,
+        nothing happens.
 
         Args:
             request: the request.
@@ -277,7 +278,7 @@ class ConnectorScheduler:
             The argument for `ConnectorWorker.prepare` and `ConnectorWorker.begin` on every rank.
 
         Raises:
-            UsageError: `block_ids` returns more or fewer lists than there are groups.
+            UsageError: `block_ids` does not return one list for each group.
         """
         self._consumers.computed_here.log()
         step = self._producers.build_step(scheduled, preempted, block_ids)
@@ -323,7 +324,7 @@ class ConnectorScheduler:
             until the workers report the request as sent or received.
 
         Raises:
-            UsageError: `block_ids` has more or fewer lists than there are groups.
+            UsageError: `block_ids` does not have one list for each group.
         """
         self._questions.finish(request_id)
         written = self._consumers.finish(request_id)  # also for a producer: it may load a prefix from a peer

@@ -66,7 +66,7 @@ class Finished(NamedTuple):
 class Receive(msgspec.Struct, frozen=True, kw_only=True):
     """Work for each worker: load the blocks that the tickets offer into a request's blocks.
 
-    If the load with one ticket fails, the next is tried.
+    The request waits until all workers have received it. If the load with one ticket fails, the next is tried.
     """
 
     request_id: str

@@ -150,7 +150,7 @@ class ConnectorWorker:
         self._counts_yielded: dict[str, int] = {}
         """Counts at the last call of `shared_outcomes`, by the names of `SharingStatistics` fields."""
         self._prefix_cache: PagedPrefixCache | None = None
-        """The prefix cache that peers share; None until `share` is called."""
+        """The prefix cache that is shared with peers; None until `share` is called."""
         self._sharing: SharedPrefixes | None = None
         self._lock = threading.Lock()
         """Lock for `_results`, which two threads use: the engine's and the loop's."""
@@ -512,9 +512,8 @@ class ConnectorWorker:
 def _load_request(runtime: Runtime, receive: Receive, after: DeviceEvent | None) -> LoadRequest:
     """Return the `LoadRequest` for `receive`. The load writes no block before the device event `after`.
 
-    With a pending ticket, the deadline is the longest lifetime of a lease, since the load lasts while the prompt is
-    computed. A load in vain ends earlier: it has to begin within the ticket's `ttl_s`, and the producer reports
-    failures.
+    With a pending ticket, the deadline is the longest lifetime of a lease, since the prompt is still being computed. A
+    load in vain ends earlier: it has to begin within the ticket's `ttl_s`, and the producer reports failures.
     """
     config = runtime.config
     pending = any(ticket.awaited for ticket in receive.tickets)

@@ -54,7 +54,7 @@ class Lifetime(Generic[OpenedT]):
             await asyncio.wait([self._task])
             raise
         if not opened.done():
-            await self._task  # raises
+            await self._task  # raises the error of entering the context
         return opened.result()
 
     async def stop(self) -> None:

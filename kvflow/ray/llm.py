@@ -38,8 +38,8 @@ def register() -> None:
 def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, workers: int) -> dict[str, Any]:
     """Return the user's `kv_connector_extra_config`, `given`, with an address at which vLLM workers listen.
 
-    An address in it stays. A single worker is on the replica's node, `node_ip`. Several `workers` may be on other
-    nodes, so each finds its own address by its route to `head`, the address of the cluster's head node.
+    An address that the user has set stays. A single worker is on the replica's node, `node_ip`. Several `workers` may
+    be on other nodes, so each finds its own address by its route to `head`, the address of the cluster's head node.
     """
     if "listen" in given:
         return dict(given)

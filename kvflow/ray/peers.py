@@ -65,7 +65,7 @@ async def _update_connections(
 ) -> frozenset[PeerAddress]:
     """Drop connections to stopped replicas, connect to new replicas, and return all connected replicas.
 
-    `known` are the replicas that were connected before, `listed` the metadata of all running replicas.
+    `known` are the connected replicas so far, `listed` the metadata of all running replicas.
     """
     now = frozenset(_address_of(entry) for entry in listed)
     for gone in known - now:

@@ -1,7 +1,7 @@
 """SGLang's bootstrap server, which also stores how kvflow reaches each rank of the prefill server.
 
-When a prefill rank registers, `KVFlowManager` adds an *introduction* to SGLang's message: for each pool, a ticket that
-names the rank. A decode rank that asks about the prefill rank gets the introduction, too.
+When a prefill rank registers, `KVFlowManager` adds an *introduction*: for each pool, a ticket that names the rank. A
+decode rank that asks about the prefill rank gets the introduction, too.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 As in SGLang, a decode rank first sends a message about its request (`rooms.RoomMessage`) to the prefill ranks. The
 message has no memory addresses, since the decode rank reads the blocks itself. It has the number of tokens that the
-decode server already has, and the name of the lease for which it waits: the request's room, which routers see in clear
-text, and a digest that only the two servers know.
+decode server already has, and the name of the lease for which it waits: the request's room, which routers see, and a
+digest that only the two servers know.
 
 The keys of SGLang's tables of requests are rooms, numbers that several requests may share. Here the keys are `Room`
 objects, each unique to one request.

@@ -1,7 +1,7 @@
 """Asks a stock engine's listener for the metadata of a rank.
 
 The listener is a thread of the engine's scheduler, which any other message ends for good. So this module can send
-nothing else, and every question has a socket of its own.
+nothing else, and gives every question its own socket.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ async def ask_rank(
         address: where the engine listens, `tcp://host:port`.
         pp_rank: pipeline stage of the rank.
         tp_rank: tensor-parallel rank within the stage.
-        timeout_s: longest time for an answer, in seconds.
+        timeout_s: seconds to wait for the answer at most.
         engine_id: name of the engine, for errors.
         bytes_max: largest size of an answer.
 

@@ -68,7 +68,7 @@ class OurRegion(NamedTuple):
     """
 
     layer: int
-    """Number of the region's first layer, whose name is the region's."""
+    """Number of the region's first layer, which gives the region its name."""
     set_and_index: tuple[int, int]
     """The first layer's place: index of its set in `OurCache.layer_sets`, and its index in that set."""
     group: int

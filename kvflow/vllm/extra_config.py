@@ -85,8 +85,8 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses, one for each engine, to ask for prefixes of prompts without tickets. (): ask only peers that the
     router names. None: ask no peer."""
     prefix_events: tuple[EventsExtra, ...] = ()
-    """Sources of other engines' KV events: this engine asks those with part of a prefix. `holder` is the engine's
-    address, as in `prefix_peers`."""
+    """Sources of other engines' KV events: this engine also asks the engines that, by these, have part of a prefix.
+    `holder` is such an engine's address, as in `prefix_peers`."""
     prefix_tokens_min: Size = 256
     """Smallest number of missing prompt tokens for which to ask peers for a prefix."""
     prefix_wait_s: Seconds = 0.05

@@ -185,8 +185,8 @@ def _layer_numbers(names: Sequence[str], model_layers: int | None = None) -> dic
 
     Engines may have different layers, such as those of one pipeline stage. So the number is made from the number in the
     name. Names with the same number, such as an attention layer and its indexer, are numbered in order. Layers of a
-    draft model have a separate range: their names say so, or the number in the name is at least `model_layers`, the
-    number of the model's own layers.
+    draft model get a separate range: layers so named, or with a number of at least `model_layers`, the count of the
+    model's own layers.
 
     Raises:
         LayoutError: the number in a name is too large, or too many names have the same number.
