@@ -4,10 +4,9 @@ The position is head, layer, K or V, token and element. A word is the same in ev
 be checked between any two shardings, and a missing, stale or misplaced byte is found. Token t of block b has number b *
 block_size + t. All pages are touched at the start; otherwise a transfer would pay for the first touch of a page.
 
-The memory is advised to use huge pages. With small pages the speed of a reader over shm depends on how its producer's
-pages lie, which is chance and stays so while the process runs: with raw NIXL 16 MB took 3.4 ms if the producer's pages
-were mostly contiguous, 4.1 ms if they were scattered, and 2.1 ms from huge pages. Huge pages make all processes alike,
-and give the shortest loads, which show best what kvflow adds.
+The memory is advised to use huge pages. With small pages the speed of a reader over shm depends on how the producer's
+pages happen to lie: with raw NIXL 16 MB took 3.4 ms from mostly contiguous pages, 4.1 ms from scattered pages, and 2.1
+ms from huge pages. Huge pages make all processes alike, and give the shortest loads, which show best what kvflow adds.
 """
 
 from __future__ import annotations

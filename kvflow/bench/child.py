@@ -47,7 +47,7 @@ class BenchError(RuntimeError):
 class RankProcess(NamedTuple):
     """Description of a child process: its name, and the function `open_rank`, which the child calls to open its rank.
 
-    `open_rank()` returns an async context manager that yields the rank, and closes it when the child exits.
+    `open_rank()` returns an async context manager that yields the rank.
     """
 
     name: str

@@ -70,7 +70,7 @@ class EngineProducer:
         return [dict(lease.ticket.to_params()) for lease in leases]
 
     async def end_leases(self, *, read: bool = True) -> None:
-        """Wait until every lease has ended as read. With `read=False`, revoke all leases and wait for their ends.
+        """Wait until every lease has ended as read; with `read=False`, revoke all leases and wait for their ends.
 
         Raise RuntimeError if a lease ended otherwise: a lost notification would falsify the bench.
         """

@@ -5,8 +5,8 @@ NIXL's backends get the same parameters as in kvflow, such as UCX's frame size o
 sleeps in poll() until something arrives. The reader has no progress thread: it first polls without a pause, then sleeps
 between polls, because on a machine with few cores a spinning reader takes CPU time from the tcp stack.
 
-A load starts from the same lists of block ids as kvflow's, and sends the producer a notification. NIXL is imported only
-where an agent is created: the bench's parent has no agent, and the import takes a second.
+As in kvflow, a load starts from lists of block ids, and sends the producer a notification. NIXL is imported only where
+an agent is created, since the import takes a second.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The path that reads take, found in the tables that UCX logs with UCX_PROTO_INFO=y.
 
-For each operation on a connection UCX logs which transport it uses for which range of sizes:
+UCX logs the transport of each operation on a connection, by ranges of sizes:
 
     | reader/0.0.0 intra-node cfg#1                                    |
     | remote memory read by ucp_get*(multi) into host memory from host |

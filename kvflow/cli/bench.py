@@ -23,9 +23,9 @@ from kvflow.bench.transfer_bench import Speed, measure
 
 @contextlib.contextmanager
 def errors_reported(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator[None]:
-    """Context manager: for an error of `errors` in the body, print one line to stderr, and exit with `exit_code`.
+    """Context manager: if the body raises one of `errors`, print one line to stderr and exit with `exit_code`.
 
-    The line begins with `command`, the name of the command.
+    The line has `command`, the name of the command, then the error.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Check of NIXL's backends: each backend is started and moves some bytes.
+"""Check of NIXL's backends: each moves some bytes.
 
 All backends run in one child process. If a backend crashes that process, the finding says so, and the other backends
 run in a new process. A backend for memory hands blocks over between two runtimes in the child. The backend for files

@@ -1,6 +1,6 @@
 """Loads that survive a failed producer: they read from one producer after the other, until one has delivered all.
 
-The load has several tickets for one prompt, or gets another one from `LoadRequest.again`. Each attempt is an ordinary
+A load has several tickets for one prompt, or gets another one from `LoadRequest.again`. Each attempt is an ordinary
 load into the same local blocks. Bytes count only under the seals of the one producer that delivered all bytes. An
 attempt begins when no byte of the previous attempt can land. The blocks stay claimed from the first attempt to the
 last. Outcome, deadline, record and any quarantine belong to the load as a whole.
@@ -60,7 +60,6 @@ class Attempts:
         self._load = load
         self._first_ticket = tickets[0]
         self._waiting_tickets = list(tickets)
-        """Tickets of producers that have not been read yet."""
         self._from_again: list[Ticket] = []
         """Tickets that `LoadRequest.again` returned. Only this load knows them, so it has to release their leases."""
         self._to_release: list[Ticket] = []

@@ -186,7 +186,7 @@ class _GrowingRead:
         return readable if followed is None else min(readable, followed.known_tokens)
 
     def _queues_to_read(self, queues: Sequence[SpanQueue], readable: Mapping[Source, int]) -> list[SpanQueue]:
-        """Return the queues to read from now; none if too few bytes are readable.
+        """Return the span queues to read from now; none if too few bytes are readable.
 
         Queues that can be read to their end are always returned, the others if together they have enough readable
         bytes. If none is returned, ask each rank to answer once enough tokens are computed. `readable`: number of
@@ -298,8 +298,8 @@ def _readable_in(queue: SpanQueue, readable: Mapping[Source, int]) -> int:
 class Frontier:
     """How far the tokens of a load have landed in all groups, and how far seals prove them.
 
-    A seal proves landed tokens if it shows an open lease, and its fetch was posted after the tokens' last byte had
-    landed. A fetch shortly before that byte suffices if the blocks were still held then (`core.protocol.proof`).
+    A fetch of an open lease's seal proves the tokens with a last byte that landed before the fetch, or so shortly after
+    it that the blocks were still held (`core.protocol.proof`).
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 Each rank with an incomplete lease is asked one question at a time. The rank answers when the lease is complete or has
 ended, has blocks that this reader does not know, or has as many computed tokens as the reader wants. Then the load
 fetches the seal, and the rank is asked again. Only answers bring payloads, and blocks that no ticket names. An answer
-proves nothing: a load that needs neither succeeds even without answers.
+proves nothing, and a load that needs neither succeeds even without answers.
 """
 
 from __future__ import annotations

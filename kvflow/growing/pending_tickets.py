@@ -2,7 +2,7 @@
 
 A pending ticket (`Ticket.rendezvous`) names the ranks of an engine, and a request that the engine may not know yet. The
 reader connects to each rank that it reads from or reports to, and asks that rank for its offer: one rank first and,
-after its answer, the others. All ranks have to offer the same. The result is an ordinary ticket with the leases of all
+after its answer, the others. All ranks must offer the same. The result is an ordinary ticket with the leases of all
 ranks.
 
 A router may send the prompt to another engine than the ticket names, such as another data-parallel rank of the same

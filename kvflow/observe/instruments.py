@@ -35,8 +35,8 @@ def _values_of(part: str, *fields: str, without: float | None = None, **named: s
     """Return a function that takes a runtime's statistics and returns the values of one metric, by label value.
 
     The values are `fields` of the statistics that `_statistics_of` finds for `part`. The label value of a single field
-    is "", of several fields their names, or the names in `named` (label value=field). If the runtime has no statistics
-    for `part`, each value is `without`; if `without` is None, the mapping is empty.
+    is ""; those of several fields are the fields' names, or the names in `named` (label value=field). If the runtime
+    has no statistics for `part`, each value is `without`; if `without` is None, the mapping is empty.
     """
     labels = named or ({"": fields[0]} if len(fields) == 1 else {field: field for field in fields})
 

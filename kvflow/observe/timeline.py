@@ -4,12 +4,12 @@
         async with kvflow.Runtime(config, observers=[records]) as runtime: ...
 
 Each engine writes its own file, with one JSON object per line; `kvflow trace *.jsonl --out run.json` makes one timeline
-of all files. Times are wall-clock times, so files of several machines are aligned only as well as the clocks.
+of all files. Files of several machines are aligned only as well as the machines' clocks.
 
 The timeline is in the Trace Event Format. Each rank is a process. Each load and each lease is an asynchronous slice,
 with a slice inside for each phase. An arrow leads from a lease to each load of its ticket. A lease that was opened
-while its prompt was still computed, and its loads, have one more row of slices each: when tokens were computed, and
-when they landed. These two rows overlap if blocks were transferred during the computation.
+while its prompt was still computed has one more row of slices, which shows when tokens were computed; each load of this
+lease has a row that shows when they landed. These two rows overlap if blocks were transferred during the computation.
 """
 
 from __future__ import annotations

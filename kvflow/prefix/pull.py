@@ -173,7 +173,7 @@ class Pull:
         """Start a load of `ticket` into the local blocks of `tables`, which has one array of block ids for each group.
 
         The first block begins with token `cached_tokens` (None: the request's `cached_tokens`). `part`: suffix of the
-        load's request id. `tokens`, `keep_offer`: `num_tokens` and `keep_offer` of the `LoadRequest`.
+        load's request id. `tokens`: the `LoadRequest.num_tokens`.
         """
         request = self._request
         return self._loader.start(

@@ -9,9 +9,8 @@ All copies work on bytes, since torch cannot index every dtype. CPU memory is co
 with the GIL released, at 10 GB/s for runs of 256 bytes and more for longer ones. Torch indexes element by element: 6
 times slower on bytes. On other devices torch copies, in the largest elements that fit.
 
-All functions are synchronous: they run on a copy thread, and the copy is complete when they return. A device has a
-stream for copies (`device.CacheDevice`). The caller has made sure that the bytes were computed and that the block ids
-exist.
+All functions run on a copy thread, and return when the copy is complete. The caller has made sure that the bytes were
+computed and that the block ids exist.
 """
 
 from __future__ import annotations
@@ -327,8 +326,7 @@ def chunk_sources(
     """Return a view of a scratch buffer with the axes row, chunk, token, head and byte. Chunks are dense.
 
     A row holds the chunks of one region. `tokens`, `heads`: sizes of a chunk as it was read; the caller may slice these
-    axes. `run_bytes`: size of one head of one token. `memory_order`: the peer's, "NHD" or "HND". The buffer may be
-    longer than the view.
+    axes. `run_bytes`: size of one head of one token. `memory_order`: the peer's, "NHD" or "HND".
     """
     inner = (tokens, heads) if memory_order == "NHD" else (heads, tokens)
     size_bytes = rows * chunks * tokens * heads * run_bytes

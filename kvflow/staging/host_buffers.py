@@ -2,8 +2,8 @@
 
 Peers see a bounded set of host blocks, laid out like the blocks of the device. A producer copies the blocks of a lease
 there before peers can read them, and the lease's seal says how many tokens are copied. A consumer reads into host
-blocks, and copies from there to the device. The copies run on the copy thread, by kvflow's own function for torch
-devices, or by a function of the engine.
+blocks, and copies from there to the device. On the copy thread, kvflow's own function for torch devices, or a function
+of the engine, copies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Scratch memory: buffers into which whole blocks of a peer are read, and from which they are copied into the cache.
 
-`staging.whole_blocks` plans the reads, and decides when scratch memory is faster. This module has the buffers, which
-are registered when the first load needs them, and the copy, which maps tokens and heads of a block in scratch memory to
-chunks of local blocks.
+`staging.whole_blocks` plans the reads. This module has the buffers, which are registered when the first load needs
+them, and the copy, which maps tokens and heads of a block in scratch memory to chunks of local blocks.
 """
 
 from __future__ import annotations

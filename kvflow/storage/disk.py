@@ -3,8 +3,6 @@
 A file is written under a name that ends in `.part`: first the blocks, then the header. The file is synced and renamed,
 and then the directory is synced. So a crash leaves either a complete file or a `.part` file, which is removed when the
 directory is opened again. The process that uses a directory holds a lock on it.
-
-An entry is a stored file, with its record in the index (`index.Entry`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Copies bytes between memory and files by NIXL's POSIX backend.
 
-`PosixMover` has its own NIXL agent, the third agent of the runtime. Its transfers (moves) name the same agent as the
+`PosixMover` has its own NIXL agent, the third agent of the runtime. Its transfers (moves) name this agent also as the
 remote agent, since a file belongs to no peer.
 
 All moves share one queue of the kernel. With POSIX AIO the error of one move is reported for all moves, while bytes of

@@ -82,7 +82,7 @@ class Storage(Part):
             request: the blocks to save, and their key.
 
         Returns:
-            Numbers of bytes, blocks and tokens that were saved, and the seconds of each phase.
+            The report of the save.
 
         Raises:
             RequestError: the request is invalid, its file would be larger than `bytes_max`, or (BlocksBusy) a block is
@@ -110,7 +110,7 @@ class Storage(Part):
             request: the key, and the local blocks to fill.
 
         Returns:
-            Numbers of bytes, blocks and tokens that were restored, and the seconds of each phase.
+            The report of the restore.
 
         Raises:
             NotStored: nothing is stored under the key, or the file was removed.

@@ -130,7 +130,6 @@ class StoreThread:
 
     @property
     def mover(self) -> Mover:
-        """The `Mover`, which exists only after `open`."""
         assert self._mover is not None, "it is open"
         return self._mover
 

@@ -47,7 +47,7 @@ class StoreTransfer:
     """One save or restore. If a restore ends while bytes may still land, this object is its `quarantine`.
 
     A restore's blocks are claimed by its flight. A save's blocks are leased, so not written, until no byte is copied
-    any longer. A transfer is over when its blocks were given back and its file was closed.
+    any longer.
     """
 
     behind = False
@@ -144,7 +144,6 @@ class StoreTransfer:
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Block ids by group."""
         return tuple(tuple(ids.tolist()) for ids in self.tables)
 
     @property

@@ -1,8 +1,7 @@
 """The memory that the store copies to and from files: the KV cache or, if the KV cache is on a device, host buffers.
 
-Peers read through the same host buffers. A save or restore is cut into spans of consecutive blocks. Each span waits for
-free host blocks, and gives them back when no copy can touch them. So a save or restore of any size works with host
-buffers of any size.
+A save or restore is cut into spans of consecutive blocks. Each span waits for free host blocks, and gives them back
+when no copy can touch them. So a save or restore of any size works with host buffers of any size.
 """
 
 from __future__ import annotations

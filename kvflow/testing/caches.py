@@ -1,4 +1,4 @@
-"""Views of test caches that fill a cache with a pattern, which is different in each block, slot, layer and head.
+"""Views of test caches, to fill a cache with a pattern that is different in each block, slot, layer and head.
 
 A *slot* is the position of one token in a block. The pattern of an element is a hash of its engine, model layer, K or
 V, block, slot, model head and index within the head, truncated to the dtype's size and finite in every float format. So

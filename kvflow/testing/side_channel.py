@@ -120,7 +120,7 @@ class InprocSideChannel:
     """Implementation of `runtime.channel.protocol.SideChannel` without sockets.
 
     `send(address, frames, answered)`: function that delivers a request to the listener at `address`, and later sets the
-    frames of the answer as the result of the future `answered`. The default function delivers immediately.
+    frames of the answer as the result of the future `answered`. By default the request is delivered immediately.
     """
 
     def __init__(

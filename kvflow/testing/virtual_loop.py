@@ -49,8 +49,8 @@ class SimProcessState(enum.StrEnum):
 class SimProcess:
     """A simulated process: callbacks, tasks and timers on a `VirtualLoop` that are frozen, thawed and killed together.
 
-    Start a task by `process.task(...)`, or pass `context=process.context()` to asyncio. What this code starts belongs
-    to the process, too.
+    Start a task by `process.task(...)`, or pass `context=process.context()` to asyncio. Tasks and callbacks started by
+    this task belong to the process, too.
     """
 
     def __init__(self, loop: VirtualLoop, name: str) -> None:
@@ -315,8 +315,7 @@ class VirtualLoop(BaseEventLoop):
     def _advance(self) -> None:
         """Jump to the time of the next timer, and make the callbacks of all timers that are due then ready.
 
-        Callbacks become ready in the order of the timers' times; at equal times, in the order in which the timers were
-        set. If no timer is set, raise `Deadlock`.
+        The order is by time and, at equal times, by when the timers were set. If no timer is set, raise `Deadlock`.
         """
         timers = self._timers
         while timers and timers[0][2].cancelled():

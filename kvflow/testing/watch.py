@@ -36,7 +36,8 @@ def checked_at_end(check: Callable[[], None], after_error: Callable[[], None] | 
     """Call `check` when the `with` block ends.
 
     If the block raises an error, and `after_error` is given, call `after_error` instead of `check`, which may rightly
-    fail after an error. An AssertionError of this call replaces the block's error, which is its cause.
+    fail after an error. An AssertionError of `after_error` or `check` replaces the block's error, which becomes its
+    cause.
     """
     try:
         yield

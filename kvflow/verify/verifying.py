@@ -5,8 +5,7 @@ of the prompt. The rank computes the digests during the read. The local digests 
 blocks that the request wants filled. So each engine itself finds the blocks of these tokens, and a mistake in the plan
 of the reads is found, too.
 
-Digests say nothing about freshness: the seals do, and the lease must still be open. If digests differ, the load reads
-and compares once more.
+Freshness is proven by the seals, not by digests. If digests differ, the load reads and compares once more.
 """
 
 from __future__ import annotations

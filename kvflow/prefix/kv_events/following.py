@@ -3,8 +3,7 @@
 For each publisher one task owns the sockets. Sequence numbers show which batches were missed, and the publisher is
 asked to replay these. If the publisher cannot, all blocks of the engine are forgotten, since a missed event may have
 removed them. If the connection breaks, or sequence numbers begin again, the publisher may have restarted: all blocks of
-the engine are forgotten, and the batches that the publisher still keeps are replayed. A batch is applied a few blocks
-at a time, so that other tasks of the event loop run in between.
+the engine are forgotten, and the batches that the publisher still keeps are replayed.
 """
 
 from __future__ import annotations
@@ -190,7 +189,6 @@ class _Follower:
 
     @property
     def _next_sequence(self) -> int:
-        """Sequence number after that of the last applied batch."""
         return self.statistics.sequence + 1
 
     async def _apply_batch(self, number: int, payload: bytes) -> None:

@@ -3,8 +3,7 @@
 Events name blocks by the engine's own hashes and carry the tokens, so kvflow's keys are computed here. A block's key
 covers all tokens before the block's end, so a block after an unknown block is skipped. A block is also skipped if its
 key depends on something that the event lacks: the path of an adapter, embeddings, or SGLang's salt. vLLM's cache salt
-and pictures are marked in the tokens, as in the keys of vLLM's requests. Only groups of layers that keep the whole
-prompt count, not windows or recurrent state.
+and pictures are marked in the tokens, as in the keys of vLLM's requests. Windows and recurrent state do not count.
 """
 
 from __future__ import annotations
