@@ -39,7 +39,7 @@ class Pool:
         self._free = list(range(size - 1, -1, -1))
         self._queue = FairQueue((size,))
         self._permits: dict[int, Permit] = {}
-        """Permits of the calls whose buffers are not given back, by the first number that each call got."""
+        """Permits of the calls that have not given their buffers back, by the first number that each call got."""
 
     @property
     def used(self) -> int:

@@ -207,7 +207,7 @@ async def _notify_and_report(cache: RegisteredCache, load: Load, sources: Sequen
 
 
 def _stale_error(load: Load) -> LoadError:
-    """Return the error of a load whose lease ended too early to prove the read fresh.
+    """Return the error of a load with a lease that ended too early to prove the read fresh.
 
     It is PrefillFailed if the prompt could not be computed, else LeaseExpired.
     """

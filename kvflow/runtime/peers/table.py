@@ -260,7 +260,7 @@ class Peers:
     def note_read_failure(self, connection: Connection, why: str) -> None:
         """After a failed read, drop `connection` and count a failure of its peers. New loads then shake hands again.
 
-        Further calls for the same connection, whose other reads fail too, change nothing.
+        Further calls for the same connection change nothing: its other reads fail too.
         """
         for peer in self._peers_with(connection):
             waits = self._count_failure(peer, after_failed_read) > 0

@@ -54,12 +54,12 @@ class HeldBlocks:
     tables: tuple[BlockIds, ...]
     """Ids of the blocks in the lease, one table for each group."""
     entries: BlockIds
-    """Positions of the same blocks in the block ledger, which numbers the blocks of all groups in one sequence."""
+    """Positions of the lease's blocks in the block ledger, which numbers the blocks of all groups in one sequence."""
     seal_index: int
     host_tables: tuple[BlockIds, ...] | None
     """Ids of the host blocks that peers read, one table for each group; None without host staging."""
     host_tables_by_call: list[tuple[BlockIds, ...]] = field(default_factory=list)
-    """The same host block ids, split by the call that took them: the opening of the lease, then each `Lease.extend`.
+    """Ids of the host blocks that peers read, split by the call that took them: the opening, then each `Lease.extend`.
 
     A pool takes back only whole sets that were taken together.
     """
@@ -127,7 +127,7 @@ class OfferedBlocks:
     def needs_more_blocks(self, block_ids: object, num_tokens: int, what: str) -> bool:
         """Return True if `block_ids` have fewer blocks than `num_tokens` tokens fill, so that more blocks must follow.
 
-        Only groups without window or state count. RequestError, beginning with `what`, for an invalid block id.
+        Groups with a window or state do not count. RequestError, beginning with `what`, for an invalid block id.
         """
         tables, _ = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         groups = zip(self._groups, tables, strict=True)

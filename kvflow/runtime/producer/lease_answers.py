@@ -71,7 +71,7 @@ class LeaseAnswers:
         open_lease: Callable[[str], OpenLease | None],
         served: Callable[[str], bool],
     ) -> None:
-        """Keep two functions of a request id: the request's open lease or None; whether a lease of it ended lately."""
+        """`open_lease(request_id)` returns the open lease or None, `served(request_id)` whether one ended lately."""
         self._open_lease = open_lease
         self._ended_recently = served
         self._clock = clock

@@ -248,7 +248,7 @@ class Serving:
     def find_lease(self, lease_id: str, request_id: str) -> OpenLease | None:
         """Return the open lease with both this lease id and this request id, or None.
 
-        A question with the lease id comes from a reader of the lease, since nobody else knows the id.
+        A question with the lease id comes from a reader of the lease, since only its readers know the id.
         """
         entry = self._book.find(lease_id)
         if entry is None or not entry.is_open or entry.request_id != request_id:
