@@ -210,8 +210,9 @@ def test_samples_and_lists_of_prompts(
     sampled |= {"logprobs": 5, "return_tokens_as_token_ids": True}  # as there is no tokenizer
     alone = producer.complete(prompts[1], 16, **sampled, **ALONE)
     samples = consumer.complete(prompts[1], 16, **sampled, kv_transfer_params=prefill(producer, prompts[1]))
-    assert first_logprobs(samples) == first_logprobs(alone)
-    if request.node.callspec.params["pair"] not in DRAFTED:
+    if request.node.callspec.params["pair"] in DRAFTED:
+        assert first_logprobs(samples) == first_logprobs(alone)
+    else:
         assert tokens_of(samples) == tokens_of(alone)
 
 
