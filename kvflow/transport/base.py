@@ -169,8 +169,8 @@ class Transport(Protocol):
     def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         """Send `payload` to a peer and return immediately. Delivery is best effort: failures are counted, not raised.
 
-        If several payloads with the same `join` wait for one peer, the transport may call `join` with them, on any
-        thread, and send the payloads that `join` returns.
+        Payloads with the same `join` that wait for one peer may be passed to `join`, on any thread, and replaced by its
+        result.
         """
 
     async def run(self, deliver: Callable[[Event], None]) -> None:

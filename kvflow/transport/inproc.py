@@ -46,11 +46,8 @@ class InprocNetwork:
     def __init__(self) -> None:
         self.agents: dict[AgentName, InprocTransport] = {}
         self.leaves_memory = False
-        """True if peers can still read the memory of a closed agent, as with shared memory, where a read needs only
-        addresses.
-
-        A load must never report bytes of a closed agent as fresh.
-        """
+        """True if peers can still read the memory of a closed agent, as with shared memory. A load must never report
+        such bytes as fresh."""
         self.closed: dict[AgentName, InprocTransport] = {}
         """Closed agents with memory that can still be read, by name; filled only if `leaves_memory`."""
 
@@ -179,8 +176,8 @@ class InprocTransport:
         Args:
             spans: Addresses and sizes in bytes, in this process.
             device: Device of the memory; only the CPU is supported.
-            keepalive: Owner of the memory, referred to until the transport is closed.
-            use: Whether peers read the memory, local reads write to it, or both.
+            keepalive: Owner of the memory, kept until the transport is closed.
+            use: Which of the two uses.
 
         Raises:
             TransportError: The device is not the CPU.
@@ -244,7 +241,7 @@ class InprocTransport:
         self._peers.discard(name)
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
-        """Start a read and return immediately; a `ReadEnded` event reports the end of the read.
+        """Start a read and return immediately; a `ReadEnded` event reports its end.
 
         Args:
             peer: Name of the peer to read from.

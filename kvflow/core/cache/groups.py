@@ -175,14 +175,13 @@ class CacheGroup:
     """Which tokens the layers attend to. Default: "state" for a StateLayout, "sliding" if `window` is given, else
     "full"."""
     pool: str | None = None
-    """Name of the pool from which the group's block ids come; by default the group has its own pool. In groups with the
-    same pool, a block id is in the block table of one group at a time, and the groups' tensors may be the same memory.
-    """
+    """Name of the pool from which the group's block ids come; by default its own. If groups have the same pool, a block
+    id is in one group's block table at a time, and the groups' tensors may be the same memory."""
     num_kv_heads: int | None = None
     """Number of KV heads that the whole model has in these layers; None: `Config.num_kv_heads`."""
     split: int = 1
-    """Number of consecutive blocks of this group that form one block of the pool; above 1 if the engine's kernels use
-    smaller blocks than its allocator."""
+    """Number of consecutive blocks of this group in one block of the pool; above 1 if the engine's kernels use smaller
+    blocks than its allocator."""
 
     def __post_init__(self) -> None:
         set_field = partial(object.__setattr__, self)
@@ -280,8 +279,7 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
     """Return `kv_caches` as groups. A dict of layers, which needs a `layout`, becomes one group of full attention.
 
     Raises:
-        LayoutError: groups contradict each other, for example if two have the same name or layer; or the tensors do not
-            match `layout`.
+        LayoutError: groups contradict each other, for example by equal names; or the tensors do not match `layout`.
     """
     if not isinstance(kv_caches, tuple | list):
         if layout is None:
@@ -319,10 +317,7 @@ def named_layers(sets: Iterable[LayerSet]) -> list[tuple[str, LayerCache]]:
 def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ...]:
     """Divide the layers of a rank into sets with one layout each. Return the sets, group by group.
 
-    `tp_size`: tensor-parallel ranks of the engine.
-
-    Raises:
-        LayoutError: there are more sets than a peer accepts (`SETS_MAX`).
+    `tp_size`: tensor-parallel ranks of the engine. LayoutError if a peer would not accept so many sets (`SETS_MAX`).
     """
     found = tuple(one for at, group in enumerate(groups) for one in sets_of(at, group.sets, tp_size))
     if len(found) > SETS_MAX:
@@ -335,8 +330,7 @@ def sets_of(
 ) -> Iterator[LayerSet]:
     """Yield a `LayerSet` for each layout of a group or, for state per request, for each segment of its tensors.
 
-    `group`: index of the group. `layers`: (tensors by layer name, layout) pairs. `tp_size`: tensor-parallel ranks of
-    the engine.
+    `group`: index of the group. `layers`: (tensors by layer name, layout) pairs. `tp_size`: tensor-parallel ranks.
     """
     for caches, layout in layers:
         for part in (layout,) if isinstance(layout, CacheLayout) else state_parts(layout, tp_size):

@@ -45,7 +45,7 @@ _FORMATS_OF_WHOLE_HEADS = frozenset(
 class KVStyle(enum.StrEnum):
     """How a layer holds K and V: stacked in one tensor, in two tensors, fused in the last axis, or as latent vectors.
 
-    In the shapes below, B: blocks, N: tokens of a block, H: heads, D: head elements; N and H are in either order.
+    In the shapes, B: blocks, N: tokens of a block, H: heads, D: head elements; N and H are in either order.
     """
 
     KV_FIRST = "kv_first"  # one tensor (2, B, N, H, D)
@@ -240,7 +240,7 @@ class BlockShape(NamedTuple):
 def has_separate_heads(kv_format: str, block: BlockShape) -> bool:
     """Return True if blocks can be read head by head although their bytes are not plain values.
 
-    That is so if each head of a block is contiguous and, in `kv_format`, means the same without the other heads.
+    Each head of a block must be contiguous and, in `kv_format`, mean the same without the other heads.
     """
     tokens_in_line = block.tokens == 1 or block.token_stride == block.run
     heads_in_line = block.heads == 1 or block.head_stride == block.tokens * block.run
@@ -327,7 +327,7 @@ def _layout_of_layer(
 
 
 def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> str:
-    """Return the order of the axes in memory, by the tensor's strides: "NHD" or "HND". Axes of size 1 are ignored.
+    """Return the order of the axes in memory, by descending stride: "NHD" or "HND". Axes of size 1 are ignored.
 
     LayoutError if the elements of a head are not contiguous. `order`: order of the axes in the tensor's shape.
     """
@@ -354,8 +354,8 @@ def is_draft(name: str) -> bool:
 def layer_numbers(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[int, ...]:
     """Return the index in the model of each layer in `names`: `given`, if it is not None.
 
-    Otherwise the number in each layer's name, if every name has exactly one number and no two are equal; else the
-    layer's position. Layers of a draft model are numbered separately, from FIRST_DRAFT_LAYER on.
+    Otherwise the number in each layer's name, if every name has exactly one and no two are equal; else the layer's
+    position. Layers of a draft model are numbered separately, from FIRST_DRAFT_LAYER on.
     """
     if given is not None:
         return whole_numbers(given, "layer_indices")

@@ -115,8 +115,7 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
 def _check_owners(regions: Regions, layout: CacheLayout) -> None:
     """Raise LayoutError if a layer of a draft model comes before a layer of the main model that has the same memory.
 
-    If layers share memory, a load reads it for the first of these layers only. That must not be a layer of a draft
-    model, which the other side may lack.
+    A load reads shared memory for the first of its layers only, which must not be one that the other side may lack.
     """
     parts, indices = len(regions.parts), layout.layer_indices
     for at, first in enumerate(regions.first_at_address):
@@ -128,7 +127,7 @@ def _check_owners(regions: Regions, layout: CacheLayout) -> None:
 def map_spans(layers: Iterable[tuple[str, LayerCache]]) -> tuple[Span, ...]:
     """Return the memory to register: a span for each tensor. Spans that overlap are joined.
 
-    `layers`: (name, tensors) of each layer. Adjacent spans are not joined: they may be separate allocations, which some
+    `layers`: (name, tensors) of each layer. Adjacent spans stay apart: they may be separate allocations, which some
     devices cannot register as one.
     """
     pieces = sorted({_extent(name, tensor) for name, layer in layers for tensor in tensors_of(name, layer)})
@@ -194,8 +193,8 @@ def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> i
 def _check_disjoint(regions: Regions, layer_names: tuple[str, ...]) -> None:
     """Raise LayoutError if two regions share bytes, since a load into one region would write into the other.
 
-    Blocks of one region may lie between blocks of another region. Layers may also have the same tensor, as in models
-    that reuse one layer's KV in other layers; these layers are read and written as one.
+    Blocks of one region may lie between blocks of another. Layers may also have the same tensor, as in models that
+    reuse one layer's KV in other layers; these are read and written as one.
     """
     order = np.argsort(regions.bases, kind="stable")
     bases, strides = regions.bases[order].astype(np.int64), regions.strides[order].astype(np.int64)

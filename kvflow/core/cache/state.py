@@ -46,17 +46,17 @@ ROWS_MAX = 1 << 10
 class Segment:
     """Consecutive entries of one kind on a state tensor's sliced axis, such as x, B or C of Mamba 2's convolution.
 
-    Tensor-parallel ranks divide the segment's units. A unit, such as a head or a group of heads, is never split. If the
-    model has fewer units than ranks, neighbouring ranks hold the same unit, as with KV heads. The constructor raises
-    LayoutError if `size` is not a multiple of `units`.
+    Tensor-parallel ranks divide the segment's units. A unit, such as a head, is never split. If the model has fewer
+    units than ranks, neighbouring ranks hold the same unit, as with KV heads. The constructor raises LayoutError if
+    `size` is not a multiple of `units`.
     """
 
     name: WireName
     size: Size
     units: Size
-    """Number of units on this rank, each of `size / units` entries."""
+    """Number of the segment's units, such as heads, on this rank. Each has `size / units` entries."""
     model_units: Size
-    """Number of units in the whole model."""
+    """Number of the segment's units in the whole model."""
 
     def __post_init__(self) -> None:
         checks.normalize_fields(self, LayoutError)

@@ -1,7 +1,7 @@
 """A KV cache as its engine passes it to kvflow: tensors by layer name. Checks whether tensors can hold a KV cache.
 
 Tensors are read through `TensorLike`, so nothing here needs torch. A tensor can hold a cache if it is dense, and not
-quantized, nested, complex or part of a gradient's graph. No lazy operation, such as a pending negation, may stand
+quantized, nested, complex or part of a gradient's graph, and no lazy operation, such as a pending negation, stands
 between its bytes and its values.
 """
 
@@ -21,9 +21,8 @@ LAYERS_MAX = 1 << 15
 FIRST_DRAFT_LAYER = LAYERS_MAX // 2
 """Lowest index of a layer of a draft model. One side of a load may lack layers with this or a higher index."""
 NAMED_LAYERS_MAX = 1 << 10
-"""Upper bound (exclusive) of the layer numbers in vLLM's layer names. If several layers of a model have the same
-number, such as an attention and its indexer, the nth of these layers (from 0) gets the index number + n *
-NAMED_LAYERS_MAX."""
+"""Upper bound (exclusive) of the layer numbers in vLLM's layer names. If several layers have the same number, such as
+an attention and its indexer, the nth of them (from 0) gets the index number + n * NAMED_LAYERS_MAX."""
 NAME_CHARS_MAX = 1024
 
 

@@ -124,9 +124,8 @@ class BlockMap:
             for index, layer in enumerate(local_layers)
             if layer in positions and index in wanted
         )
-        """(position in `local_layers`, position in `remote_layers`) of each layer to read, in local order. If local
-        layers share a tensor, only the first is read, from the rank that has this layer. So there may be nothing to
-        read from a rank."""
+        """(position in `local_layers`, position in `remote_layers`) of each layer to read, in local order; possibly
+        none. If local layers share a tensor, only the first is read, from the rank that has it."""
         self.opaque = opaque
         self.heads = heads
         self.local, self.remote = ours, theirs
@@ -230,8 +229,8 @@ def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tu
     """Split `tokens` tokens of `heads` heads into pieces that are contiguous in a local and in a remote block.
 
     `ours`, `theirs`: shape of a local and of a remote block. Return the pieces' local offsets, remote offsets, and
-    common size, in bytes. The smallest piece is one head of one token. It grows by a whole axis (tokens or heads) if
-    that axis is contiguous with the piece on both sides.
+    common size, in bytes. The smallest piece is one head of one token; it grows by a whole axis (tokens or heads) that
+    is contiguous with it on both sides.
     """
     size = ours.run
     axes = [(tokens, ours.token_stride, theirs.token_stride), (heads, ours.head_stride, theirs.head_stride)]

@@ -147,10 +147,10 @@ def _check_id_array(block_ids: Sequence[int] | BlockIds, num_blocks: int, what: 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Chunks of tokens to read, and the position of each chunk in the remote and in the local blocks.
+    """Chunks of tokens to read: chunk i is read from chunk `remote_parts[i]` within remote block `remote_ids[i]`.
 
-    A chunk is as many tokens as a block has on the side with the smaller blocks. Chunk i is read from chunk
-    `remote_parts[i]` within block `remote_ids[i]`, and lands in chunk `local_parts[i]` within block `local_ids[i]`.
+    It lands in chunk `local_parts[i]` within block `local_ids[i]`. A chunk is as many tokens as a block has on the side
+    with the smaller blocks.
     """
 
     local_ids: BlockIds
@@ -260,9 +260,9 @@ def match_chunks(
 def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = None) -> Descriptors:
     """Return the descriptors that read `chunks` from one peer.
 
-    `groups`: the peer's region maps, each for some region pairs.
+    `head`: one more read, such as that of a seal, to put first.
 
-    `head`: one more read, such as that of a seal, which becomes the first descriptor.
+    `groups`: the peer's region maps, each for some region pairs.
     """
     plan = _plan_region_map(groups[0], chunks, head)
     for pairs in groups[1:]:
@@ -326,8 +326,7 @@ def _join_pieces(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int6
 def small_load_map(block_map: BlockMap) -> RegionMap | None:
     """Return the region map with which `match_few` and `read_few` can plan small loads; None if they cannot.
 
-    They can if blocks have equally many tokens on both sides, `block_map` has a single region map, and a block is
-    contiguous in each region.
+    They can if blocks have equally many tokens on both sides, and a single region map reads each block as one piece.
     """
     if block_map.local.block.tokens != block_map.remote.block.tokens:
         return None
@@ -355,8 +354,8 @@ def match_few(
 def read_few(pairs: RegionMap | None, blocks: Sequence[tuple[int, int]], head: Piece | None) -> Descriptors:
     """Return descriptors that read `blocks`, pairs of (remote block id, local block id), in every region pair.
 
-    `pairs`: the result of `small_load_map`, not None. `head`: one more read, such as that of a seal, which becomes the
-    first descriptor. Blocks that are neighbours on both sides become one read.
+    `pairs`: the result of `small_load_map`, not None. `head`: one more read, such as that of a seal, which comes first.
+    Blocks that are neighbours on both sides become one read.
     """
     assert pairs is not None, "only for blocks that small_load_map accepts"
     assert pairs.first_rows is not None, "so these are kept"

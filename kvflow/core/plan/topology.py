@@ -203,8 +203,8 @@ def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
 def stages_max(ours: Sequence[CacheShare]) -> int:
     """Return an upper bound of the number of pipeline stages that an engine with the local model can have.
 
-    `ours`: cache shares of the local rank. If the local engine has one stage, the bound is the number of layers.
-    Otherwise the local rank does not know all layers, and the bound is RANKS_MAX.
+    `ours`: cache shares of the local rank. The bound is the number of layers or, if the local engine has several stages
+    and the rank does not know all layers, RANKS_MAX.
     """
     return len({layer for share in ours for layer in share.layers}) if ours[0].pp_size == 1 else RANKS_MAX
 
@@ -238,7 +238,7 @@ def common_shares(
 def differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> list[str]:
     """Return why no load between two ranks is possible, as texts "field: ours X, theirs Y"; [] if a load is possible.
 
-    `ours`, `theirs`: all cache shares of the local rank and of the producer's rank.
+    `ours`, `theirs`: all cache shares of the local rank and of the producer's.
     """
     pairs = [pair[2:] for pair in common_shares(ours, theirs)] or [(ours[0], theirs[0])]
     found = [_divisibility_problem("tp_size", ours[0].tp_size, theirs[0].tp_size)]
@@ -271,7 +271,7 @@ def _layer_differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare])
 def layers_left_out(ours: Collection[int], theirs: Collection[int]) -> frozenset[int]:
     """Return the layers of a draft model that only one side has, which loads leave out.
 
-    `ours`, `theirs`: layer indices of the two sides. Return no layer if they have no layer of the main model in common.
+    `ours`, `theirs`: layer indices of the two sides. Return none if they have no layer of the main model in common.
     """
     if min({*ours} & {*theirs}, default=FIRST_DRAFT_LAYER) >= FIRST_DRAFT_LAYER:
         return frozenset()
@@ -288,8 +288,7 @@ def _hint(apart: Collection[int], common: Collection[int]) -> str:
     """Return a hint for a message, how to mark layers of a draft model, if the layers `apart` may be of one; else "".
 
     `apart`: layers that only one side has. `common`: layers that both have. The hint applies if all `apart` layers come
-    after the `common` layers and none is marked. Loads never leave out unmarked layers: one side may have forgotten
-    them.
+    after the `common` layers and none is marked; loads leave out only marked layers.
     """
     return _HINT if common and max(common) < min(apart) and max(apart) < FIRST_DRAFT_LAYER else ""
 

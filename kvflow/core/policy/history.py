@@ -1,6 +1,6 @@
 """Progress of a prompt that is computed while it is read: the times at which tokens were computed or landed.
 
-The record of a growing lease contains its history, and so does the record of a load that reads from a growing lease.
+The records of a growing lease, and of a load that reads from one, contain it.
 """
 
 from __future__ import annotations

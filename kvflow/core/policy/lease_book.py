@@ -40,13 +40,13 @@ class Counted(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class LeaseEntry:
-    """A lease in the book. Only the methods of `LeaseBook` change the fields."""
+    """A lease in a rank's lease book. Only the methods of `LeaseBook` change the fields."""
 
     lease_id: str
     request_id: str
     reader_count: int
-    """Number of engines that have to read the lease. The shares that all reader ranks report are added up; those of one
-    engine add up to 1. If 0, the first report of any rank ends the lease."""
+    """Number of engines that have to read the lease. The shares of all reader ranks are added up; those of one engine
+    add up to 1. If 0, the first report of any rank ends the lease."""
     holds_blocks: bool
     """True if the lease has blocks. Such a lease stays in the book after its end, until the hold of its blocks is over.
     """
@@ -194,7 +194,7 @@ class LeaseBook:
                 yield entry
 
     def release_held(self, now_s: float) -> list[LeaseEntry]:
-        """Remove from the book all ended leases with a hold that is over at `now_s`. Return the removed leases.
+        """Remove from the book, and return, all ended leases with a hold that is over at `now_s`.
 
         No read of their blocks can be proven now, so the producer may reuse the blocks (invariant I3).
         """

@@ -145,8 +145,8 @@ class BlockLedger:
     def claim_for_sources(self, ids: BlockIds) -> None:
         """Claim the blocks in `ids` (ledger entries), until `end_claim`, for a load that may try several producers.
 
-        BlocksBusy if a block is leased, in flight or quarantined. Each attempt of the load calls `begin_load` with the
-        same array, which succeeds until `end_claim`.
+        BlocksBusy if a block is leased, in flight or quarantined. With a claimed array each attempt's `begin_load`
+        succeeds.
         """
         self.begin_load(ids)
         self._claimed.append(ids)

@@ -120,8 +120,8 @@ class FairQueue:
     def request_permit(self, amount: Amount, peer: str = "", priority: int = 0) -> Permit:
         """Return a new permit: granted if its amount fits and no permit goes before it, else waiting.
 
-        If the new permit goes before its peer's other waiting permits, this call may also grant permits of other peers
-        that had waited behind those.
+        If it becomes its peer's first waiting permit, this call may also grant permits that the former first one has
+        blocked.
         """
         permit = Permit(peer, amount, priority)
         budget = self._peers.get(peer)
@@ -143,7 +143,7 @@ class FairQueue:
     def end(self, permit: Permit, took_s: float = 0.0) -> list[Permit]:
         """Give back `permit`, which waits or is granted. Return the permits that are granted in consequence.
 
-        `took_s`: seconds from the grant until the peer had delivered the permit's amount; 0 if it did not deliver it.
+        `took_s`: seconds from the grant until the peer had delivered the permit's amount; 0 if it did not.
         """
         assert permit.state is not PermitState.ENDED, "a permit is given back once"
         budget = self._peers[permit.peer]
@@ -212,8 +212,7 @@ class ShortestFirst(Generic[ItemT]):
     """Queue of jobs for a server that does one job at a time and cannot interrupt it. The smallest job goes first.
 
     Once the jobs that have overtaken the oldest job add up to its size, it goes next. So large jobs get at least half
-    of the server's time. A small job waits for the job being served and, if small jobs already take half of the time,
-    for one more large job.
+    of the server's time, and a small job waits for the job being served and at most one more large job.
     """
 
     def __init__(self, start_size: int) -> None:

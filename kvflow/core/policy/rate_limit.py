@@ -1,7 +1,7 @@
 """A rate limit for the requests of each peer, by token buckets for a bounded number of peers.
 
-A full bucket has tokens for the requests of one second; each request takes one. A bucket that was unused for a second
-is full, so dropping it loses nothing. With more than `peers_max` peers the least recently used bucket is dropped.
+A full bucket has tokens for the requests of one second. A bucket that was unused for a second is full, so dropping it
+loses nothing. With more than `peers_max` peers the least recently used bucket is dropped.
 """
 
 from __future__ import annotations

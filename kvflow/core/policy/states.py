@@ -1,8 +1,7 @@
 """The states of a peer, a lease and a transfer, each with a transition table.
 
-A state changes only by `fire`, which looks up the pair (state, event) and returns the next state. Code asks for the
-meaning of a state by functions such as `transfer_blocks_safe`. The pictures in docs/architecture.md are drawn from
-these tables.
+A state changes only by `fire`, which looks up the pair (state, event) and returns the next state. Functions such as
+`transfer_blocks_safe` say what a state means. docs/architecture.md has pictures of the tables.
 """
 
 from __future__ import annotations

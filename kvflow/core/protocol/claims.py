@@ -81,7 +81,7 @@ def _is_dense(block: BlockShape) -> bool:
 def check_cache_shares(shares: Sequence[CacheShare]) -> None:
     """Raise WireError unless `shares` can be all the cache shares of one rank.
 
-    They cannot, for example, if they name different ranks, or if two shares have the same layer.
+    They cannot, for example, if they name different ranks or share a layer.
     """
     count = sum(len(share.layers) for share in shares)
     if not 0 < len(shares) <= SETS_MAX or count > REGIONS_MAX:

@@ -2,7 +2,7 @@
 
 A message of the side channel is two MessagePack frames: a `Header` and a body. The header has the protocol version and
 a digest of the cache's `Compatibility`. It is decoded first, so that a peer of another version gets an answer. Decoding
-is strict: a value of another type or out of bounds raises `WireError`. Decoding runs no code of the peer.
+is strict (`WireError`) and runs no code of the peer.
 """
 
 from __future__ import annotations

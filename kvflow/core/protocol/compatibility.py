@@ -39,8 +39,8 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
 def compatibility_of(layouts: Sequence[CacheLayout | StatePart], *, model: str) -> Compatibility:
     """Return the `Compatibility` of one rank's cache, from the layouts of its layers.
 
-    If layers differ in a property, its field names all values. State per request and layers of a draft model are left
-    out, because a peer may lack them: peers compare these layers by their cache shares.
+    If layers differ in a property, its field names all values. State per request and layers of a draft model, which a
+    peer may lack, are left out: their cache shares are compared.
     """
     attention = [layout for layout in layouts if isinstance(layout, CacheLayout)]
     own = [layout for layout in attention if min(layout.layer_indices) < FIRST_DRAFT_LAYER] or attention

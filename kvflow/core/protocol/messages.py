@@ -1,7 +1,7 @@
 """Messages of the side channel: the questions of readers to a rank, and the answers.
 
-Decoding (`core.protocol.codec`) checks the type and bounds of each field. Values that are only valid together, such as
-the addresses of a peer's cache, are checked by `core.protocol.claims`.
+Decoding (`core.protocol.codec`) checks the type and bounds of each field; `core.protocol.claims` checks values that are
+only valid together, such as the addresses of a peer's cache.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)] = ()
     """For each group, how many blocks of the lease `lease_id` the reader knows."""
     missing_max: Missing = -1
-    """The rank also answers once at most this many tokens of the lease cannot be read yet. -1: tokens that become
-    readable cause no answer until the lease is complete."""
+    """The rank also answers once at most this many tokens of the lease cannot be read yet. -1: only once the lease is
+    complete."""
 
 
 class ReleaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="release"):
@@ -231,8 +231,8 @@ class LeaseAnswerState(enum.StrEnum):
     OPEN = "open"
     """The lease is open; more blocks or computed tokens may follow."""
     COMPLETE = "complete"
-    """All tokens of the lease can be read, and the payload (`Lease.complete`), if promised, is known. Also the state of
-    an answer without a lease, if the offer has no blocks."""
+    """All tokens of the lease can be read, and the payload (`Lease.complete`), if promised, is known. Also if there is
+    no lease because the offer has no blocks."""
     ENDED = "ended"
     """The lease has ended, so no read of it can succeed."""
     FAILED = "failed"
@@ -261,9 +261,10 @@ NOTHING_YET = LeaseAnswer(state=LeaseAnswerState.WAITING)
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
-    """The answer to a `DigestRequest`. The lease was still open when the last digest had been computed.
+    """The answer to a `DigestRequest`: one digest per layer of the first `DigestPart`, then of the next part, and so
+    on.
 
-    `values` has one digest per layer: those of the first `DigestPart`, then those of the next, and so on.
+    The lease was still open when the last digest had been computed.
     """
 
     values: Annotated[tuple[Word64, ...], Meta(max_length=REGIONS_MAX)]

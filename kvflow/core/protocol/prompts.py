@@ -120,8 +120,8 @@ def marked_by_keys(token_ids: Sequence[int], keys: MarkKeys) -> list[int]:
     """Return a prompt as a list of numbers: its token ids, but at each position in `keys` a hash of token and keys.
 
     So comparing the first numbers of two prompts also compares their keys. Engines and subscribers of their KV events
-    get equal results from equal arguments. The keys of a position must be in this order: ("lora", name, path),
-    ("cache_salt", salt), ("mm", identifier), then keys of any other kind.
+    get equal results. The keys of a position must be in this order: ("lora", name, path), ("cache_salt", salt), ("mm",
+    identifier), then keys of any other kind.
     """
     prompt, marks = list(token_ids), list[Mark]()
     for place in sorted(keys.keys() & range(len(prompt))):
@@ -157,10 +157,10 @@ def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -
 
 
 def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
-    """Raise PromptMismatch unless `token_ids` begins with the prompt that `ticket` offers.
+    """Raise PromptMismatch unless `token_ids` begins with the prompt that `ticket` offers, by the ticket's digest, if
+    any.
 
-    The ticket's digest decides; a ticket without a digest passes. `what` begins the message. RequestError if
-    `token_ids` is not a list of token ids.
+    `what` begins the message. RequestError if `token_ids` is not a list of token ids.
     """
     found, offered = count(token_ids, f"{what}: prompt"), ticket.num_tokens
     if not ticket.prompt_digest:
@@ -185,7 +185,7 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
 def _compared(ours: str, theirs: str) -> tuple[tuple[str, ...], str]:
     """Compare two digests of prompts: `ours`, of the local prompt, and `theirs`, in a ticket.
 
-    Return what differs, as ("tokens",) or names of kinds of marks, and a text for a message that describes the marks.
+    Return what differs, ("tokens",) or names of kinds of marks, and a text that describes the marks, for a message.
     """
     (tokens, our_parts), (their_tokens, their_parts) = _split(ours), _split(theirs)
     if tokens != their_tokens:
@@ -214,8 +214,8 @@ def _split(digest: str) -> tuple[str, dict[str, str]]:
 def check_same_prompt(first: Ticket, other: Ticket, what: str) -> None:
     """Raise PromptMismatch if two tickets of one load are for different prompts. `what` begins the message.
 
-    The numbers of offered tokens must be equal, and the prompt digests if the request ids are: the request id salts a
-    digest. A pending ticket passes, because its prompt is not known.
+    The numbers of offered tokens must be equal, and the digests if the request ids, which salt them, are. A pending
+    ticket passes, because its prompt is not known.
     """
     if first.awaited or other.awaited:
         return

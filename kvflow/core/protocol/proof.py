@@ -51,7 +51,7 @@ _WORD_COUNTS = SEAL_SIZE_BYTES // 4
 class SealTable:
     """Slots of 16 bytes in host memory, each free or used.
 
-    A producer keeps the seal of an open lease in each used slot. A reader fetches seals of producers into its slots.
+    A producer keeps the seals of its open leases in slots; a reader fetches seals of producers into its slots.
     """
 
     def __init__(self, count: int) -> None:
@@ -106,7 +106,7 @@ class SealTable:
         """Return how many tokens of lease `lease_id` cannot be read yet, by the seal in the slot at `index`.
 
         FAILED if the prompt could not be computed. None if the slot does not hold the seal of this lease, for example
-        because the seal was wiped.
+        after a wipe.
         """
         word: bytes = self.slots[index].tobytes()
         wanted = bytes.fromhex(lease_id)
@@ -185,7 +185,8 @@ class SealProof:
         self.grows = grows
         """True if some tokens of the lease may not be readable yet."""
         self.last_open_s = -math.inf
-        """Time at which the latest fetch that found the lease open was posted; -infinity if there is none."""
+        """Time at which the latest fetch of the seal that found the lease open was posted; -infinity if there is
+        none."""
         self._quick_read_max_s = quick_read_max_s
         self.fetch_under_way = False
         self.lease_ended = False
@@ -238,7 +239,7 @@ class SealProof:
         """Return the verdict once all reads have ended: FRESH, STALE, or FETCH if the seal has to be fetched again.
 
         `read_s`: seconds from the post of the latest fetch that found the lease open (`last_open_s`) until the last
-        byte landed; None if that fetch was posted after the last byte had landed.
+        byte landed; None if the last byte had landed before.
         """
         if self.lease_ended or self._seen is None or (self._seen > 0 and not self.grows):
             return ProofStep.STALE

@@ -1,7 +1,7 @@
 """The lease of one rank in tickets and answers, and the checks of structs with values from outside.
 
-Tickets come through routers, so nothing in them is trusted. The types and bounds of the fields refuse most values that
-no producer writes. Every refusal is a RequestError that names the field and its value.
+Tickets come through routers, so nothing in them is trusted. Types and bounds of the fields refuse most values that no
+producer writes. Every refusal is a RequestError that names the field and its value.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ _FIELD = re.compile(r"`\$\.(ranks\[0\]\.(?:host|port)|\w+)")
 def invalid_struct(given: Mapping[str, Any], error: Exception, *, in_transit: bool = False) -> RequestError:
     """Return the RequestError for `error`, which was raised when a struct was made from `given`, values by field.
 
-    `in_transit`: the values came in a ticket's dict, so the message names the keys of that dict.
+    `in_transit`: the values came in a ticket's dict, so name the keys of that dict.
     """
     if isinstance(error, UnicodeEncodeError):
         is_it = partial(operator.is_, error.object)

@@ -23,8 +23,8 @@ SPARE_CHARS_MAX = 4096
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `params`, a ticket's dict, with the spare appended to its request id.
 
-    If the leases of all ranks do not fit, the spare has only that of the first rank, and readers ask the other ranks
-    for their leases. If even that does not fit, the spare is empty, and readers refuse the ticket.
+    If the leases of all ranks do not fit, the spare has only the first rank's, and readers ask the other ranks. If even
+    that does not fit, the spare is empty, and readers refuse the ticket.
     """
     extra = params["kvflow"]
     # Some routers drop "tp_size", and other engines take 1 if it is missing.
@@ -46,8 +46,8 @@ def _packed(extra: Mapping[str, Any]) -> str:
 def without_spare(params: Mapping[str, Any], request_id: str) -> Mapping[str, Any]:
     """Return a copy of `params`, a ticket's dict, with fields that are missing or null taken from its spare.
 
-    `request_id`: the dict's request id with the spare; the copy has it without the spare. Return `params` itself if
-    `request_id` has no valid spare.
+    `request_id`: the dict's request id with the spare, which the copy lacks. Return `params` itself if the spare is not
+    valid.
     """
     bare, _, packed = request_id.rpartition(SPARE_MARK)
     try:

@@ -399,8 +399,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
 def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:
     """Return `ticket` itself if it is a Ticket, else the ticket that its dict describes.
 
-    RequestError names an invalid field, or says that there are more than `block_ids_max` block ids. An oversized dict
-    is refused before it is parsed.
+    RequestError names an invalid field, or says that there are more than `block_ids_max` block ids, which is found
+    before the dict is parsed.
     """
     stated: list[str] = []
     if not isinstance(ticket, Ticket):
@@ -513,7 +513,7 @@ def check_incomplete_offer(ticket: Ticket) -> None:
 def check_lease(lease: RankLease, ticket: Ticket) -> None:
     """Raise RequestError if `lease`, an entry of `ticket`, does not fit it.
 
-    The rank must exist in the producer's engine, and the rank's block tables must be as long as the ticket's tables.
+    The rank must exist in the producer's engine, and its block tables must be as long as the ticket's.
     """
     if lease.block_ids is not None:
         counts, theirs = (tuple(map(len, tables)) for tables in (ticket.block_tables, lease.block_tables))
@@ -533,7 +533,7 @@ def with_changes(ticket: Ticket, **changes: Any) -> Ticket:
 def _compute_digests(ticket: Ticket) -> list[str]:
     """Return one text for each lease in `ticket.ranks`: three checksums of 8 hexadecimal digits each.
 
-    The first covers the block ids, the second the tokens, the third the other fields; each also covers the lease id.
+    They cover the block ids, the tokens and the other fields, each with the lease id.
     """
     ids, tokens, rest = crc32(_pack(_IDS_OF(ticket))), crc32(_pack(_TOKENS_OF(ticket))), crc32(_pack(_REST_OF(ticket)))
     found = []

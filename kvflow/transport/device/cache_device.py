@@ -158,7 +158,7 @@ _WITHOUT_STREAMS = (
 def make_device(where: Device, *, engine_copies: bool) -> CacheDevice:
     """Return the `CacheDevice` for a cache on the device `where`. Call this on the copy thread.
 
-    `engine_copies`: True if the engine's own function, `copy_blocks`, copies blocks; then no streams are needed.
+    `engine_copies`: the engine's own function, `copy_blocks`, copies blocks, so no streams are needed.
 
     Raises:
         ConfigError: kvflow cannot copy blocks on this device.
@@ -190,7 +190,7 @@ def record_event(where: Device) -> DeviceEvent | None:
 
     Returns:
         The event, for `ServeRequest.ready` or `LoadRequest.after`. None for the CPU, where all work is already done,
-        and for a kind of device without events in torch, where the engine's own function makes the copies.
+        and for devices without events in torch, where the engine's own function makes the copies.
     """
     if where.kind == "cpu":
         return None

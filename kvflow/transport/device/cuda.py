@@ -58,7 +58,7 @@ def current_device() -> int | None:
 
 
 def make_current(number: int) -> None:
-    """Make CUDA device `number` current on this thread and give the thread a context on the device.
+    """Make CUDA device `number` current on this thread, with a context on the device.
 
     After this call, CUDA calls of this thread do not break a graph capture that runs on another thread.
     """
@@ -153,8 +153,8 @@ class CudaDriver:
     ) -> None:
         """Queue copies of `sizes[i]` bytes from address `sources[i]` to address `targets[i]`, for all i, in one call.
 
-        `stream`: handle of the CUDA stream, which must not be the default stream. The copies of one call run in any
-        order. Host memory must be page-locked.
+        They run in any order. `stream`: handle of the CUDA stream, not the default stream. Host memory must be
+        page-locked.
         """
         attributes, index, failed = _CopyAttributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
         self._call(

@@ -1,8 +1,8 @@
 """Block copies on a CUDA device: an accelerator with a few features that only CUDA has.
 
 The copy stream has priority over the engine's streams, and a thread that waits for its event sleeps. Memory for copies
-comes from the driver: queued work of the engine may still write to memory in torch's cache, and memory of expandable
-segments cannot be shared with other processes. CUDA's kernels copy elements of up to 16 bytes.
+comes from the driver: queued work of the engine may still write to memory in torch's cache, and other processes cannot
+share expandable segments. CUDA's kernels copy elements of up to 16 bytes.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ class NixlAgents:
     def _create_request(self, reads: Sequence[_QueuedRead]) -> None:
         """Create one NIXL request for all of `reads`, which have the same peer and devices.
 
-        If that fails, create a request for each read. A read for which that also fails ends with the error.
+        If that fails, create a request for each read. If that fails, too, the read ends with the error.
         """
         peer, descriptors = reads[0].peer, reads[0].descriptors
         table, size_bytes = descriptors.table, descriptors.size_bytes
@@ -291,8 +291,8 @@ class NixlAgents:
     def notify(self, peer: AgentName, payload: bytes, join: Join | None) -> None:
         """Queue a notification for `peer`. Reads go first, since sending a notification would delay the next read.
 
-        Notifications are sent once no read has been posted or ended for `_SEND_QUIET_S`, but not later than
-        `_SEND_DELAY_MAX_S` after the first queued one.
+        It is sent once no read has been posted or ended for `_SEND_QUIET_S`, but not later than `_SEND_DELAY_MAX_S`
+        after the first queued one.
         """
         if not self._outbox:
             self._outbox_since_s = time.monotonic()
@@ -408,7 +408,7 @@ class NixlAgents:
         return False
 
     def _end_request(self, request: _Request, error: TransportError | None) -> None:
-        """Mark `request` as ended, with `error` if it failed. Its reads are reported to the loop later.
+        """Mark `request` as ended, with `error` if it failed, to be reported to the loop later.
 
         If it failed, release it in NIXL, so that no byte can still land. Otherwise flush, if the device needs that to
         see the bytes that landed.

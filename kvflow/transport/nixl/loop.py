@@ -207,8 +207,8 @@ class NixlTransport:
     def _put_event(self, event: Event) -> None:
         """Queue an event for delivery on the event loop. May be called on any thread.
 
-        One callback on the loop (`_deliver_events`) delivers all events that are queued until it runs. Waking the task
-        of `run` instead would cost every read a turn of the loop.
+        One callback on the loop (`_deliver_events`) delivers all queued events. Waking the task of `run` instead would
+        cost every read a turn of the loop.
         """
         self._events.append(event)
         if not self._delivery_scheduled:

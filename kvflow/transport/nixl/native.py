@@ -114,7 +114,7 @@ def _occupy_descriptor(file: int) -> None:
     """Occupy the file descriptor number `file` until the process ends, so that no new UCX listener gets that number.
 
     UCX has closed a listener with this number but still has a handler for it, so creating an agent with a new listener
-    of the same number would fail. No effect if the number is in use.
+    of this number would fail. No effect if the number is in use.
     """
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -188,7 +188,7 @@ def import_bindings() -> ModuleType:
 
 
 def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
-    """Return NIXL's exception classes; their exceptions are for `translate_error`."""
+    """Return NIXL's exception classes, which `translate_error` translates."""
     found = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
     return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
 
