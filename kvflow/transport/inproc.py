@@ -177,7 +177,7 @@ class InprocTransport:
             spans: Addresses and sizes in bytes, in this process.
             device: Device of the memory; only the CPU is supported.
             keepalive: Owner of the memory, kept until the transport is closed.
-            use: Which of the two uses.
+            use: Read by peers, written by local reads, or both.
 
         Raises:
             TransportError: The device is not the CPU.

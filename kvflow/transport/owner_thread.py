@@ -143,7 +143,6 @@ class OwnerThread:
                 raise
 
     async def ended(self) -> None:
-        """Wait until the thread has ended."""
         await self._ended.wait()
         self._thread.join()
 

@@ -125,7 +125,6 @@ class LayerSet(NamedTuple):
 
     group: int
     caches: Mapping[str, LayerCache]
-    """Tensors by layer name."""
     layout: CacheLayout | StatePart
 
     @property
@@ -208,7 +207,6 @@ class CacheGroup:
 
     @property
     def layouts(self) -> tuple[CacheLayout | StateLayout, ...]:
-        """Layouts of the group, as a tuple."""
         assert isinstance(self.layout, tuple), "settled"
         return self.layout
 
@@ -219,7 +217,6 @@ class CacheGroup:
 
     @property
     def facts(self) -> GroupFacts:
-        """Properties of this group that are sent to peers."""
         assert isinstance(self.kind, GroupKind), "settled"
         first = self.layouts[0]
         block_size = first.block_size if isinstance(first, CacheLayout) else 1

@@ -93,7 +93,6 @@ class StateLayout:
 
     layer_names: LayerNames
     layer_indices: WholeNumbers
-    """Index of each layer in the whole model."""
     tensors: StateTensors
     """Descriptions of the tensors that each layer has, in order."""
     shapes: Shapes

@@ -42,7 +42,6 @@ class Descriptors:
     """Array of shape (2, n, 3) for n reads: first the local, then the remote (address, size, device index) of each
     read. NIXL takes this array without a copy."""
     size_bytes: int
-    """Bytes of all reads together."""
     local_device: Device
     remote_device: Device
 
@@ -76,7 +75,6 @@ class Descriptors:
 
     @property
     def sizes(self) -> UInt64Array:
-        """Bytes of each read."""
         return self.table[0, :, 1]
 
     def join(self, other: Descriptors) -> Descriptors:

@@ -80,7 +80,6 @@ class Parallelism(NamedTuple):
     numbers."""
 
     def ranks(self, dp_rank: int) -> list[Rank]:
-        """Return all ranks of the data-parallel replica `dp_rank`."""
         return [Rank(dp_rank, *place) for place in itertools.product(range(self.pp_size), range(self.tp_size))]
 
     @property
@@ -110,7 +109,6 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     latent: bool
     """True if the layers hold one latent vector per token in place of K and V (MLA)."""
     block_size: Size
-    """Tokens per block of these layers."""
     dtype: Fact = ""
     kv_format: Fact = PLAIN
     group: Count = 0

@@ -85,7 +85,6 @@ class LeaseBook:
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """Return the number of leases that are open or still hold blocks."""
         return len(self._entries)
 
     @property

@@ -183,7 +183,6 @@ class BlockLedger:
         self._use[ids] = _IN_FLIGHT if self._claimed and self._is_claimed(ids) else _FREE
 
     def counts(self) -> BlockCounts:
-        """Return how many blocks are in each use."""
         return BlockCounts(
             total=len(self._use),
             free=int((self._use == _FREE).sum()),

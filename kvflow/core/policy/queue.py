@@ -200,7 +200,6 @@ class FairQueue:
         return permit if _fits(permit.amount, every) else None
 
     def _begin(self, permit: Permit) -> None:
-        """Mark a permit as granted, and add its amount to the sums."""
         budget = self._peers[permit.peer]
         for one in (self._total, budget):
             one.permits += 1

@@ -19,7 +19,6 @@ class RateLimiter:
         self._buckets = BoundedMap[str, tuple[float, float]](peers_max)  # (tokens, time at which they were counted)
 
     def __len__(self) -> int:
-        """Return the number of buckets."""
         return len(self._buckets)
 
     def allows(self, peer: str, now_s: float) -> bool:

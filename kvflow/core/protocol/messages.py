@@ -85,9 +85,7 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     """
 
     target: Address
-    """The reader that is notified."""
     sender: Address
-    """The rank that closes."""
     incarnation: Incarnation
 
 
@@ -133,12 +131,10 @@ class DigestPart(msgspec.Struct, frozen=True, array_like=True):
     """Name of a segment of state per request; "" for the KV cache."""
     layers: Layers
     head: Count
-    """Index of the first head."""
     heads: Count
     model_heads: Count
     """Number of heads of the whole model, from which a rank computes which of the heads it holds."""
     start: Count
-    """Position of the first token."""
     stop: Count
     """Position after the last token."""
 
@@ -261,8 +257,7 @@ NOTHING_YET = LeaseAnswer(state=LeaseAnswerState.WAITING)
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
-    """The answer to a `DigestRequest`: one digest per layer of the first `DigestPart`, then of the next part, and so
-    on.
+    """The answer to a `DigestRequest`: one digest per layer of the first `DigestPart`, then of the next, and so on.
 
     The lease was still open when the last digest had been computed.
     """

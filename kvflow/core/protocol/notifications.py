@@ -12,7 +12,6 @@ from kvflow.core.bounds import NO_LEASE_ID, Count, LeaseId, Reader
 
 NOTIFICATION_BYTES_MAX = 4 << 10
 LEASE_IDS_MAX = 1 << 20
-"""Maximum number of lease ids in one notification."""
 
 LeaseIds: TypeAlias = Annotated[tuple[LeaseId, ...], Meta(max_length=LEASE_IDS_MAX)]
 

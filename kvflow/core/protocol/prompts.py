@@ -157,10 +157,10 @@ def offered_digest(request_id: str, token_ids: Sequence[int], num_tokens: int) -
 
 
 def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
-    """Raise PromptMismatch unless `token_ids` begins with the prompt that `ticket` offers, by the ticket's digest, if
-    any.
+    """Raise PromptMismatch unless `token_ids` begins with the prompt that `ticket` offers.
 
-    `what` begins the message. RequestError if `token_ids` is not a list of token ids.
+    The ticket's digest decides; without one the check passes. `what` begins the message. RequestError if `token_ids` is
+    not a list of token ids.
     """
     found, offered = count(token_ids, f"{what}: prompt"), ticket.num_tokens
     if not ticket.prompt_digest:

@@ -181,7 +181,6 @@ class SealProof:
 
     def __init__(self, *, grows: bool, quick_read_max_s: float) -> None:
         self.fetch_posted = False
-        """True once a fetch of the seal was posted."""
         self.grows = grows
         """True if some tokens of the lease may not be readable yet."""
         self.last_open_s = -math.inf
@@ -212,7 +211,6 @@ class SealProof:
         return SealProof(grows=self.grows, quick_read_max_s=self._quick_read_max_s)
 
     def note_fetch_posted(self) -> None:
-        """Record that a fetch of the seal was posted."""
         self.fetch_posted = self.fetch_under_way = True
 
     def note_fetched(self, tokens_missing: int | None, posted_s: float) -> None:

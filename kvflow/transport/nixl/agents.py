@@ -299,7 +299,6 @@ class NixlAgents:
         self._outbox.setdefault((peer, join), []).append(payload)
 
     def send_notifications(self) -> None:
-        """Send all queued notifications now."""
         if not self._outbox:
             return
         outbox, self._outbox = self._outbox, {}
