@@ -2,8 +2,7 @@
 
 Both sides describe a block by strides (`BlockShape`). So NHD and HND, head slices, K and V together or apart, and
 layers that are split differently are all one question: which runs of bytes are contiguous on both sides? The answer is
-a few `RegionMap`s. A *chunk* is as many tokens as a block has on the side with the smaller blocks; a *piece* is one
-contiguous read in a chunk. Time and memory grow with the number of regions and pieces, never with the number of blocks.
+a few `RegionMap`s. Time and memory grow with the number of regions and pieces, never with the number of blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ _ROWS_KEPT_MAX = 1 << 7
 class RegionMap:
     """Pairs of a local and a remote region, and the pieces of a chunk to read in each pair. Sizes and offsets in bytes.
 
-    All local regions have the same block stride, and so have all remote regions.
+    A chunk is as many tokens as a block has on the side with the smaller blocks; a piece is one contiguous read. All
+    local regions have the same block stride, and so have all remote regions.
 
     In block b of region pair r, piece p of chunk s is read from
     `remote_bases[r] + b * remote_stride + s * remote_step + remote_offsets[p]`, and lands at the address that the local
@@ -42,7 +42,7 @@ class RegionMap:
     local_stride: int
     remote_stride: int
     local_step: int
-    """Bytes from the start of one chunk of a local block to the start of the next chunk."""
+    """Bytes from one chunk of a local block to the next chunk."""
     remote_step: int
     local_offsets: Int64Array
     remote_offsets: Int64Array
@@ -85,7 +85,7 @@ class RegionMap:
 class BlockMap:
     """Which pieces of a block are read from one peer, and where they land, for one set of layers.
 
-    `region_maps(tokens)` returns the region maps that read the first `tokens` tokens of each chunk (see the module).
+    `region_maps(tokens)` returns the region maps that read the first `tokens` tokens of each chunk (`RegionMap`).
 
     Args:
         local: the local regions.

@@ -145,10 +145,10 @@ def _check_id_array(block_ids: Sequence[int] | BlockIds, num_blocks: int, what: 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Chunks of tokens to read: chunk i is read from chunk `remote_parts[i]` within remote block `remote_ids[i]`.
+    """Chunks of tokens to read. A chunk is as many tokens as a block has on the side with the smaller blocks.
 
-    It lands in chunk `local_parts[i]` within block `local_ids[i]`. A chunk is as many tokens as a block has on the side
-    with the smaller blocks.
+    Chunk i is read from chunk `remote_parts[i]` within remote block `remote_ids[i]`, and lands in chunk
+    `local_parts[i]` within local block `local_ids[i]`.
     """
 
     local_ids: BlockIds
@@ -160,7 +160,7 @@ class Chunks:
     remote_parts: Int64Array | None
     """Index of each chunk within its remote block; None if a remote block is a single chunk."""
     tokens: int
-    """Number of tokens that are read of each chunk, from its start."""
+    """Number of tokens, from its start, that are read of each chunk."""
     first: int = 0
     """Number of chunks of the prompt before the first of these chunks, if these are in prompt order (`match_chunks`).
     """
@@ -258,9 +258,8 @@ def match_chunks(
 def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = None) -> Descriptors:
     """Return the descriptors that read `chunks` from one peer.
 
-    `head`: one more read, such as that of a seal, to put first.
-
-    `groups`: the peer's region maps, each for some region pairs.
+    `groups`: the peer's region maps, each for some region pairs. `head`: one more read, such as that of a seal, to put
+    first.
     """
     plan = _plan_region_map(groups[0], chunks, head)
     for pairs in groups[1:]:
