@@ -116,10 +116,10 @@ class PendingTickets:
         return await self._await_offers_once(elsewhere, on_lease, connected, give_up_s, [])
 
     def redirect_readers(self, awaited: Ticket, reason: str, instead: Ticket | None) -> None:
-        """Notify the ranks of the pending ticket `awaited` that its request came to this engine, or will not be served.
+        """Notify the ranks of the pending ticket `awaited` that the request came to this engine, or will not be served.
 
-        Start a task that sends the notifications. `instead`: a pending ticket for this engine, for the readers that
-        wait at those ranks. If None, the loads of these readers fail with the text `reason`.
+        Start a task that sends the notifications. `instead`: a pending ticket for this engine, given to the readers
+        that wait at those ranks. If None, the loads of these readers fail with the text `reason`.
         """
         params = b"" if instead is None else msgspec.msgpack.encode(instead.to_params())
         fits = params if len(params) <= messages.REDIRECT_BYTES_MAX else b""

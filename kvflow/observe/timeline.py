@@ -170,7 +170,7 @@ def timeline(lines: Iterable[RecordLine]) -> dict[str, list[TraceEvent]]:
 def _slices(line: RecordLine, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
     """Yield the trace events of one record: a slice for its whole time, and one inside for each phase that took time.
 
-    `process`: process number of the rank in the timeline. `number`: number of the record there.
+    `process`: process number of the rank in the timeline. `number`: number of the record in the timeline.
     """
     common: TraceEvent = {"cat": line.kind, "id": number, "pid": process, "tid": process}
     name, details = f"{line.kind} {line.request_id}", dict(line.details)
@@ -189,7 +189,7 @@ def _growth(line: RecordLine, process: int, number: int, begin_s: float) -> Iter
     """Yield the trace events of a row that shows when tokens of a lease were computed, or tokens of a load landed.
 
     A slice lasts from one moment in the record to the next, and names the added tokens. `process`: process number of
-    the rank in the timeline. `number`: number of the record there.
+    the rank in the timeline. `number`: number of the record in the timeline.
     """
     what, before_s, before = _GROWTH.get(line.kind, ""), 0.0, 0
     common: TraceEvent = {"cat": what, "id": number, "pid": process, "tid": process}

@@ -35,10 +35,10 @@ class PrefixCache(Protocol):
                 size.
 
         Returns:
-            The pinned prefix, or None if not even the first key is in the cache. The number of tokens must be a
-                multiple of `key_tokens`, and the blocks must keep these tokens until `unpin`. A cache in another thread
-                or process may return an awaitable of this value. If the awaitable takes more than a second, the reader
-                gets an empty answer; the awaitable is not cancelled, and its result is unpinned.
+            The pinned prefix, or None if not even the first key is in the cache. The prefix's number of tokens must be
+                a multiple of `key_tokens`, and the blocks must not change until `unpin`. A cache in another thread or
+                process may return an awaitable of the prefix or None. If the awaitable takes more than a second, the
+                reader gets an empty answer; the awaitable is not cancelled, and its result is unpinned.
         """
         ...
 

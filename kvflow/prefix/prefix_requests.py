@@ -47,7 +47,7 @@ class PrefixRequest:
     block_ids: GivenBlockIds
     peers: GivenPeers
     cached_tokens: Count = 0
-    """Number of leading tokens that the local cache already holds in full blocks. These are not read."""
+    """Number of leading tokens that the local cache already holds in full blocks, and that are not read."""
     deadline_s: Seconds | None = None
     """Seconds that the whole pull may take, from asking the peers to the last byte; None: Config.load_deadline_s."""
     answer_within_s: Seconds = 0.25

@@ -45,7 +45,7 @@ class Search:
 
     @property
     def holders(self) -> list[Holder]:
-        """Engines that have made an offer, in the order of the last `sort`, then those with later offers."""
+        """Engines that have made an offer: first in the order of the last `sort`, then those with later offers."""
         return [answer for answer in self._answers.values() if isinstance(answer, Holder)]
 
     @property

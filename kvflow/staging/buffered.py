@@ -184,9 +184,9 @@ class BufferedLoads:
     ) -> BlockIds | None:
         """Wait for a host block for each local block of `span`.
 
-        Return the host blocks' ids, or None without host staging. Append a callback that gives these blocks back to
-        `releases`. A block that the load writes only in part is first copied from the device to its host block, so that
-        its other tokens are kept.
+        Return the host blocks' ids, or None without host staging. Append to `releases` a callback that gives the host
+        blocks back. A block that the load writes only in part is first copied from the device to its host block, so
+        that its other tokens are kept.
         """
         if staging is None:
             return None

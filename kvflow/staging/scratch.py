@@ -167,7 +167,7 @@ class Permutation:
     def _stretches(self, chunks: Chunks, starts: BlockIds) -> Iterator[tuple[slice, slice, slice]]:
         """Cut the blocks in scratch memory into stretches of blocks from which the same chunks are needed.
 
-        Yield three slices for each stretch: of these blocks, of the chunks within each block, and of `chunks`. Only the
+        Yield three slices for each stretch: of the blocks, of the chunks within each block, and of `chunks`. Only the
         first and the last block may be needed in part, so there are few stretches.
         """
         counts = np.diff(starts, append=len(chunks))

@@ -22,8 +22,9 @@ from kvflow.transport.base import TransportError
 def make_store_thread(config: Config, name: str) -> StoreThread:
     """Return the store's I/O thread, not started. `config.transport` decides how the thread copies bytes.
 
-    Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`. Ends when no file is moved; then its
-    folder is free. If it dies, saves and restores under way fail, and their blocks stay leased or quarantined.
+    Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`. Ends once no bytes are copied; then
+    the store's folder is free. If the thread dies, saves and restores under way fail, and their blocks stay leased or
+    quarantined.
     """
     if config.transport != "nixl":
         return StoreThread(f"kvflow-store {name}", lambda _: PlainMover())
@@ -152,8 +153,8 @@ class Storage(Part):
         too, await these saves first. If `drop` is cancelled, the keys are still no longer found.
 
         Args:
-            keys: keys of the files to remove, as given to `save`. None removes all files in this rank's folder,
-                including those of earlier caches and of other models and layouts.
+            keys: keys of the files to remove, as given to `save`. None removes all files in this rank's folder, also
+                files of earlier caches, other models and other layouts.
 
         Returns:
             Number of removed files.

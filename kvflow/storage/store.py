@@ -106,11 +106,11 @@ class BlockStore:
         return tuple(transfer for transfer in self._transfers if transfer.quarantined)
 
     def has(self, key: object) -> bool:
-        """Implementation of `Storage.has`."""
+        """Return True if blocks are stored under `key`. Implementation of `Storage.has`."""
         return self._index.find(entry_name(self._stored_cache.fingerprint, checked_key(key, "key"))) is not None
 
     async def drop(self, keys: Sequence[bytes | str] | None) -> int:
-        """Implementation of `Storage.drop`."""
+        """Remove stored files, and return how many. Implementation of `Storage.drop`."""
         names = None
         if keys is not None:
             checks.count(keys, "keys")
@@ -137,12 +137,12 @@ class BlockStore:
         return len(files)
 
     async def save(self, request: SaveRequest) -> SaveReport:
-        """Implementation of `Storage.save`."""
+        """Save blocks to a file. Implementation of `Storage.save`."""
         given = checks.instance(request, SaveRequest, "save")
         return await self._carry_out(self._accept(given, Direction.SAVE), self._save)
 
     async def restore(self, request: RestoreRequest) -> RestoreReport:
-        """Implementation of `Storage.restore`."""
+        """Fill local blocks from a file. Implementation of `Storage.restore`."""
         given = checks.instance(request, RestoreRequest, "restore")
         return await self._carry_out(self._accept(given, Direction.RESTORE), self._restore)
 
@@ -428,8 +428,8 @@ async def open_store(cache: RegisteredCache, store_thread: StoreThread, folder: 
     Raise ConfigError if blocks of this KV cache cannot be saved, or if the memory or the folder cannot be used.
 
     `store_thread`: the store's I/O thread, not started. `folder`: folder for the files of all ranks; this rank's
-    subfolder is named by its DP, PP and TP rank. `bytes_max`: maximum number of bytes of this rank's files; if there
-    are more, files are removed.
+    subfolder is named by its DP, PP and TP rank. `bytes_max`: maximum number of bytes of this rank's files. Existing
+    files beyond that are removed.
     """
     stored, rank = StoredCache(cache), cache.rank
     directory = StoreDirectory(os.path.join(folder, f"dp{rank.dp}-pp{rank.pp}-tp{rank.tp}"))

@@ -139,10 +139,11 @@ class StoredCache:
     async def _take_host_blocks(
         self, span: BlockSpan, *, copy_to_host: bool
     ) -> tuple[BlockIds, Callable[[], None] | None]:
-        """Wait for free host blocks for a span. Return the block ids of these, and a function that gives them back.
+        """Wait for free host blocks for a span.
 
-        If `copy_to_host`, first copy the blocks from the device to the host blocks; raise CopyFailed if that fails. For
-        a KV cache on the host, return the block ids of the span, and None.
+        Return the host blocks' ids, and a function that gives these blocks back. If `copy_to_host`, first copy the
+        blocks from the device to the host blocks; raise CopyFailed if that fails. For a KV cache on the host, return
+        the block ids of the span, and None.
         """
         if not self._staging:
             return span.ids, None

@@ -308,7 +308,7 @@ class VirtualLoop(BaseEventLoop):
             self.after_step()
 
     def _asyncgen_firstiter_hook(self, generator: object) -> None:
-        """Do not finalize async generators: their users close them, and those of a dead process must never end."""
+        """Do not finalize an async generator: its user closes it, and one of a dead process must never end."""
 
     _asyncgen_finalizer_hook = _asyncgen_firstiter_hook
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 def raise_first(found: Sequence[str | Exception]) -> None:
     """Raise the first exception in `found`, the faults so far.
 
-    If there are only texts, raise an AssertionError with the first. If `found` is empty, do nothing.
+    If it contains only texts, raise an AssertionError with the first text. If `found` is empty, do nothing.
     """
     for error in found:
         if isinstance(error, Exception):

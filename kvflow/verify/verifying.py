@@ -121,8 +121,8 @@ class LoadVerifier:
     ) -> None:
         """Compute the digests of `asked`, and set them, or a refusal, as the result of `reply`.
 
-        Task `kvflow-digest <request>`: begun by a reader's question for digests of leased blocks; `limits.digests_max`
-        at once. Ends when they are computed. If it fails the question is refused.
+        Task `kvflow-digest <request>`: begun by a reader's question for digests of leased blocks, at most
+        `limits.digests_max` at a time. Ends when the digests are computed. If the task fails, the question is refused.
         """
         try:
             values = await self.served_cache.digests(asked)

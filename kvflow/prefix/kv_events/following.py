@@ -51,7 +51,8 @@ class EventSource:
     """A publisher of KV events: an engine, or one of its data parallel ranks, which have consecutive ports.
 
     Args:
-        holder: name of the publisher in results of `PrefixMap.holders`, such as the address of its side channel.
+        holder: name of the publisher in results of `PrefixMap.holders`, such as the address of the publisher's side
+            channel.
         endpoint: address at which the publisher sends events, `tcp://host:port`.
         replay_endpoint: address at which the publisher replays events. If None, a missed event makes the map forget all
             blocks of the publisher, and blocks stored before the Subscriber connected stay unknown.
@@ -305,7 +306,7 @@ class Subscriber:
         self._task_group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
         self._in_forked_child = False
-        """In a forked child process, which must not touch the parent's tasks."""
+        """True in a forked child process, which must not touch the parent's tasks."""
 
     async def __aenter__(self) -> Self:
         if self._tasks or self._followers:

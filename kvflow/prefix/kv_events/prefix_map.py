@@ -97,7 +97,7 @@ class _EngineBlocks:
         return block
 
     def _remove_place(self, place: _Place) -> None:
-        """Remove a place (kind of memory, group of layers, hash). Forget the block there if it has no other place."""
+        """Remove a place (kind of memory, group of layers, hash). Forget a block that has no place any longer."""
         self.copies.pop(place, None)
         block = self.places.pop(place, None)
         if block is not None:
