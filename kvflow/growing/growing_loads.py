@@ -41,7 +41,7 @@ __all__ = ["GrowingLeases", "GrowingLoads", "begin"]
 
 SEAL_FETCH_EVERY_S = 0.1
 _WORTH_S = 1e-3
-_WORTH_LEAST_BYTES = 1 << 17  # at a gigabit per second, a millisecond
+_WORTH_LEAST_BYTES = 1 << 17  # moved in a millisecond at a gigabit per second
 _GOLDEN = 0.618  # the fractional parts of its multiples are spread evenly
 _SPEED_SHARE = 0.25  # weight of a new measurement in the average
 

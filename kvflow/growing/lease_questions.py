@@ -110,7 +110,7 @@ class FollowedLease:
         """Record that the rank gives no further answers, because of `error`."""
         if not self.final_state.done():
             self.final_state.set_exception(error)
-            self.final_state.exception()  # mark it as retrieved: a load that needs no answer goes on
+            self.final_state.exception()  # mark it as retrieved: a load that needs no answer continues
         if self.ids_to_fill and self.known_tokens < self.num_tokens:
             self.problem = error
 

@@ -142,7 +142,7 @@ class Pull:
             loads.append(prefix)
             await asyncio.shield(asyncio.gather(*loads, return_exceptions=True))
             report, end = await self._await_load(holders, prefix), await rest
-            if report is None:  # the engine of the rest has these blocks, too, and its lease is still open
+            if report is None:  # the lease of the ticket `rest` has these tokens, too, and is open
                 if self._left_s() <= 0:
                     await prefix  # raises its error: no time is left to read elsewhere
                 rest = self._start_rest(self._tables, self._request.cached_tokens)

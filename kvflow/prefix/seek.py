@@ -155,7 +155,7 @@ class PrefixQuestions:
                 alone=not request.every_rank,
             )
             answer = await self._peers.ask_once(self._peers.get(at), question)
-            if answer.state is messages.LeaseAnswerState.FAILED:  # the rank cannot say what it has
+            if answer.state is messages.LeaseAnswerState.FAILED:  # the rank cannot say which tokens it has
                 raise at.failure(PeerRefused, peer_text(answer.reason))
             if answer.offer is None or answer.lease is None:
                 return None

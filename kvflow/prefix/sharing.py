@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 logger = logger_of(__name__)
 
-_TTL_S = 5.0  # short: readers begin to read at once, and renew the lease
+_TTL_S = 5.0  # short: readers begin to read immediately, and renew the lease
 _LEASES_MAX = 1 << 10
-_MATCHES_MAX = 256  # questions that wait for an asynchronous `match`
+_MATCHES_MAX = 256  # maximum number of questions that wait for an asynchronous `match`
 _MATCH_TIMEOUT_S = 1.0
 _PINNED_BLOCKS_DIVISOR = 4
 

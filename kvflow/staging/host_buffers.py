@@ -61,7 +61,7 @@ class HostBuffers(HostBlocks):
             else:
                 self.layers.append((host_caches, replace(layout, num_blocks=count)))
         if self._device_rows and not device.on_host:
-            # Allocate the bounce memory now, while there is memory, and try what the device can do.
+            # Allocate the bounce memory now, while there is memory, and find out which copies the device can do.
             device.gather_buffer(1, max(row.shape[1] * row.element_size() for row in self._device_rows))
             for row in {row.dtype: row for row in self._device_rows}.values():
                 device.view_elements(row)

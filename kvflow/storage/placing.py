@@ -17,7 +17,7 @@ from kvflow.core.plan.slices import cut_slices
 
 FILE_DEVICE = "file"
 """Device kind of files in descriptors. The device number is the file descriptor."""
-_DESCRIPTORS_AT_ONCE = 1 << 13  # descriptors
+_DESCRIPTORS_AT_ONCE = 1 << 13  # maximum number, so that planning is done in steps
 
 
 class BlockSpan(NamedTuple):

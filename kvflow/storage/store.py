@@ -226,7 +226,7 @@ class BlockStore:
                 transfer.flight.land()
                 transfer.outcome = "saved" if transfer.direction is Direction.SAVE else "restored"
             except (OSError, TransportError, CopyFailed) as error:  # TimeoutError is an OSError
-                cause = transfer.error or error  # a move that failed but may still run ends the transfer early
+                cause = transfer.error or error  # a copy that failed but may still run has ended the transfer early
                 if cause is error and transfer.timeout.expired():
                     raise self._early_end_error(transfer) from None
                 self._mark_if_unreadable(transfer, cause)
@@ -345,7 +345,7 @@ class BlockStore:
         transfer.seconds["queued"] += queued_s
         transfer.seconds["move"] -= queued_s
 
-    # --- its end
+    # --- the end of a transfer
 
     def _mark_if_unreadable(self, transfer: StoreTransfer, error: BaseException | None) -> None:
         """If `error` (MoveFailed) shows that a restore could not read its file, mark the file's entry as unreadable."""

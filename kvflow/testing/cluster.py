@@ -171,7 +171,7 @@ class InprocCluster:
                 break
             host.process.kill()
             network.detach(host)
-            await asyncio.wait([task], timeout=self._rng.uniform(0.0, within_s))  # a pause: the task is never done now
+            await asyncio.wait([task], timeout=self._rng.uniform(0.0, within_s))  # a pause: `task` cannot end
         return task.result()
 
     def _simulation(self) -> Network:
