@@ -40,7 +40,7 @@ class _Refused(Exception):
 async def examine_pair(config: Config, prefill: str, decode: str) -> list[Finding]:
     """Ask two running engines for their metadata, and judge whether `decode` could load blocks from `prefill`.
 
-    Both are given as ENGINE_ID@tcp://host:port. `config`: timeouts and CURVE keys for the questions.
+    `prefill`, `decode`: the engines, as ENGINE_ID@tcp://host:port. `config`: timeouts and CURVE keys for the questions.
     """
     channel, engines, found = ZmqSideChannel(config, SystemClock().now_s), list[_EngineFacts](), list[Finding]()
     try:

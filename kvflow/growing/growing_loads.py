@@ -217,7 +217,8 @@ class _GrowingRead:
     def _worth_bytes(self, sources: Iterable[Source]) -> int:
         """Return the smallest number of bytes that is worth a read: what `sources` deliver in about a millisecond.
 
-        So few bytes are left when the prompt is complete, and small steps of a lease do not cause many small reads.
+        With this bound few bytes are left when the prompt is complete, and small steps of a lease do not cause many
+        small reads.
         """
         speed = sum(self._speeds.get(source, 0.0) for source in sources)
         return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), self._growing.slice_bytes_max)

@@ -45,7 +45,7 @@ class FollowedLease:
     failed: str = ""
     """Reason, given by the rank, why the prompt could not be computed; else empty."""
     problem: KVFlowError | None = None
-    """Error of the rank because of which block ids that the load still needs can never be known, or None."""
+    """Error of the rank, if block ids that the load still needs can therefore never be known; else None."""
     missing_max: int = -1
     """The rank is asked to answer when at most this many tokens cannot be read yet; -1: only when the lease ends."""
     lowered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,9 +62,9 @@ class FollowedLease:
         self._count_tokens()
 
     def fill_chunks(self, matched: MatchedChunks) -> None:
-        """Register the load's chunks, so that later answers fill in their remote block ids.
+        """Register the load's chunks (tokens of one block each), so that later answers fill in their remote block ids.
 
-        `matched`: the same chunks, with positions in the block table in place of ids.
+        `matched`: these chunks, with positions in the block table in place of ids.
         """
         for block_map, chunks in self.source.chunks.items():
             table = self.tables[block_map.remote_group]

@@ -22,9 +22,9 @@ def send_through(network: Network, host: SimHost) -> Callable[[str, Frames, asyn
     """
 
     def reaches(address: str) -> bool:
-        """Decide by chance whether a message between `host` and the host at `address` arrives.
+        """Return True if a message between `host` and the host at `address` arrives.
 
-        Never over a cut link.
+        False for a cut link, else by chance.
         """
         if network.chance(network.conditions.unanswered_share):
             return False

@@ -57,7 +57,7 @@ class SimProcess:
         self.name = name
         self.state = SimProcessState.RUNNING
         self.frozen_s = 0.0
-        """Total virtual seconds for which the process was frozen, without a freeze that has not ended."""
+        """Total virtual seconds for which the process was frozen. A freeze counts once it has ended."""
         self._loop = loop
         self._since_s = 0.0
         self._context = copy_context()
@@ -308,7 +308,7 @@ class VirtualLoop(BaseEventLoop):
             self.after_step()
 
     def _asyncgen_firstiter_hook(self, generator: object) -> None:
-        """Do not finalize an async generator: its user closes it, and one of a dead process must never end."""
+        """Do not finalize an async generator: its user closes it, and a generator of a dead process must never end."""
 
     _asyncgen_finalizer_hook = _asyncgen_firstiter_hook
 

@@ -39,7 +39,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     parent_block_hash: BlockHash | None = None
     """The engine's own hash of the block before the first stored block; None if there is no block before."""
     token_ids: Annotated[list[int], Meta(max_length=TOKENS_MAX)]
-    """Token ids of all stored blocks, in prompt order: `block_size` for each block."""
+    """Token ids of all stored blocks, in prompt order: `block_size` tokens for each block."""
     block_size: Annotated[int, Meta(ge=1, le=BLOCK_TOKENS_MAX)]
     """Number of tokens in a block."""
     lora_id: int | None = None

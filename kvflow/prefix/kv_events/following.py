@@ -228,7 +228,7 @@ class _Follower:
         self.statistics.sequence = self._last_live = -1
 
     async def _forget_blocks(self, why: str) -> None:
-        """If any batch of the publisher was applied, forget all of its blocks and log the reason `why`."""
+        """If any batch of the publisher was applied, forget all blocks of the publisher and log the reason `why`."""
         if self.statistics.sequence >= 0:
             logger.info("KV events of %s: %s; all its blocks are forgotten", self.source.holder, why)
             self.statistics.forgotten += 1

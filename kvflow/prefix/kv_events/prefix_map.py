@@ -26,7 +26,7 @@ BLOCKS_MAX = 100_000
 WHOLE_PROMPT_KINDS = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
 """vLLM's kinds of layer groups that keep the KV cache of the whole prompt; None: the event names no kind."""
 PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
-"""Apply about this many tokens, or this many blocks, of an event, then let other tasks of the loop run."""
+"""Maximum numbers of tokens (about) and blocks of an event that are applied before other tasks of the loop run."""
 _DEFAULT_MEDIUM = "GPU"
 """Kind of memory (`medium`) of events that name none: the cache with which the engine computes."""
 _PLACES_MAX = 16
