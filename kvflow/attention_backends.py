@@ -2,15 +2,15 @@
 
 A row has the name of an attention backend, such as vLLM's FLASH_ATTN, or, if all backends of an engine share an
 allocator, of the allocator's class: SGLang's pools, TensorRT-LLM's manager. vLLM has changed most shapes twice, so a
-name may have several rows. The tensors decide which row applies; if they fit two rows, the engine's version decides. A
-row also has facts that shapes cannot show: the order of the axes in the shape, the possible orders by strides, and
-whether the bytes are plain values.
+name may have several rows. The tensors decide which row applies; if they fit two, the engine's version decides. A row
+also has facts that shapes cannot show: the order of the axes, the possible orders by strides, and whether the bytes are
+plain values.
 
 For a backend without a row use `CacheLayout.infer`.
 
-The rows were read from the source packages of vLLM 0.11 to 0.33, SGLang 0.5.23 and one commit of TensorRT-LLM. Of vLLM,
-0.15, 0.16, 0.18 and 0.19 were not opened, because the versions around them are equal. A layout that could not be
-confirmed in a source has no row.
+The rows were read from the source packages of vLLM 0.11 to 0.33 (without 0.15, 0.16, 0.18 and 0.19, since the versions
+around them are equal), SGLang 0.5.23 and one commit of TensorRT-LLM. A layout that could not be confirmed in a source
+has no row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Checks of values from callers, configurations and tickets, before kvflow uses them.
 
-Each check takes any object and returns it as an object of a built-in type, such as int or str. If the value is invalid,
-the check raises the given error class, with the name of the field and the shortened value. A bool is not a number, and
-a float is not a whole number. Numbers of other packages, such as numpy's, are accepted. Whole numbers have 64 bits, as
-in messages; seconds have an upper bound, as timers do.
+Each check returns its argument as an object of a built-in type, such as int or str. If the value is invalid, the check
+raises the given error class, with the name of the field and the shortened value. A bool is not a number, and a float is
+not a whole number. Numbers of other packages, such as numpy's, are accepted. Whole numbers have 64 bits, as in
+messages; seconds have an upper bound, as timers do.
 
 A value may run its own code when a check inspects it. If that code raises, the value is invalid.
 """
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 ErrorKind: TypeAlias = type[InvalidInput]
 Check: TypeAlias = Callable[[object, str], object]
-"""Function (value, name of the field) that checks the field and returns the value as an object of a built-in type. It
-raises an error if the value is invalid."""
+"""Function that checks a field, given (value, name of the field), and returns the value as an object of a built-in
+type. It raises an error if the value is invalid."""
 ValueT = TypeVar("ValueT")
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
@@ -119,7 +119,7 @@ def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError
 
 @lru_cache
 def _struct_with(kind: Any) -> Any:
-    """Return a msgspec struct type with one field of type `kind`. msgspec caches its analysis only of struct types."""
+    """Return a msgspec struct type with one field of type `kind`. msgspec caches its analysis of struct types only."""
     return defstruct("Held", [("value", kind)])
 
 
@@ -160,8 +160,7 @@ _DEPTH_MAX = 8
 def without_doubles(value: Any, depth: int = _DEPTH_MAX) -> Any:
     """Return a copy of JSON data with an int in place of each float that is a whole number.
 
-    Gateways that keep JSON in protobuf turn all numbers into doubles. Values nested deeper than `depth`, which is more
-    than a ticket needs, stay unchanged.
+    Gateways that keep JSON in protobuf turn all numbers into doubles. Values nested deeper than `depth` stay unchanged.
     """
     if type(value) is float:
         return int(value) if value.is_integer() and abs(value) <= _EXACT_MAX else value
@@ -193,9 +192,7 @@ def is_utf8(value: str) -> bool:
 
 
 def is_name(value: object, chars_max: int) -> bool:
-    """Return True if `value` can be a name in messages: printable, without spaces, and of 1 to `chars_max`
-    characters.
-    """
+    """Return True if `value` can be a name in messages: printable, without spaces, of 1 to `chars_max` characters."""
     return isinstance(value, str) and 0 < len(value) <= chars_max and _is_printable(value)
 
 

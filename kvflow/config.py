@@ -133,7 +133,7 @@ class Config:
     loads_waiting_max: Size = 1 << 12
     """Maximum number of loads that wait to begin. Any further load raises `Overloaded`."""
     in_flight_bytes_max: ByDevice = 0
-    """Maximum bytes in flight, over all loads. A read that is larger is posted alone. 0: 256 MiB for a cache in host
+    """Maximum bytes in flight, summed over all loads. A larger read is posted alone. 0: 256 MiB for a cache in host
     memory, 1 GiB on CUDA."""
 
     scratch: Mode = "auto"
@@ -202,8 +202,7 @@ def config_for_device(config: Config, kind: str) -> Config:
 def params_of(config: Config, backend: str) -> Mapping[str, str]:
     """Return the parameters of `backend` in `config.nixl_backend_params`: the values of the keys "BACKEND.key".
 
-    If `config.nixl_backend` names the backend, also those of the keys without a backend, unless a key with the backend
-    overrides them.
+    If `config.nixl_backend` names the backend, also those of keys without a backend, which the keys with one override.
     """
     named = backend in config.nixl_backend.split(",")
     given = config.nixl_backend_params.items()

@@ -117,7 +117,7 @@ class Quarantine(Protocol):
 class QuarantineNotice:
     """Replacement for an error's `quarantine` in a process that got the error by pickle.
 
-    `safe` is as of the pickling.
+    `safe` is the value at the time of pickling.
     """
 
     request_id: str
@@ -149,8 +149,8 @@ class KVFlowError(Exception):
     retryable: ClassVar[bool] = False
     """True if the same call with the same ticket may succeed later or on another engine."""
     memory_safe = _MemorySafe(False)
-    """True if the local blocks of the failed load may be reused immediately; in a class, if that holds for all its
-    errors."""
+    """True if the local blocks of the failed load may be reused immediately. Read from a class: if all its errors are
+    safe."""
 
     quarantine: Quarantine | None = None
     """The failed load if bytes may still land in its local blocks (then await `quarantine.settled()`), else None."""
@@ -261,7 +261,7 @@ class PromptMismatch(RequestError):
 class UsageError(InvalidInput):
     """A method was called in the wrong state, on the wrong event loop or thread, or with an invalid argument.
 
-    Correct the call. A wrong state is, for example, that no cache is registered.
+    Correct the call; for example, register a cache first.
     """
 
 
@@ -383,7 +383,7 @@ class LoadError(KVFlowError):
 
 
 class LeaseExpired(LoadError):
-    """No proof that the lease covered the whole read: it expired, was revoked, or ended because other readers had read.
+    """No proof that the lease covered the whole read: the lease expired, was revoked, or ended because others had read.
 
     Prefill again. If this is frequent, raise `lease_ttl_s`, or let fewer requests wait.
     """
@@ -466,7 +466,9 @@ class NotStored(StoreError):
 
 
 class EntryDamaged(StoreError):
-    """The store's entry is incomplete, of another cache or key, or differs from the saved bytes. The file is removed.
+    """The store's entry is incomplete, is for another cache or key, or differs from the saved bytes.
+
+    The file is removed.
 
     Compute the prompt. If it happens again, check the disk.
     """
@@ -475,7 +477,7 @@ class EntryDamaged(StoreError):
 class StoreFull(StoreError):
     """The store is full: entries that could be evicted are being read or written.
 
-    Raise `Storage(bytes_max=...)`, or save less at once.
+    Raise `Storage(bytes_max=...)`, or save fewer blocks at the same time.
     """
 
     retryable = True

@@ -84,7 +84,7 @@ class Limits:
     leases_max: SealCount = 1 << 14
     """Maximum number of leases that are open at the same time. Each has a 16-byte seal that readers check."""
     source_ranks_max: SealCount = 1 << 12
-    """Maximum number of ranks that loads read from, over all loads in progress and in quarantine. Further loads
+    """Maximum number of ranks that loads read from, summed over all loads in progress or in quarantine. Further loads
     wait."""
     load_ranks_max: Size = 256
     """Maximum number of a producer's ranks that one load reads from or reports to. A ticket that needs more is refused

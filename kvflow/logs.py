@@ -1,9 +1,9 @@
 """kvflow's loggers: the arguments of a log line become printable, bounded text, so that no argument can forge a line.
 
-Request ids, reasons, file names and errors contain text of callers, peers and routers. A line break in such a text
-would begin a line that looks like another log record. So each logger of kvflow has a filter, which changes each record
-before the handlers get it. Numbers stay unchanged; every other argument becomes text of one line. The lines of a
-traceback are indented, so that no line looks like a record.
+Request ids, reasons, file names and errors contain text of callers, peers and routers. A line break in it would begin a
+line that looks like another log record. So each logger of kvflow has a filter, which changes each record before the
+handlers get it: numbers stay unchanged, every other argument becomes text of one line. The lines of a traceback are
+indented, so that no line looks like a record.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """OwnerThread: a thread that runs jobs in order and, between jobs, calls a function `step`.
 
 NIXL agents must not be shared between threads, and their calls may block for milliseconds. So every call is a job for
-the one thread that owns the agents. Copies and device events have a thread of this kind, too, and so have the files of
-the block store. `step` makes progress with reads or copies, and returns how long the thread may sleep; a new job ends
-the sleep. So reads and copies progress even if the event loop is busy.
+the one thread that owns the agents. Copies, device events and the files of the block store have threads of this kind,
+too. `step` makes progress with reads or copies, and returns how long the thread may sleep; a new job ends the sleep. So
+reads and copies progress even if the event loop is busy.
 
 After each call, of Python or NIXL, that has released the GIL, the thread may have to wait for the GIL. So each read
-takes few calls, and the thread reports ended reads before its next call that releases the GIL. Beside a loop that is
-never idle each wait may take a second: docs/decisions/0033-bursts-and-threads.md.
+takes few calls, and the thread reports ended reads before its next such call. Beside a loop that is never idle each
+wait may take a second: docs/decisions/0033-bursts-and-threads.md.
 
 The thread ends when `step` returns None or raises. Then every `call` that waits raises an error, and later calls raise
 TransportBroken.
@@ -195,7 +195,7 @@ class OwnerThread:
             except queue.Empty:
                 pass
             else:
-                self._wake_pending = False  # before any job runs: a job that comes now wakes the thread again
+                self._wake_pending = False  # before any job runs: a job submitted now wakes the thread again
                 if self._jobs:
                     self._jobs.popleft()()
                 for _ in range(len(self._jobs)):  # jobs that came meanwhile run first: a step may take long

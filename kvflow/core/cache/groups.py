@@ -314,7 +314,7 @@ def named_layers(sets: Iterable[LayerSet]) -> list[tuple[str, LayerCache]]:
 def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ...]:
     """Divide the layers of a rank into sets with one layout each. Return the sets, group by group.
 
-    `tp_size`: tensor-parallel ranks of the engine. LayoutError if a peer would not accept so many sets (`SETS_MAX`).
+    LayoutError if a peer would not accept so many sets (`SETS_MAX`).
     """
     found = tuple(one for at, group in enumerate(groups) for one in sets_of(at, group.sets, tp_size))
     if len(found) > SETS_MAX:
@@ -327,7 +327,7 @@ def sets_of(
 ) -> Iterator[LayerSet]:
     """Yield a `LayerSet` for each layout of a group or, for state per request, for each segment of its tensors.
 
-    `group`: index of the group. `layers`: (tensors by layer name, layout) pairs. `tp_size`: tensor-parallel ranks.
+    `group`: index of the group. `layers`: (tensors by layer name, layout) pairs.
     """
     for caches, layout in layers:
         for part in (layout,) if isinstance(layout, CacheLayout) else state_parts(layout, tp_size):

@@ -166,9 +166,9 @@ class CacheLayout:
             block_size: tokens per block; must equal the size of the tensors' token axis.
             style: how layers hold K and V. Needed only for tensors of 5 axes if the first two axes both have size 2.
             layer_indices: index of each layer in the model. By default the number in the layer's name
-                ("model.layers.12.self_attn"). If a name has no number or several, or two names have the same number,
-                the layers' positions. Layers of a draft model, recognized by "draft", "eagle", "mtp", "nextn" or
-                "speculat..." in their names, count from 16384 on; the other side of a load may lack them.
+                ("model.layers.12.self_attn"). If a name has no number or several, or two numbers are equal, the layers'
+                positions. Layers of a draft model, recognized by "draft", "eagle", "mtp", "nextn" or "speculat..." in
+                their names, count from 16384 on; the other side of a load may lack them.
             kv_format: name of the meaning of the bytes, if they are not plain values of the dtype.
 
         Returns:

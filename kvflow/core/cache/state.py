@@ -225,10 +225,7 @@ class StatePart:
 
     @property
     def rows(self) -> int:
-        """Number of rows in one slot: the product of the sizes of the axes before the sliced axis.
-
-        Each row is a region.
-        """
+        """Number of rows, each a region, in one slot: the product of the sizes of the axes before the sliced axis."""
         return math.prod(self.layout.shapes[self.at][: self.layout.tensors[self.at].axis])
 
     @property
@@ -263,7 +260,7 @@ class StatePart:
 
 
 def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
-    """Return a `StatePart` for each segment of each tensor in `layout`, in order. `tp_size`: tensor-parallel ranks."""
+    """Return a `StatePart` for each segment of each tensor in `layout`, in order."""
     found = []
     for at, (tensor, shape) in enumerate(zip(layout.tensors, layout.shapes, strict=True)):
         start = 0

@@ -10,7 +10,7 @@ import numpy as np
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import Chunks, Descriptors, Piece, plan_read
 
-# Number of descriptors: planning a slice alone costs some 15 us, and many more do not fit the CPU's cache.
+# Number of descriptors: planning a slice alone costs some 15 us; many more descriptors do not fit the CPU's cache.
 _PLANNED_AT_ONCE = 1 << 13
 _MANY = 1 << 10  # chunks from which sorting by small keys is faster
 
@@ -25,9 +25,9 @@ def plan_slices(
     """Yield slices of at most `bytes_max` bytes and `descriptors_max` descriptors that together read all of `reads`.
 
     `reads`: pairs of a peer's block map and the chunks to read by it. Each slice is planned when the caller asks for
-    it. `head`: one more read, such as that of a seal, which comes first in the first slice and does not count towards
-    the bounds. Chunks are sorted by remote block id: reading remote memory in order is a few per cent faster than
-    writing local memory in order (measured over shared memory).
+    it. `head`: one more read, such as that of a seal, which comes first and does not count towards the bounds. Chunks
+    are sorted by remote block id: reading remote memory in order is a few per cent faster than writing local memory in
+    order (measured over shared memory).
     """
     for block_map, some in reads:
         groups = block_map.region_maps(some.tokens)

@@ -4,22 +4,22 @@ Pipeline stages (`pp`) split an engine's layers, tensor-parallel ranks (`tp`) it
 r*H/n to (r+1)*H/n of the model's H heads. If ranks outnumber heads, n/H neighbours hold the same head. The latent cache
 of MLA counts as one head, which all ranks hold. So one rule covers all cases: a reader reads each of its heads once,
 from one of the producer's ranks that hold the head. If several ranks hold a head, its readers are spread evenly over
-these ranks.
+them.
 
 A rank may hold layers of several kinds: of different groups (a sliding window beside full attention), or with different
 numbers of heads. Each kind is a `CacheShare`, and each may be read from other ranks. Ranks are compared layer by layer,
-over all kinds, so the two engines may group their layers differently.
+so the two engines may group their layers differently.
 
 Each reader reports a *share* of the lease as read (`ReportShare`), and the lease ends when the shares add up to 1,
 whatever the parallelism of the readers' engine. If several producer ranks hold the same heads, a rank may have no
 reader, but still needs a report: that of the first reader of the nearest lower rank with the same heads that has
 readers.
 
-One side may have layers of a draft model (with numbers from FIRST_DRAFT_LAYER on) that the other side lacks, because
-only one engine speculates. A load leaves them out; the generated text stays right, since a draft only proposes tokens.
-So these layers do not count in reported shares, nor in the parallelism that a ticket states. No report is lost: which
-ranks read from a rank follows from the numbers of ranks alone, so a rank that reads a draft's layers also reads, and
-reports, layers of the main model.
+One side may have layers of a draft model (with numbers from FIRST_DRAFT_LAYER on) that the other side lacks. A load
+leaves them out; the generated text stays right, since a draft only proposes tokens. So these layers do not count in
+reported shares, nor in the parallelism that a ticket states. No report is lost: which ranks read from a rank follows
+from the numbers of ranks alone, so a rank that reads a draft's layers also reads, and reports, layers of the main
+model.
 """
 
 from __future__ import annotations
@@ -348,10 +348,10 @@ def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
 def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> ReportShare:
     """Return the fraction of a producer rank's lease that the local rank reports as read; 0 if no layer is common.
 
-    `ours`, `theirs`: all cache shares of the local rank and of the producer's rank. Each layer that both ranks have
-    counts 1, divided by the number of reader ranks that report it; the sum is divided by the number of layers of the
-    producer's rank. So the fractions of all readers add up to 1. Layers of a draft model, which readers may lack, do
-    not count unless the producer's rank has no others.
+    `ours`, `theirs`: all cache shares of the local rank and of the producer's rank. Each layer that both have counts 1,
+    divided by the number of reader ranks that report it; the sum is divided by the number of layers of the producer's
+    rank. So the fractions of all readers add up to 1. Layers of a draft model, which readers may lack, do not count
+    unless the producer's rank has no others.
     """
     held = {layer for share in theirs for layer in share.layers}
     counted = {layer for layer in held if layer < FIRST_DRAFT_LAYER} or held

@@ -34,7 +34,7 @@ class Circuit:
     """Time on the reader's clock from which the peer may be contacted again."""
 
     def wait_s(self, now_s: float) -> float:
-        """Return for how many seconds from `now_s` the peer must not be contacted; 0 if it may be contacted now."""
+        """Return for how many more seconds the peer must not be contacted; 0 if it may be contacted now."""
         return max(self.retry_at_s - now_s, 0.0)
 
 
@@ -44,7 +44,7 @@ NEVER_FAILED = Circuit()
 def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
     """Return `circuit` after a handshake that failed at `now_s`: one failure more, and a wait until the next contact.
 
-    `chance`: a random number from 0 to less than 1, for the jitter.
+    `chance`: a random number from 0 to 1, for the jitter.
     """
     failures = circuit.failures + 1
     return Circuit(failures=failures, retry_at_s=now_s + delay_s(failures, back_off, chance))
@@ -53,7 +53,7 @@ def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float,
 def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
     """Return `circuit` after a read that failed at `now_s`: one failure more and, unless it is the first, a wait.
 
-    `chance`: a random number from 0 to less than 1, for the jitter.
+    `chance`: a random number from 0 to 1, for the jitter.
     """
     if circuit.failures == 0:
         return replace(circuit, failures=1)
@@ -63,7 +63,7 @@ def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, chan
 def delay_s(failures: int, back_off: BackOff, chance: float) -> float:
     """Return the seconds until a peer may be contacted again after `failures` failures in a row.
 
-    `chance`, from 0 to less than 1, chooses between half of the full wait (0) and the full wait.
+    `chance`, from 0 to 1, chooses between half of the full wait (0) and the full wait (1).
     """
     whole_s = min(back_off.first_s * 2.0 ** min(failures - 1, _DOUBLINGS_MAX), back_off.most_s)
     return whole_s * (1 + chance) / 2

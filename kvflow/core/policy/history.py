@@ -1,6 +1,6 @@
 """Progress of a prompt that is computed while it is read: the times at which tokens were computed or landed.
 
-The records of a growing lease, and of a load that reads from one, contain it.
+The records of a growing lease, and of a load that reads from one, contain this history.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ A fair queue bounds the sum of all granted permits, in all and per peer. Its rul
 - A permit that does not fit its peer's limit is overtaken by permits of other peers, but not by later ones of its own.
 - If the first permit does not fit the global limit, no permit overtakes it, so that large reads do not starve.
 - A permit that is larger than a limit is granted when no other permit counts towards that limit.
-- With `ahead_s`, a peer's limit of the first quantity grows to the amount that the peer delivers in that time. So a
-  link of any speed stays busy.
+- With `ahead_s`, a peer's limit of the first quantity grows to what the peer delivers in that time. So a link of any
+  speed stays busy.
 """
 
 from __future__ import annotations

@@ -9,19 +9,18 @@ torn, wiped or reused word matches no id. Two arguments prove that a read is fre
   whole read.
 - *Fetched meanwhile*: the seal was intact, and the last byte landed less than `quick_read_max_s` (half of `hold_s`)
   after the fetch was posted, on the reader's own clock. Even if the lease ended right after the fetch, its blocks were
-  still held then. This saves small loads a round trip. The other half of the hold is a margin for the drift of clocks
-  and the coarseness of timers.
+  still held then. This saves small loads a round trip. The other half of the hold is a margin for clock drift and
+  coarse timers.
 
 A lease may be opened before its blocks can be read: the device has yet to compute the prompt, or the blocks are first
 copied to host buffers. Until all tokens can be read, the last four bytes of the seal are those of the id XOR the number
 of missing tokens at the end of the prompt; the tokens before those can be read in all groups. So an early reader finds
 out how far it may read without an answer from the producer. If the prompt will never be complete, the number is
-`FAILED`, which no prompt can have. It stays in the seal through the hold, and then for late readers until another lease
-needs the seal.
+`FAILED`, which stays in the seal through the hold, and then for late readers until another lease needs the seal.
 
-Both arguments rest on two premises that a seal cannot prove. First, tokens that the seal shows as readable have been
-computed: the producer's engine asserts that, by an event or because it has waited for its device. Second, registered
-addresses still mean the same memory: the engine maps no other memory there before `Runtime.unregister`.
+A seal cannot prove two premises. First, tokens that the seal shows as readable have been computed: the producer's
+engine asserts that, by an event or because it has waited for its device. Second, registered addresses still mean the
+same memory: the engine maps no other memory there before `Runtime.unregister`.
 
 No clocks of two machines are compared, and the producer need not answer.
 """

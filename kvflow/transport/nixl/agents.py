@@ -8,8 +8,8 @@ Serving and reading need opposite settings of NIXL (measured; docs/decisions/000
 - The *reading* agent posts reads and sends notifications. It has no progress thread. The owner thread polls it, first
   without a pause for latency, then with growing sleeps, which on tcp is a third faster than polling without a pause.
 
-Reads are made from arrays of addresses, not from prepared descriptor lists of all blocks, so the cost of a peer does
-not depend on its number of blocks (docs/decisions/0001-address-plans.md).
+Reads are made from arrays of addresses, not from descriptor lists of all blocks, so the cost of a peer does not depend
+on its number of blocks (docs/decisions/0001-address-plans.md).
 """
 
 from __future__ import annotations
