@@ -67,7 +67,7 @@ class Prefixes(Part):
 
         Raises:
             UsageError: `cache` is no PrefixCache, the runtime is a consumer or shares a cache already, this object is
-                not in the `parts` of a runtime with a registered KV cache, or this is not the runtime's event loop.
+                not in the `parts` of a runtime with a KV cache, or this is not the runtime's loop.
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
         """
         registered = self._owner.require("share")
@@ -98,8 +98,8 @@ class Prefixes(Part):
         Raises:
             RequestError: the request is invalid.
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
-            UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
-                runtime's event loop.
+            UsageError: this object is not in the `parts` of a runtime with a KV cache, or this is not the runtime's
+                loop.
         """
         cache, questions = self._require("seek")
         checked = checked_prefix_request(request, "seek", cache.config.limits)
@@ -129,8 +129,8 @@ class Prefixes(Part):
                 `quarantine` is that load. With `PrefixRequest.rest`, also any error of a load of that ticket.
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
             RuntimeBroken: a task of the runtime has died.
-            UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
-                runtime's event loop.
+            UsageError: this object is not in the `parts` of a runtime with a KV cache, or this is not the runtime's
+                loop.
         """
         cache, questions = self._require("pull")
         checked = checked_prefix_request(request, "pull", cache.config.limits)

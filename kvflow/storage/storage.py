@@ -94,8 +94,8 @@ class Storage(Part):
             Overloaded: too many saves and restores are under way (Config.loads_waiting_max).
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
             RuntimeBroken: a task or thread of the runtime has died.
-            UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
-                runtime's event loop.
+            UsageError: this object is not in the `parts` of a runtime with a KV cache, or this is not the runtime's
+                loop.
         """
         return await self._require("save").save(request)
 
@@ -123,8 +123,8 @@ class Storage(Part):
             Overloaded: too many saves and restores are under way (Config.loads_waiting_max).
             RuntimeUnavailable: the runtime drains, is closed, or has no KV cache at the moment.
             RuntimeBroken: a task or thread of the runtime has died.
-            UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
-                runtime's event loop.
+            UsageError: this object is not in the `parts` of a runtime with a KV cache, or this is not the runtime's
+                loop.
         """
         return await self._require("restore").restore(request)
 
@@ -139,8 +139,8 @@ class Storage(Part):
 
         Raises:
             RequestError: `key` is not bytes or text of 1 to 256 bytes.
-            UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
-                runtime's event loop.
+            UsageError: this object is not in the `parts` of a runtime with a KV cache, or this is not the runtime's
+                loop.
             RuntimeUnavailable: the runtime is closed, or has no KV cache at the moment.
             RuntimeBroken: a task or thread of the runtime has died.
         """
@@ -162,8 +162,8 @@ class Storage(Part):
         Raises:
             RequestError: `keys` is no list of keys; nothing was removed.
             StorageFailed: a file could not be removed. This runtime no longer finds the file, but the next one may.
-            UsageError: this object is not in the `parts` of a runtime with a registered KV cache, or this is not the
-                runtime's event loop.
+            UsageError: this object is not in the `parts` of a runtime with a KV cache, or this is not the runtime's
+                loop.
             RuntimeUnavailable: the runtime is closed, or has no KV cache at the moment.
             RuntimeBroken: a task or thread of the runtime has died.
         """

@@ -22,7 +22,7 @@ def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
         leases: All leases of the runtime that may still be open; ended leases are ignored.
 
     Raises:
-        AssertionError: A count is wrong. The message has the actual and the expected count.
+        AssertionError: A count is wrong.
     """
     statistics = runtime.statistics()
     blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
@@ -63,7 +63,7 @@ def assert_quiet(statistics: RuntimeStatistics) -> None:
         statistics: The result of `Runtime.statistics()`.
 
     Raises:
-        AssertionError: The runtime is not idle. The message says why.
+        AssertionError: The runtime is not idle.
     """
     assert statistics.buffers_used == 0, f"buffers in use: {statistics.buffers_used}"
     blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
@@ -86,7 +86,7 @@ def assert_closed(statistics: RuntimeStatistics) -> None:
         statistics: The result of `Runtime.statistics()` after closing.
 
     Raises:
-        AssertionError: Something was left behind, or `assert_quiet` fails. The message says what.
+        AssertionError: Something was left behind, or `assert_quiet` fails.
     """
     assert_quiet(statistics)
     transport = statistics.transport

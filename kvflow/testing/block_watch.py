@@ -64,7 +64,7 @@ class BlockWatch:
         """Assert that no call of `take` or `give_back` has found a fault so far.
 
         Raises:
-            AssertionError: A call has found a fault. The message describes the first one.
+            AssertionError: A call has found a fault.
         """
         raise_first(self._found)
 
@@ -130,8 +130,8 @@ def watch_blocks(
 
     Raises:
         AssertionError: A block was given out twice, freed twice, or freed while the runtime used it: raised by the
-            faulty call, and again at the end of the `with` block; or a block was not freed by then. The message names
-            the block and the lines of code that took and freed it.
+            faulty call, and again at the end of the `with` block; or a block was not freed by then.The message names
+            the block and the lines that took and freed it.
     """
     watch = BlockWatch(runtime, free_blocks)
     give_out, get_back = getattr(allocator, take), getattr(allocator, free)

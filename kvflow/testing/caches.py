@@ -83,7 +83,7 @@ class PatternCache:
             first_slot: Index of the first slot to check in each block.
 
         Raises:
-            AssertionError: An element differs. The message names the first element's block and slot.
+            AssertionError: An element differs.
         """
         ids = self._ids(block_ids)
         for layer, part in self._regions():

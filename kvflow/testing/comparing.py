@@ -83,7 +83,7 @@ def assert_blocks_equal(
         num_tokens: Number of the prompt's tokens; None if every offered block is full.
 
     Raises:
-        AssertionError: An element differs. The message is the sentence that `compare_blocks` returns.
+        AssertionError: An element differs.
     """
     problem = compare_blocks(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
     assert problem is None, problem
@@ -108,8 +108,7 @@ def assert_loaded(
             last block must still hold the pattern of `ours`.
 
     Raises:
-        AssertionError: A loaded element differs, or another element was written to. The message names the first such
-            element's block and slot.
+        AssertionError: A loaded element differs, or another element was written to.
     """
     assert_blocks_equal(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
     wanted = set(our_ids)

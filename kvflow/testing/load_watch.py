@@ -88,7 +88,7 @@ class LoadWatch:
         """Assert that no load is in `forgotten`.
 
         Raises:
-            AssertionError: A load is forgotten. The message names the first one, and the line that started it.
+            AssertionError: A load is forgotten.
         """
         for load in self._begun:
             if load in self.forgotten:
@@ -116,8 +116,8 @@ def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
         A context manager that yields the watch. Loads are watched until the `with` block ends.
 
     Raises:
-        AssertionError: A load was forgotten. Raised at the end of the `with` block, in place of the block's own error.
-            The message names the request and the line that started the load.
+        AssertionError: A load was forgotten. Raised at the end of the `with` block, in place of the block's own
+            error.The message names the line that started the load.
     """
     watch, start = LoadWatch(), runtime.start_load
 

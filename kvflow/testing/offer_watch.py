@@ -106,7 +106,7 @@ class OfferWatch:
         """Assert that no offered block has changed so far. May be called at any time.
 
         Raises:
-            AssertionError: An offered block has changed. The message names the first changed block and slot.
+            AssertionError: An offered block has changed.
         """
         for lease in self._offered:
             self._compare(lease, "while it was offered")
@@ -206,7 +206,7 @@ def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache |
 
     Raises:
         AssertionError: An offered block has changed. Raised at the end of the `with` block, in place of the block's own
-            error. The message names engine, layer, block, slot, token and request.
+            error.
     """
     watch = OfferWatch([cache] if isinstance(cache, PatternCache) else list(cache))
     serve = runtime.serve_blocks

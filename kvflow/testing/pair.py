@@ -140,7 +140,7 @@ class Pair(Generic[TransportT]):
             remote_ids: Ids of the producer's offered blocks, in prompt order; all are full.
 
         Raises:
-            AssertionError: An element is wrong. The message names the first such element's block and slot.
+            AssertionError: An element is wrong.
         """
         assert_loaded(self.consumer.cache, local_ids, self.producer.cache, remote_ids)
 
