@@ -56,7 +56,7 @@ async def open_producer(
 
 
 class EngineProducer:
-    """The rank of a producer, in a child process. The parent calls `offer` and `end_leases` through `Child.run`."""
+    """The rank of a producer, in a child process."""
 
     def __init__(self, runtime: kvflow.Runtime, block_size: int) -> None:
         self._runtime = runtime
@@ -115,7 +115,7 @@ async def open_consumer(
 
 
 class EngineConsumer:
-    """The rank of a consumer, in a child process. The parent calls `load` through `Child.run`."""
+    """The rank of a consumer, in a child process."""
 
     def __init__(self, runtime: kvflow.Runtime, cache: BenchCache) -> None:
         self._runtime = runtime

@@ -45,10 +45,7 @@ class AgentAddress(NamedTuple):
 
 
 class TunedAgent:
-    """The NIXL agent of a producer or a reader, with its registered cache.
-
-    Readers call `load`, producers `take_notifications`.
-    """
+    """The NIXL agent of a producer or a reader, with its registered cache."""
 
     def __init__(self, name: str, cache: BenchCache, backends: Backends, *, producer: bool) -> None:
         import nixl
@@ -125,11 +122,7 @@ def _agent_config(api: Any, *, producer: bool) -> Any:
 
 
 class RawRank:
-    """The rank of a producer or a reader on NIXL alone, in a child process.
-
-    Through `Child.run` the parent calls `address` and `take_notifications` of a producer, `connect` and `load` of a
-    reader.
-    """
+    """The rank of a producer or a reader on NIXL alone, in a child process."""
 
     def __init__(self, agent: TunedAgent, cache: BenchCache) -> None:
         self._agent, self._cache = agent, cache

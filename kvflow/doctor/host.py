@@ -1,7 +1,6 @@
 """Facts of the machine, read by `read_host`, and the checks that judge them.
 
-Limits that the kernel or a container sets are read from /proc, /sys and getrlimit. A fact that cannot be read is None,
-and its check then says so.
+Limits that the kernel or a container sets are read from /proc, /sys and getrlimit.
 """
 
 from __future__ import annotations

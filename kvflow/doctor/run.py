@@ -30,12 +30,12 @@ def examine(
 
     Args:
         config: Timeouts and CURVE keys for asking peers, and the limits that decide how many open files are needed.
-        peer: Address of a peer's side channel to check; None for none.
+        peer: Address of a peer's side channel to check, if any.
         peer_engine: Engine id expected at `peer`; "" for any.
         transfer: True to move bytes: with each NIXL backend, between two processes, and on GPUs.
         note: Function that takes a line of progress, called before each slow check.
-        stock: Address of a vLLM engine with its own NixlConnector; None for none.
-        pair: A prefill and a decode engine to compare, each as ENGINE_ID@tcp://host:port; None for none.
+        stock: Address of a vLLM engine with its own NixlConnector, if any.
+        pair: A prefill and a decode engine to compare, each as ENGINE_ID@tcp://host:port, if any.
     """
     host = read_host()
     yield ok("kvflow", ", ".join(f"{name} {number}" for name, number in versions().items()))

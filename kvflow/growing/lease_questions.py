@@ -194,7 +194,7 @@ class LeaseQuestions:
         return found
 
     async def _ask_until_ended(self, one: FollowedLease) -> None:
-        """Ask the rank of the lease `one` repeatedly, until the lease is complete or has ended, or the rank fails.
+        """Ask the rank of the lease `one` about the lease, again after each answer.
 
         Task `kvflow-news <request>`: begun by a load, for each rank with a lease that is not complete. Ends when the
         lease is complete or has ended, when the rank fails to answer, or with the load.

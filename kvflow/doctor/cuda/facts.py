@@ -59,7 +59,6 @@ class Cuda:
     """Facts of a CUDA machine. A field is None if its fact is unknown."""
 
     driver: str | None
-    """Version of the NVIDIA driver."""
     driver_cuda: tuple[int, int] | None
     """Newest CUDA version that the driver supports."""
     gpus: tuple[Gpu, ...]
@@ -72,7 +71,6 @@ class Cuda:
     kernel: tuple[int, int] | None
     """Major and minor version of the Linux kernel."""
     iommu: bool
-    """True if an IOMMU is active on this machine."""
     pid_namespace: str
     """Target of this process's link /proc/self/ns/pid; `HOST_PID_NAMESPACE` outside of containers."""
     imex_channels: int
