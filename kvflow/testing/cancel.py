@@ -1,9 +1,8 @@
 """Test tool that cancels a coroutine at every point where cancelling can make a difference, in one run for each point.
 
-The runs are in virtual time. The points, called *moments*, are after each step of the coroutine, of the tasks that the
-coroutine has started (such as its loads), and of the scenario's other tasks; and when a task of the coroutine has been
-woken but has not run yet, once for each line at which the task waits. A step of an engine's background task makes no
-moment, because the coroutine cannot see the step's effect before the next moment.
+The runs are in virtual time. The points are called *moments* (`cancel_everywhere`). If a task of the coroutine is woken
+several times at the same line, only the first time is a moment. A step of an engine's background task makes no moment,
+because the coroutine cannot see the step's effect before the next moment.
 """
 
 from __future__ import annotations

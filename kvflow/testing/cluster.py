@@ -1,8 +1,8 @@
 """Several engines in one process, without NIXL, sockets or threads: on any event loop, in real or virtual time.
 
 Connect your own engine to the cluster by `Runtime(config, world=cluster.world())`, or open a ready-made engine by
-`cluster.engine`. A test scripts faults on each rank's in-process transport (`cluster.transport`). With a seed, such as
-`InprocCluster(seed=7)`, the faults are random; this needs virtual time.
+`cluster.engine`. A test scripts faults on each rank's in-process transport (`cluster.transport`), or has the cluster
+draw them by a seed.
 """
 
 from __future__ import annotations

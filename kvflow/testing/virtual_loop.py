@@ -1,8 +1,7 @@
 """An event loop in virtual time: when no callback is ready, the loop's time jumps to the time of the next timer.
 
 All code runs in one thread and in a fixed order, so a test that waits for ten seconds takes microseconds and runs the
-same way every time. If no callback is ready and no timer is set, the loop would wait forever, so it raises `Deadlock`,
-which names the waiting tasks.
+same way every time.
 
 A loop may have several simulated processes (`SimProcess`). All tasks and callbacks of a process can be frozen and
 thawed, as by SIGSTOP and SIGCONT, or killed. After a kill no code of the process runs, not even a `finally`.
