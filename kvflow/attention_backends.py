@@ -1,10 +1,10 @@
 """The cache layouts of attention backends, as a table. Each row names the source file that it was read from.
 
 A row has the name of an attention backend, such as vLLM's FLASH_ATTN, or, if all backends of an engine share an
-allocator, of the allocator's class: SGLang's pools, TensorRT-LLM's manager. vLLM has changed most shapes twice, so a
-name may have several rows. The tensors decide which row applies; if they fit two, the engine's version decides. A row
-also has facts that shapes cannot show: the order of the axes, the possible orders by strides, and whether the bytes are
-plain values.
+allocator, of the allocator's class, as for SGLang and TensorRT-LLM. vLLM has changed most shapes twice, so a name may
+have several rows. The tensors decide which row applies; if they fit two, the engine's version decides. A row also has
+facts that shapes cannot show: the order of the axes, the possible orders by strides, and whether the bytes are plain
+values.
 
 For a backend without a row use `CacheLayout.infer`.
 
@@ -51,8 +51,8 @@ class BackendLayout:
     """Possible orders of the axes in memory, by the tensors' strides: "NHD", "HND" or both."""
     kv_formats: tuple[str, ...]
     """Possible values of `CacheLayout.kv_format`. If there are several, the caller of `layout_for_backend` has to
-    choose. Bytes of another format than "plain" are copied unchanged between caches of the same format, in whole blocks
-    or in whole heads of a block."""
+    choose. Bytes that are not "plain" are copied unchanged between caches of the same format, in whole blocks or in
+    whole heads of a block."""
     byte_formats: tuple[str, ...]
     """Possible values of `CacheLayout.kv_format` for tensors of dtype uint8 or int8, if they differ; else empty."""
     since: Version | None

@@ -57,11 +57,10 @@ def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_si
 @checks.refuse_unknown_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Settings of one rank of an engine.
+    """Settings of one rank of an engine, each described in docs/reference/config and in the source below the setting.
 
     The Configs of an engine's ranks differ only in dp_rank, pp_rank and tp_rank. The constructor raises ConfigError,
-    which names an unknown or invalid setting. Each setting is described in docs/reference/config, and in the source
-    below the setting, which `help()` does not show.
+    which names an unknown or invalid setting.
     """
 
     engine_id: EngineId

@@ -54,7 +54,7 @@ def is_staged(device: str, staging: str, reached: bool | None = None) -> bool:
 class MemoryUse(enum.Flag):
     """How registered memory may be used.
 
-    Each use needs a registration, which costs time and, on some devices, addresses.
+    Each use needs a registration, which costs time and, on some devices, address space.
     """
 
     SERVED = enum.auto()
@@ -73,7 +73,7 @@ class PeerGone(TransportError):
 
 @dataclass(slots=True, eq=False)
 class PostedRead:
-    """A read that was posted to the transport. Objects are compared by identity."""
+    """A read that was posted to the transport."""
 
     size_bytes: int
 

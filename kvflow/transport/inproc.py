@@ -87,7 +87,7 @@ class InprocFaults:
         self.behind = False
         """Value that the property `InprocTransport.behind` returns."""
         self.never_finish = False
-        """True: the bytes of this agent's reads land, but their end is never reported."""
+        """True: the bytes of this agent's reads land, but the end of the reads is never reported."""
         self.drop_notifications = False
         self.duplicate_notifications = False
         self.cut = False
@@ -459,8 +459,8 @@ class InprocTransport:
             read: A read that was posted on this transport.
 
         Returns:
-            PeerGone if the peer is gone; else the next of `InprocFaults.fail_next`, removed there; else an error if a
-            range is not registered; else None.
+            PeerGone if the peer is gone; else the next error in `InprocFaults.fail_next`, removed from there; else an
+            error if a range is not registered; else None.
         """
         target = self._network.agents.get(read.peer) or self._network.closed.get(read.peer)
         if target is None or target.faults.cut or read.peer not in self._peers:

@@ -5,17 +5,17 @@ the one thread that owns the agents. Copies, device events and the files of the 
 too. `step` makes progress with reads or copies, and returns how long the thread may sleep; a new job ends the sleep. So
 reads and copies progress even if the event loop is busy.
 
-After each call, of Python or NIXL, that has released the GIL, the thread may have to wait for the GIL. So each read
-takes few calls, and the thread reports ended reads before its next such call. Beside a loop that is never idle each
-wait may take a second: docs/decisions/0033-bursts-and-threads.md.
+After each call that has released the GIL, the thread may have to wait for the GIL. So each read takes few calls, and
+the thread reports ended reads before its next such call. Beside a loop that is never idle each wait may take a second:
+docs/decisions/0033-bursts-and-threads.md.
 
 The thread ends when `step` returns None or raises. Then every `call` that waits raises an error, and later calls raise
 TransportBroken.
 
 At exit Python ends the threads that still run, but a thread in C++ that then asks for the GIL aborts the process
 ("terminate called without an active exception"). So at the interpreter's exit each thread first returns from `step`,
-and the objects that `step` uses are never destroyed, since bytes may still land in them. A forked child, which has no
-such thread, does not destroy them either.
+and the objects that `step` uses are never destroyed, since bytes may still land in them. The same holds in a forked
+child, which has no such thread.
 """
 
 from __future__ import annotations

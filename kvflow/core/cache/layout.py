@@ -175,8 +175,7 @@ class CacheLayout:
             A layout for `Runtime.register_kv_caches`.
 
         Raises:
-            LayoutError: kvflow does not support the tensors' layout, or they do not match the arguments. The message
-                names the layer and both values.
+            LayoutError: kvflow does not support the tensors' layout, or they do not match the arguments.
         """
         kv_caches = checked_caches(kv_caches)
         block_size = checks.whole(block_size, "block_size", least=1, error=LayoutError)
@@ -203,7 +202,7 @@ class CacheLayout:
             kv_caches: tensors by layer name, in the layout's order of layers.
 
         Raises:
-            LayoutError: a tensor does not match. The message names the layer and both values.
+            LayoutError: a tensor does not match.
         """
         kv_caches = checked_caches(kv_caches)
         if tuple(kv_caches) != self.layer_names:

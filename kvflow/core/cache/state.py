@@ -2,14 +2,14 @@
 
 Each layer has some tensors of shape (slots, ...), such as the last inputs of a convolution and a recurrent state. A
 request has one slot: the same index in all these tensors. Tensor-parallel ranks slice a tensor along one axis. The
-entries of that axis may be of several kinds, one after the other, and each kind is sliced separately: Mamba 2's
-convolution has x, then B, then C. The entries of one kind are a *segment*. It consists of units, each a run of bytes,
-and each rank holds some of the model's units.
+entries of that axis may be of several kinds, which are sliced separately: Mamba 2's convolution has x, then B, then C.
+The entries of one kind are a *segment*. It consists of units, each a run of bytes, and each rank holds some of the
+model's units.
 
-To the planner, which knows only blocks of tokens and heads, a slot is a block of one token, and the units of a segment
-are heads. If other axes of a slot come before the sliced axis, each combination of indices on these axes is a *row*,
-and each row is a region. The state after a prompt is the block of the prompt's last token, so a group with state is
-planned like a group with a window of one token.
+To the planner a slot is a block of one token, and the units of a segment are heads. If other axes of a slot come before
+the sliced axis, each combination of indices on these axes is a *row*, and each row is a region. The state after a
+prompt is the block of the prompt's last token, so a group with state is planned like a group with a window of one
+token.
 """
 
 from __future__ import annotations
@@ -130,14 +130,13 @@ class StateLayout:
                 have tensors of the same shapes.
             tensors: descriptions of a layer's tensors, in order.
             layer_indices: index of each layer in the model. By default the number in the layer's name. If a name has no
-                number or several, or two names have the same number, the layers' positions.
+                number or several, or two numbers are equal, the layers' positions.
 
         Returns:
             A layout for a `CacheGroup`.
 
         Raises:
-            LayoutError: the tensors do not match `tensors` or each other. The message names the layer or tensor, and
-                both values.
+            LayoutError: the tensors do not match `tensors` or each other.
         """
         layers = checked_caches(caches)
         described: tuple[StateTensor, ...] = checks.checked(tensors, "tensors", StateTensors, LayoutError)
@@ -220,7 +219,7 @@ class StatePart:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of the segment's units on this rank, which are heads to the planner."""
+        """Number of the segment's units on this rank. The planner treats units as heads."""
         return self.segment.units
 
     @property

@@ -35,7 +35,7 @@ FEW_BLOCKS = 1 << 5
 class Descriptors:
     """Reads to post: for each i, `sizes[i]` bytes from address `remote[i]` on the peer to local address `local[i]`.
 
-    Treat as immutable. A frozen dataclass takes three times as long to make, and each slice makes one.
+    Treat as immutable: a frozen dataclass takes three times as long to make, and each slice makes one.
     """
 
     table: UInt64Array

@@ -10,10 +10,9 @@ A rank may hold layers of several kinds: of different groups (a sliding window b
 numbers of heads. Each kind is a `CacheShare`, and each may be read from other ranks. Ranks are compared layer by layer,
 so the two engines may group their layers differently.
 
-Each reader reports a *share* of the lease as read (`ReportShare`), and the lease ends when the shares add up to 1,
-whatever the parallelism of the readers' engine. If several producer ranks hold the same heads, a rank may have no
-reader, but still needs a report: that of the first reader of the nearest lower rank with the same heads that has
-readers.
+Each reader reports a *share* of the lease as read (`ReportShare`); the lease ends when the shares add up to 1. If
+several producer ranks hold the same heads, a rank may have no reader, but still needs a report: that of the first
+reader of the nearest lower rank with the same heads that has readers.
 
 One side may have layers of a draft model (with numbers from FIRST_DRAFT_LAYER on) that the other side lacks. A load
 leaves them out; the generated text stays right, since a draft only proposes tokens. So these layers do not count in

@@ -22,7 +22,7 @@ class ContactState(enum.StrEnum):
 
 
 class Contact:
-    """The first question to a peer, which may have to wait for its turn. Contacts are compared by identity."""
+    """The first question to a peer, which may have to wait for its turn."""
 
     __slots__ = ("since_s", "state", "wanted")
 

@@ -85,15 +85,13 @@ def _fits(more: Amount, *budgets: _Budget) -> bool:
 
 
 class FairQueue:
-    """Grants permits for bounded quantities, by the rules in the module docstring.
-
-    Peers without permits take no memory.
-    """
+    """Grants permits for bounded quantities, by the rules in the module docstring."""
 
     def __init__(self, limits: Amount, peer_limits: Amount | None = None, ahead_s: float = 0.0) -> None:
         """Create an empty queue with `limits` for all peers together and `peer_limits` for each peer (None: `limits`).
 
-        `ahead_s`: a peer's first limit grows to what the peer delivers in this many seconds; 0: no growth.
+        `ahead_s`: the first number of a peer's limits grows to what the peer delivers in this many seconds; 0: no
+        growth.
         """
         self._ahead_s = ahead_s
         self._peer_limits = limits if peer_limits is None else peer_limits
@@ -231,7 +229,7 @@ class ShortestFirst(Generic[ItemT]):
 
     @property
     def next(self) -> ItemT:
-        """The job to serve next. The queue must not be empty."""
+        """The job to serve next."""
         return self._waiting[self._index()][1]
 
     def pop(self) -> ItemT:

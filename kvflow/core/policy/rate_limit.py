@@ -22,10 +22,7 @@ class RateLimiter:
         return len(self._buckets)
 
     def allows(self, peer: str, now_s: float) -> bool:
-        """Take a token from the bucket of `peer`. Return False if the bucket is empty: the request must be refused.
-
-        If `now_s` is before the time of the last call for this peer, no tokens are added.
-        """
+        """Take a token from the bucket of `peer`. Return False if the bucket is empty: the request must be refused."""
         full = float(self._requests_per_s)
         tokens, counted_s = self._buckets.get(peer, (full, now_s))
         tokens = min(full, tokens + max(now_s - counted_s, 0.0) * self._requests_per_s)

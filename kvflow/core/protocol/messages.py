@@ -299,5 +299,5 @@ def digest_of(block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> bytes
 
 
 def claimed_engine_id(request: Request) -> str:
-    """Return the engine id of the sender as `request` claims it, unchecked: it may be any text."""
+    """Return the engine id of the sender as `request` claims it, unchecked."""
     return request.sender.engine_id if isinstance(request, Goodbye) else request.reader.rpartition("/")[0]

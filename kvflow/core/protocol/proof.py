@@ -12,10 +12,9 @@ torn, wiped or reused word matches no id. Two arguments prove that a read is fre
   still held then. This saves small loads a round trip. The other half of the hold is a margin for clock drift and
   coarse timers.
 
-A lease may be opened before its blocks can be read: the device has yet to compute the prompt, or the blocks are first
-copied to host buffers. Until all tokens can be read, the last four bytes of the seal are those of the id XOR the number
-of missing tokens at the end of the prompt; the tokens before those can be read in all groups. So an early reader finds
-out how far it may read without an answer from the producer. If the prompt will never be complete, the number is
+A lease may be opened before its blocks can be read. Until all tokens can be read, the last four bytes of the seal are
+those of the id XOR the number of missing tokens at the end of the prompt; the tokens before those can be read in all
+groups. So an early reader need not ask how far it may read. If the prompt will never be complete, the number is
 `FAILED`, which stays in the seal through the hold, and then for late readers until another lease needs the seal.
 
 A seal cannot prove two premises. First, tokens that the seal shows as readable have been computed: the producer's

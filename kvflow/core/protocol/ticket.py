@@ -6,10 +6,9 @@ for its lease (`messages.LeaseRequest`), which costs a round trip. Tickets can a
 (`Ticket.without_leases`), and even without blocks (`Ticket.rendezvous`). Their readers ask by request id, so this id
 must be a secret of the ticket.
 
-In a ticket's dict each rank's entry has a checksum of the lease id and of all fields that readers rely on. If the dict
-was changed in transit, or mixed from several tickets, the ticket is refused. The checksum has no key: it guards against
-mistakes only. It leaves out the engine id, host and port, because the engine that answers at the address identifies
-itself.
+In a ticket's dict each rank's entry has a checksum of the lease id and of all fields that readers rely on. A dict that
+was changed in transit, or mixed from several tickets, is refused. The checksum has no key: it guards against mistakes
+only. It leaves out the engine id, host and port, because the engine that answers at the address identifies itself.
 """
 
 from __future__ import annotations
@@ -289,8 +288,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         """Return a ticket of the same ranks for another request. Its readers ask each rank for its lease.
 
         Args:
-            request_id: id under which the engine serves the other request. It must be a secret, because any engine that
-                knows it may read.
+            request_id: id under which the engine serves the other request: a secret, because any engine that knows it
+                may read.
             block_ids: the producer's blocks in prompt order, or a block table for each group.
             num_tokens: tokens of the prompt that the blocks hold.
             ttl_s: seconds until the lease expires, from its opening and from each renewal.
@@ -340,8 +339,8 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
         Args:
             introduction: any ticket of the engine that will serve the request, or the ticket's dict. The new ticket
                 names the same ranks.
-            request_id: id under which the engine will serve the request. It must be a secret, because any engine that
-                knows it may read.
+            request_id: id under which the engine will serve the request: a secret, because any engine that knows it may
+                read.
             ttl_s: maximum seconds for which a reader waits for the lease, unless the load's deadline is earlier.
             traceparent: W3C trace context of the request.
 
@@ -391,7 +390,7 @@ class Ticket(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_only=T
             The ticket.
 
         Raises:
-            RequestError: a field is missing or invalid; the message names it.
+            RequestError: a field, which the message names, is missing or invalid.
         """
         return read_ticket(params)
 
@@ -513,7 +512,7 @@ def check_incomplete_offer(ticket: Ticket) -> None:
 def check_lease(lease: RankLease, ticket: Ticket) -> None:
     """Raise RequestError if `lease`, an entry of `ticket`, does not fit it.
 
-    The rank must exist in the producer's engine, and its block tables must be as long as the ticket's.
+    The lease's rank must exist in the producer's engine, and its block tables must be as long as the ticket's.
     """
     if lease.block_ids is not None:
         counts, theirs = (tuple(map(len, tables)) for tables in (ticket.block_tables, lease.block_tables))

@@ -25,7 +25,7 @@ _INDEX_TYPES = (torch.int64, torch.int32)
 
 
 class AcceleratorDevice(CacheDevice):
-    """A `CacheDevice` with a stream for copies. Created on the copy thread, where it makes its device current."""
+    """A `CacheDevice` with a stream for copies. Created on the copy thread."""
 
     def __init__(self, where: Device) -> None:
         """Make the device current on this thread, create a stream, and record an event on the stream as a trial.

@@ -1,6 +1,6 @@
 """CUDA: the current device of a thread, and the few calls of the CUDA driver (libcuda) that torch lacks.
 
-A runtime loads the driver only in a process that uses CUDA, where torch has initialized CUDA before.
+The driver is loaded only in a process that uses CUDA, where torch has initialized CUDA before.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class CudaDriver:
         return version.value // 1000, version.value % 1000 // 10
 
     def attributes(self, number: int = 0) -> dict[str, int | None]:
-        """Return all `DEVICE_ATTRIBUTES` of device `number`, by name; None if the driver does not know one.
+        """Return all `DEVICE_ATTRIBUTES` of device `number`, by name; None for one that the driver does not know.
 
         Needs no context.
         """
@@ -128,7 +128,7 @@ class CudaDriver:
         return bool(capable.value)
 
     def needs_flush(self, number: int) -> bool:
-        """Return True if device `number` may see data that a NIC wrote to its memory only after `flush`."""
+        """Return True if, before `flush`, device `number` may not see data that a NIC has written to its memory."""
         ordering, options = self._attribute(_WRITES_ORDERING, number), self._attribute(_FLUSH_OPTIONS, number)
         return ordering < WRITES_ORDERING_OWNER and bool(options & _FLUSH_BY_HOST)
 

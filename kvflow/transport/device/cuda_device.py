@@ -29,7 +29,7 @@ _HIGH_PRIORITY = -1  # of a stream: it runs before the engine's streams, which h
 
 
 class CudaDevice(AcceleratorDevice):
-    """A `CacheDevice` for CUDA. Created on the copy thread, where it makes its device current."""
+    """A `CacheDevice` for CUDA. Created on the copy thread."""
 
     def _open(self) -> tuple[torch.Stream, torch.Event]:
         make_current(self.where.number)
