@@ -14,8 +14,8 @@ TransportBroken.
 
 At exit Python ends the threads that still run, but a thread in C++ that then asks for the GIL aborts the process
 ("terminate called without an active exception"). So at the interpreter's exit each thread first returns from `step`,
-and the objects that `step` uses are never destroyed, since bytes may still land in them. The same holds in a forked
-child, which has no such thread.
+and the objects that `step` uses are never destroyed, since bytes may still land in them. A forked child, which
+has no such thread, does not destroy them either.
 """
 
 from __future__ import annotations
