@@ -111,7 +111,8 @@ class Limits:
     goodbye_timeout_s: Seconds = 1.0
     """Maximum time for which draining and closing wait until all readers are notified."""
     transport_close_timeout_s: Seconds = 10.0
-    """Maximum time for which closing waits until reads have stopped, and then again for a running copy."""
+    """Maximum time for which closing waits until reads have stopped. Then it waits again, as long, for a running
+    copy."""
 
     slice_bytes_max: ByDevice = 0
     """Maximum bytes of one slice. Loads take turns by slices, so a small load waits for one slice of a huge load. 0: 8

@@ -1,7 +1,7 @@
 """Bounds of the fields of messages and tickets. Decoding checks them, so no code ever handles a value out of bounds.
 
-No kvflow peer, whatever its cache, sends a value out of bounds. Whether a value within bounds is right for a particular
-cache is checked by the code that uses it. Every field of every message has a bound, which a test checks.
+No kvflow peer sends a value out of bounds, whatever its cache. The code that uses a value checks it against the cache
+in question. A test checks that every field of every message has a bound.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ RankIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
 LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=LAYERS_MAX)]
 SealCount: TypeAlias = limits.SealCount
 SealAddress: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX - 16 * SEALS_MAX)]
-"""Address of a table of 16-byte seals. The bound keeps the end of the largest table below 2**63."""
+"""Address of a table of 16-byte seals. The bound keeps the table's end below 2**63."""
 DeviceIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Word32: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Word64: TypeAlias = Annotated[int, Meta(ge=0)]
-"""Unsigned 64-bit number. No upper bound is needed: MessagePack has no larger numbers."""
+"""Unsigned 64-bit number. MessagePack has no larger numbers, so no upper bound is needed."""
 
 Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_FINITE_MAX)]
 Wait: TypeAlias = Annotated[float, Meta(ge=0, le=WAIT_S_MAX)]
@@ -60,14 +60,14 @@ Incarnation: TypeAlias = Annotated[str, Meta(max_length=INCARNATION_CHARS_MAX, p
 PromptDigest: TypeAlias = Annotated[
     str, Meta(max_length=32 + 8 * 34, pattern=r"\A(?:[0-9a-f]{32}(?::[a-z_]{1,16}=[0-9a-f]{16}){0,8})?\Z")
 ]
-"""Digest of a prompt's tokens and, if the prompt has them, of its adapter, pictures and salt (`core.protocol.prompts`);
-"" if the producer gives no digest."""
+"""Digest of a prompt's tokens, and of its adapter, pictures and salt, if any (`core.protocol.prompts`); "" if the
+producer gives none."""
 LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
 """Lease id as readers send it. Any text is accepted, since an unknown id only finds no lease."""
 TicketLeaseId: TypeAlias = Annotated[
     str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A(?:(?!0{{{LEASE_ID_CHARS}}})[0-9a-f]{{{LEASE_ID_CHARS}}})?\Z")
 ]
-"""Lease id in a ticket: the bytes of the lease's seal as hexadecimal digits, not all 0; "" if a reader has to ask the
+"""Lease id in a ticket: the bytes of the lease's seal as hexadecimal digits, not all 0; "" if readers have to ask the
 rank for its lease."""
 Traceparent: TypeAlias = Annotated[str, Meta(pattern=TRACEPARENT)]
 

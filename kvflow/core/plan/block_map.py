@@ -50,7 +50,7 @@ class RegionMap:
     local_device: Device
     remote_device: Device
     tokens: int = 0
-    """Number of tokens that are read of each chunk."""
+    """Number of tokens that are read of each chunk (a block's tokens, on the side with the smaller blocks)."""
     full_chunks: bool = False
     """True if `tokens` are all tokens of a chunk; False for a partly filled last chunk."""
     pieces: int = field(init=False)

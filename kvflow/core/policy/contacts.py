@@ -6,7 +6,7 @@ keep silent addresses from starving the others:
 - Last in, first out: the contact that has waited for the shortest time begins next, because one that has waited long
   has little time left before its load's deadline.
 - Preemption: while contacts wait, contacts under way are given up, one at a time. One for which no load waits is given
-  up immediately, else the oldest once it has been under way for `patience_s`, in which a living peer answers.
+  up immediately, else the oldest after `patience_s`, in which a living peer answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Contact:
     def __init__(self, since_s: float) -> None:
         self.state = ContactState.WAITING
         self.since_s = since_s
-        """Time at which the contact began to wait for its turn; once it is under way, time at which its turn began."""
+        """Time at which the contact began to wait for its turn or, once it is under way, at which its turn began."""
         self.wanted = True
         """True while a load waits for the peer's answer."""
 

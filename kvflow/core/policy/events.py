@@ -70,10 +70,11 @@ class Watch:
         """Set to True to give up the wait; then `on_end` is not called."""
 
     def poll(self) -> bool:
-        """Poll the event. Return True if the wait is over.
+        """Poll the event.
 
-        That is so if the event has happened, its `query` raised (the exception is in `error`), or the wait was
-        `dropped`.
+        Return True if the wait is over: the event has happened or its `query` raised, or `dropped` is set.
+
+        If `query` raised, the exception is in `error`.
         """
         if self.dropped:
             return True

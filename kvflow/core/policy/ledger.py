@@ -1,8 +1,8 @@
 """The ledger: how each local block is used. It keeps the conservation of blocks (invariant I5).
 
 An *entry* is the number of a block in the ledger, which numbers the blocks of all pools of block ids in one sequence.
-Groups of layers that share a pool share its entries. With a single group the entry of a block is the block id. If
-several blocks of a group form one block of its pool (`CacheGroup.split`), they have one entry.
+Groups of layers that share a pool share its entries. If several blocks of a group form one block of its pool
+(`CacheGroup.split`), they have one entry. With a single group the entry of a block is the block id.
 
 Every block is free, leased (protected from writes by one or more leases), in flight (a load writes it) or quarantined
 (a load has ended, but its bytes may still land). If a load reads from one producer after another, its blocks stay
@@ -43,7 +43,7 @@ class BlockCounts:
 class BlockLedger:
     """The use of each local block: free, leased, in flight or quarantined.
 
-    Most methods take entries, the numbers of blocks in the ledger, which `find_entries` computes from block ids.
+    Most methods take entries, the numbers of blocks in the ledger. `find_entries` computes them from block ids.
     """
 
     def __init__(self, groups: Sequence[CacheGroup]) -> None:
@@ -65,9 +65,9 @@ class BlockLedger:
     def find_entries(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
         """Check the block ids of a request. Return a block table for each group, and the entries of all these blocks.
 
-        With one group `block_ids` is a sequence. With several it has a sequence for each group, or is a mapping by the
-        groups' names; a group that the mapping lacks has no blocks. RequestError, which begins with `what`, names an id
-        that is invalid or that is given for two groups of one pool.
+        `block_ids` is a sequence or, with several groups, a sequence for each group or a mapping by the groups' names,
+        in which missing groups have no blocks. RequestError, which begins with `what`, names an id that is invalid or
+        that is given for two groups of one pool.
         """
         if len(self._pools) == 1 and (type(block_ids) is list or not isinstance(block_ids, Mapping)):
             ids = check_block_ids(block_ids, num_blocks=self._num_blocks[0], what=what)

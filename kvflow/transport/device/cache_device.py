@@ -1,9 +1,8 @@
 """The device on which a cache lies: how blocks are copied to and from it, in which order, and memory for copies.
 
-Each registration of a cache makes one `CacheDevice` (`make_device`). On the CPU a copy is finished when its call
-returns. If torch has streams and events for the device, copies have their own stream (`accelerator`, `cuda_device`). If
-torch has none, only the engine's own function can copy blocks there. No library of a device is loaded in a process that
-does not use it.
+On the CPU a copy is finished when its call returns. If torch has streams and events for the device, copies have their
+own stream (`accelerator`, `cuda_device`). If torch has none, only the engine's own function can copy blocks there. No
+library of a device is loaded in a process that does not use it.
 """
 
 from __future__ import annotations
@@ -61,9 +60,11 @@ class CacheDevice:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Context manager: copies made in the `with` body run in order, and the exit waits until they are finished.
+        """Context manager: copies made in the `with` body run in order.
 
-        If the body raises, the exit still waits. Raises the error of a failed copy.
+        The exit, also after an error, waits until they are finished.
+
+        Raises the error of a failed copy.
         """
         yield
 
@@ -93,9 +94,7 @@ class CacheDevice:
         return memory.zero_()  # touches every page, so that it has memory now
 
     def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor | None:
-        """Copy block ids to the device as an index tensor, and return it.
-
-        Call this, and use the tensor, only inside `copying`.
+        """Copy block ids to the device as an index tensor, and return it. For use inside `copying` only.
 
         Return None if the device has no gather and scatter kernels; then blocks are copied one by one.
         """
@@ -108,7 +107,7 @@ class CacheDevice:
     ) -> None:
         """Copy `sizes[i]` bytes from address `sources[i]` to address `targets[i]`, for each i.
 
-        Addresses are on the device or in `host_memory`. Call this inside `copying`, and only if `piece_bytes_min` is
+        Addresses are on the device or in `host_memory`. For use inside `copying` only, and only if `piece_bytes_min` is
         not None.
         """
         raise NotImplementedError(self.name)
@@ -135,7 +134,7 @@ class CacheDevice:
         """Return a device buffer to gather blocks into: a tensor with one row of `size_bytes` bytes for each block.
 
         It has `count` rows or, if they do not fit, fewer, but at least one. All calls share one buffer, which a call
-        with a larger `size_bytes` replaces. Call this inside `copying`.
+        with a larger `size_bytes` replaces. For use inside `copying` only.
         """
         if self._gather_buffer is None or len(self._gather_buffer) < size_bytes:
             self._gather_buffer = self.allocate(max(_GATHER_BUFFER_BYTES, size_bytes))

@@ -28,7 +28,7 @@ DEVICE_ATTRIBUTES: Mapping[str, int] = {
 WRITES_ORDERING_OWNER = 100
 """Smallest value of the attribute "GPUDirect RDMA writes ordering" that makes a flush unnecessary.
 
-From this value on, the device sees the data of a NIC's write once the host has seen the write's end.
+The device then sees the data of a NIC's write once the host has seen the write's end.
 """
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
@@ -50,7 +50,7 @@ class _CopyAttributes(ctypes.Structure):
 
 
 def current_device() -> int | None:
-    """Return the number of this thread's current CUDA device, or None if this process does not use CUDA."""
+    """Return the number of this thread's current CUDA device; None if this process does not use CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or is_rocm() or not torch.cuda.is_initialized():
         return None
@@ -83,11 +83,11 @@ class CudaDriver:
         self._library = library
 
     def start(self) -> None:
-        """Initialize the driver, which must come first in a process that has not used CUDA. Needs no context."""
+        """Initialize the driver; the first call in a process that has not used CUDA. Needs no context."""
         self._call("cuInit", ctypes.c_uint(0))
 
     def version(self) -> tuple[int, int]:
-        """Return the CUDA version that the driver supports, for example (13, 0). Needs no context."""
+        """Return the CUDA version that the driver supports, such as (13, 0). Needs no context."""
         version = ctypes.c_int()
         self._call("cuDriverGetVersion", ctypes.byref(version))
         return version.value // 1000, version.value % 1000 // 10
@@ -119,7 +119,7 @@ class CudaDriver:
     def is_shareable(self, address: int) -> bool:
         """Return True if other processes can open the device memory at `address` by CUDA IPC. Needs no context.
 
-        They cannot if the pages were mapped one by one (VMM), as in torch's expandable segments.
+        False if pages were mapped one by one (VMM), as in torch's expandable segments.
         """
         capable = ctypes.c_int()
         self._call(

@@ -210,9 +210,8 @@ class NixlAgents:
     def _post_next(self) -> None:
         """Report ended reads to the event loop, and post the next NIXL request.
 
-        Each NIXL call releases the GIL; in a burst this thread then waits for milliseconds to get it back. So ended
-        reads are reported only when the next request has been created: the loop handles them while that request is
-        being posted.
+        Each NIXL call releases the GIL; in a burst this thread waits for milliseconds to get it back. So ended reads
+        are reported after the next request has been created: the loop handles them while that request is being posted.
         """
         if not self._created:
             self._create_next()
@@ -224,8 +223,7 @@ class NixlAgents:
     def _create_next(self) -> None:
         """Create one NIXL request for the next queued read and for those behind it with the same peer and devices.
 
-        A request of several reads has at most `_REQUEST_BYTES_MAX` bytes. So a burst of small reads takes few NIXL
-        calls.
+        A request of several reads has at most `_REQUEST_BYTES_MAX` bytes. A burst of small reads takes few NIXL calls.
         """
         first = self._to_post.pop()
         reads, size_bytes, count = [first], first.descriptors.size_bytes, len(first.descriptors)
@@ -376,7 +374,7 @@ class NixlAgents:
         self._keepalive.clear()
 
     def _spin(self, until_s: float) -> None:
-        """Poll the oldest read without a pause until it ends, or until `until_s` at the latest.
+        """Poll the oldest read without a pause until it ends, or until `until_s`.
 
         A tcp read progresses only while it is polled, and small reads end soon.
         """

@@ -1,8 +1,8 @@
 """NIXL's Python bindings, errors and agents. The only module that imports nixl.
 
 NIXL's wheel contains its own libibverbs and libnl. On a host with RDMA its InfiniBand module also loads the system's
-libibverbs, which then binds to both copies of libnl, and the process dies of signal 11 in a destructor of libnl-route
-(nixl 1.5.1, Debian 12). If the system's libibverbs is loaded before UCX starts, it binds only to the system's libnl.
+libibverbs, which binds to both copies of libnl, and the process dies of signal 11 in a destructor of libnl-route (nixl
+1.5.1, Debian 12). If the system's libibverbs is loaded before UCX starts, it binds only to the system's libnl.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 VERBS = "libibverbs.so.1"
 _TCP_LISTEN = "0A"
 _LOST_LISTENERS: set[int] = set()
-"""File descriptor numbers of tcp listeners that UCX has closed in this process."""
+"""File descriptors of tcp listeners that UCX has closed in this process."""
 
 
 class Agent:
@@ -60,8 +60,8 @@ class Agent:
         }
         """Sockets on which UCX accepts tcp connections for this agent, by file descriptor.
 
-        UCX closes a listener for good at the first connection that it cannot accept, for example when open files run
-        out (UCX 1.23).
+        UCX closes a listener for good at the first connection that it cannot accept, as when open files run out (UCX
+        1.23).
         """
 
     @property
@@ -113,8 +113,8 @@ def listening_sockets() -> dict[int, ListeningSocket]:
 def _occupy_descriptor(file: int) -> None:
     """Occupy the file descriptor number `file` until the process ends, so that no new UCX listener gets that number.
 
-    UCX has closed a listener with this number but still has a handler for it, so creating an agent with a new listener
-    of this number would fail. No effect if the number is in use.
+    UCX has closed a listener with this number but still has a handler for it, so another listener with this number
+    would fail. No effect if the number is in use.
     """
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
