@@ -102,7 +102,7 @@ def checked(value: object, what: str, kind: Any, error: ErrorKind = RequestError
     error.
 
     Raises:
-        InvalidInput: of class `error`, if the value is not of that type or out of bounds.
+        InvalidInput: of class `error`, if the value has another type or is out of bounds.
     """
     plain = value if type(value) in _PLAIN_TYPES else _plain(value)
     try:
@@ -350,8 +350,8 @@ def normalize_fields(given: object, error: ErrorKind, where: str = "") -> None:
 def normalize_request(given: object, kind: type[DataT], verb: str, block_ids_max: int) -> DataT:
     """Check all fields of the request `given`, a dataclass of type `kind`. Return it with values of built-in types.
 
-    RequestError names the request and the invalid field, or says that there are more than `block_ids_max` block ids. If
-    `given` is not of type `kind`, the error names `verb`, the called method.
+    RequestError names the request and the invalid field, or says that there are more than `block_ids_max` block ids.
+    For another type than `kind` it names `verb`, the called method.
     """
     known: Any = given if type(given) is kind else instance(given, kind, verb)
     name, ids, changes = known.request_id, known.block_ids, dict[str, Any]()

@@ -119,7 +119,7 @@ class TransportStatistics:
     notifications_received: int
     notifications_failed: int
     listeners_lost: int = 0
-    """Number of tcp listeners that the transport's library has closed on its own. No new peer can connect to them."""
+    """Number of tcp listeners that the library has closed on its own, so that no new peer can connect to them."""
     unreachable: bool = False
     """True if no new peer can connect: the library has closed all tcp listeners of the agent that peers read from."""
 
@@ -146,8 +146,8 @@ class Transport(Protocol):
     async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
         """Register the address ranges `spans` on `device`, which peers read, local reads write to, or both (`use`).
 
-        The memory stays registered until `aclose`. The transport keeps a reference to `keepalive`, the owner of the
-        memory, until no read can touch the memory.
+        The memory stays registered until `aclose`. The transport references `keepalive`, the owner of the memory, until
+        no read can touch the memory.
         """
 
     async def metadata(self) -> bytes:

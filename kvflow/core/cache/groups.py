@@ -60,7 +60,7 @@ class GroupKind(enum.StrEnum):
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The properties of a group that peers send each other.
 
-    The constructor raises LayoutError if no group can have this combination of values.
+    The constructor raises LayoutError if no group can have these values together.
     """
 
     name: Name
@@ -165,7 +165,7 @@ class CacheGroup:
     layers: KVCaches = field(repr=False)
     """Tensors by layer name: for each layer one tensor, a pair (K, V), or a tuple of state tensors."""
     layout: CacheLayout | StateLayout | Sequence[CacheLayout]
-    """Layout of the layers. If the layers differ, several layouts, each for some of the layers. With a `StateLayout`
+    """Layout of the layers or, if the layers differ, several layouts, each for some of the layers. With a `StateLayout`
     the group holds state per request: its blocks are slots, and a request has one slot."""
     window: int | None = None
     """Size in tokens of the window that the layers attend to; None if they attend to all tokens. Only blocks of the

@@ -24,7 +24,7 @@ from kvflow.errors import RequestError
 
 BlockIds: TypeAlias = Int64Array
 GivenBlockIds: TypeAlias = Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]
-"""Block ids of a request: one list, or a list for each group of layers, in the groups' order or by their names."""
+"""Block ids of a request: one list, or a list for each group of layers, in the groups' order or by name."""
 
 _MANY = 1 << 10  # number of block ids from which array operations are faster
 FEW_BLOCKS = 1 << 5
@@ -155,8 +155,8 @@ class Chunks:
     local_parts: Int64Array | None
     """Index of each chunk within its local block; None if a local block is a single chunk."""
     remote_ids: BlockIds
-    """Remote block of each chunk. `match_chunks` sets its position among the offered blocks, which is the same for all
-    ranks of the producer; `locate` replaces positions by the block ids of one rank."""
+    """Remote block of each chunk. `match_chunks` sets positions among the offered blocks, which are the same for all
+    ranks of the producer; `locate` replaces them by the block ids of one rank."""
     remote_parts: Int64Array | None
     """Index of each chunk within its remote block; None if a remote block is a single chunk."""
     tokens: int
@@ -193,7 +193,7 @@ class Chunks:
         return replace(self, local_ids=local_ids)
 
     def locate(self, block_ids: BlockIds) -> Chunks:
-        """Return these chunks with remote block ids in `remote_ids`, in place of positions among the offered blocks.
+        """Return these chunks with block ids in place of positions in `remote_ids`.
 
         `block_ids`: the ids that one rank of the producer has for the offered blocks.
         """

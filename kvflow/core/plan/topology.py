@@ -100,11 +100,11 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     pp_rank: RankIndex
     pp_size: RankCount
     layers: Layers
-    """Index in the model of each of these layers."""
+    """Index in the model of each layer."""
     kv_heads: Size
     """Number of KV heads that this rank holds in these layers."""
     model_kv_heads: Count
-    """KV heads of the whole model in these layers; 0 if the engine did not state them."""
+    """KV heads of the whole model in these layers; 0 if not stated."""
     latent: bool
     """True if the layers hold one latent vector per token in place of K and V (MLA)."""
     block_size: Size
@@ -132,7 +132,7 @@ def cache_share_of(
 ) -> CacheShare:
     """Return the cache share of the rank that `config` describes, for the layers that `layout` describes.
 
-    `group`: index of the group that the layers belong to.
+    `group`: index of the layers' group.
     """
     return CacheShare(
         tp_rank=config.tp_rank,
@@ -168,9 +168,9 @@ class HeadSource(NamedTuple):
 
     tp_rank: int
     local_start: int
-    """Index, among the KV heads that the reader holds, of the first head to read."""
+    """Index of the first head to read among the reader's KV heads."""
     remote_start: int
-    """Index, among the KV heads that the producer's rank holds, of the first head to read."""
+    """Index of the first head to read among the KV heads of the producer's rank."""
     heads: int
     """Number of heads to read; 0 if the reader only has to report to the producer's rank."""
     reporters: int
@@ -189,8 +189,8 @@ def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
     """Return the number of the model's KV heads; 1 for MLA, because every rank holds the whole latent vector.
 
     `ours`, `theirs`: cache share of a local rank and of a producer's rank. If neither states the number, return the
-    smaller of their products of heads per rank and ranks. Each product is a multiple of the number. If even the smaller
-    is too large, both sides have one head per rank, and any multiple of the number leads to the same reads.
+    smaller of their products of heads per rank and ranks, which are multiples of the number. If even the smaller is too
+    large, both sides have one head per rank, and any multiple leads to the same reads.
     """
     if ours.latent:
         return 1

@@ -48,8 +48,7 @@ class LeaseEntry:
     """Number of engines that have to read the lease. The shares of all reader ranks are added up; those of one engine
     add up to 1. If 0, the first report of any rank ends the lease."""
     holds_blocks: bool
-    """True if the lease has blocks. Such a lease stays in the book after its end, until the hold of its blocks is over.
-    """
+    """True if the lease has blocks. It then stays in the book after its end, until the hold of its blocks is over."""
     ttl_s: float
     offered_s: float
     expires_s: float
@@ -168,7 +167,7 @@ class LeaseBook:
         return Counted.NOTED, entry if all_read and self.end(entry, "all_read", now_s) else None
 
     def end(self, entry: LeaseEntry, event: LeaseEvent, now_s: float) -> bool:
-        """End the lease `entry` by `event`. Return True if it was open; if not, change nothing and return False."""
+        """End the lease `entry` by `event`. Return True if it was open; else change nothing and return False."""
         if entry.state is not LeaseState.OFFERED:
             return False
         entry.state = fire(LEASE_TABLE, entry.state, event)

@@ -74,7 +74,7 @@ class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadat
     request_id: RequestName | None = None
     """Request id in the reader's ticket. A draining rank connects only readers of requests with an open lease."""
     caller: Address | None = None
-    """Address of the reader, to which the rank sends a `Goodbye` when the rank closes."""
+    """Address of the reader, to which the rank sends a `Goodbye` when it closes."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
@@ -100,14 +100,14 @@ class LeaseRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_lease"):
     wait_s: Wait = 0.0
     """Maximum seconds for which the rank may hold back its answer."""
     num_tokens: Count = 0
-    """Number of offered tokens, if the reader knows the offer. Not used if `blocks_digest` is empty."""
+    """Number of offered tokens; not used if `blocks_digest` is empty."""
     blocks_digest: Digest = b""
     """Digest (`digest_of`) of the offered block ids, if the reader knows the offer; the rank then disregards leases of
     other blocks or another `num_tokens`. Empty: the answer has the offer."""
     lease_id: LeaseId | None = None
     """Id of the lease that the question is about, if the reader knows it; None: any lease of the request."""
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)] = ()
-    """For each group, how many blocks of the lease `lease_id` the reader knows."""
+    """By group, how many blocks of the lease `lease_id` the reader knows."""
     missing_max: Missing = -1
     """The rank also answers once at most this many tokens of the lease cannot be read yet. -1: only once the lease is
     complete."""
@@ -166,7 +166,7 @@ class DeclineRequest(ReaderRequest, frozen=True, kw_only=True, tag="decline"):
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
-    """The message form of `regions.Regions`: base addresses, block strides and block shape of one set of layers."""
+    """The message form of `regions.Regions`, for one set of layers."""
 
     bases: Numbers
     strides: Numbers
@@ -216,7 +216,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """True if more blocks follow, until the blocks hold all `num_tokens` tokens."""
     prompt_digest: PromptDigest
     queued_bytes: Count = 0
-    """Bytes of all prefixes that the rank has leased to other readers, which may read them before this offer."""
+    """Bytes of all prefixes that the rank has leased to other readers, which may be read before this offer."""
 
 
 class LeaseAnswerState(enum.StrEnum):
@@ -240,8 +240,7 @@ class LeaseAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
 
     state: LeaseAnswerState
     lease: RankLease | None = None
-    """The lease, if the reader does not know it. Readers ignore its host and port: they know the address of the rank.
-    """
+    """The lease. Readers, which know the rank's address, ignore its host and port."""
     offer: Offer | None = None
     more_block_ids: BlockTables = ()
     """By group, the block ids that follow those that the reader knows."""

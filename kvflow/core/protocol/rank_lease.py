@@ -61,16 +61,15 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
     port: Int64 = 0
     """Port of the rank's side channel. In a ticket's dict the first rank's port is `remote_port`."""
     block_ids: BlockIds | None = None
-    """Block ids of the first group that readers use on this rank, if they differ from the engine's block ids because
-    the blocks are copied to host buffers; else None."""
+    """Block ids of the first group that readers use on this rank; None unless they differ from the engine's block ids
+    because the blocks are copied to host buffers."""
     more_block_ids: BlockTables = ()
     """Block ids that readers use on this rank, for each group after the first; only if `block_ids` is set."""
     pending: bool = False
     """True if some tokens could not be read yet when this entry was made. Then readers must fetch the seal before any
     block."""
     payload: bool = False
-    """True if the producer has promised a payload: bytes that `Lease.complete` sends readers once the prompt is
-    computed."""
+    """True if the producer has promised a payload: bytes that `Lease.complete` sends readers."""
     held: bool = True
     """True if the producer holds the blocks for `SealLocation.hold_s` after the lease's end. If False, readers have to
     fetch the seal after the last byte has landed."""
@@ -94,7 +93,7 @@ class RankLease(msgspec.Struct, metaclass=CheckedStructMeta, frozen=True, kw_onl
 
     @property
     def block_tables(self) -> tuple[BlockIds, ...]:
-        """Block ids that readers use on this rank, by group, if they differ from the engine's block ids; else ()."""
+        """Block ids that readers use on this rank, by group; () if they are the engine's block ids."""
         return () if self.block_ids is None else (self.block_ids, *self.more_block_ids)
 
 
