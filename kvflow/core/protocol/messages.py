@@ -74,7 +74,7 @@ class MetadataRequest(ReaderRequest, frozen=True, kw_only=True, tag="get_metadat
     request_id: RequestName | None = None
     """Request id in the reader's ticket. A draining rank connects only readers of requests with an open lease."""
     caller: Address | None = None
-    """Address of the reader, to which the rank sends a `Goodbye` when it closes."""
+    """Address of the reader, to which the rank sends a `Goodbye` when the rank closes."""
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
