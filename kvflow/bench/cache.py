@@ -181,11 +181,11 @@ class BenchCache:
         )
 
     def poison_loads(self, loads: Iterable[PlannedLoad]) -> None:
-        """Overwrite all blocks that `loads` will fill with a value that no producer has."""
+        """Overwrite, with a value that no producer has, all blocks that `loads` will fill."""
         self.poison([block for load in loads for block in load.local_ids])
 
     def check_loads(self, loads: Sequence[PlannedLoad]) -> int:
-        """Compare every byte that `loads` have filled with the producer's test pattern. Return the number of bytes."""
+        """Compare with the producer's test pattern every byte that `loads` have filled. Return the number of bytes."""
         local_ids = [block for load in loads for block in load.local_ids]
         return self.check(local_ids, [block for load in loads for block in load.remote_ids])
 

@@ -55,7 +55,10 @@ class RankProcess(NamedTuple):
 
 
 class Child:
-    """A child process and the pipe to it. The parent sends the name and arguments of a method, the child its result."""
+    """A child process and the pipe to it.
+
+    The parent sends the name and arguments of a method of the rank; the child sends back the method's result.
+    """
 
     def __init__(self, rank: RankProcess, environment: Environment) -> None:
         context = multiprocessing.get_context("spawn")
@@ -117,7 +120,7 @@ class Child:
         return value
 
     def close(self) -> None:
-        """Close the pipe, which makes the child exit, and wait for its end.
+        """Close the pipe, which makes the child exit, and wait until the child has ended.
 
         Kill the child if it does not exit in time.
         """

@@ -1,4 +1,4 @@
-"""Entry point of the `kvflow` command. If the extra `kvflow[cli]` is missing, it says what to install.
+"""Entry point of the `kvflow` command. If the extra `kvflow[cli]` is missing, the command says what to install.
 
 Modules that need typer or rich are imported only after that check.
 """

@@ -220,7 +220,8 @@ class Attempts:
     def _release_unused(self) -> None:
         """After success, start to release the leases of the tickets that the load did not need.
 
-        No effect with `keep_offer`. Not called after a failed load, since the caller may use the tickets again.
+        This has no effect with `keep_offer`. It is not called after a failed load, since the caller may use the tickets
+        again.
         """
         if not self._load.request.keep_offer:
             for ticket in (*self._to_release, *self._waiting_tickets):

@@ -64,8 +64,8 @@ class GrowingLoads:
     def ask_about_leases(self, load: Load, sources: Sequence[Source], matched: MatchedChunks) -> None:
         """Begin to ask the ranks of `sources` for facts that seals do not have: more block ids, payload, a lease's end.
 
-        Sets `load.lease_questions`. `matched`: chunks of the load with positions in block tables (`Plan.matched`), by
-        which answers fill in block ids. Raise RuntimeUnavailable if the runtime is closed.
+        This sets `load.lease_questions`. `matched`: chunks of the load with positions in block tables (`Plan.matched`),
+        by which answers fill in block ids. Raise RuntimeUnavailable if the runtime is closed.
         """
         load.lease_questions = LeaseQuestions(load, sources, self.cache)
         for one in load.lease_questions.followed:
@@ -122,7 +122,7 @@ class _GrowingRead:
         self._seals_due = set(load.sources)
         """Sources with seals that have to be fetched next."""
         self._speeds: dict[Source, float] = {}
-        """Average speed of the reads from each source that was measured, in bytes per second."""
+        """Measured average speed of reads, by source, in bytes per second."""
         self._followed: dict[Source, FollowedLease] = {}
         self._alarm = Alarm(growing.clock, self._fetch_all_seals)
         self._listen_for_answers()
@@ -224,7 +224,7 @@ class _GrowingRead:
         return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), self._growing.slice_bytes_max)
 
     async def _fetch_due_seals(self, frontier: Frontier) -> None:
-        """Post a fetch of each seal that is due, unless one is under way.
+        """Post a fetch of each seal that is due, unless a fetch of the same seal is under way.
 
         If the load's caller has asked for progress and more tokens have landed, also fetch the seals that do not prove
         these tokens yet.
@@ -292,7 +292,7 @@ class _GrowingRead:
 
 
 def _readable_in(queue: SpanQueue, readable: Mapping[Source, int]) -> int:
-    """Return how many tokens may be read from every source of `queue`. `readable`: number of tokens by source."""
+    """Return the minimum, over the sources of `queue`, of `readable` (number of readable tokens by source)."""
     return min(readable[source] for source in queue.sources)
 
 
@@ -300,7 +300,7 @@ class Frontier:
     """How far the tokens of a load have landed in all groups, and how far seals prove them.
 
     A fetch of an open lease's seal proves the tokens with a last byte that landed before the fetch, or so shortly after
-    it that the blocks were still held (`core.protocol.proof`).
+    the fetch that the blocks were still held (`core.protocol.proof`).
     """
 
     def __init__(
@@ -329,7 +329,10 @@ class Frontier:
         return self._landed_stop > self._on_answer
 
     def note_landed(self, span: PromptSpan, now_s: float) -> None:
-        """Record that all tokens of `span` landed in the local blocks at the time `now_s`, and report proven tokens."""
+        """Record that `span` landed in the local blocks at time `now_s`. Call `report_proven` before and after that.
+
+        Landing proves nothing: tokens are reported as the load's progress only once seals prove them.
+        """
         span.queue.note_landed(span)
         self.report_proven()
         self._landed_stop = min(self._last, *(queue.landed_upto for queue in self._queues))

@@ -3,7 +3,7 @@
 Each rank with an incomplete lease is asked one question at a time. The rank answers when the lease is complete or has
 ended, has blocks that this reader does not know, or has as many computed tokens as the reader wants. Then the load
 fetches the seal, and the rank is asked again. Only answers bring payloads, and blocks that no ticket names. An answer
-proves nothing, and a load that needs neither succeeds even without answers.
+proves nothing, and a load that needs neither payload nor more block ids succeeds even without answers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class FollowedLease:
     ids_to_fill: list[tuple[BlockIds, BlockIds, BlockIds]] = field(default_factory=list)
     """Arrays of remote block ids in the load's chunks, to be filled in when more ids become known.
 
-    For each item (array, positions, table), with one of `tables`, `array[i]` becomes `table[positions[i]]`.
+    In each tuple (array, positions, table), `table` is one of `tables`; once known, `table[positions[i]]` is written to
+    `array[i]`.
     """
     known_tokens: int = field(init=False)
     """Number of the prompt's first tokens for which the block ids of all groups are known."""
@@ -182,8 +183,8 @@ class LeaseQuestions:
     async def payload(self) -> bytes | None:
         """Wait until all leases that promise a payload are complete or have ended.
 
-        Return the payload, empty if no lease promised one; None if a lease has ended without its payload. Raise
-        PeerError if a rank failed to answer, so the payload will not be known.
+        Return the payload, empty if no lease promised one; None if a lease has ended without the promised payload.
+        Raise PeerError if a rank failed to answer, so the payload will not be known.
         """
         found = b""
         for one in self.followed:
@@ -196,8 +197,8 @@ class LeaseQuestions:
     async def _ask_until_ended(self, one: FollowedLease) -> None:
         """Ask the rank of the lease `one` about the lease, again after each answer.
 
-        Task `kvflow-news <request>`: begun by a load, for each rank with a lease that is not complete. Ends when the
-        lease is complete or has ended, when the rank fails to answer, or with the load.
+        Task `kvflow-news <request>`: begun by a load, for each rank with a lease that is not complete. The task ends
+        when the lease is complete or has ended, when the rank fails to answer, or when the load ends.
         """
         peer, state = one.source.peer, LeaseAnswerState.OPEN
         while state is LeaseAnswerState.OPEN:

@@ -55,7 +55,7 @@ _RankOffer: TypeAlias = tuple[Address, messages.Offer, RankLease | None]
 
 
 class PendingTickets:
-    """Waits for the offers of pending tickets, and redirects readers that wait at another engine to this engine."""
+    """Waits for the offers of pending tickets, and redirects to this engine readers that wait at another engine."""
 
     def __init__(self, cache: RegisteredCache) -> None:
         self._cache = cache
@@ -99,10 +99,10 @@ class PendingTickets:
         """Wait for the offers of a pending ticket, at most its `ttl_s`. Return an ordinary ticket with these offers.
 
         `on_lease` is called once for each rank, when the rank has answered, with the rank's source and `ttl_s`.
-        `connected` is called for each rank that is connected, so that only the rank's offer is missing. Cancelling
-        stops the waiting; handshakes that have begun continue. Raise PrefillFailed if the engine declines the request,
-        or opens no lease in time; LeaseExpired if the lease has ended already, or a rank has restarted; a PeerError,
-        such as PeerNotReady if the engine drains; RequestError if the ticket or the offer is invalid.
+        `connected` is called for each rank once the rank is connected and only its offer is missing. Cancelling stops
+        the waiting; handshakes that have begun continue. Raise PrefillFailed if the engine declines the request, or
+        opens no lease in time; LeaseExpired if the lease has ended already, or a rank has restarted; a PeerError, such
+        as PeerNotReady if the engine drains; RequestError if the ticket or the offer is invalid.
         """
         give_up_s = asyncio.get_running_loop().time() + ticket.ttl_s
         redirects: list[tuple[Address, bytes]] = []
@@ -129,10 +129,10 @@ class PendingTickets:
     async def _send_redirects(self, awaited: Ticket, reason: str, instead: bytes) -> None:
         """Notify each rank of the pending ticket `awaited`. `instead`: encoded ticket for waiting readers, or empty.
 
-        Readers that wait at a rank that cannot be reached find out late.
+        If a rank cannot be reached, the readers that wait at this rank learn late that there will be no offer.
 
-        Task `kvflow-send-on <request>`: begun by `decline` of a request with readers that wait at another engine. Ends
-        when each of that engine's ranks has answered, within `handshake_timeout_s` after its turn.
+        Task `kvflow-send-on <request>`: begun by `decline` of a request with readers that wait at another engine. The
+        task ends when each rank of that engine has answered, or `handshake_timeout_s` after it was asked.
         """
         room = asyncio.Semaphore(VISITS_AT_ONCE_MAX)
 
@@ -213,7 +213,7 @@ class PendingTickets:
     async def _ask_offer(
         self, ticket: Ticket, peer: Peer, give_up_s: float, redirects: list[tuple[Address, bytes]]
     ) -> tuple[messages.Offer, RankLease | None]:
-        """Wait for the offer of the rank `peer`. Return its offer, and its lease, which is None for an empty offer.
+        """Wait for the offer of the rank `peer`. Return the offer and the lease, which is None for an empty offer.
 
         Raise PrefillFailed if the rank declines the request, redirects its readers, or opens no lease in time, and
         LeaseExpired if the lease has ended.

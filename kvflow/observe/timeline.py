@@ -9,7 +9,8 @@ of all files. Files of several machines are aligned only as well as the machines
 The timeline is in the Trace Event Format. Each rank is a process. Each load and each lease is an asynchronous slice,
 with a slice inside for each phase. An arrow leads from a lease to each load of its ticket. A lease that was opened
 while its prompt was still computed has one more row of slices, which shows when tokens were computed; each load of this
-lease has a row that shows when they landed. These two rows overlap if blocks were transferred during the computation.
+lease has a row that shows when the tokens landed. These two rows overlap if blocks were transferred during the
+computation.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class BadRecords(InvalidInput):
 class RecordFile:
     """A `kvflow.Observer` that appends each ended load and lease to a file. Writes are buffered; `close` flushes them.
 
-    For diagnosis, not for constant use: the event loop writes, which takes some microseconds per record and now and
-    then a write to the file.
+    Use this for diagnosis, not all the time: the event loop writes each record, which takes some microseconds and
+    sometimes a write to the file.
 
     Args:
         path: Path of the file; created if it does not exist.

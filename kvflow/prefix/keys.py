@@ -50,9 +50,10 @@ def prefix_keys(tokens: Sequence[int], block_tokens: int, *, salt: bytes = b"") 
 
 
 def key_state(salt: bytes) -> hashlib.blake2b:
-    """Return the hash state of an empty prompt. Updated with `token_bytes(tokens)`, its digest is the key of `tokens`.
+    """Return the hash state of an empty prompt.
 
-    Raise RequestError if `salt` is not bytes, or is too long.
+    After `update(token_bytes(tokens))`, the state's `digest()` is the key of `tokens`. Raise RequestError if `salt` is
+    not bytes, or is too long.
     """
     given = instance(salt, bytes, "salt")
     if len(given) > SALT_BYTES_MAX:

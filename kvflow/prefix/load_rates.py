@@ -1,4 +1,4 @@
-"""Measured seconds per token of loads, for each engine that this one has read from."""
+"""Measured seconds per token of loads, for each engine that this engine has read from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LoadRates:
         self._s_per_token = BoundedMap[str, float](_ENGINES_MAX)
 
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
-        """Update the seconds per token of the engine that a load has read from, by the load's report.
+        """Update an engine's seconds per token by the report of a load that has read from this engine.
 
         `ticket`: the load's first ticket.
         """
@@ -34,7 +34,8 @@ class LoadRates:
     def expected_s(self, engine_id: str, tokens: int, queued_tokens: float) -> float | None:
         """Return the seconds that a load of `tokens` tokens should take; None if no load from the engine is known.
 
-        `queued_tokens`: tokens that the engine has leased to other readers. They add at most one second.
+        `queued_tokens`: tokens that the engine has leased to other readers. These tokens add at most one second to the
+        result.
         """
         s_per_token = self._s_per_token.get(engine_id)
         if s_per_token is None:

@@ -38,12 +38,13 @@ class PrefixCache(Protocol):
             The pinned prefix, or None if not even the first key is in the cache. The prefix's number of tokens must be
                 a multiple of `key_tokens`, and the blocks must not change until `unpin`. A cache in another thread or
                 process may return an awaitable of the prefix or None. If the awaitable takes more than a second, the
-                reader gets an empty answer; the awaitable is not cancelled, and its result is unpinned.
+                reader gets an empty answer; the awaitable is not cancelled, and the prefix that it returns later is
+                unpinned.
         """
         ...
 
     def unpin(self, pinned: PinnedPrefix) -> None:
-        """Remove the pin of a prefix. Called once for each prefix that `match` has returned.
+        """Remove the pin of a prefix. kvflow calls this once for each prefix that `match` has returned.
 
         Args:
             pinned: the object that `match` has returned.

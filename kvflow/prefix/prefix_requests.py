@@ -84,7 +84,7 @@ class PrefixOffer:
     ticket: Ticket
     num_tokens: int
     queued_bytes: int
-    """Bytes that the peer has leased to other readers of prefixes."""
+    """Number of bytes that the peer has leased to other readers of prefixes."""
     round_trip_s: float
     """Seconds from the question to the last answer of the peer's ranks."""
     pull_s: float | None = None
@@ -171,8 +171,8 @@ def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: S
     """Raise RequestError unless `tables` (block ids by group) have exactly as many blocks as `request` needs.
 
     Needed are blocks for the tokens from `cached_tokens` to the end of the last key or, with the ticket `rest`, to the
-    ticket's last token. With `rest` only groups that keep all tokens are checked, and with a pending ticket none is:
-    the load of the ticket checks the others.
+    ticket's last token. With `rest` only groups that keep all tokens are checked, and with a pending ticket no group is
+    checked: the load of the ticket checks the other groups.
     """
     rest, cached = request.rest, request.cached_tokens
     tokens, whose = len(request.keys) * request.key_tokens, "its keys are for"
@@ -197,7 +197,7 @@ def check_blocks(request: PrefixRequest, groups: Sequence[GroupFacts], tables: S
 
 
 def token_size_bytes(local: LocalRank) -> int:
-    """Return the bytes that one token takes in this rank's KV cache, in layers that keep all tokens."""
+    """Return how many bytes one token takes in this rank's KV cache, in layers that keep all tokens."""
     size = 0
     for share, regions in zip(local.cache_shares, local.regions, strict=True):
         if local.groups[share.group].whole:

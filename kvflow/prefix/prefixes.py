@@ -55,7 +55,7 @@ class Prefixes(Part):
     def share(self, cache: PrefixCache, *, pinned_blocks_max: int | None = None) -> SharedPrefixes:
         """Let peers read prefixes from an engine's prefix cache, until the KV cache is unregistered.
 
-        A peer that asks for a prefix gets an ordinary lease on the longest beginning that is in the cache.
+        A peer that asks for a prefix gets an ordinary lease on the longest beginning of that prefix in the cache.
 
         Args:
             cache: the prefix cache. Its methods are called on the runtime's loop.
@@ -82,7 +82,7 @@ class Prefixes(Part):
     async def seek(self, request: PrefixRequest) -> tuple[PrefixOffer, ...]:
         """Ask all peers for a prefix, and return their offers without reading.
 
-        For engines that allocate blocks only after an offer; other engines call `pull`.
+        Call this if the engine allocates blocks only after an offer; otherwise call `pull`.
 
         Each offer has a lease. Load the offer's ticket within a few seconds, or keep the lease open by
         `Runtime.keep_leases`. Release an unused offer by `Runtime.release_blocks`. If `seek` is cancelled, it releases
@@ -145,7 +145,7 @@ class Prefixes(Part):
     def learn(self, ticket: Ticket, report: LoadReport) -> None:
         """Record how long the load of an offer took, for later values of `PrefixOffer.pull_s`.
 
-        For an engine that loads offers of `seek` itself; `pull` records its own loads.
+        Call this after loading an offer of `seek`; `pull` records its own loads.
 
         Args:
             ticket: the load's first ticket. Nothing is recorded for a ticket that is not from `seek`.

@@ -60,7 +60,7 @@ class Pull:
         now_s = asyncio.get_running_loop().time()
         self._deadline_at_s, self._answers_until_s = now_s + deadline_s, now_s + self._answer_within_s
         self._search: Search
-        """The engines that were asked, with their answers. Set by `run`."""
+        """The engines that were asked, with their answers; set by `run`."""
         self._tried: list[Holder] = []
         self._source_holder: Holder | None = None
         """Holder that the prefix was read from; None before a load has succeeded."""
@@ -68,7 +68,7 @@ class Pull:
         """Holders of all tickets of the successful load. The load releases the leases that it did not use."""
         self.ended = asyncio.Event()
         self._local_tokens = 0
-        """Number of the prompt's tokens in the local blocks after the successful loads, with the cached tokens."""
+        """Number of the prompt's tokens in the local blocks after the successful loads, including the cached tokens."""
 
     async def run(self, questions: PrefixQuestions) -> PrefixReport:
         """Ask the peers, load the prefix, and return the report. Errors and cancellation are as for `Prefixes.pull`."""
@@ -328,9 +328,11 @@ def _as_block_ids(tables: Sequence[BlockIds]) -> Any:
 def _blocks_filled_by(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
 ) -> list[BlockIds]:
-    """Return the local blocks, by group, that a prefix of `tokens` tokens fills; for a window only the last ones.
+    """Return the local blocks, by group, into which tokens `cached` to `tokens` of the prompt are read.
 
-    `tables`: block ids by group, from the block after the `cached` tokens on.
+    Both numbers count from the start of the prompt. For a sliding-window group return only the blocks of the last
+    window before `tokens`; for recurrent state, all blocks. `tables`: block ids by group, from the block with token
+    number `cached` on.
     """
     filled = []
     for group, ids in zip(groups, tables, strict=True):
@@ -348,10 +350,10 @@ def _blocks_filled_by(
 def _divide_blocks(
     groups: Sequence[GroupFacts], tables: Sequence[BlockIds], cached: int, tokens: int
 ) -> tuple[list[BlockIds], list[BlockIds]]:
-    """Divide local blocks, by group, into those that a prefix of `tokens` tokens fills and those after the prefix.
+    """Divide local blocks, by group, into those that the prompt's first `tokens` tokens fill and those after these.
 
-    All blocks of windows and recurrent state go to the second list. `tables`: block ids by group, from the block after
-    the `cached` tokens on.
+    All blocks of sliding-window groups and of recurrent state go to the second list. `tables`: block ids by group, from
+    the block with token number `cached` on.
     """
     heads, tails = [], []
     for group, ids in zip(groups, tables, strict=True):

@@ -37,7 +37,7 @@ class Search:
         self._answers: dict[str, Holder | PrefixAnswer] = {}
         """A Holder for each peer that has made an offer, else a PrefixAnswer, by the peer as the request names it."""
         self.tasks: list[asyncio.Task[None]] = []
-        """Tasks that ask the engines, one for each."""
+        """Tasks that ask the engines, one for each engine."""
         self._release_ticket = release
         self._ended = False
         for peer in peers:
@@ -45,7 +45,7 @@ class Search:
 
     @property
     def holders(self) -> list[Holder]:
-        """Engines that have made an offer: first in the order of the last `sort`, then those with later offers."""
+        """Engines that have made an offer: first those sorted by the last `sort`, then those with later offers."""
         return [answer for answer in self._answers.values() if isinstance(answer, Holder)]
 
     @property
@@ -61,12 +61,12 @@ class Search:
     def set_reason(self, peer_given: str, peer: str, why: str = _NOT_ANSWERED) -> None:
         """Record why an engine has made no offer so far.
 
-        `peer_given`: the peer, as the request names it. `peer`: its name in the report. `why`: the reason.
+        `peer_given`: the peer, as the request names it. `peer`: the peer's name in the report. `why`: the reason.
         """
         self._answers[peer_given] = PrefixAnswer(peer=peer, num_tokens=0, why=why)
 
     def add_offer(self, peer_given: str, offer: PrefixOffer) -> None:
-        """Record a peer's offer or, if the search has ended, release it.
+        """Record a peer's offer or, if the search has ended, release the offer.
 
         `peer_given`: the peer, as the request names it.
         """
@@ -89,7 +89,7 @@ class Search:
         self._answers = dict(sorted(asked[at:] + asked[:at], key=place))
 
     async def wait_for_best(self, tried: Collection[Holder], until_s: float) -> list[Holder]:
-        """Return the holders with most tokens, except holders in `tried`, the least busy engine first.
+        """Return those holders not in `tried` that offer most tokens, the least busy engine first.
 
         If all holders are in `tried`, wait for further offers until loop time `until_s`. Return an empty list if none
         arrives.

@@ -67,9 +67,9 @@ class PrefixQuestions:
         self._rates = rates
         self._tasks: set[asyncio.Task[None]] = set()
         self._addresses: BoundedMap[str, PeerAddress] = BoundedMap(_ADDRESSES_MAX)
-        """Engine and rank that listen at an address, by the address as requests give it."""
+        """For each address, as requests give it: the engine and rank that listen there."""
         self._unanswered: dict[str, tuple[float, float]] = {}
-        """Loop time of the oldest unanswered question to each peer, and the seconds that its answer may take."""
+        """For each peer: loop time of the oldest unanswered question, and the seconds allowed for the answer."""
 
     def close(self) -> None:
         """Cancel all questions to peers. Reports then say that these peers have not answered in time."""
@@ -77,7 +77,7 @@ class PrefixQuestions:
             task.cancel()
 
     async def ask(self, request: PrefixRequest, within_s: float) -> Search:
-        """Ask all peers of `request` for its prefix. Return a search with the answers, the best holders first.
+        """Ask all peers in `request` for the prefix. Return a search with the answers, the best holders first.
 
         Wait until all peers have answered, but at most `within_s` and, after the first offer of the whole prefix, at
         most as long again as that offer took. The search accepts later answers until `Search.end`. If `ask` is
@@ -118,7 +118,8 @@ class PrefixQuestions:
     ) -> None:
         """Ask one engine, and record its answer in `search`. `given`: the peer as the request names it.
 
-        Task `kvflow-seek <request>`: begun by a search, for each engine that it asks. Ends with the answer.
+        Task `kvflow-seek <request>`: begun by a search, for each engine that it asks. The task ends when the engine has
+        answered or failed.
         """
         name, answer = given, None
         try:
@@ -193,9 +194,9 @@ class PrefixQuestions:
         )
 
     async def _reconnect(self, engine: _Engine, offers: Sequence[_RankOffer]) -> _Engine:
-        """Connect again to each rank that has another incarnation than at the last handshake.
+        """Connect again to each rank that has registered another KV cache since the last handshake.
 
-        Return `engine` with a valid connection. `offers` name the current incarnation of each rank.
+        Return `engine` with a valid connection. `offers` name the incarnation of each rank's present cache.
         """
         connection = engine.connection
         for at, _, lease in offers:
@@ -274,7 +275,7 @@ def _peer_name(peer: GivenPeer) -> str:
 
 
 def _check_tokens(question: SeekRequest, offered: _RankOffer) -> _RankOffer:
-    """Return `offered`, or raise ProtocolError if its number of tokens does not fit `question`.
+    """Return `offered`, or raise ProtocolError if the offered number of tokens does not fit `question`.
 
     The number must be a multiple of `question.key_tokens`, and covered by the question's keys.
     """
@@ -289,9 +290,9 @@ def _check_tokens(question: SeekRequest, offered: _RankOffer) -> _RankOffer:
 def _join_offers(engine: _Engine, question_id: str, offers: Sequence[_RankOffer], block_ids_max: int) -> Ticket | None:
     """Return one ticket for the offers of an engine's ranks, with the smallest number of tokens that a rank offers.
 
-    Ranks may have a prefix in different blocks. Blocks of a window or of recurrent state fit one number of tokens only,
-    so ranks with windows or state must offer equally many tokens. If they do not, or if `offers` is empty, return None.
-    Raise ProtocolError if a rank's blocks do not fit its tokens.
+    Ranks may have a prefix in different blocks. Blocks of a sliding window or of recurrent state fit one number of
+    tokens only, so ranks with such groups must offer equally many tokens. If they do not, or if `offers` is empty,
+    return None. Raise ProtocolError if a rank's blocks do not fit its tokens.
     """
     if not offers:
         return None

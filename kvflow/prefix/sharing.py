@@ -44,7 +44,7 @@ class SharedPrefixes:
     """Handle, returned by `Prefixes.share`, of a prefix cache that is shared with peers until `close`."""
 
     def __init__(self, registered: RegisteredCache, cache: PrefixCache, pinned_blocks_max: int | None) -> None:
-        """Share `cache`.
+        """Share the prefix cache `cache` with peers.
 
         Raise UsageError if `cache` is no PrefixCache, or if `pinned_blocks_max` is below 1 or no integer. `registered`:
         the registered KV cache with the blocks of `cache`.
@@ -90,7 +90,7 @@ class SharedPrefixes:
     def reclaim(self, blocks: int) -> int:
         """End leases immediately, the oldest first, until `blocks` pinned blocks are free.
 
-        For an engine that needs blocks back. `PrefixCache.unpin` is called for each ended lease before `reclaim`
+        Call this when the engine needs blocks back. `PrefixCache.unpin` is called for each ended lease before `reclaim`
         returns. Exception: blocks that are being copied to a host buffer (staging) are unpinned after the copy. Loads
         of these leases fail, even if all bytes were read.
 
@@ -148,7 +148,7 @@ class SharedPrefixes:
                 self._revoke(opened)
 
     def _revoke(self, opened: OpenLease) -> None:
-        """Revoke a lease. Unpin its prefix now if the lease ends immediately, else in a callback at its end."""
+        """Revoke a lease. Unpin the prefix now if the lease ends immediately, else in a callback at the lease's end."""
         self._serving.revoke(opened.entry)
         if opened.outcome.done():
             self._unpin_ended(opened)

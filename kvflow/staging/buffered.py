@@ -88,7 +88,7 @@ class BufferedLoads:
         return read_directly(self._cache, load, flight, plan)
 
     def _parts(self, sources: Sequence[Source]) -> list[SourcePart]:
-        """Return one `SourcePart` for each pair of a rank and a layer set (layers of equal shape) to read from it."""
+        """Return one `SourcePart` for each rank and each layer set (layers of equal shape) to read from that rank."""
         return [
             SourcePart(source, block_map, chunks, self._scratch_bytes(source, block_map, chunks))
             for source in sources
@@ -96,7 +96,7 @@ class BufferedLoads:
         ]
 
     def _scratch_bytes(self, source: Source, block_map: BlockMap, chunks: Sequence[Chunks]) -> int:
-        """Return the bytes of scratch memory that a remote block takes; 0 if reading without scratch is faster."""
+        """Return how many bytes of scratch memory a remote block takes; 0 if reading without scratch is faster."""
         if not may_use_scratch(self._cache, block_map):
             return 0
         whole, count = self._permutation(block_map).whole_blocks, sum(map(len, chunks))

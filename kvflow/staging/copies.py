@@ -36,7 +36,8 @@ LayerTensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 CacheTensors: TypeAlias = "Mapping[str, LayerTensors]"
 Ids: TypeAlias = npt.NDArray[np.int64]
 View: TypeAlias = Any
-"""View of the memory of a cache or buffer: a tensor or, for CPU memory, a numpy array. Made once per cache."""
+"""View of the memory of a cache or buffer: a tensor or, for CPU memory, a numpy array. A view is made once per cache.
+"""
 Copy: TypeAlias = Callable[[View, View], None]
 """Function `copy(source, target)` that copies fixed ids between two views of a region."""
 CopyMaker: TypeAlias = "Callable[[Ids, Ids], Copy]"
@@ -224,7 +225,7 @@ def _pieces_or_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *,
 
 
 def _by_kernels(device: CacheDevice, source_ids: Ids, target_ids: Ids, *, gather: bool) -> Copy:
-    """Return a function that gathers blocks on the device and copies them to the host. Without `gather`, the reverse.
+    """Return a function that gathers blocks on the device and copies them to the host. Without `gather`: the reverse.
 
     On the device the blocks pass through dense bounce memory, because only dense copies over the bus are fast.
     """
@@ -339,10 +340,10 @@ def scatter_tokens(
 ) -> None:
     """Write chunks of tokens into local blocks: the chunks of `sources[k]` into the blocks of `targets[k]`, for each k.
 
-    Chunk i goes to chunk `chunk_indices[i]` of block `block_ids[i]`; no two chunks go to the same place. Targets come
-    from `chunk_targets`. Sources have the axes (..., token, head, byte), on the same device, with as many leading axes
-    as the arrays of ids. A source with fewer tokens than a chunk fills the chunk's first tokens. `make_copy` is
-    `scatter_on_host` or, inside `CacheDevice.copying`, the result of `scatter_on_device`.
+    Chunk i goes to chunk `chunk_indices[i]` of block `block_ids[i]`; no two chunks have the same target. Targets come
+    from `chunk_targets`. Sources are on the same device and have the axes (..., token, head, byte), with as many
+    leading axes as each array of ids. A source with fewer tokens than a chunk fills the chunk's first tokens.
+    `make_copy` is `scatter_on_host` or, inside `CacheDevice.copying`, the result of `scatter_on_device`.
     """
     _check_ids(block_ids, targets[0].shape[0])
     _check_ids(chunk_indices, targets[0].shape[1])

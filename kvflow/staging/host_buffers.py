@@ -2,8 +2,8 @@
 
 Peers see a bounded set of host blocks, laid out like the blocks of the device. A producer copies the blocks of a lease
 there before peers can read them, and the lease's seal says how many tokens are copied. A consumer reads into host
-blocks, and copies from there to the device. On the copy thread, kvflow's own function for torch devices, or a function
-of the engine, copies.
+blocks, and copies from there to the device. The copies run on the copy thread, by kvflow's own function for torch
+devices or by a function of the engine.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class HostBuffers(HostBlocks):
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
         """Copy between device block `device_ids[i]` and host block `host_ids[i]`, for each i, in `direction`.
 
-        Runs on the copy thread.
+        This runs on the copy thread.
         """
         if self._copier is not None:
             host_caches = {name: layer for caches, _ in self.layers for name, layer in caches.items()}
@@ -107,6 +107,6 @@ def host_buffers(
 def _default_bytes_max(cache_bytes: int, ranks: int) -> int:
     """Return the default of Config.host_buffer_bytes_max: a quarter of the cache, and at least 256 MiB.
 
-    Limit: an eighth of the host's memory, divided by `ranks`.
+    The result is at most an eighth of the host's memory, divided by `ranks`.
     """
     return min(max(cache_bytes // 4, _BYTES_LEAST), host_memory_bytes() // 8 // ranks)

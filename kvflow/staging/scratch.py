@@ -92,7 +92,7 @@ class Scratch:
 class Permutation:
     """Copies blocks of one peer from scratch memory to their places in the local cache.
 
-    Made once for each pair of a peer and a layer set, because making the views of all regions takes long.
+    One object is made for each pair of a peer and a layer set, because making the views of all regions takes long.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Permutation:
         return descriptors, partial(self._permute, chunks, starts, memory)
 
     def _permute(self, chunks: Chunks, starts: BlockIds, memory: torch.Tensor) -> None:
-        """Copy `chunks` from `memory`, which has whole remote blocks, to their local blocks. Runs on the copy thread.
+        """Copy `chunks` from `memory`, which has whole remote blocks, to their local blocks, on the copy thread.
 
         `starts`: for each block in `memory`, the index of its first chunk in `chunks`.
         """

@@ -80,7 +80,8 @@ class WholeBlocks:
     def plan(self, block_ids: BlockIds, scratch: int, device: Device) -> Descriptors:
         """Return descriptors that read the remote blocks `block_ids` to the local address `scratch` on `device`.
 
-        The pieces lie there without gaps: all blocks of the first region, then all blocks of the second, and so on.
+        From that address on the pieces lie without gaps: all blocks of the first region, then all blocks of the second,
+        and so on.
         """
         count = len(self) * len(block_ids)
         table = np.empty((2, count, 3), dtype=np.int64)

@@ -137,7 +137,7 @@ class EntryFile:
         self._mover.register_file(self.fd, self.entry.size_bytes)
 
     def commit(self, header: EntryHeader) -> None:
-        """Write `header`, sync the file and give it its final name. For use once all blocks are written."""
+        """Write `header`, sync the file and give it its final name. Call this once all blocks are written."""
         start = encode_header(header)
         if os.pwrite(self.fd, start, 0) != len(start):
             raise OSError("the header was written only in part")

@@ -27,7 +27,7 @@ VERSION = 1
 _MAGIC = b"kvfentry"
 _HEADER_PREFIX = struct.Struct("<8sIIQ")
 HEADER_PREFIX_BYTES = _HEADER_PREFIX.size
-"""Number of bytes before the header's body, among them the body's length."""
+"""Number of bytes before the header's body, including the field with the body's length."""
 _ALIGNMENT = 4096
 _BODY_BYTES_MAX = 8 << 20
 """Maximum size of the header's body. A million digests fit."""

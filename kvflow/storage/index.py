@@ -52,7 +52,7 @@ class StoreIndex:
     def drop_all(self, names: Collection[str] | None) -> list[Entry]:
         """Remove the entries called `names`, or all entries if None, from the index.
 
-        Return them, unreadable entries too.
+        Return the removed entries, including unreadable ones.
         """
         listed = [*self._entries] if names is None else [name for name in names if name in self._entries]
         dropped = [self._entries[name] for name in listed]
@@ -87,7 +87,7 @@ class StoreIndex:
         return victims
 
     def put_back(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Put evicted `entries` back, because their files could not be removed. The next eviction takes these first.
+        """Put evicted `entries` back, because their files could not be removed. The next eviction begins with these.
 
         Return the entries that were replaced or dropped by a caller meanwhile: these are not put back, and their files
         must still be removed.
@@ -119,8 +119,8 @@ class StoreIndex:
     def commit(self, entry: Entry) -> Entry | None:
         """Add the entry of a complete file, in reserved room.
 
-        Return the entry that it replaces, if any, which is dropped. If `entry` was added before, even if dropped since,
-        do nothing.
+        If `entry` replaces another entry, drop and return the other entry. If `entry` was added before, do nothing,
+        even if it was dropped since.
         """
         before = self._entries.get(entry.name)
         if before is entry or entry.dropped:
@@ -149,7 +149,7 @@ class StoreIndex:
             self.used_bytes -= entry.size_bytes
 
     def touch(self, entry: Entry) -> None:
-        """Record that `entry` was just restored: it is readable, and is evicted last."""
+        """Record that `entry` was just restored: mark it as readable, and evict it last."""
         if not entry.dropped:
             entry.unreadable = False
             self._entries.move_to_end(entry.name)

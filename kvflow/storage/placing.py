@@ -33,7 +33,7 @@ class BlockSpan(NamedTuple):
 
 
 def data_bytes(layer_sets: Sequence[tuple[int, Regions]], counts: Sequence[int]) -> int:
-    """Return the bytes that the blocks of a stored file take, without the header.
+    """Return how many bytes the blocks of a stored file take, without the header.
 
     `layer_sets`: for each layer set the index of its group, and its regions. `counts`: number of blocks of each group.
     """

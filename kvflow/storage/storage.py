@@ -22,9 +22,9 @@ from kvflow.transport.base import TransportError
 def make_store_thread(config: Config, name: str) -> StoreThread:
     """Return the store's I/O thread, not started. `config.transport` decides how the thread copies bytes.
 
-    Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`. Ends once no bytes are copied; then
-    the store's folder is free. If the thread dies, saves and restores under way fail, and their blocks stay leased or
-    quarantined.
+    Thread `kvflow-store <name>`: begun when a cache is registered with `Storage`; ends when the cache is unregistered
+    and no bytes are copied. Then the store's folder is free. If the thread dies, saves and restores under way fail, and
+    their blocks stay leased or quarantined.
     """
     if config.transport != "nixl":
         return StoreThread(f"kvflow-store {name}", lambda _: PlainMover())

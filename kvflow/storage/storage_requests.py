@@ -80,12 +80,12 @@ class RestoreReport(StoreReport):
 class StoreStatistics(PartStatistics):
     """Contents of a store now, and counts of saves and restores since the KV cache was registered.
 
-    A save or restore is an open request until its file is closed.
+    A save or restore counts as an open request until its file is closed.
     """
 
     entries: int
     bytes: int
-    """Size of all files, with files that are being written, and removed files that are still being read."""
+    """Size of all files, including files that are being written, and removed files that are still being read."""
     bytes_max: int
     quarantines: int
     saved: int

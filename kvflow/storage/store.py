@@ -180,13 +180,13 @@ class BlockStore:
         return problem
 
     def abandon(self, wait_s: float) -> None:
-        """End the I/O thread, and wait at most `wait_s` for its end. For use after the event loop has ended."""
+        """End the I/O thread, and wait for that at most `wait_s`. Call this after the event loop has ended."""
         self._store_thread.abandon(self._close_all, wait_s)
 
     # --- one save or restore
 
     def _accept(self, request: StoreRequest, direction: Direction) -> StoreTransfer:
-        """Check a request as far as possible without a file, claim or lease its blocks, and return its StoreTransfer.
+        """Check a request as far as possible without a file, claim or lease its blocks, and return a StoreTransfer.
 
         Raise RequestError (also BlocksBusy) or Overloaded.
         """

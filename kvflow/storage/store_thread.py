@@ -87,7 +87,7 @@ class Mover(Protocol):
         """Stop the lost moves, which failed with MoveLost, and return their state. No other move may be under way."""
 
     def close(self) -> None:
-        """Release the registered memory, files and handles. For use only while no move is under way."""
+        """Release the registered memory, files and handles. Call this only while no move is under way."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,9 +104,9 @@ class StoreThread:
     """The store's I/O thread: copies bytes between memory and files, and runs jobs, for callers on the event loop."""
 
     def __init__(self, name: str, make_mover: Callable[[Sequence[Span]], Mover]) -> None:
-        """`make_mover`: creates the `Mover`.
+        """`make_mover`: function that creates the `Mover`.
 
-        Called on the I/O thread, with the memory that moves may read and write.
+        `make_mover` is called on the I/O thread, with the memory that moves may read and write.
         """
         self._name = name
         self._make_mover = make_mover
@@ -176,7 +176,7 @@ class StoreThread:
         Args:
             descriptors: the bytes to copy, between memory (local side) and a file (remote side).
             direction: SAVE from memory to the file, RESTORE from the file to memory.
-            on_end: called once on the event loop when the move has stopped, with its error or None. Called with
+            on_end: called once on the event loop when the move has stopped, with the move's error or None; called with
                 RuntimeBroken if it can never be known when the move stops.
             on_loss: called on the event loop before `on_end` if the move has failed but may still run.
         """
@@ -187,7 +187,7 @@ class StoreThread:
     async def aclose(self, last_job: Callable[[], None]) -> None:
         """Wait until no move is under way, then run `last_job` on the I/O thread, close the mover and end the thread.
 
-        May be called twice.
+        This may be called twice.
         """
         self._closing = True
         if self._thread is None:
@@ -199,8 +199,8 @@ class StoreThread:
     def end_all_moves(self, problem: str) -> None:
         """Call `on_end` of every move that is still under way, because the I/O thread has ended or hangs.
 
-        `problem`: "" if the thread has ended normally; then all moves have stopped, also lost ones. Else the reason why
-        it can never be known when they stop, passed to `on_end` as RuntimeBroken.
+        `problem`: "" if the thread has ended normally; then all moves have stopped, also lost ones. Otherwise `problem`
+        is the reason why it can never be known when the moves stop; `on_end` gets it as a RuntimeBroken.
         """
         for move in list(self._under_way):
             if problem:
@@ -208,9 +208,9 @@ class StoreThread:
             self._end_move(move)
 
     def abandon(self, last_job: Callable[[], None], wait_s: float) -> None:
-        """End the I/O thread after `last_job`, and wait at most `wait_s` for its end.
+        """Run `last_job` on the I/O thread, then end the thread. Wait at most `wait_s` until the thread has ended.
 
-        For use after the event loop has ended.
+        Call this after the event loop has ended.
         """
         self._closing = True
         if self._thread is not None:
@@ -262,7 +262,7 @@ class StoreThread:
         return True
 
     def _stop_lost_moves(self) -> None:
-        """Have the `Mover` stop the lost moves. If all have stopped, call `on_end` of each move.
+        """Have the `Mover` stop the lost moves. If all have stopped, call the `on_end` of each of these moves.
 
         No other move may be under way.
         """

@@ -44,7 +44,7 @@ def file_source() -> Source:
 
 
 class StoreTransfer:
-    """One save or restore. If a restore ends while bytes may still land, this object is its `quarantine`.
+    """One save or restore. If a restore ends while bytes may still land, the error's `quarantine` is this object.
 
     A restore's blocks are claimed by its flight. A save's blocks are leased, so not written, until no byte is copied
     any longer.

@@ -62,7 +62,7 @@ class StoredCache:
         self.fingerprint = fingerprint_of(facts)
 
     async def moves(self, transfer: StoreTransfer, fd: int, start: int) -> AsyncGenerator[CopyGroup, None]:
-        """Yield the copies to or from the file for all blocks of a transfer, as groups of reads for its flight.
+        """Yield the copies to or from the file for all blocks of a transfer, as copy groups for the transfer's flight.
 
         With host buffers each group is one span of blocks, for which host blocks are taken just before the group is
         yielded. `fd`: file descriptor. `start`: offset in bytes of the file's first block.

@@ -14,8 +14,8 @@ from kvflow.runtime.statistics import RuntimeStatistics
 def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
     """Assert that a runtime's free, leased, in-flight and quarantined blocks add up to all blocks of the KV cache.
 
-    Each leased block must belong to one of `leases`, and each quarantined block to one of `Runtime.quarantines`. May be
-    called at any time.
+    Each leased block must belong to one of `leases`, and each quarantined block to one of `Runtime.quarantines`. This
+    may be called at any time.
 
     Args:
         runtime: The runtime to check.

@@ -24,7 +24,7 @@ class BlockWatch:
         self._found: list[str] = []
 
     def take(self, block_ids: Iterable[int]) -> None:
-        """Record that the allocator has given out blocks. Called by `watch_blocks`, after that.
+        """Record that the allocator has given out blocks. `watch_blocks` calls this after the allocator's method.
 
         Args:
             block_ids: Ids of the blocks that were given out.
@@ -43,7 +43,7 @@ class BlockWatch:
             self._taken[block] = where
 
     def give_back(self, block_ids: Iterable[int]) -> None:
-        """Record that blocks are given back. Called by `watch_blocks`, before the allocator takes them back.
+        """Record that blocks are given back. `watch_blocks` calls this before the allocator takes them back.
 
         Args:
             block_ids: Ids of these blocks.
@@ -71,10 +71,10 @@ class BlockWatch:
     def assert_conserved(self) -> None:
         """Assert that each watched block is either free or taken, and that the runtime uses only taken blocks.
 
-        May be called at any time.
+        This may be called at any time.
 
         Raises:
-            AssertionError: A block is neither free nor taken, or both, or is free while the runtime uses it; or a call
+            AssertionError: A block is both free and taken, or neither, or is free while the runtime uses it; or a call
                 of `take` or `give_back` has found a fault.
         """
         raise_first(self._found)
@@ -130,7 +130,7 @@ def watch_blocks(
 
     Raises:
         AssertionError: A block was given out twice, freed twice, or freed while the runtime used it: raised by the
-            faulty call, and again at the end of the `with` block; or a block was not freed by then.The message names
+            faulty call, and again at the end of the `with` block; or a block was not freed by then. The message names
             the block and the lines that took and freed it.
     """
     watch = BlockWatch(runtime, free_blocks)

@@ -170,7 +170,7 @@ class PatternCache:
 
 
 class StateCache:
-    """View of one rank's cache of recurrent state (such as Mamba's), for `watch_offers`. Without a pattern.
+    """View of one rank's cache of recurrent state (such as Mamba's), for `watch_offers`. It writes no pattern.
 
     Each block is one slot, which holds the state of one request.
 

@@ -74,9 +74,9 @@ def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int
 
 
 class _Moments:
-    """Counts the moments (points of possible cancellation) of one run, and cancels coroutine `body` at number `last`.
+    """Counts the moments (points of possible cancellation) of one run, and cancels `body` at moment number `last`.
 
-    `place`: the line at which the coroutine then waited.
+    `place`: the line at which the coroutine waited when it was cancelled.
     """
 
     def __init__(self, loop: VirtualLoop, body: Coroutine[Any, Any, object], last: int) -> None:
@@ -90,7 +90,7 @@ class _Moments:
         self.task = loop.create_task(body, name="cancelled everywhere", context=context)
 
     def count_step(self) -> None:
-        """Called by the loop after each step: count the moment that follows the step, if any.
+        """Count the moment that follows the loop's last step, if any. The loop calls this after each step.
 
         At moment `last`, cancel the coroutine.
         """

@@ -137,7 +137,7 @@ class InprocCluster:
     ) -> ResultT:
         """Run an engine as a simulated process that crashes and restarts at random times, drawn from the seed.
 
-        If `run_process` is cancelled, it cancels the running `body`, and waits for its end.
+        If `run_process` is cancelled, it cancels the running `body`, and waits until `body` has ended.
 
         Args:
             engine_id: Name of every runtime that `body` opens.

@@ -28,8 +28,8 @@ def compare_blocks(
         theirs: The producer's cache.
         their_ids: Ids of the offered blocks, in prompt order.
         num_tokens: Number of the prompt's tokens; None if every offered block is full.
-        windowed: True if the offered blocks are only the prompt's last ones, as in a group with a sliding window. Needs
-            `num_tokens`. Earlier tokens are not compared.
+        windowed: True if the offered blocks are only the prompt's last ones, as in a group with a sliding window.
+            `num_tokens` is then required, and earlier tokens are not compared.
 
     Returns:
         None if every element is equal. Else a sentence about the first difference, which names the engine, layer, block

@@ -80,7 +80,7 @@ class LoadWatch:
     def forgotten(self) -> tuple[Load, ...]:
         """Ended loads that were neither cancelled nor awaited, and loads under way that no task awaits now.
 
-        May be read at any time. A load that was just started is included until a task awaits it.
+        This may be read at any time. A load that was just started is included until a task awaits it.
         """
         return tuple(load for load in self._begun if not (load.awaited_or_cancelled or load.waiting))
 
@@ -105,8 +105,8 @@ def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
     """Check that each load that a runtime starts is awaited to its end, or cancelled.
 
     Awaiting the load or its next `Progress` counts; awaiting `Load.settled()` does not, since that does not end the
-    load. If a task is cancelled in the body of an `async for` over a load, the load continues, so it must be cancelled,
-    too. An engine that polls `Load.done` must await the load afterwards, for its report.
+    load. If a task is cancelled in the body of an `async for` over a load, the load continues, so the load must be
+    cancelled, too. An engine that polls `Load.done` must await the load afterwards, for its report.
 
     Args:
         runtime: The reader's runtime. Its `start_load` is replaced inside the `with` block. Loads started by an earlier
@@ -116,8 +116,8 @@ def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
         A context manager that yields the watch. Loads are watched until the `with` block ends.
 
     Raises:
-        AssertionError: A load was forgotten. Raised at the end of the `with` block, in place of the block's own
-            error.The message names the line that started the load.
+        AssertionError: A load was forgotten. Raised at the end of the `with` block, in place of the block's own error.
+            The message names the line that started the load.
     """
     watch, start = LoadWatch(), runtime.start_load
 

@@ -24,7 +24,7 @@ from kvflow.testing.watch import checked_at_end, raise_first
 
 
 class _NotifyingHistory(History):
-    """The `History` of a growing lease, which calls `more(lease)` whenever more of its tokens are computed."""
+    """The `History` of a growing lease, which calls `more(lease)` whenever more of the lease's tokens are computed."""
 
     def __init__(self, lease: Lease, known: History, more: Callable[[Lease], None]) -> None:
         self._lease, self._known, self._more = lease, known, more
@@ -103,7 +103,7 @@ class OfferWatch:
         self._offered: dict[Lease, list[_Slots]] = {}
 
     def assert_unchanged(self) -> None:
-        """Assert that no offered block has changed so far. May be called at any time.
+        """Assert that no offered block has changed so far. This may be called at any time.
 
         Raises:
             AssertionError: An offered block has changed.
@@ -113,7 +113,7 @@ class OfferWatch:
         raise_first(self._found)
 
     def offer(self, lease: Lease) -> None:
-        """Watch the blocks of a new lease. Called by `watch_offers`.
+        """Watch the blocks of a new lease. `watch_offers` calls this.
 
         Args:
             lease: A lease of the watched runtime.
@@ -140,7 +140,7 @@ class OfferWatch:
         """Compare the blocks of ended leases a last time. The runtime calls this before other code sees the end.
 
         Args:
-            record: Record of the ended lease; a message about a change contains its outcome.
+            record: Record of the ended lease; a message about a changed block contains the lease's outcome.
         """
         for lease in [lease for lease in self._offered if lease.done]:
             try:

@@ -66,8 +66,7 @@ class Engine(Generic[TransportT]):
     kv_caches: dict[str, torch.Tensor]
     layout: CacheLayout
     cache: PatternCache
-    """View of the registered tensors, to check their content slot by slot. Filled with the engine's pattern at
-    first.
+    """View of the registered tensors, to check their content slot by slot; at first filled with the engine's pattern.
     """
 
     @property

@@ -64,9 +64,8 @@ class InprocListener:
         self.port = port
         self.answer_stock: AnswerStock | None = None
         self.context = copy_context()
-        """Context of the listener's creation. Requests arrive in it, so that the code that answers belongs to the
-        listener's simulated process (`SimProcess`).
-        """
+        """Context of the listener's creation. Requests arrive in this context, so that the code that answers belongs to
+        the listener's simulated process (`SimProcess`)."""
         self._exchange = exchange
         self._address = address
         self._answer = answer

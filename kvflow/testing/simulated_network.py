@@ -47,7 +47,7 @@ class SimHost:
 class SimFlight:
     """A simulated read under way. Its `portions` are copied one after another, at intervals of `pause_s` on average.
 
-    `target`: the transport that is read from. `hosts`, `processes`: pairs of reader and target.
+    `target`: the transport that is read from. `hosts`, `processes`: pairs (the reader's, the target's).
     """
 
     reader: InprocTransport

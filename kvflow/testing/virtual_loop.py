@@ -199,7 +199,7 @@ class VirtualLoop(BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        """Call `callback` soon, like asyncio's `call_soon`. Only for the loop's own thread.
+        """Call `callback` soon, like asyncio's `call_soon`. Call this only on the loop's own thread.
 
         Args:
             callback: Function to call.
@@ -207,7 +207,7 @@ class VirtualLoop(BaseEventLoop):
             context: Context to run `callback` in, which decides its `SimProcess`; None for the current context.
 
         Returns:
-            The scheduled call. Its `cancel()` prevents it.
+            The scheduled call. Its `cancel()` prevents the call.
 
         Raises:
             RuntimeError: Called from another thread.
@@ -239,7 +239,7 @@ class VirtualLoop(BaseEventLoop):
 
         Args:
             coro: Coroutine to run.
-            name: Name of the task; None for `task-` and its number.
+            name: Name of the task; None for `task-` and the task's number.
             context: Context to run `coro` in, which decides its `SimProcess`; None for a copy of the current one.
             eager_start: Ignored: a task always starts in a later turn of the loop. Python 3.14 may pass it.
 
@@ -312,7 +312,7 @@ class VirtualLoop(BaseEventLoop):
     _asyncgen_finalizer_hook = _asyncgen_firstiter_hook
 
     def _advance(self) -> None:
-        """Jump to the time of the next timer, and make the callbacks of all timers that are due then ready.
+        """Jump to the time of the next timer, and make ready the callbacks of all timers that are due at that time.
 
         The order is by time and, at equal times, by when the timers were set. If no timer is set, raise `Deadlock`.
         """

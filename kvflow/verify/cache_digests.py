@@ -42,7 +42,7 @@ _DIRECT_BYTES_MIN = 1 << 18  # blocks of this size are hashed in place, smaller 
 
 
 class Undigestible(Exception):
-    """Raised for memory that neither numpy nor torch can read, or for single heads if blocks are moved whole."""
+    """Raised if neither numpy nor torch can read the memory, or for single heads of blocks that are moved whole."""
 
 
 class DigestSpec(NamedTuple):
@@ -65,7 +65,7 @@ class DigestedCache:
     """Computes digests of blocks in one memory: the engine's cache, or the host blocks that peers read."""
 
     def __init__(self, sets: Sequence[LayerSet], copy_thread: CopyThread, device: CacheDevice = _HOST_DEVICE) -> None:
-        """`sets`: the layers in the memory, in sets of layers of equal shape.
+        """`sets`: the layers in the memory, as sets of layers of equal shape.
 
         `device`: the device that these layers are on.
         """
@@ -86,7 +86,7 @@ class DigestedCache:
         return [_DigestedSet(one, self._device) for one in self._sets]
 
     async def digests(self, asked: Sequence[DigestSpec]) -> list[int]:
-        """Return one digest for each layer of each item of `asked`, in that order, in one flat list.
+        """Return a flat list with one digest for each layer of each spec in `asked`, in that order.
 
         Raise Undigestible, or any error of the computation. Cancelling stops the waiting; the copy thread finishes the
         piece of at most `_PIECE_BYTES` that it has begun.
@@ -105,7 +105,7 @@ class DigestedCache:
         return sums
 
     def _pieces(self, asked: Sequence[DigestSpec], sums: list[int]) -> Iterator[bool]:
-        """Add the digests of `asked` to `sums`, which has one number for each layer, step by step.
+        """Add the digests of `asked`, step by step, to `sums`, which has one number for each layer of each spec.
 
         Yield True each time `_PIECE_BYTES` bytes have been read, so that other work can run.
         """
@@ -147,7 +147,7 @@ class _DigestedSet:
     def digests(self, asked: DigestSpec) -> Iterator[tuple[int, UInt64Array, int]]:
         """Yield partial sums of the digests of the layers in `asked`, each from a bounded number of bytes.
 
-        Each item is (first, numbers, bytes read). The caller adds `numbers[i]` to the digest of layer
+        Each yielded tuple is (first, numbers, bytes read). The caller adds `numbers[i]` to the digest of layer
         `asked.layers[first + i]`.
         """
         heads = asked.heads
@@ -292,7 +292,7 @@ def _hashed_by_torch(views: Sequence[Tensor], ids: BlockIds, words: UInt64Array)
 def _copy_to_host(views: Sequence[Tensor], ids: BlockIds, device: CacheDevice) -> list[View]:
     """Copy the blocks `ids` of each region to the host. Return numpy views of the copies, with block numbers from 0.
 
-    Must be called inside `CacheDevice.copying`.
+    Call this inside `CacheDevice.copying`.
     """
     import torch
 

@@ -63,7 +63,7 @@ def head_weights(start: int, count: int) -> UInt64Array:
 def _scrambled(numbers: npt.NDArray[np.int64], kind: int) -> UInt64Array:
     """Return an odd pseudo-random factor for each of `numbers`, by the finalizer of splitmix64.
 
-    Each `kind` (words, parts, tokens, heads) has other factors.
+    The factors differ between the kinds (words, parts, tokens, heads).
     """
     x = numbers.astype(np.uint64) + np.uint64((kind << 56) + 1)
     x *= np.uint64(_GOLDEN)

@@ -15,7 +15,7 @@ from kvflow.verify.digests import DIGEST_VERSION
 
 
 def digest_specs_of(local: LocalRank, question: messages.DigestRequest, found: OpenLease) -> list[DigestSpec]:
-    """Return the layers, heads and blocks to digest for a reader's request, one item for each part of the request.
+    """Return the layers, heads and blocks to digest for a reader's request, one DigestSpec for each part.
 
     `found`: the open lease that the request names. Raise WireError if the digest version differs, if the request is too
     large, or if this rank or the lease does not have the requested bytes.

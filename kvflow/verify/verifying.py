@@ -49,7 +49,7 @@ same digests.
 class NotCompared(Exception):
     """Raised if the digests of a load cannot be compared with the producer's.
 
-    If the producer gave no digests, `__cause__` is the error of asking for them.
+    If the producer gave no digests, `__cause__` is the error of the request for digests.
     """
 
 
@@ -121,8 +121,8 @@ class LoadVerifier:
     ) -> None:
         """Compute the digests of `asked`, and set them, or a refusal, as the result of `reply`.
 
-        Task `kvflow-digest <request>`: begun by a reader's question for digests of leased blocks, at most
-        `limits.digests_max` at a time. Ends when the digests are computed. If the task fails, the question is refused.
+        Task `kvflow-digest <request>`: begun by a reader's request for digests of leased blocks, at most
+        `limits.digests_max` at a time; ends when the digests are computed. If the task fails, the request is refused.
         """
         try:
             values = await self.served_cache.digests(asked)
@@ -146,7 +146,7 @@ class LoadVerifier:
             reply.set_result(self._count_refusal(refusal("the engine closes", transient=True)))
 
     async def read_verified(self, reader: ReadBlocks, load: Load, flight: Flight, plan: Plan) -> bool:
-        """Read a load by calling `reader`, and compare its digests with the producer's.
+        """Read a load's blocks by calling `reader`, and compare their digests with the producer's.
 
         If the digests differ, do both again. Return True if the leases covered the whole read. Raise ChecksumMismatch
         if the digests differ twice, and another error if the digests of a load with `verify=True` cannot be compared.
@@ -229,7 +229,7 @@ class LoadVerifier:
     async def _ask_digests(
         self, request_id: str, source: Source, parts: Sequence[PartToCompare]
     ) -> Sequence[int] | None:
-        """Ask the rank of `source` for digests. Return one for each layer of each of `parts`, in one flat list.
+        """Ask the rank of `source` for digests. Return a flat list with one digest for each layer of each of `parts`.
 
         Return None if the rank's lease has ended. Raise NotCompared if the rank gives no digests.
         """

@@ -88,7 +88,7 @@ def check_allocator(name: str, _: Host, cuda: Cuda) -> Finding:
 
 
 def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
-    """Check the environment for UCX settings that keep UCX from reaching GPU memory, or make that slow."""
+    """Check the environment for UCX settings that prevent or slow down UCX's access to GPU memory."""
     given = {key: value for key, value in cuda.environment.items() if key.startswith("UCX_")}
     found = ", ".join(f"{key}={value}" for key, value in given.items()) or "none is set"
     lacking = left_out_transports(given.get("UCX_TLS", ""))

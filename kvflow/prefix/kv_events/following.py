@@ -98,7 +98,7 @@ class _Follower:
         self._last_live = -1  # the last sequence number of a live message
         self._socket = self._context.socket(zmq.SUB)
         self._replays: list[zmq.asyncio.Socket] = []
-        """The socket of the last replay, open or closed, if any."""
+        """The socket of the last replay, open or closed; empty before the first replay."""
         self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
         try:
             self._connect()
@@ -132,8 +132,8 @@ class _Follower:
     async def follow(self) -> None:
         """Receive and apply the publisher's events until cancelled.
 
-        Task `kvflow-kv-events <holder>`: one for each source of a `Subscriber`, until the `async with` block ends. The
-        block raises the task's error.
+        Task `kvflow-kv-events <holder>`: one for each source of a `Subscriber`, until the `async with` block of the
+        Subscriber ends. That block raises the task's error.
         """
         await self._choose_ip_version()
         poller = zmq.asyncio.Poller()
@@ -162,7 +162,8 @@ class _Follower:
     async def _on_connection(self, event: int) -> None:
         """Handle `event`, a zmq.Event from the socket's monitor.
 
-        On a new connection, have missed batches replayed. On a broken one, forget the publisher's blocks.
+        When a connection opens, have missed batches replayed. When the connection breaks, forget the publisher's
+        blocks.
         """
         self.statistics.connected = event == zmq.Event.HANDSHAKE_SUCCEEDED
         if self.statistics.connected:
@@ -195,7 +196,8 @@ class _Follower:
     async def _apply_batch(self, number: int, payload: bytes) -> None:
         """Apply the batch with sequence number `number` to the map, and count it.
 
-        If `payload` is no batch, forget all blocks of the publisher instead. Other tasks of the loop run in between.
+        If `payload` is no batch, forget all blocks of the publisher instead. Other tasks of the loop may run between
+        two blocks.
         """
         try:
             for event in decode_batch(payload, peer=self.source.endpoint):

@@ -30,7 +30,8 @@ PIECE_TOKENS, _PIECE_BLOCKS = 2048, 64
 _DEFAULT_MEDIUM = "GPU"
 """Kind of memory (`medium`) of events that name none: the cache with which the engine computes."""
 _PLACES_MAX = 16
-"""Maximum number of places of one block (kind of memory, group of layers and hash); usually one for each group."""
+"""Maximum number of places (kind of memory, group of layers, hash) to remember for one block; usually there is one for
+each group."""
 
 _Place: TypeAlias = tuple[str, int | None, BlockHash]  # kind of memory, group of layers, the engine's hash of the block
 
@@ -39,7 +40,7 @@ class _Block:
     """A block of one engine, in one or more places (kind of memory, group of layers and the engine's own hash).
 
     `hash_state`: state of the key's hash after all tokens up to the block's end. `parent`: key of the block before.
-    `start`, `end`: positions in tokens. `children`: number of blocks that follow directly.
+    `start`, `end`: positions of the block's tokens in the prompt. `children`: number of blocks that follow directly.
     """
 
     __slots__ = ("children", "end", "hash_state", "key", "parent", "places", "start")
@@ -56,9 +57,9 @@ class _EngineBlocks:
     """The known blocks of one engine's prefix cache.
 
     `blocks` has the blocks by key, and `places` by place (kind of memory, group of layers and the engine's own hash).
-    An engine publishes an event for each copy of a block in a place that it stores or removes; `copies` counts the
-    copies where there are several. `leaves`: keys of the blocks that no other block follows, the oldest first.
-    `block_tokens`: the largest block size so far.
+    An engine may store several copies of a block in one place, and publishes an event for each stored or removed copy;
+    `copies` counts the copies in a place with several. `leaves`: keys of the blocks that no other block follows, the
+    oldest first. `block_tokens`: the largest block size so far.
     """
 
     def __init__(self, media: Collection[str | None]) -> None:
@@ -106,7 +107,7 @@ class _EngineBlocks:
                 self._drop_block(block)
 
     def remove_steps(self, event: BlockRemoved) -> Iterator[None]:
-        """Remove one copy of each block that the event names, and a place without copies. Yield after each block."""
+        """Remove one copy of each block that the event names, and places without a copy. Yield after each block."""
         for name in event.block_hashes:
             place = (_medium_of(event), event.group_idx, name)
             copies = self.copies.pop(place, 1) - 1
@@ -117,7 +118,7 @@ class _EngineBlocks:
             yield
 
     def clear_steps(self, medium: str) -> Iterator[None]:
-        """Record that no block is in the kind of memory `medium`. Yield after each removed place."""
+        """Record that memory of the kind `medium` holds no blocks. Yield after each entry removed from `places`."""
         for place in [place for place in self.places if place[0] == medium]:
             self._remove_place(place)
             yield
@@ -140,7 +141,7 @@ class _EngineBlocks:
             self._remove_place(place)
 
     def _drop_block(self, block: _Block) -> None:
-        """Forget a block. If no other block follows its parent, the parent becomes the oldest of `leaves`."""
+        """Forget a block. If no other block follows the block's parent then, make the parent the oldest of `leaves`."""
         del self.blocks[block.key]
         self.leaves.pop(block.key, None)
         parent = self.blocks.get(block.parent)
@@ -318,7 +319,7 @@ def _medium_of(event: KVEvent) -> str:
 
 
 def _has_known_keys(event: BlockStored) -> bool:
-    """Return True if the keys of the event's blocks can be computed, and their group of layers keeps the whole prompt.
+    """Return True if the keys of the event's blocks can be computed, and the blocks' group keeps the whole prompt.
 
     Keys cannot be computed for blocks of an adapter, for blocks with SGLang's salt, or if tokens are missing.
     """

@@ -31,7 +31,7 @@ class Publisher:
         replay_endpoint: address at which subscribers ask for missed batches; None: missed batches are not sent again.
         topic: ZeroMQ topic of the messages.
         batches_max: maximum number of batches to keep for replays.
-        bytes_max: maximum size of all batches that are kept for replays, in bytes.
+        bytes_max: maximum total size of the batches that are kept for replays, in bytes.
         data_parallel_rank: data parallel rank that each batch names; None if the engine has one rank.
 
     Raises:
@@ -72,7 +72,7 @@ class Publisher:
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Address at which subscribers ask for missed batches, or None; in the `async with` block, the real port."""
+        """Address at which subscribers ask for missed batches, or None; with the real port inside `async with`."""
         return self._replay_endpoint
 
     async def __aenter__(self) -> Self:
@@ -153,8 +153,8 @@ class Publisher:
     async def _answer_replays(self, socket: zmq.asyncio.Socket) -> None:
         """Send missed batches to subscribers that ask for them.
 
-        Task `kvflow-kv-events-replays`: begun by a `Publisher`, until the `async with` block ends. If the task dies, no
-        missed batches are sent.
+        Task `kvflow-kv-events-replays`: begun by a `Publisher`; runs until the `async with` block of the Publisher
+        ends. If the task dies, no missed batches are sent.
         """
         while True:
             match await socket.recv_multipart():

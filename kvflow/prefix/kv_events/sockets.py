@@ -42,8 +42,8 @@ def prepare_socket(
 ) -> str:
     """Set the options of a socket before it is bound or connected. Return `endpoint` in the form that ZeroMQ takes.
 
-    `messages_max`: maximum number of queued messages in each direction. Larger messages than `bytes_max` are refused.
-    `v6`: look up host names as IPv6 addresses. A wildcard address is bound for both IP versions.
+    `messages_max`: maximum number of queued messages in each direction. Messages of more than `bytes_max` bytes are
+    refused. `v6`: look up host names as IPv6 addresses. A wildcard address is bound for both IP versions.
     """
     endpoint = bracket_ipv6_host(endpoint)
     if endpoint.startswith("tcp://[::]:"):
