@@ -1,4 +1,4 @@
-"""A registered KV cache: all objects that are made at its registration and end with it, and the answers to peers."""
+"""A registered KV cache: all objects that are made when it is registered, and the answers to peers."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ class RegisteredCache:
         """The service that answers stock readers (vLLM's own NixlConnector); None if they are not served."""
         self.goodbyes = Goodbyes(self)
         self.begun_parts: list[Part] = []
-        """The runtime's parts (optional features) that work with this cache, since their `registered` has returned.
+        """The runtime's parts (optional features) that use this cache, since their `registered` has returned.
 
-        Only these end with the cache: a part that refused the cache may belong to another runtime.
+        When the cache ends, only these parts are ended: a part that refused the cache may belong to another runtime.
         """
         self._answers: dict[type[Any], Callable[[Any], Answered]] = {
             messages.ReleaseRequest: self.serving.release,
@@ -130,7 +130,7 @@ class RegisteredCache:
         """Return the object of an optional feature for this cache. The first call makes the object.
 
         `name`: folder of the feature, such as "staging", a key of `parts.PARTS`. If it is not installed, raise `kind`.
-        `what` says in the error what needs the feature.
+        `what`: the call that needs the feature, for the error.
         """
         made = self._parts.get(name)
         if made is None:
@@ -187,8 +187,8 @@ class RegisteredCache:
     async def drain(self, deadline_s: float) -> bool:
         """Wait up to `deadline_s` seconds until all leases, loads and work of parts (optional features) have ended.
 
-        Questions of readers that wait for a lease are refused. After the deadline, end the remaining work and wait for
-        its end. Return whether everything ended within `deadline_s`. Cancelling stops the waiting.
+        Refuse readers' questions that wait for a lease. After the deadline, end the remaining work and wait for its
+        end. Return whether everything ended within `deadline_s`. Cancelling stops the waiting.
         """
         serving, loader, engine_id = self.serving, self.loader, self.config.engine_id
         serving.lease_answers.refuse_questions(f"engine {engine_id!r} is draining")
@@ -224,7 +224,7 @@ class RegisteredCache:
     async def wait_for_copies(self) -> str:
         """Wait until no copy between the cache and buffers runs, at most Limits.transport_close_timeout_s.
 
-        Return "" if nothing uses the cache now, else a text for an error that names what does.
+        Return "" if nothing uses the cache now, else a text for an error that says what still uses it.
         """
         bound_s = self.config.limits.transport_close_timeout_s
         try:

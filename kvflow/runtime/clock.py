@@ -23,7 +23,7 @@ class Clock(Protocol):
         """Return the seconds since an arbitrary moment in the past."""
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
-        """Call `callback` on the event loop after `delay_s` seconds of this clock. Return its timer, for cancelling."""
+        """Call `callback` on the event loop after `delay_s` seconds of this clock. Return a timer for the call."""
 
 
 class SystemClock:
@@ -48,7 +48,7 @@ class Alarm:
     def set(self, due_s: float) -> None:
         """Call `ring` at the clock time `due_s`: soon if that time has passed, never if it is infinity.
 
-        Replaces the time of an earlier `set`.
+        An earlier `set` has no effect any longer.
         """
         if due_s == self.due_s:
             return

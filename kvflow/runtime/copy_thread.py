@@ -27,10 +27,10 @@ class CopyFailed(Exception):
 
 
 class CopyThread:
-    """A thread that runs copies and watches device events, and calls callbacks on the event loop when these end.
+    """A thread that runs copies and watches device events. After each it calls a callback on the event loop.
 
-    Thread `kvflow-copy <name>`: begun by the first copy, or event to watch. Ends at closing, once no copy runs. The
-    caller that submitted a copy gets its error.
+    Thread `kvflow-copy <name>`: begun by the first copy or device event. It ends when the runtime closes and no copy
+    runs. The caller that submitted a copy gets the copy's error.
     """
 
     def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] | None = None) -> None:
@@ -108,7 +108,10 @@ class CopyThread:
         return await self.run(lambda: make(where))
 
     async def wait_for_event(self, event: DeviceEvent) -> None:
-        """Wait until `event` has happened, or raise the error of `event.query()`. If cancelled, stop watching it."""
+        """Wait until `event` has happened, or raise the error of `event.query()`.
+
+        If cancelled, stop watching the event.
+        """
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         watch = self.watch(event, partial(_complete, end))
         try:
@@ -119,7 +122,7 @@ class CopyThread:
     async def aclose(self, timeout_s: float) -> bool:
         """End the thread after the copies that were submitted. Return whether it ended within `timeout_s` seconds.
 
-        If not, it ends after the copy that still runs.
+        If not, the thread ends after the copy that still runs.
         """
         try:
             async with asyncio.timeout(timeout_s):

@@ -1,9 +1,9 @@
 """Parts: optional features, given to a runtime as a list. They begin and end in the order of the list.
 
 For a fleet with stock peers, which run vLLM's own NixlConnector, a rank gets a `StockPart`, such as
-`kvflow.stock.StockPeers`. Its `Resolver` resolves the tickets of both kinds of engines. Each handshake chooses how the
-peer is notified about its leases (`LeaseNotifier`), and by which proof (`Proof`) bytes read from the peer count as
-fresh. Peers, loads and leases are the same classes for both kinds.
+`kvflow.stock.StockPeers`. The part's `Resolver` resolves the tickets of both kinds of engines. Each handshake chooses
+how the peer is notified about its leases (`LeaseNotifier`), and by which proof (`Proof`) bytes read from the peer count
+as fresh. Peers, loads and leases are the same classes for both kinds.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class PartOwner:
         """Return the registered cache of the part's runtime, or raise if the part may not be called now.
 
         `what`: name of the called method, for the error. `new_work`: the call begins new work, which a draining runtime
-        refuses. UsageError if no runtime has registered a cache with the part, or on another loop.
+        refuses. UsageError if no runtime has registered a cache with the part, or if called on another loop.
         """
         if self._runtime is None:
             raise UsageError(f"{what}: {self._part!r}: no runtime has registered a KV cache with this part")
@@ -130,7 +130,7 @@ class StockReaderService(Protocol):
         """Return the frames of the answer to a stock reader's question, or None to send none. Never waits or raises."""
 
     def apply_notification(self, payload: bytes) -> bool:
-        """Handle a notification from a reader with vLLM's own NixlConnector. Return False if `payload` is none."""
+        """Handle the notification `payload`. Return False if it is not a stock reader's (vLLM's own NixlConnector)."""
 
 
 class StockPart(Part):

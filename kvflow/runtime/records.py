@@ -2,7 +2,7 @@
 
 Observers run on the event loop, in the step that ends the load or lease, so they must be quick. An error of an observer
 is logged and has no other effect. If an observer fails repeatedly, its 1st, 2nd, 4th, 8th ... error is logged, with the
-number of errors that were not. In tests closing the runtime also raises the first error.
+number of errors that were not logged. In tests closing the runtime also raises the first error.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One registration of a rank's cache, from the start of its agent to the end of its last task: an *incarnation*.
 
-If a cache is registered again, the rank gets another incarnation: a new name, new agents and a new poller, as if it had
-restarted at the same address. Peers notice the new name, and drop everything that they know about the previous
+A cache that is registered again is another incarnation, with a new name, new agents and a new poller, as if the rank
+had restarted at the same address. Peers notice the new name, and drop everything that they know about the previous
 incarnation (docs/decisions/0017-generations.md).
 
 The agent and the poller start before the cache is registered. A registration ends in this order: leases, loads and
@@ -27,7 +27,7 @@ from kvflow.transport.base import TransportError
 
 
 class Registration:
-    """One incarnation of a rank: its name, transport, poller, tasks and cache. Each registration has its own object."""
+    """One registration (incarnation) of a rank's cache: its name, transport, poller and tasks, and that cache."""
 
     def __init__(self, config: Config, world: World, tasks: Tasks) -> None:
         self.incarnation: str = world.token_hex(8)

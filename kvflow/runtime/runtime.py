@@ -99,7 +99,7 @@ class Runtime:
         """Start the transport, the listener and the poller. If cancelled, the runtime is closed.
 
         Raises:
-            ConfigError: that failed.
+            ConfigError: one of them could not be started.
         """
         try:
             await self._supervisor.open()
@@ -116,8 +116,8 @@ class Runtime:
     async def aclose(self) -> None:
         """Close the runtime: refuse new work, let loads and leases finish, revoke the rest, deregister, stop all tasks.
 
-        Takes at most Config.drain_timeout_s and transport_close_timeout_s. Closing twice is fine. If the runtime's loop
-        is closed, this may be called on any other loop. In a forked child, forget the parent's runtime and close
+        This takes at most Config.drain_timeout_s and transport_close_timeout_s. Closing twice is fine. If the runtime's
+        loop is closed, this may be called on any other loop. In a forked child, forget the parent's runtime and close
         nothing. Cancelling stops the waiting; the closing goes on.
 
         Raises:
@@ -171,8 +171,8 @@ class Runtime:
 
         First, all leases are revoked, loads and later calls fail with CacheUnregistered, and questions of peers are
         refused for now. Then the runtime waits for reads and copies under way, sends goodbyes to readers, and
-        deregisters the memory. After that `register_kv_caches` accepts another cache, of any layout. The new cache is
-        another incarnation of this rank: no earlier ticket, seal or connection is valid for it.
+        deregisters the memory. After that `register_kv_caches` accepts another cache, of any layout. The new
+        registration is another incarnation: no earlier ticket, seal or connection is valid for it.
 
         Takes at most Config.cancel_grace_s, drain_timeout_s, Limits.seal_hold_s, goodbye_timeout_s and twice
         transport_close_timeout_s. Without a cache, do nothing. Concurrent calls wait for the same end. Cancelling stops
@@ -226,8 +226,8 @@ class Runtime:
     ) -> None:
         """Announce that a request will not be served, for example since it was rejected or its prefill failed.
 
-        The loads of readers that wait for its offer with a pending ticket (`Ticket.rendezvous`) fail with PrefillFailed
-        and the reason, and so do, for a while, loads of readers that ask later. A later `serve_blocks` with the same
+        Loads that wait for the request's offer, after a pending ticket (`Ticket.rendezvous`), fail with PrefillFailed,
+        which has the reason. For a while, later loads of the request fail too. A later `serve_blocks` with the same
         request id takes the announcement back. Allowed while the runtime drains. An engine of several ranks declines on
         each rank.
 
@@ -307,10 +307,10 @@ class Runtime:
     async def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Release the leases of a ticket without reading them, for example if the request was rejected before decode.
 
-        Sends one message to each rank, without a handshake. The lease then ends as if it had been read. If the offer of
-        a pending ticket does not exist yet, wait for it, within the ticket's `ttl_s`, and connect its ranks. A late or
-        repeated release changes nothing. Allowed while the runtime drains. If cancelled, some ranks may have been
-        notified.
+        This sends one message to each rank, without a handshake. The lease then ends as if it had been read. If the
+        offer of a pending ticket does not exist yet, wait for it, within the ticket's `ttl_s`, and connect the ticket's
+        ranks. A late or repeated release changes nothing. Allowed while the runtime drains. If cancelled, some ranks
+        may have been notified.
 
         Args:
             ticket: the ticket from the router.
@@ -348,7 +348,7 @@ class Runtime:
     ) -> tuple[KVFlowError | None, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.
 
-        The failure of one engine does not affect others. Takes at most Config.handshake_timeout_s for each rank.
+        The failure of one engine does not affect others. This takes at most Config.handshake_timeout_s for each rank.
         Cancelling stops the waiting; handshakes under way go on.
 
         Args:

@@ -20,7 +20,7 @@ _GAUGES = {
     *("open_leases", "open_loads", "waiting_loads", "waiting_reads", "in_flight", "peers", "quarantines", "never_read"),
     *("open_reads", "open_peers", "open_spans", "open_threads", "listeners_lost", "unreachable"),
 }
-"""Fields that say how many there are now. All other fields are counts, which go on in the next registration."""
+"""Names of fields that count what exists now. All other fields count events, and go on in the next registration."""
 
 
 class RuntimeState(enum.StrEnum):
@@ -49,9 +49,9 @@ class PartStatistics:
 class RuntimeStatistics:
     """A snapshot of a runtime: its open objects, and counts of past events.
 
-    `blocks` is None while no cache is registered; `serving` and `loading` are None before the first one is. In an
-    abandoned runtime, which ended without its event loop, all three lack the counts of the last registration, and may
-    be None.
+    `blocks` is None while no cache is registered; `serving` and `loading` are None before the first cache is
+    registered. In an abandoned runtime, which ended without its event loop, all three lack the counts of the last
+    registration, and may be None.
 
     If a cache is registered again, `serving`, `loading` and `transport` go on counting.
     """
@@ -65,7 +65,7 @@ class RuntimeStatistics:
     loading: LoadingStatistics | None
     peers: tuple[PeerStatistics, ...]
     readers: int
-    """Number of ranks that have connected to this rank and get a goodbye when it closes."""
+    """Number of ranks that have connected to this rank, and get a goodbye when this rank closes."""
     listener: ListenerStatistics | None
     transport: TransportStatistics
     readers_refused: int

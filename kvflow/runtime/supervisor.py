@@ -169,9 +169,9 @@ class Supervisor:
         self.copy_thread.abandon(wait_s)
 
     async def drain(self, deadline_s: float) -> bool:
-        """Take no new work. Wait up to `deadline_s` seconds until all leases and loads have ended, then end the others.
+        """Take no new work. Wait until all leases and loads have ended; after `deadline_s` seconds, end the rest.
 
-        Return whether all ended in time.
+        Return whether all had ended before that.
         """
         self.state = RuntimeState.DRAINING
         return self.registered_cache is None or await self.registered_cache.drain(deadline_s)
@@ -300,8 +300,8 @@ class Supervisor:
     async def _unregister(self) -> None:
         """End the current registration, even if its cache was never registered. Run by `Tasks.run_to_end`.
 
-        Task `kvflow-unregister`: begun by `unregister`, or by a registration that failed. It goes on if its caller is
-        cancelled. If it dies, the runtime breaks, and `unregister` raises its error.
+        Task `kvflow-unregister`: begun by `unregister`, or by a registration that failed. It goes on if the caller is
+        cancelled. If the task dies, the runtime breaks, and `unregister` raises the task's error.
         """
         registration = self.registration
         if registration is None:
@@ -323,8 +323,8 @@ class Supervisor:
         """Close the runtime: end the registration, the listener, all tasks and all threads. Run by `Tasks.run_to_end`.
 
         Task `kvflow-close`: begun by `aclose`, by a cancelled supervisor's task, or by a dropped runtime. It goes on if
-        its caller is cancelled. If it is cancelled itself, it stops waiting for leases and loads. `aclose` raises its
-        error.
+        the caller is cancelled. If the task itself is cancelled, it stops waiting for leases and loads. `aclose` raises
+        the task's error.
         """
         on_cancel = self._stop_draining
         try:

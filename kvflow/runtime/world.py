@@ -23,7 +23,7 @@ from kvflow.transport.base import Transport
 def make_transport(config: Config, agent_name: str) -> Transport:
     """Return a new, unopened transport of the kind that `config.transport` names. ConfigError for an unknown kind.
 
-    Imports only the module of that kind.
+    Only the module of that kind is imported.
     """
     match config.transport:
         case "nixl":
@@ -46,7 +46,7 @@ class World:
     """Function that makes a transport from the config and the agent's name."""
     side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
     own_host: Callable[[Config], Awaitable[str]] = own_host
-    """Function that finds the host name or address under which peers reach this rank, for its tickets."""
+    """Function that finds the host name or address under which peers reach this rank, to write into tickets."""
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
     """Function `token_hex(count)` that returns `count` unpredictable random bytes as hexadecimal digits.

@@ -115,7 +115,7 @@ class ZmqSideChannel:
     async def _route_to(self, at: Address) -> ListenerRoute:
         """Return how to connect to the listener at `at`: its numeric endpoint and, with CURVE, the keys to use.
 
-        PeerRefused if the allowlist has no key of the peer's engine, PeerUnreachable if its host name cannot be
+        PeerRefused if the allowlist has no key of the peer's engine, PeerUnreachable if the peer's host name cannot be
         resolved.
         """
         keyring = await self._get_keyring()

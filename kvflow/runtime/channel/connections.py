@@ -40,9 +40,9 @@ _BLOCK_ID_BYTES = 8
 KEPT_IDLE_S = 5.0
 """Seconds for which a connection without waiting questions is kept open."""
 KEPT_MAX = 32
-"""Maximum number of connections without waiting questions to keep, with four open files each.
+"""Maximum number of connections without waiting questions; each has four open files.
 
-Above it the least recently used is closed.
+If there are more, the least recently used is closed.
 """
 _RECEIVED_AT_ONCE = 2 * QUESTIONS_MAX
 _MONITORED_EVENTS = (
@@ -57,7 +57,7 @@ _MONITORS = itertools.count()
 """Counter for unique endpoint names of monitor sockets, since ZeroMQ frees the name of a closed socket late."""
 
 Arrival: TypeAlias = "list[bytes] | zmq.Event"
-"""Item in a question's queue: the frames of the answer, or a monitor event of its connection.
+"""Element of a question's queue: the frames of the answer, or a ZeroMQ monitor event of the connection.
 
 Every event but CONNECT_RETRIED means that the connection has ended.
 """
@@ -94,7 +94,7 @@ class KeptConnection:
     ) -> None:
         """Create the sockets and begin to connect to `route`.
 
-        `on_end` is called with this object if the connection ends, unless by `close`.
+        If the connection ends other than by `close`, `on_end` is called with this object.
         """
         self.route = route
         self.waiting: dict[int, OpenQuestion] = {}
@@ -233,7 +233,7 @@ class Connections:
         self._shared: dict[ListenerRoute, dict[KeptConnection, None]] = {}
         """Connections that several questions may use at the same time, by listener, in the order they became shared."""
         self._idle: OrderedDict[KeptConnection, float] = OrderedDict()
-        """Kept connections without waiting questions, by the loop time when the last question ended, oldest first."""
+        """Kept connections without waiting questions, with the loop time when the last question ended, oldest first."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -263,7 +263,8 @@ class Connections:
     def open_question(self, connection: KeptConnection, fingerprint: bytes, body: bytes) -> Iterator[OpenQuestion]:
         """Context manager: send a question with `body` over `connection`, and yield the `OpenQuestion`.
 
-        At the end of the `with` body, the question no longer waits, and the connection is shared, kept or closed.
+        At the end of the `with` body the question no longer waits. Then the connection is closed, or kept for later
+        questions.
         """
         self._idle.pop(connection, None)
         question = None
@@ -290,9 +291,10 @@ class Connections:
             self._forget(connection)
 
     def _after_question(self, connection: KeptConnection, *, answered: bool) -> None:
-        """Share, keep or close `connection`, after a question on it has ended.
+        """After a question on `connection` has ended, let later questions use the connection, or close it.
 
-        `answered`: the question got an answer that carries its number.
+        `answered`: the question got an answer with its number. If not, no later question may use the connection. When
+        no question waits on it, the connection is kept for `KEPT_IDLE_S` if later questions may use it, else closed.
         """
         route = connection.route
         if not answered:

@@ -66,7 +66,8 @@ class Keyring:
     async def read(cls, engine_id: str, secret_file: Path, folder: Path, now_s: Callable[[], float]) -> Self:
         """Return a `Keyring` with the key pair in `secret_file` and the public keys of peers in `folder`.
 
-        Reads in a thread. ConfigError, naming the faulty file, also if `folder` has another public key for `engine_id`.
+        The files are read in a thread. ConfigError, which names the file, if one is faulty, or if `folder` has a public
+        key for `engine_id` other than that in `secret_file`.
         """
         own_keys = await asyncio.to_thread(_read_pair, secret_file)
         allowlist = await asyncio.to_thread(_read_allowlist, folder)

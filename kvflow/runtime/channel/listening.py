@@ -5,8 +5,8 @@ refused. No message stops the listener, and the loop runs other tasks between tw
 per engine key with CURVE, else per address.
 
 With CURVE only engines of the allowlist can send messages, and a request must name the engine that owns the key of its
-connection. ZeroMQ asks which keys to accept by its own protocol (ZAP). This module answers, since no supervisor watches
-the task of pyzmq's authenticator.
+connection. Over a protocol of its own (ZAP), ZeroMQ asks which keys to accept. This module answers, since no supervisor
+watches the task of pyzmq's authenticator.
 
 The receive queue has no limit, and heartbeats are off: ZeroMQ (4.3.5) stops reading from a connection when the queue is
 full, and if the peer then resets the connection, an unread ping aborts the process. A single endless message can fill
@@ -126,8 +126,9 @@ class ZmqListener:
 
         If an answer is a future, answer other requests until it is done, then send its result.
 
-        Task `kvflow-listener`: from the opening to the closing of the runtime, with a task each for `-requests`,
-        `-connections`, `-files` and, with CURVE, `-keys`. If one dies, the runtime breaks.
+        Task `kvflow-listener`: runs from the opening to the closing of the runtime, beside the tasks
+        `kvflow-listener-requests`, `-connections`, `-files` and, if CURVE is used, `-keys`. If one dies, the runtime
+        breaks.
         """
         if self._in_forked_child:
             return
@@ -215,7 +216,7 @@ class ZmqListener:
             self._send(sender, header, reply)
 
     def _send_when_done(self, sender: bytes, asked: codec.Header, reply: asyncio.Future[messages.Reply]) -> None:
-        """Callback of the future `reply`: send its result to `sender`, unless it was cancelled or the socket is closed.
+        """Callback of `reply`: send the result to `sender`, unless the future was cancelled or the socket is closed.
 
         `asked`: header of the request.
         """
@@ -225,8 +226,8 @@ class ZmqListener:
     def _send(self, sender: bytes, asked: codec.Header, reply: messages.Reply) -> None:
         """Send `reply` to `sender`. `asked`: header of the request.
 
-        If the reply is larger than the reader accepts, send a refusal. If the reader's connection is full, drop the
-        reply.
+        If the reply is larger than the reader accepts, send a smaller one (`_reply_instead`). If the reader's
+        connection is full, drop the reply.
         """
         outcome = "answered"
         if isinstance(reply, messages.Refusal):

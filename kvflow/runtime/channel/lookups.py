@@ -28,7 +28,7 @@ _KNOWN_MAX = 1024
 
 
 class Lookups:
-    """Resolver of host names to addresses, with one thread per lookup. Belongs to one event loop."""
+    """Resolver of host names to addresses, with one thread per lookup. Each `Lookups` belongs to one event loop."""
 
     def __init__(self) -> None:
         self._new_slots = asyncio.Semaphore(_NEW_AT_ONCE_MAX)
@@ -85,8 +85,8 @@ def _has_route(entry: tuple[Any, ...]) -> bool:
 def _look_up(host: str, slots: asyncio.Semaphore, found: asyncio.Future[str]) -> None:
     """Look up `host`, then set the address or the error on `found` and release `slots`, both on the event loop.
 
-    Thread `kvflow-lookup <host>`: begun by a question to a host that is given by name. Ends when the resolver answers.
-    The question gets its error.
+    Thread `kvflow-lookup <host>`: begun by a question to a host that is given by name. It ends when the resolver
+    answers. The question raises the lookup's error.
     """
     outcome: str | Exception
     try:
@@ -123,7 +123,7 @@ _FAMILIES: dict[str, list[socket.AddressFamily]] = {
     ANY_V4: [socket.AF_INET],
     ANY_V6: [socket.AF_INET6, socket.AF_INET],
 }
-"""By wildcard address: the IP versions on which a listener accepts connections, in order of preference."""
+"""IP versions on which a listener accepts connections, by wildcard address, in order of preference."""
 
 
 async def own_host(config: Config) -> str:

@@ -50,8 +50,8 @@ class ListenerStatistics:
     over_rate: int = 0
     """Number of messages without an answer, because the peer asked too often."""
     rejected: int = 0
-    """Number of connections that failed in their handshake: the client's key is not in the allowlist, or it is no
-    kvflow peer."""
+    """Number of connections that failed in their handshake: the client's key is not in the allowlist, or the client is
+    no kvflow peer."""
     connections: int = 0
     recycled: int = 0
     """Number of times that all connections were dropped: there were too many, or too few open files were left."""
@@ -61,7 +61,8 @@ class Listener(Protocol):
     """The end of a rank's side channel that is bound to a port and answers peers."""
 
     answer_stock: AnswerStock | None
-    """Function that answers questions of stock engines (vLLM's own NixlConnector). None: drop them as malformed."""
+    """Function that answers questions of stock engines (vLLM's own NixlConnector). None: these questions are dropped as
+    malformed."""
 
     @property
     def port(self) -> int: ...

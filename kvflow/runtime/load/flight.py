@@ -93,7 +93,8 @@ class Flight:
     ) -> None:
         """Claim `ids`, the load's local blocks as entries of the block ledger. BlocksBusy if one is in use.
 
-        `sources`, the ranks to read from, have slots for their seals, which are given back also after BlocksBusy.
+        `sources`, the ranks to read from, have slots for their seals. If BlocksBusy is raised, these slots have been
+        given back.
         """
         try:
             resources.ledger.begin_load(ids)
@@ -124,7 +125,7 @@ class Flight:
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
-        """Future that ends with the last read or copy, or with an exception if that end can never be known."""
+        """Future that is done when the last read or copy ends, or has an exception if that end can never be known."""
         for source in sources:
             source.connection.users += 1
 
@@ -158,7 +159,7 @@ class Flight:
 
     @property
     def reads_blocks(self) -> bool:
-        """True while a read or a copy is under way, other than a fetch of a seal."""
+        """True while a copy, or a read of more than a seal, is under way."""
         return self._under_way > sum(source.proof.fetch_under_way for source in self._sources)
 
     def seal_piece(self, source: Source) -> Piece:
@@ -344,7 +345,8 @@ class Flight:
     ) -> None:
         """Wait for a permit, then post a read of `descriptors` from `source`. Raise the error of a flight that failed.
 
-        `group_state`: of the read's copy group, if any. `fetches_seal`: one of the descriptors is the source's seal.
+        `group_state`: progress of the read's copy group, if any. `fetches_seal`: one of the descriptors is the source's
+        seal.
         """
         resources, agent = self._resources, source.connection.agent
         size_bytes, count = descriptors.size_bytes, descriptors.table.shape[1]
@@ -444,9 +446,10 @@ class Flight:
         return cancelled
 
     def _group_step_ended(self, group_state: _GroupState, *, intact: bool) -> None:
-        """Record that a read of a copy group, or the posting of all its reads, has ended. `intact`: with success.
+        """Record that a read of a copy group, or the posting of all its reads, has ended.
 
-        After the last one, start the group's copy, or free its buffers if there is no copy or something has failed.
+        `intact`: this step succeeded. After the last step, start the group's copy, or free its buffers if there is no
+        copy or a step has failed.
         """
         group_state.intact = group_state.intact and intact
         group_state.pending -= 1

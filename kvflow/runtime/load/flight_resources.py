@@ -27,7 +27,7 @@ from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
 
 OnReadEnd: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
-"""Callback for the end of a read. Gets RuntimeBroken if it can never be known whether the read has ended."""
+"""Callback for the end of a read. It gets RuntimeBroken if it can never be known whether the read has ended."""
 
 TURN_S = 1e-3
 """Period, in seconds, in which at most `_TURN_LOADS` loads start without waiting."""
@@ -60,7 +60,7 @@ class Poller:
 
     @property
     def behind(self) -> bool:
-        """True if more posted reads wait to start than can start in the next milliseconds, so none should be posted."""
+        """True if more posted reads wait to start than can start in the next milliseconds: no more should be posted."""
         return self._transport.behind
 
     def post(self, agent: AgentName, descriptors: Descriptors, on_end: OnReadEnd) -> None:
@@ -75,8 +75,8 @@ class Poller:
     async def run(self) -> None:
         """Dispatch events until cancelled, or until the transport breaks, which raises TransportBroken.
 
-        Task `kvflow-poller`: one for a registration, to its end. If it dies, or another task cancels it, the waiters of
-        posted reads get TransportBroken, and the runtime breaks.
+        Task `kvflow-poller`: one for each registration; it ends with the registration. If it dies, or another task
+        cancels it, flights with posted reads get TransportBroken, and the runtime breaks.
         """
         try:
             await self._transport.run(self._dispatch)
@@ -119,8 +119,8 @@ class Poller:
 class SealSlots:
     """Slots in host memory into which seals are fetched, and the queue of loads that wait for free slots.
 
-    A load may begin when each rank that it reads from has a slot. Loads with a smaller priority go first, then those
-    that came first. No load overtakes the first of the queue.
+    A load may begin when each rank that it reads from has a slot. Loads wait in order of priority, smallest first;
+    loads of equal priority wait in order of arrival. No load overtakes the first one.
     """
 
     def __init__(self, count: int) -> None:
@@ -196,7 +196,8 @@ class LoadThrottle:
         self._next_turn: asyncio.Handle | None = None
         self._turn_begun_s = -math.inf
         self._starts_left = 0
-        """Number of loads that may still start without waiting until `_turn_begun_s + TURN_S`."""
+        """Number of loads that may still start without waiting, in the period of `TURN_S` that began at
+        `_turn_begun_s`."""
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
         """Heap of waiting loads: (priority, False if started before, order of arrival, future that ends the wait)."""
         self._numbers = itertools.count()
@@ -251,14 +252,15 @@ class FlightResources:
 
     ledger: BlockLedger
     seal_slots: SealSlots
-    """Slots of host memory into which seals are fetched, one for each rank of each load."""
+    """Slots of host memory into which seals are fetched, one for each rank that a load reads from."""
     permit_queue: FairQueue
     """Permits for reads, which limit the bytes, descriptors and reads in flight, in total and from each rank."""
     poller: ReadPoster
     copy_thread: CopyThread
     clock: Clock
     reads_max: int
-    """Largest number of reads that one load has under way, and of copies. With 2, each hides the other's latency."""
+    """Maximum number of reads that one load has under way, and of its copies. With 2, one read hides another's latency.
+    """
 
 
 def read_permit_queue(config: Config, *, grows: bool) -> FairQueue:

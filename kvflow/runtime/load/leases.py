@@ -55,7 +55,7 @@ class _RenewedLease:
 
 
 class LeaseIdNotifier:
-    """Notifies producers that run kvflow that their leases are needed or read. Names each lease by its id."""
+    """Notifies producers that run kvflow that their leases are needed or read. A notification names leases by id."""
 
     heartbeat_s: float | None = None
 
@@ -78,7 +78,7 @@ class LeaseIdNotifier:
         return len(lease_ids)
 
     def notify_read(self, source: Source) -> None:
-        """Notify the rank of `source` that this rank does not need the blocks of its lease any longer."""
+        """Notify the rank of `source` that this rank does not need the leased blocks of `source` any longer."""
         self.report_read(source.connection.agent, source.lease.lease_id, *source.connection.report_share)
 
     def report_read(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
@@ -104,7 +104,7 @@ class RemoteLeases:
         self._alarm = Alarm(cache.clock, self._renew)
         self._closed = False
         self.renewals_sent = 0
-        """Number of renewals sent; a notification has one for each lease."""
+        """Number of renewals sent; one notification may renew several leases."""
 
     def start_renewing(self, owner: object, ttl_s: float, source: Source) -> None:
         """Renew the lease of `source` regularly until `stop_renewing(owner)` is called.
@@ -146,7 +146,7 @@ class RemoteLeases:
             self.stop_renewing(owner)
 
     def notify_finished(self, sources: Sequence[Source]) -> None:
-        """Notify the rank of each of `sources` that this rank no longer needs its lease, read or not."""
+        """Notify the producer rank of each source that this reader no longer needs the source's lease, read or not."""
         for source in sources:
             source.connection.lease_notifier.notify_read(source)
 
@@ -166,7 +166,7 @@ class RemoteLeases:
     def release_soon(self, ticket: Ticket) -> None:
         """Start a task that gives the leases of `ticket` back. Errors are logged or dropped.
 
-        If a rank cannot be reached, try again later, as long as its lease may be open.
+        If a rank cannot be reached, try again later, as long as the rank's lease may be open.
         """
         give_up_s = self._clock.now_s() + min(ticket.ttl_s, self._config.lease_lifetime_s)
         self._begin_release(ticket, give_up_s, 0.0)
@@ -184,7 +184,8 @@ class RemoteLeases:
         """Give the leases of `ticket` back. If a rank cannot be reached, try again after a pause, until `give_up_s`.
 
         Task `kvflow-release <request>`: begun by `release_blocks` of a pending ticket, and by a load of several tickets
-        for those that it did not need. Ends when the leases are given back, or when their time has passed.
+        for the tickets that the load did not need. It ends when the leases are given back, or when their time has
+        passed.
         """
         limits, problems = self._config.limits, list[KVFlowError]()
         try:
@@ -282,7 +283,7 @@ class RemoteLeases:
     async def _renew_until_cancelled(self, owner: object, ticket: Ticket) -> None:
         """Look up the leases of a ticket, and renew them until the task is cancelled.
 
-        Task `kvflow-keep <request>`: begun by `keep_leases`. Ends with its block.
+        Task `kvflow-keep <request>`: begun by `keep_leases`. It ends with the `with` block.
         """
         bound_s = self._config.load_deadline_s + self._opens_within_s(ticket)
         try:
@@ -313,9 +314,9 @@ class RemoteLeases:
         self._alarm.set(min((kept.due_s for leases in self._renewed.values() for kept in leases), default=math.inf))
 
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:
-        """Give back the lease of `ticket` at the rank `at`. PeerError if the rank cannot be reached, or Overloaded.
+        """Give back the lease of `ticket` at the rank `at`. PeerError or Overloaded if the rank cannot be asked.
 
-        Return True if the rank was notified, or if the lease has ended already.
+        Return True if the rank was notified, or if the lease had ended already.
         """
         named, local = ticket.find(at.rank), self._cache.local
         lease = named if named is not None and named.lease_id else None

@@ -47,8 +47,8 @@ class Load:
     `quarantine` of that error is the load. Cancelling a task that awaits a load cancels the load, as with any task;
     `asyncio.shield(load)` keeps the load going.
 
-    `async for progress in load` yields a `Progress` whenever more tokens have landed, only the latest one to a slow
-    consumer. The iteration ends when the load ends, or raises what the load raises:
+    `async for progress in load` yields a `Progress` whenever more tokens have landed. A slow consumer gets only the
+    latest one. The iteration ends when the load ends, or raises what the load raises:
 
         load = runtime.start_load(request)
         async for progress in load:
@@ -57,14 +57,14 @@ class Load:
 
     Landed tokens may be used immediately, by a model step that needs no other tokens: they are the prompt's, and were
     read under an open lease. If the load fails later, they stay in the engine's blocks, but the prompt is not complete.
-    The blocks of a window or state belong to the prompt's end, so they land last.
+    The blocks of a sliding window or of recurrent state belong to the prompt's end, so they land last.
 
     A load yields only its last progress if the prompt was complete before anything was read, if the load is verified,
     or if it may read from several producers.
 
-    Several tasks may iterate, and each may stop midway without affecting the load. Cancelling a task that waits for the
-    next progress cancels the load, as awaiting does; to watch a load without that, wait with `progressed`. If a task is
-    cancelled in the body of the `async for`, it has to call `cancel` itself, best in a `finally`.
+    Several tasks may iterate, and each may stop midway without affecting the load. If a task is cancelled while it
+    waits for the next progress, the load is cancelled too; to watch a load without that, wait with `progressed`. If a
+    task is cancelled in the body of the `async for`, it has to call `cancel` itself, best in a `finally`.
     """
 
     def __init__(
@@ -123,7 +123,8 @@ class Load:
         self.lease_questions: Any = None
         """The `growing.lease_questions.LeaseQuestions` about leases that are not complete; None without them."""
         self.landed: History | None = None
-        """How many tokens had landed at which times; None unless the load reads leases that are not complete."""
+        """Record of how many tokens had landed at each time; None unless the load reads leases that are not complete.
+        """
         self.verification = Verification.OFF
         self.payload = b""
 
@@ -143,7 +144,7 @@ class Load:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Local blocks that the load fills; of several groups, only those of the first group."""
+        """Local blocks that the load fills; if there are several groups, only the blocks of the first group."""
         return self.block_tables[0] if self.tables else ()
 
     @property
@@ -190,7 +191,7 @@ class Load:
             await self.flight.settled()
 
     def follow(self) -> None:
-        """Ask for progress while the load is under way. `async for` does this by itself."""
+        """From this call on, update `progress` while the load is under way. `async for` calls this by itself."""
         self.progress_wanted = True
         if self.flight is not None:
             self.flight.nudge()
@@ -220,8 +221,8 @@ class Load:
     def note_progress(self, tokens: int, tokens_in_all: int) -> None:
         """Only for `kvflow.growing`: record that more tokens have landed, and wake tasks that wait for progress.
 
-        `tokens`: number of the prompt's first tokens that are in the local blocks of all groups. No effect if the load
-        may read from several producers.
+        `tokens`: number of tokens, counted after the cached ones, that are in the local blocks of all groups. No effect
+        if the load may read from several producers.
         """
         if self.attempts is None:  # else another producer may write there again
             self.progress = Progress(tokens, tokens_in_all)
@@ -235,8 +236,9 @@ class Load:
     def start_task(self, work: Callable[[], Coroutine[Any, Any, LoadReport]]) -> asyncio.Task[LoadReport]:
         """Only for `Loader`: start and return a task that performs the load by awaiting `work()`.
 
-        Task `kvflow-load <request>`: begun by `start_load`; `load_blocks` runs in its caller's task. Ends with the
-        load's outcome, within `cancel_grace_s` if it is cancelled. Whoever awaits the load gets its error.
+        Task `kvflow-load <request>`: begun by `start_load`; `load_blocks` runs in its caller's task. It ends when the
+        load has its outcome; a cancelled load has it within `cancel_grace_s`. Awaiting the load raises the task's
+        error.
         """
         self._task = asyncio.create_task(work(), name=f"kvflow-load {self.request_id}")
         return self._task

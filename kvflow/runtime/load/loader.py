@@ -120,8 +120,8 @@ class Loader:
     def load(self, request: LoadRequest) -> Coroutine[Any, Any, LoadReport]:
         """Return a coroutine that performs the load of `request`, for `Runtime.load_blocks`.
 
-        If too many loads start at the same time, the coroutine accepts or refuses the request when its turn has come.
-        Otherwise the request is accepted now, or its error is raised now.
+        If too many loads start at the same time, the coroutine waits for the load's turn, and then accepts or refuses
+        the request. Otherwise the request is accepted now, or its error is raised now.
         """
         begun_s = self._now_s()
         if self._throttle.try_start(begun_s):
@@ -189,7 +189,7 @@ class Loader:
         """Check `request` as far as possible without the peer. Return its load and the function that performs it.
 
         `waited_s`: seconds that the request has waited, which count towards the load's deadline. If the request is not
-        accepted, count it and raise its error.
+        accepted, this counts a refused load and raises the error.
         """
         cache, config = self._cache, self._config
         try:
@@ -359,8 +359,8 @@ class Loader:
     ) -> None:
         """Set a load's outcome, count it, report it to the observers, and drop the load from the open loads.
 
-        `result`: what awaiting the load returns or raises. `counted`: the count to increase. `outcome`, `error`: texts
-        for the record.
+        `result`: what awaiting the load returns or raises. `counted`: name of the count to increase. `outcome`,
+        `error`: texts for the record.
         """
         load.set_outcome(result)
         if load.lease_questions is not None:

@@ -142,8 +142,8 @@ def check_awaited_offer(
     """Check a request against an offer for which the load has waited; `ticket` is the ticket of that offer.
 
     Do nothing if the request has neither `prompt` nor `num_tokens`. PromptMismatch if the offer is for another prompt
-    or number of tokens. If the local blocks do not end with the offered tokens: PromptMismatch if the request has a
-    prompt, else RequestError.
+    or number of tokens. If the last local block is not that of the last offered token: PromptMismatch if the request
+    has a prompt, else RequestError.
     """
     if request.prompt is not None or request.num_tokens is not None:
         _check_offer(ticket, request)

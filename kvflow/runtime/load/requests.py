@@ -34,12 +34,13 @@ class LoadRequest:
     """Request to fill `block_ids`, in prompt order, from the blocks that `ticket` offers.
 
     `block_ids` begin with the block of token `cached_tokens` and end with the block of the last offered token
-    (`Ticket.offered_tokens`). If they do not, RequestError names both numbers. If there are none (everything was
-    cached), nothing is read, and the producer is notified. If the offer has no blocks, nothing is read either, and
-    `LoadReport.tokens` is 0.
+    (`Ticket.offered_tokens`). If they do not, RequestError names the number of blocks given and needed. If there are
+    none (everything was cached), nothing is read, and the producer is notified. If the offer has no blocks, nothing is
+    read either, and `LoadReport.tokens` is 0.
 
-    For a cache of several groups, `block_ids` is a list for each group, in order, or a dict by group name. A window's
-    blocks end with the block of the last offered token, and a state's slot is for that token; either may be left out.
+    For a cache of several groups, `block_ids` is a list for each group, in order, or a dict by group name. The blocks
+    of a sliding-window group end with the block of the last offered token, and the slot of a group with recurrent state
+    is for that token; either may be left out.
 
     `ticket` is a Ticket or its dict, or a list of several for one prompt, the best first: if a producer fails or its
     lease has ended, the load reads from the next one. `deadline_s` covers every phase; None means
@@ -63,8 +64,9 @@ class LoadRequest:
     False: never compare. None: Config.verify_share decides."""
     num_tokens: Count | None = None
     """Number of tokens that the offer must have, for callers that allocate blocks before they know the offer, as with a
-    pending ticket. PromptMismatch, before anything is read, if the offer has another number. Required if a group with a
-    sliding window has smaller blocks than all full-attention groups, unless `prompt` has as many tokens."""
+    pending ticket. PromptMismatch, before anything is read, if the offer has another number. The number is required if
+    a group with a sliding window has smaller blocks than all full-attention groups, unless `prompt` has as many tokens.
+    """
     keep_offer: bool = False
     """True: do not notify the producer at the end, because other requests will read the same offer. Call
     `Runtime.release_blocks` after the last request; `Runtime.keep_leases` keeps the blocks until then."""
@@ -115,12 +117,13 @@ class LoadReport:
     bytes: int
     blocks: int
     tokens: int
-    """Tokens that were read into the local blocks; the last block may be partly filled."""
+    """Number of tokens that were read into the local blocks; the last block may be partly filled."""
     descriptors: int
     sources: tuple[str, ...]
     """Names of the producer's ranks that were read from."""
     notified: bool
-    """True if every rank of the producer with a lease for this reader was notified that it may free its blocks."""
+    """True if every producer rank with a lease for this reader was notified that this reader has finished with the
+    lease."""
     seconds: Mapping[str, float]
     verification: Verification = Verification.OFF
     freshness: str = "seal"
@@ -129,8 +132,7 @@ class LoadReport:
     payload: builtins.bytes = b""
     """Extra bytes that the producer gave to `Lease.complete`; empty if the lease promised no payload."""
     attempts: Sequence[Attempt] = ()
-    """Outcomes of all attempts of a load with several tickets or with `again`, in order. The last one delivered the
-    load."""
+    """Outcomes of all attempts of a load with several tickets or with `again`, in order. The last one succeeded."""
 
     @property
     def verified(self) -> bool:
@@ -147,7 +149,7 @@ class Progress:
     """State of a load under way, as `async for` over the load yields it."""
 
     tokens: int
-    """Number of loaded tokens, from the first one on, that are in the local blocks of all groups. It ends as
+    """Number of tokens, counted after the cached ones, that are in the local blocks of all groups. At the end it is
     `LoadReport.tokens`."""
     tokens_in_all: int
     """Number of tokens that the load reads."""

@@ -77,9 +77,9 @@ class SpanQueue:
         """Make a queue with all spans still to take.
 
         `parts`: chunks to read, by rank and layer set. `staging`: host blocks through which the group is read, if any.
-        `local_ids`: its last block holds the last token. `span_bytes_max`: bound that keeps one turn of the event loop
-        short. `slot_bytes`: size of a scratch buffer. If two units do not fit in a scratch buffer, or one unit does not
-        fit in the host blocks, no remote block is read whole.
+        `local_ids`: the local blocks; the last one holds the last token. `span_bytes_max`: bound that keeps one turn of
+        the event loop short. `slot_bytes`: size of a scratch buffer. If two units do not fit in a scratch buffer, or
+        one unit does not fit in the host blocks, no remote block is read whole.
         """
         host_blocks = None if staging is None else staging.pool.size
         size = self._local_tokens = parts[0].block_map.local.block.tokens

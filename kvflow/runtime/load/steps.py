@@ -157,7 +157,7 @@ async def _wait_for_admission(cache: RegisteredCache, load: Load) -> None:
 
 
 def _read(cache: RegisteredCache, load: Load, flight: Flight, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
-    """Choose how to read the load's blocks, and begin. Return an awaitable: True if the leases covered all reads."""
+    """Choose how to read the load's blocks, and begin to. Return an awaitable: True if the leases covered all reads."""
     ticket, verify = load.ticket, load.request.verify
     if plan.block_pairs:
         load.enter_phase("wire")

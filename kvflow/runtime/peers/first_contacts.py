@@ -31,7 +31,7 @@ def overloaded(peer: Address, why: str) -> Overloaded:
 
 
 class FirstContacts:
-    """Queue of first contacts, the first questions to never-connected peers. Belongs to one event loop.
+    """Queue of first contacts, the first questions to never-connected peers. The queue belongs to one event loop.
 
     At most `limits.first_contacts_max` are under way.
     """

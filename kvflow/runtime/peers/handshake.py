@@ -55,7 +55,7 @@ class Handshakes:
         self.agents = cache.agents
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
-        """Ask `peer` for its metadata and return a connection to it, the open one if the incarnation is the same.
+        """Ask `peer` for its metadata. Return the open connection if the incarnation is the same, else a new one.
 
         `request_id`: the request of the load that needs the peer. Overloaded if this process has too few open files
         left; TimeoutError after Config.handshake_timeout_s. If cancelled, leave no agent in the transport.
@@ -91,8 +91,8 @@ class Handshakes:
 class Agents:
     """The remote agents in the transport, by name. Each agent is open, being added, or being removed.
 
-    Each incarnation of a remote rank has its own agent. An agent is removed once no `Peer` has its connection (two
-    addresses may lead to one rank) and no load holds the connection, and can be added again only after that.
+    Each incarnation of a remote rank's cache has its own agent. An agent is removed once no `Peer` has its connection
+    (two addresses may lead to one rank) and no load holds the connection, and can be added again only after that.
     """
 
     def __init__(self, cache: RegisteredCache) -> None:
@@ -113,8 +113,8 @@ class Agents:
     async def add(self, at: Address, connection: Connection, metadata: bytes) -> None:
         """Add the agent of the rank at `at` to the transport, and make `find_open` return `connection` for it.
 
-        `metadata`: the agent metadata that the rank has sent. PeerError if the transport refuses the metadata, or if it
-        describes an agent of another name. If cancelled, remove the agent again.
+        `metadata`: the agent metadata that the rank has sent. PeerError if the transport refuses the metadata, or if
+        the metadata is of an agent with another name. If cancelled, remove the agent again.
         """
         agent = connection.agent
         change = self._begin(agent)
@@ -162,8 +162,8 @@ class Agents:
     async def _remove(self, connection: Connection) -> None:
         """Remove the connection's agent from the transport once no load holds the connection.
 
-        Task `kvflow-remove <agent>`: begun when a connection is dropped. Ends when no load holds it, and the transport
-        has removed the agent.
+        Task `kvflow-remove <agent>`: begun when a connection is dropped. It ends when no load holds the connection, and
+        the transport has removed the agent.
         """
         await connection.wait_idle()
         await self._transport.remove_peer(connection.agent)

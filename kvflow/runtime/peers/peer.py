@@ -78,7 +78,8 @@ class Connection:
         self.num_blocks = tuple(of_group[at] for at in range(len(self.groups)))
         """Number of blocks in the peer's cache, by group of layers."""
         self.whole = tuple(group.whole for group in self.groups)
-        """By group: True if its blocks hold a prompt from the first token on (no window, no state)."""
+        """By group: True if the group's blocks hold a prompt from the first token on (no sliding window, no recurrent
+        state)."""
         self.block_maps = block_maps = tuple(_block_maps(metadata, local, regions))
         """Block maps, one for each pair of a local and a remote set of layers that have layers in common.
 
@@ -108,7 +109,8 @@ class Connection:
         self.reads_directly: bool | None = None
         """True if every read from the peer goes straight into the cache, without buffers; None until computed."""
         self.region_map: RegionMap | None = None
-        """Mapping of remote to local regions, with which `match_few` plans small loads fast; None if it cannot."""
+        """Mapping of remote to local regions, with which `match_few` plans small loads fast; None if `match_few`
+        cannot."""
 
     def __repr__(self) -> str:
         return f"<Connection {self.agent}, {counted(self.users, 'load')}>"
@@ -166,7 +168,7 @@ class Peer:
         self.tried_incarnations: set[str] = set()
         """Incarnations already asked for: the last connection's, and those for which a handshake was tried since then.
 
-        For a ticket of another incarnation the peer is asked even during a back-off, once.
+        For a ticket of any other incarnation the peer is asked once, even during a back-off.
         """
         self.past_incarnations: deque[str] = deque(maxlen=INCARNATIONS_MAX)
         self.questions = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
@@ -194,8 +196,8 @@ class Peer:
     def usable_connection(self, incarnation: str | None) -> Connection | None:
         """Return the connection to use for a ticket of `incarnation`, or None if a handshake is needed first.
 
-        It is needed if there is no connection, or if `incarnation` is neither the connection's nor a past one. A ticket
-        of a past incarnation gets the connection as it is, since its load fails in any case.
+        A handshake is needed if there is no connection, or if `incarnation` is neither the connection's nor a past one.
+        A ticket of a past incarnation gets the connection as it is, since its load fails in any case.
         """
         if self.connection is None or incarnation is None or incarnation in self.past_incarnations:
             return self.connection
@@ -204,7 +206,7 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """One producer rank that one load reads from, or only notifies at its end: connection, lease, and proof.
+    """One producer rank that a load reads from, or only notifies when the load ends: connection, lease, and proof.
 
     The proof decides whether bytes that were read are still those of the leased prompt.
     """
@@ -270,7 +272,7 @@ class LeaseNotifier(Protocol):
         """
 
     def notify_read(self, source: Source) -> None:
-        """Notify the producer rank of `source` that this rank no longer needs the blocks of its lease."""
+        """Notify the producer rank of `source` that this rank no longer needs the leased blocks of `source`."""
 
 
 def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> dict[str, int]:

@@ -21,7 +21,7 @@ _AT_ONCE_MAX = 16
 async def prewarm(
     resolver: TicketResolver, peers: Peers, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
 ) -> tuple[KVFlowError | None, ...]:
-    """Connect the ranks of each of `engines` that loads will need. Return one entry per engine: None, or its error."""
+    """Connect the ranks of `engines` that loads will need. Return for each engine None, or the engine's error."""
     listed = None if isinstance(engines, str | bytes | Mapping) else try_call(lambda: tuple(engines))
     if listed is None:
         raise RequestError(f"prewarm: expected PeerAddresses and tickets, got {short_repr(engines)}")

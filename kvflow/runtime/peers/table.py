@@ -137,10 +137,11 @@ class Peers:
     async def connect(self, peer: Peer, incarnation: str | None, request_id: str | None = None) -> Connection:
         """Return the connection to `peer`, after a handshake if there is none. Concurrent calls share one handshake.
 
-        `incarnation`: the one that a ticket names; None for any. If this rank does not know it, shake hands in any
-        case, since the peer may have restarted. `request_id`: sent to the peer, since a draining peer accepts only
-        requests with an open lease. If cancelled, stop waiting. The handshake goes on, unless the peer was never
-        connected, no load waits for the handshake, and it has no turn yet or another new peer needs the turn.
+        `incarnation`: the one that a ticket names; None for any. If this rank does not know that incarnation, shake
+        hands in any case, since the peer may have restarted. `request_id`: sent to the peer, since a draining peer
+        accepts only requests with an open lease. If cancelled, stop waiting. The handshake goes on, unless the peer was
+        never connected, no load waits for the handshake, and either the handshake has no turn yet, or another new peer
+        needs the turn.
         """
         while True:
             if peer.state is PeerState.CLOSED:  # evicted while its rank took long to answer
@@ -260,7 +261,7 @@ class Peers:
     def note_read_failure(self, connection: Connection, why: str) -> None:
         """After a failed read, drop `connection` and count a failure of its peers. New loads then shake hands again.
 
-        Further calls for the same connection change nothing: its other reads fail too.
+        Further calls for the same connection change nothing: the connection's other reads fail too.
         """
         for peer in self._peers_with(connection):
             waits = self._count_failure(peer, after_failed_read) > 0
@@ -347,9 +348,9 @@ class Peers:
     ) -> None:
         """Shake hands with `peer` and set the result or error of `handshake.future`.
 
-        Task `kvflow-handshake <address>`: begun by the first load that needs a peer. Ends with the answer,
-        `handshake_timeout_s` after its turn at the latest, or when no load waits for it and another first contact needs
-        its turn. Its waiters get its error.
+        Task `kvflow-handshake <address>`: begun by the first load that needs a peer. It ends with the answer, at the
+        latest `handshake_timeout_s` after its turn. It ends earlier if no load waits for the handshake and another
+        first contact needs the turn. Waiting loads get the task's error.
         """
         try:
             shake_hands = partial(self.handshakes.connect, peer, request_id)
@@ -401,8 +402,8 @@ class Peers:
     def _set_connection(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
         """Make `connection` the current connection of `peer`, after a handshake.
 
-        `incarnation`: of the ticket that led to the handshake. This and the last connection's incarnation then count as
-        past ones, unless they equal that of `connection`.
+        `incarnation`: the one in the ticket that led to the handshake. It and the previous connection's incarnation
+        then count as past ones, unless they are the incarnation of `connection`.
         """
         before, past = peer.connection, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
@@ -452,7 +453,7 @@ class Peers:
     def _disconnect(self, peer: Peer, event: PeerEvent, why: str) -> None:
         """Drop the connection of `peer`, if it has one, and fire `event` in the peer's state table.
 
-        While a handshake is under way the state stays, since the handshake's outcome decides on it.
+        While a handshake is under way the state does not change: the handshake's outcome will set it.
         """
         connection, peer.connection = peer.connection, None
         if peer.handshake is None:

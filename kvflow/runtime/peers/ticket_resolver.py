@@ -96,7 +96,8 @@ class TicketResolver:
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
         self.list_offset = zlib.crc32(local.reader.encode())
-        """Number that differs between ranks and incarnations, at which a rank starts a list of engines.
+        """Number from which this rank computes where to start in a list of engines. Each incarnation of a rank has its
+        own.
 
         So ranks that start together do not all contact the same engine first.
         """
@@ -140,10 +141,10 @@ class TicketResolver:
         return [source for *_, source in reached if source is not None]
 
     def resolve_nowait(self, ticket: Ticket, on_source: OnSource) -> list[Source] | None:
-        """Return what `resolve` would return, without waiting, or None if that is not possible.
+        """Return the same sources as `resolve` without waiting, or None if `resolve` has to wait.
 
-        It is possible if the ticket has the lease of every needed rank and all these ranks are connected. If not,
-        `on_source` is not called. PeerIncompatible if the ranks do not have all layers of this rank.
+        No waiting is needed if the ticket has the lease of every needed rank and all these ranks are connected. If None
+        is returned, `on_source` has not been called. PeerIncompatible if the ranks do not have all layers of this rank.
         """
         parallelism, engine_id, known = ticket.parallelism, ticket.engine_id, self._peers.by_address
         plan = self._plans.get((parallelism, ticket.dp_rank))
@@ -275,8 +276,8 @@ class TicketResolver:
     def addresses_of(self, ticket: Ticket) -> list[Address]:
         """Compute, without asking any rank, the addresses of the ranks that a load with a checked ticket may need.
 
-        One may turn out, once connected, to share no layer with this rank. The list is empty if the ticket's engine is
-        not compatible. RequestError if the ticket is impossible or an address cannot be derived.
+        Once connected, a rank may turn out to share no layer with this rank. The list is empty if the ticket's engine
+        is not compatible. RequestError if the ticket is impossible or an address cannot be derived.
         """
         ranks = self.ranks_of(ticket.parallelism, ticket.dp_rank, f"ticket of request {ticket.request_id!r}")
         return [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
@@ -294,7 +295,8 @@ class TicketResolver:
     async def ranks_at(self, engine: PeerAddress, *, every_rank: bool = False) -> list[Address]:
         """Connect the rank that `engine` addresses. Return the addresses of the engine's ranks that this rank needs.
 
-        `every_rank`: return the addresses of all ranks of its DP group. RequestError if addresses cannot be derived.
+        `every_rank`: return the addresses of all ranks in the DP group of the addressed rank. RequestError if addresses
+        cannot be derived.
         """
         host, port = split_address(engine.address, what="address")
         here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
@@ -316,8 +318,8 @@ class TicketResolver:
     def source_from_ticket(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source:
         """Return the source for `lease`, which the ticket has.
 
-        LeaseExpired if the lease is of another incarnation than the connection, RequestError if its seal index is
-        outside the peer's seals.
+        LeaseExpired if the lease is of another incarnation than the connection, RequestError if the lease's seal index
+        is outside the peer's seals.
         """
         self._check_incarnation(ticket, peer, connection, lease.incarnation)
         if not 0 <= lease.seal_index < connection.seal_count:
@@ -347,8 +349,8 @@ class TicketResolver:
     async def check_compatible(self, ticket: Ticket) -> None:
         """Raise PeerIncompatible if an engine with the ticket's parallelism cannot fill this rank's cache.
 
-        Before that, connect the first rank that the ticket names: if the handshake fails, its error lists all
-        differences between the engines.
+        Before that, connect the first rank that the ticket names: if the handshake fails, the handshake's error lists
+        all differences between the engines.
         """
         plan = self._plan(ticket.parallelism, ticket.dp_rank)
         if plan.problems and not plan.impossible:  # `addresses_of` refuses what is impossible

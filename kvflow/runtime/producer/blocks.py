@@ -127,17 +127,18 @@ class OfferedBlocks:
     def needs_more_blocks(self, block_ids: object, num_tokens: int, what: str) -> bool:
         """Return True if `block_ids` have fewer blocks than `num_tokens` tokens fill, so that more blocks must follow.
 
-        Groups with a window or state do not count. RequestError, beginning with `what`, for an invalid block id.
+        Groups with a sliding window or recurrent state do not count. RequestError, beginning with `what`, for an
+        invalid block id.
         """
         tables, _ = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         groups = zip(self._groups, tables, strict=True)
         return any(group.whole and len(ids) < num_tokens // group.block_size for group, ids in groups)
 
     def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str, *, extends: bool) -> HeldBlocks:
-        """Take and return what a lease needs: `block_ids`, a seal and, with host staging, as many host blocks.
+        """Take and return what a lease needs: `block_ids`, a seal and, with host staging, a host block for each block.
 
-        `extends`: the caller will add blocks with `extend`. `what` names the request in errors. A RequestError takes
-        nothing.
+        `extends`: the caller will add blocks with `extend`. `what` names the request in errors. If this raises, nothing
+        has been taken.
         """
         tables, entries = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         counts, offered_tokens = tuple(map(len, tables)), num_tokens
@@ -178,9 +179,9 @@ class OfferedBlocks:
         self._free(held, lambda: None)
 
     def extend(self, held: HeldBlocks, block_ids: object, what: str) -> None:
-        """Add the blocks in `block_ids` to an open lease and, with host staging, take as many host blocks.
+        """Add the blocks in `block_ids` to an open lease and, with host staging, take a host block for each.
 
-        A RequestError changes nothing.
+        If this raises, nothing has changed.
         """
         more, _ = self._ledger.find_entries(block_ids, f"{what}: block_ids")
         tables = tuple(np.concatenate(both) for both in zip(held.tables, more, strict=True))
@@ -198,7 +199,7 @@ class OfferedBlocks:
         held.tables, held.entries, held.extends = tables, entries, _lacks_blocks(tables, held.counts)
 
     def tokens_with_blocks(self, held: HeldBlocks) -> int:
-        """Return how many of the prompt's first tokens the blocks in the lease hold now, in every group."""
+        """Return how many of the prompt's first tokens are in the lease's blocks of all groups (the minimum)."""
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
 
     def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
@@ -225,9 +226,10 @@ class OfferedBlocks:
                 raise RequestError(f"{what}: {given} in all, expected at most {needs}")
 
     def _check_counts(self, counts: tuple[int, ...], num_tokens: int, what: str) -> int:
-        """Return how many of `num_tokens` tokens a lease can offer with `counts` blocks, one number for each group.
+        """Return how many of `num_tokens` tokens a lease with `counts` blocks, one number for each group, can offer.
 
-        RequestError if a group has more blocks than the tokens need, or too few for its window or state.
+        RequestError if a group has more blocks than the tokens need, or too few for its sliding window or recurrent
+        state.
         """
         tokens = num_tokens
         for group, count in zip(self._groups, counts, strict=True):
@@ -410,7 +412,7 @@ def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) ->
     """Return the slice of a group's block table with the blocks that hold the token positions `tokens`.
 
     `tokens` begin at a block boundary. The table has `count` blocks, the last of which holds the last of `num_tokens`
-    tokens. With a window the table may begin after the first token.
+    tokens. The table of a sliding-window group may begin after the first token.
     """
     first = 0 if group.whole else max(-(-num_tokens // group.block_size) - count, 0)
     begin, end = (min(max(-(-edge // group.block_size) - first, 0), count) for edge in (tokens.start, tokens.stop))

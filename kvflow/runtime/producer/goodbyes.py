@@ -1,8 +1,8 @@
 """Goodbyes: a closing producer asks the readers that have connected to it to drop their connections.
 
-Goodbyes are best effort, on the side channel: a reader without one notices when its next read or handshake fails.
-Readers supply their own addresses, and may lie. So at most `Limits.readers_max` readers are remembered, and each
-address gets at most one `Goodbye`.
+Goodbyes are best effort, on the side channel: a reader that gets none notices that this rank has closed when the next
+read or handshake fails. Readers supply their own addresses, and may lie. So at most `Limits.readers_max` readers are
+remembered, and each address gets at most one `Goodbye`.
 """
 
 from __future__ import annotations

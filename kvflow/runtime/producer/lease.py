@@ -34,7 +34,7 @@ class ServeRequest:
     """An offer of blocks: `block_ids`, in prompt order, hold the first `num_tokens` tokens of a prompt.
 
     If the cache has several groups, `block_ids` is one list per group, in order, or a mapping from group name to list.
-    A group with a window offers the last blocks of the prompt, at least all blocks that hold tokens of the window.
+    A sliding-window group offers the last blocks of the prompt, at least all blocks that hold tokens of the window.
 
     The last block may be partly filled. An engine that offers only full blocks may give fewer blocks than the tokens
     need, and none for a prompt shorter than a block. `ttl_s` defaults to Config.lease_ttl_s. The lease ends as READ
@@ -64,9 +64,9 @@ class ServeRequest:
     raises RequestError if the cache has too few blocks for all tokens, since that lease could never be completed.
     """
     extends: bool = False
-    """True if `Lease.extend` will add blocks until the lease's blocks hold all tokens. Needs `computed_tokens`.
+    """True if `Lease.extend` will add blocks until the lease's blocks hold all tokens. This needs `computed_tokens`.
 
-    Implied if `computed_tokens` is given and `block_ids` do not cover every full block of `num_tokens`.
+    It is implied if `computed_tokens` is given and `block_ids` do not cover every full block of `num_tokens`.
     """
     payload: bool = False
     """True if `Lease.complete` will give bytes to the readers, for example the first token. Loads wait for that call.
@@ -112,7 +112,7 @@ class LeaseOutcome(enum.StrEnum):
 
 @dataclass(slots=True, eq=False)
 class OpenLease:
-    """A lease that is open, or has ended and still holds its blocks: its book entry, ticket, blocks and outcome."""
+    """A lease that is open, or has ended and still holds its blocks: lease book entry, ticket, blocks and outcome."""
 
     entry: LeaseEntry
     ticket: Ticket
@@ -142,12 +142,12 @@ class OpenLease:
         return messages.digest_of(ids if len(ids) > 1 else ids[0]) == blocks_digest
 
     def rank_lease(self) -> RankLease:
-        """Return this rank's entry for tickets, for a reader with a ticket that lacks it."""
+        """Return this rank's entry in tickets, for a reader with a ticket without this entry."""
         own, held = self.ticket.first, self.held
         return msgspec.structs.replace(own, pending=held.computed < held.num_tokens or self.ticket.extends)
 
     def offer(self, queued_bytes: int = 0) -> messages.Offer:
-        """Return an offer with the tokens, block tables and `ttl_s` of this lease, for a reader without its ticket.
+        """Return an offer of this lease's tokens, block tables and `ttl_s`, for a reader without the lease's ticket.
 
         `queued_bytes`: bytes that other readers may read first.
         """
@@ -190,7 +190,7 @@ class Lease:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Current block ids of the lease; of several groups, only those of the first group."""
+        """Current block ids of the lease; if there are several groups, only the block ids of the first group."""
         return self.block_tables[0]
 
     @property
@@ -213,7 +213,7 @@ class Lease:
         return len(self._entry.readers)
 
     async def wait(self) -> LeaseOutcome:
-        """Wait until the blocks may be reused. The same as awaiting the lease.
+        """Wait until the blocks may be reused, as awaiting the lease does.
 
         If cancelled, stop waiting; the lease does not change.
 
@@ -271,7 +271,7 @@ class Lease:
         Args:
             num_tokens: number of computed tokens, from the first token of the prompt.
             ready: a device event, such as a torch.cuda.Event, recorded behind the step that computes these tokens.
-                **Without it the blocks must hold them now.**
+                **Without it the blocks must hold these tokens now.**
 
         Raises:
             RequestError: `num_tokens` is less than in an earlier call, more than the lease has, or more than the blocks
@@ -284,9 +284,9 @@ class Lease:
     def extend(self, block_ids: GivenBlockIds) -> None:
         """Add the next blocks, in prompt order, to a lease that was opened with fewer blocks than its tokens need.
 
-        In the end each group must have the blocks that hold all tokens; a group with a window only the blocks that hold
-        the window at the end of the prompt. Readers ask this rank for the added blocks. No effect on a lease that has
-        ended.
+        In the end each group must have the blocks that hold all tokens; a sliding-window group only the blocks that
+        hold the window at the end of the prompt. Readers ask this rank for the added blocks. No effect on a lease that
+        has ended.
 
         Args:
             block_ids: the added blocks only, in the form of `ServeRequest.block_ids`.
@@ -301,15 +301,16 @@ class Lease:
         self._serving.growing_leases(self.request_id).extend(self._opened, block_ids)
 
     def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
-        """Announce that all tokens are computed, now or once `ready` has happened, and give `payload` to every load.
+        """Announce that all tokens are computed, now or once `ready` has happened. Every load receives `payload`.
 
-        The same as `advance` to the last token. If the lease was opened with `ServeRequest.payload`, its loads wait for
-        this call, and get `payload`, which kvflow does not interpret, as `LoadReport.payload`. An engine of several
-        ranks gives the same payload on each rank. No effect on a lease that has ended.
+        This also does what `advance` to the last token does. If the lease was opened with `ServeRequest.payload`, its
+        loads wait for this call. kvflow passes `payload` on, without interpreting it, in `LoadReport.payload`. An
+        engine of several ranks gives the same payload on each rank. No effect on a lease that has ended.
 
         Args:
             payload: at most 4 KiB, for example the first token and its logprobs.
-            ready: a device event after which the blocks hold all tokens. **Without it the blocks must hold them now.**
+            ready: a device event after which the blocks hold all tokens. **Without it the blocks must hold all tokens
+                now.**
 
         Raises:
             RequestError: `payload` was not promised, is too large, or differs from an earlier one; the lease has too
@@ -320,7 +321,7 @@ class Lease:
         self._serving.growing_leases(self.request_id).complete(self._opened, payload, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
-        """Start the lease's time again, as if the lease were opened now with `ttl_s`. Never shortens the lease.
+        """Start the lease's time again, as if the lease were opened now with `ttl_s`. This never shortens the lease.
 
         For an engine that opens a lease some time before it sends the ticket, for example before the last step of the
         prefill. No effect on a lease that has ended.

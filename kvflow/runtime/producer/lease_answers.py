@@ -62,7 +62,7 @@ class _WaitingQuestion:
 
 
 class LeaseAnswers:
-    """Answers readers' questions about leases, immediately or once a lease has changed. Keeps the waiting questions."""
+    """Answers readers' questions about leases, immediately or once a lease has changed, and holds waiting questions."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class LeaseAnswers:
     def redirect(self, question: messages.DeclineRequest) -> messages.Ack:
         """Answer waiting and later questions about a request with the pending ticket of another engine.
 
-        That engine has sent `question`, since a router sent it the request while readers wait here. A request that is
-        or was served here, or is declined here, keeps its answers.
+        That engine has sent `question`, since a router sent the request to that engine while readers wait at this one.
+        A request that is or was served here, or is declined here, keeps its answers.
         """
         self._redirects[question.request_id] = _failed_answer(question.reason, question.instead)
         self.answer_waiting(question.request_id)

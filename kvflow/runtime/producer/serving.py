@@ -67,7 +67,7 @@ class Serving:
     """Opens and ends the leases of one registered cache, and holds each lease until its blocks are free."""
 
     def __init__(self, cache: RegisteredCache) -> None:
-        """Take what is needed from `cache`, but keep no reference: a lease's handle must not keep its tensors alive."""
+        """Take what is needed from `cache`, but no reference: a lease's handle must not keep the tensors alive."""
         config = cache.config
         self._config = config
         self._rank = cache.rank
@@ -114,10 +114,11 @@ class Serving:
         return [entry.request_id for entry in self._open_leases]
 
     def serve(self, request: ServeRequest, *, hold_blocks: bool = True, one_reader_rank: bool = False) -> Lease:
-        """Open a lease for `request` and return its handle. A RequestError or UsageError changes nothing.
+        """Open a lease for `request` and return its handle.
 
-        `hold_blocks`: hold the blocks for `limits.seal_hold_s` after the end of the lease. `one_reader_rank`: exactly
-        one reader rank will read this lease.
+        If this raises RequestError or UsageError, nothing has changed. `hold_blocks`: hold the blocks for
+        `limits.seal_hold_s` after the end of the lease. `one_reader_rank`: exactly one reader rank will read this
+        lease.
         """
         ids_max = self._config.limits.block_ids_max
         request = checks.normalize_request(request, ServeRequest, "serve_blocks", ids_max)
