@@ -129,10 +129,11 @@ class PendingTickets:
     async def _send_redirects(self, awaited: Ticket, reason: str, instead: bytes) -> None:
         """Notify each rank of the pending ticket `awaited`. `instead`: encoded ticket for waiting readers, or empty.
 
-        If a rank cannot be reached, the readers that wait at this rank learn late that there will be no offer.
+        If a rank cannot be reached, the readers that wait at this rank learn late that the request is served elsewhere,
+        or not at all.
 
         Task `kvflow-send-on <request>`: begun by `decline` of a request with readers that wait at another engine. The
-        task ends when each rank of that engine has answered, or `handshake_timeout_s` after it was asked.
+        task ends when each rank of that engine has answered, or has failed to answer within `handshake_timeout_s`.
         """
         room = asyncio.Semaphore(VISITS_AT_ONCE_MAX)
 

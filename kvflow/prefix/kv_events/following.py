@@ -197,7 +197,7 @@ class _Follower:
         """Apply the batch with sequence number `number` to the map, and count it.
 
         If `payload` is no batch, forget all blocks of the publisher instead. Other tasks of the loop may run between
-        two blocks.
+        parts of the batch.
         """
         try:
             for event in decode_batch(payload, peer=self.source.endpoint):
